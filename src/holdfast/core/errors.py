@@ -1,0 +1,185 @@
+"""Every error holdfast raises on purpose: whose fault it is, its code and its exit code.
+
+    HoldfastError
+    ├── CallerError   HF1xx  the command line, the configuration or the machine it names   exit 2
+    ├── WorkerError   HF2xx  a training process failed                                     its own exit code
+    ├── PeerError     HF3xx  another node, or the way to it                                exit 1
+    └── InternalError HF9xx  a fault of holdfast itself; crashes loudly                    exit 70
+
+Codes are never reused. The table in docs/errors.md is made from the classes below.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar
+
+
+class Fault(Enum):
+    """Whose fault an error is."""
+
+    CALLER = "caller"
+    WORKER = "worker"
+    PEER = "peer"
+    OURS = "ours"
+
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERNAL = 70
+EXIT_REQUEUE = 75
+"""sysexits' EX_TEMPFAIL: the job was preempted; please put it back into the queue."""
+EXIT_SIGNAL_BASE = 128
+"""A process or agent ended by signal N counts as 128+N, as in every shell."""
+
+
+class HoldfastError(Exception):
+    """Root of the tree. `str(error)` is one or two lines for a person, without the code."""
+
+    code: ClassVar[str] = "HF900"
+    fault: ClassVar[Fault] = Fault.OURS
+    exit_code: int = EXIT_INTERNAL
+
+
+class CallerError(HoldfastError):
+    """The caller asked for something that cannot be done."""
+
+    code = "HF100"
+    fault = Fault.CALLER
+    exit_code = EXIT_USAGE
+
+
+class UsageError(CallerError):
+    """The command line itself: unknown flag, missing script, malformed number."""
+
+    code = "HF101"
+
+
+class ScriptError(CallerError):
+    """The training script is missing, is a folder, or cannot be executed."""
+
+    code = "HF102"
+
+
+class NodesError(CallerError):
+    """--nnodes is malformed or impossible."""
+
+    code = "HF103"
+
+
+class ProcessesError(CallerError):
+    """--nproc-per-node is malformed, not positive, or names a device this node lacks."""
+
+    code = "HF104"
+
+
+class EndpointError(CallerError):
+    """The rendezvous endpoint is malformed."""
+
+    code = "HF105"
+
+
+class RendezvousConfigError(CallerError):
+    """--rdzv-conf or --rdzv-backend is malformed or inconsistent."""
+
+    code = "HF106"
+
+
+class EnvironmentValueError(CallerError):
+    """A PET_ or HOLDFAST_ variable holds a value that does not parse."""
+
+    code = "HF107"
+
+
+class LogDirError(CallerError):
+    """The log directory cannot be created or written."""
+
+    code = "HF108"
+
+
+class PortInUseError(CallerError):
+    """The endpoint's port is held by a process that is not this job's coordinator."""
+
+    code = "HF109"
+
+
+class UnresolvedHostError(CallerError):
+    """The endpoint's host name did not resolve before the join deadline."""
+
+    code = "HF110"
+
+
+class RefusedError(CallerError):
+    """The coordinator refused this agent: another job, configuration, version or token."""
+
+    code = "HF111"
+
+
+class PlatformError(CallerError):
+    """Not Linux, or something the platform must offer is missing."""
+
+    code = "HF112"
+
+
+class LogOptionsError(CallerError):
+    """--redirects, --tee or a log filter is malformed."""
+
+    code = "HF113"
+
+
+class BindingError(CallerError):
+    """--numa-binding or --virtual-local-rank asks for what this node does not have."""
+
+    code = "HF114"
+
+
+class WorkerError(HoldfastError):
+    """A training process failed."""
+
+    code = "HF200"
+    fault = Fault.WORKER
+    exit_code = EXIT_FAILURE
+
+
+class PeerError(HoldfastError):
+    """Another node, or the way to it."""
+
+    code = "HF300"
+    fault = Fault.PEER
+    exit_code = EXIT_FAILURE
+
+
+class JoinTimeoutError(PeerError):
+    """Too few nodes came before the join deadline."""
+
+    code = "HF301"
+
+
+class CoordinatorUnreachableError(PeerError):
+    """Nobody answered at the endpoint before the join deadline."""
+
+    code = "HF302"
+
+
+class CoordinatorLostError(PeerError):
+    """The coordinator went away and did not come back."""
+
+    code = "HF303"
+
+
+class ProtocolError(PeerError):
+    """A peer sent bytes that are not the protocol."""
+
+    code = "HF304"
+
+
+class AuthenticationError(PeerError):
+    """A peer could not prove that it knows the job token, or a frame's MAC is wrong."""
+
+    code = "HF305"
+
+
+class InternalError(HoldfastError):
+    """A broken invariant. Carries the story: the last events and commands."""
+
+    code = "HF901"

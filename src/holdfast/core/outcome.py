@@ -1,0 +1,111 @@
+"""How workers and jobs end: the data of failures, verdicts and outcomes."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct
+
+from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE
+
+TEXT_BYTES_MAX = 16_384
+"""Tracebacks and log tails are cut to this before they travel."""
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """One worker that ended with something other than 0, as its agent saw it."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    exit_code: int
+    """As waitpid saw it: 1..255, or -N for signal N. 0 never appears here."""
+    error_type: str = ""
+    """Exception class as written in the error file, e.g. `ValueError`; empty when unknown."""
+    message: str = ""
+    """`Type: text`, the error file's message; empty when there is none."""
+    traceback: str = ""
+    stderr_tail: str = ""
+    """Last lines of the worker's stderr, at most TEXT_BYTES_MAX."""
+    error_file: str = ""
+    stderr_file: str = ""
+    out_of_memory: bool = False
+    """The kernel's out-of-memory killer was seen at work in this worker's cgroup."""
+    started: bool = True
+    """False: the program could not even be executed."""
+    lived_s: float = 0.0
+    timestamp: int = 0
+    """Epoch seconds by this node's clock; for people only, it decides nothing."""
+
+    @property
+    def status(self) -> int:
+        """The exit status a shell would show: 128+N for signal N."""
+        return shell_status(self.exit_code)
+
+    @property
+    def signature(self) -> str:
+        """What makes two failures the same error, whatever rank it struck."""
+        return f"{self.exit_code}|{self.error_type}|{self.message[:200]}"
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What failed first and why, as against what failed because of it."""
+
+    code: str
+    """Error code, HF2xx or HF3xx."""
+    cause: str
+    """One line: the primary failure in words."""
+    advice: str = ""
+    """One line: what to do; empty when there is nothing useful to say."""
+    culprit: Failure | None = None
+    """The primary failure; None when a node and not a worker was the cause."""
+    collateral: tuple[Failure, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
+    generation: int = 0
+    restarts: int = 0
+    gave_up: str = ""
+    """Why there was no further restart."""
+
+
+class OutcomeKind(Enum):
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    PREEMPTED = "preempted"
+    SIGNALLED = "signalled"
+    REFUSED = "refused"
+    NO_QUORUM = "no_quorum"
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """How the job, or this node's part in it, ended."""
+
+    kind: OutcomeKind
+    exit_code: int
+    code: str = ""
+    message: str = ""
+    verdict: Verdict | None = None
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """All that the coordinator knows about the end of a generation, in order of arrival."""
+
+    generation: int
+    restarts: int
+    failures: tuple[Failure, ...]
+    lost_nodes: tuple[str, ...]
+    gave_up: str
+
+
+def shell_status(exit_code: int) -> int:
+    """waitpid's view (negative = signal) to the status a shell shows.
+
+    >>> shell_status(3), shell_status(-9)
+    (3, 137)
+    """
+    return EXIT_SIGNAL_BASE - exit_code if exit_code < 0 else exit_code
+
+
+def job_exit_code(verdict: Verdict) -> int:
+    """The first failing worker's own code; 1 when no worker was to blame."""
+    return verdict.culprit.status if verdict.culprit is not None else EXIT_FAILURE

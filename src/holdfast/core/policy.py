@@ -1,0 +1,68 @@
+"""What a job is and how patient holdfast is with it: plain data, fixed before the job starts."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class JobSpec(Struct, frozen=True, kw_only=True):
+    """What all nodes of a job must agree on; source: the command line."""
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    backend: str
+    max_restarts: int = 0
+    fixed_ranks: bool = False
+    """Static rendezvous: exactly max_nodes nodes, each at the group rank it names."""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Every wait of the control plane. Seconds unless the name says otherwise."""
+
+    join_s: float = 600.0
+    """From start until min_nodes are there (rdzv-conf join_timeout; static: timeout)."""
+    settle_s: float = 2.0
+    """With min_nodes or more: quiet time after the newest arrival before the world is formed."""
+    last_call_s: float = 30.0
+    """With min_nodes or more: never wait longer than this for more (rdzv-conf last_call_timeout)."""
+    gather_s: float = 0.5
+    """Arrivals at a running job are gathered this long before it is regrouped for them."""
+    lease_s: float = 6.0
+    """A member silent for this long is lost, by the coordinator's clock."""
+    fence_s: float = 4.0
+    """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
+    ping_interval_s: float = 1.0
+    prepare_s: float = 30.0
+    """Phase one (store bound, folders made) must end within this on every node."""
+    stop_grace_s: float = 30.0
+    """SIGTERM to SIGKILL (--shutdown-timeout)."""
+    stop_slack_s: float = 15.0
+    """Added to the grace before the coordinator gives up on a member that does not report Stopped."""
+    connect_retry_s: float = 0.1
+    """First pause between attempts to reach the coordinator; doubles up to connect_retry_max_s."""
+    connect_retry_max_s: float = 1.0
+    say_interval_s: float = 5.0
+    """How often somebody who waits is told for what."""
+    backoff_first_s: float = 0.25
+    """Pause before the second quick restart in a row (the first is immediate); doubles."""
+    backoff_max_s: float = 30.0
+    healthy_s: float = 60.0
+    """A generation that ran this long ends a streak of quick failures."""
+    identical_failures_max: int = 8
+    """So many identical quick failures in a row end the job whatever the budget says."""
+
+
+class NodeSpec(Struct, frozen=True, kw_only=True):
+    """What one agent brings to the job."""
+
+    member: str
+    """Identity, used once: host name and a random incarnation, e.g. `node7#5f3a90c1`."""
+    host: str
+    """Short host name, for people."""
+    nproc: int
+    role: str = "default"
+    node_rank: int | None = None
+    """The group rank this node wishes for (binding with fixed_ranks); None: no wish."""
+    local_addr: str | None = None
+    hosts_coordinator: bool = False

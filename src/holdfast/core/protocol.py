@@ -1,0 +1,145 @@
+"""The messages between agent and coordinator, as data. `wire.codec` turns them into bytes.
+
+A formation costs every agent four messages whatever the size of the job:
+Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster.
+
+Structs are array-like on the wire: new fields go to the end and have defaults.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct
+
+from holdfast.core.outcome import Failure, Outcome
+from holdfast.core.policy import NodeSpec
+
+
+class StopReason(Enum):
+    """Why a generation is ended."""
+
+    WORKER_FAILED = "worker_failed"
+    MEMBER_LOST = "member_lost"
+    MEMBER_LEFT = "member_left"
+    MEMBER_JOINED = "member_joined"
+    STORE_LOST = "store_lost"
+    JOB_FAILED = "job_failed"
+    FENCED = "fenced"
+
+
+class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
+    """From an agent to the coordinator."""
+
+
+class Join(AgentMessage, frozen=True, tag="join"):
+    node: NodeSpec
+    last_generation: int = 0
+    """The newest generation this agent ever took part in; numbers only grow, so the coordinator goes above it."""
+
+
+class Prepared(AgentMessage, frozen=True, tag="prepared"):
+    """Phase one is done on this node: nothing of an older generation lives, folders exist, the store is bound."""
+
+    generation: int
+    store_port: int | None = None
+    """Only from the node that was asked to host the store."""
+
+
+class WorkerDone(AgentMessage, frozen=True, tag="done"):
+    generation: int
+    local_rank: int
+
+
+class WorkersFailed(AgentMessage, frozen=True, tag="failed"):
+    generation: int
+    failures: tuple[Failure, ...]
+
+
+class Stopped(AgentMessage, frozen=True, tag="stopped"):
+    """No process of this generation is alive on this node any more."""
+
+    generation: int
+
+
+class StoreLost(AgentMessage, frozen=True, tag="store_lost"):
+    """The store host of this generation died."""
+
+    generation: int
+
+
+class Leave(AgentMessage, frozen=True, tag="leave"):
+    """This node is about to go, on notice. Its Stopped follows when its workers are gone."""
+
+    reason: str
+
+
+class Ping(AgentMessage, frozen=True, tag="ping"):
+    number: int
+
+
+class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
+    """From the coordinator to an agent."""
+
+
+class Joined(CoordinatorMessage, frozen=True, tag="joined"):
+    lease_s: float
+    fence_s: float
+    ping_interval_s: float
+
+
+class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):
+    """What the job waits for, in words, for the console."""
+
+    text: str
+
+
+class Assign(CoordinatorMessage, frozen=True, tag="assign"):
+    """Phase one: this node's place in the world of a generation."""
+
+    generation: int
+    restart_count: int
+    group_rank: int
+    group_world_size: int
+    rank_base: int
+    world_size: int
+    role_rank_base: int
+    role_world_size: int
+    hosts_store: bool
+    local_world: bool = False
+    """All nodes of this world talk over loopback: the store need not listen anywhere else."""
+
+
+class Start(CoordinatorMessage, frozen=True, tag="start"):
+    """Phase two: every node is prepared; start the workers."""
+
+    generation: int
+    master_addr: str
+    master_port: int
+
+
+class Stop(CoordinatorMessage, frozen=True, tag="stop"):
+    generation: int
+    reason: StopReason
+    text: str = ""
+
+
+class Finish(CoordinatorMessage, frozen=True, tag="finish"):
+    """The job is over."""
+
+    outcome: Outcome
+
+
+class Pong(CoordinatorMessage, frozen=True, tag="pong"):
+    number: int
+
+
+class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
+    """This agent cannot be a member; the text names both sides of the contradiction."""
+
+    code: str
+    text: str
+
+
+FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Ping
+FromCoordinator = Joined | Waiting | Assign | Start | Stop | Finish | Pong | Refuse

@@ -1,0 +1,1 @@
+"""Where the coordinator is, and who may be it."""

@@ -1,0 +1,1 @@
+"""asyncio shells around the pure machines; nothing is decided here."""

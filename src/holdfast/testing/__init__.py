@@ -1,0 +1,1 @@
+"""Manual clock, fake network and simulated clusters, shipped so that users can test their policies."""

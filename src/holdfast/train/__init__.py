@@ -1,0 +1,1 @@
+"""What a training script needs; the only package that imports torch."""
