@@ -1,0 +1,108 @@
+"""One launch, fully resolved: what `holdfast run` understood from flags, PET_ variables and defaults.
+
+Plain data, built by `cli`, read by `runtime`. Nothing below reads an option from the environment again.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntFlag
+
+from msgspec import Struct
+
+from holdfast.core.policy import JobSpec, Limits
+
+
+class CommandKind(Enum):
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"
+    RUN_PATH = "run_path"
+
+
+class Std(IntFlag):
+    """torchrun's stream numbers for --redirects and --tee."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+class WorkerCommand(Struct, frozen=True, kw_only=True):
+    kind: CommandKind
+    target: str
+    """Script path, module name or program."""
+    args: tuple[str, ...] = ()
+    python: str = ""
+    """Interpreter for SCRIPT, MODULE and RUN_PATH (PYTHON_EXEC or sys.executable); one path, never split."""
+    local_rank_argument: bool = False
+    """Legacy `launch`: `--local-rank=N` before the user's arguments."""
+
+
+class StreamChoice(Struct, frozen=True, kw_only=True):
+    """`-r`/`-t`: one value for all local ranks, or one each (ranks not named: NONE)."""
+
+    every: Std = Std.NONE
+    by_local_rank: dict[int, Std] = {}
+
+    def for_rank(self, local_rank: int) -> Std:
+        if self.by_local_rank:
+            return self.by_local_rank.get(local_rank, Std.NONE)
+        return self.every
+
+
+class LogOptions(Struct, frozen=True, kw_only=True):
+    log_dir: str | None
+    """Absolute path of the folder that holds run folders; None for `--log-dir /dev/null`: no files at all."""
+    redirects: StreamChoice = StreamChoice()
+    tee: StreamChoice = StreamChoice()
+    local_ranks_filter: frozenset[int] | None = None
+    """Local ranks shown on the console; None: all."""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    prefix_template: str | None = None
+    """TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: macros ${role_name} ${rank} ${local_rank}, and ours ${node}."""
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    host: str
+    """Name or address, without brackets."""
+    port: int
+    """0: pick a free one."""
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+class RunOptions(Struct, frozen=True, kw_only=True):
+    job: JobSpec
+    limits: Limits
+    nproc: int
+    command: WorkerCommand
+    logs: LogOptions
+    endpoint: Endpoint
+    standalone: bool = False
+    """One node, no other can join: listens on nothing but loopback."""
+    is_host: bool | None = None
+    """rdzv-conf is_host: force or forbid hosting the coordinator; None: decided by binding."""
+    token: bytes | None = None
+    role: str = "default"
+    node_rank: int | None = None
+    local_addr: str | None = None
+    signals: tuple[int, ...] = ()
+    """Signals that end this node's part (--signals-to-handle), as numbers."""
+    signals_text: str = ""
+    """The same as given, for TORCHELASTIC_SIGNALS_TO_HANDLE."""
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+    share_store: bool = True
+    """False: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rank 0's worker serves the store itself."""
+    omp_num_threads: int | None = None
+    """None: leave OMP_NUM_THREADS alone (it is set, or there is one process)."""
+    start_method: str = "spawn"
+    event_log_handler: str = "null"
+    monitor_interval_s: float = 0.1
+    """Accepted for compatibility; nothing polls."""
+    notices: tuple[str, ...] = ()
+    """Lines to say before the start: prefixes taken, flags without effect, nearest keys."""
