@@ -1,0 +1,68 @@
+# Everything a developer types. Needs Python 3.11 and make; the rest is installed into .venv.
+#
+#   make demo    two ranks train, one is killed, training goes on
+#   make test    every check and every test
+#   make check   format, lint, types, import rules, tidiness
+#   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
+#   make soak    many more simulated jobs than `make test` runs (SOAK_SEEDS=50000)
+#   make fmt     format the code and regenerate docs/errors.md
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+SOAK_SEEDS ?= 50000
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PACKAGING := pyproject.toml constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check bench soak fmt debian clean
+
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/demo.py
+
+test: check debian
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/tidy -q
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
+
+soak: $(VENV)/.dev
+	HOLDFAST_SIM_SEEDS=$(SOAK_SEEDS) $(BIN)/python -m pytest tests/simulation -n $(JOBS) --timeout 0
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/python -m tools.error_table --write
+
+debian:
+	@sh tools/debian.sh
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# The demo needs torch, numpy and scikit-learn; development needs the linters and the client libraries as well.
+$(VENV)/.demo: $(VENV)/.python $(PACKAGING)
+	@echo "installing what the demo needs into $(VENV) (once) ..."
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.python $(PACKAGING)
+	@echo "installing the development tools into $(VENV) (once) ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "make: no python3.11 or python3 on the PATH; try make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: holdfast needs Python 3.11 or newer, $(PYTHON) is older; try make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,279 @@
+"""What every test gets: its own home, a guard against leaks, and a few helpers to run the real command.
+
+The guard fails a test that leaves a process, a thread or a descriptor behind. A process counts as the test's own when
+it descends from the test process, or when its environment holds the HOLDFAST_TEST_ID that this test was given
+(so daemons that changed their parent and their session are found too).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LEAK_GRACE_S = 1.0
+"""The product promises that nothing is alive one second after its end; tests may rely on the same."""
+
+TEST_ID = "HOLDFAST_TEST_ID"
+
+# Threads that outlive a test on purpose.
+THREADS_ALLOWED = (
+    "pytest_timeout",  # the watchdog of pytest-timeout
+    "execnet",  # the channel between pytest-xdist and its worker
+    "QueueFeederThread",  # multiprocessing keeps it until its queue is collected
+)
+
+# Descriptors that libraries open once and keep.
+DESCRIPTORS_ALLOWED = ("/dev/urandom", "/dev/null", "anon_inode:[eventpoll]")
+
+
+# --- the leak guard ---------------------------------------------------------------------------------------------------
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                found.update(int(child) for child in file.read().split())
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below `pid`, zombies included."""
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        fresh = _children(todo.pop()) - found
+        found |= fresh
+        todo.extend(fresh)
+    return found
+
+
+def marked(marker: str) -> set[int]:
+    """Processes other than this one whose environment at exec held HOLDFAST_TEST_ID=marker."""
+    needle = f"{TEST_ID}={marker}".encode()
+    found: set[int] = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                if needle in file.read():
+                    found.add(int(name))
+    found.discard(os.getpid())
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def _describe(pid: int) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return f"{pid}: gone"
+    return f"{pid}: " + line.replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+
+
+def _descriptors() -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _until_empty(find: Callable[[], set[int]]) -> set[int]:
+    deadline = time.monotonic() + LEAK_GRACE_S
+    while (left := {pid for pid in find() if alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@dataclass(frozen=True)
+class Resources:
+    processes: set[int]
+    threads: set[int]
+    descriptors: dict[int, str]
+
+    @classmethod
+    def now(cls) -> Resources:
+        idents = {thread.ident for thread in threading.enumerate() if thread.ident is not None}
+        return cls(descendants(os.getpid()), idents, _descriptors())
+
+
+def _leaked_processes(before: Resources, marker: str) -> list[str]:
+    left = _until_empty(lambda: (descendants(os.getpid()) | marked(marker)) - before.processes)
+    story = [f"process {_describe(pid)}" for pid in sorted(left)]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return story
+
+
+def _leaked_threads(before: Resources, allowed: tuple[str, ...]) -> list[str]:
+    story = []
+    for thread in threading.enumerate():
+        if thread.ident in before.threads or thread.name.startswith(allowed):
+            continue
+        thread.join(LEAK_GRACE_S)
+        if thread.is_alive():
+            story.append(f"thread {thread.name}")
+    return story
+
+
+def _leaked_descriptors(before: Resources) -> list[str]:
+    def fresh() -> dict[int, str]:
+        return {
+            fd: target
+            for fd, target in _descriptors().items()
+            if before.descriptors.get(fd) != target and target not in DESCRIPTORS_ALLOWED
+        }
+
+    # A number that was reused is no leak: what counts is that there are more than before.
+    if len(_descriptors()) > len(before.descriptors) and fresh():
+        gc.collect()
+        if len(_descriptors()) > len(before.descriptors):
+            return [f"descriptor {fd} -> {target}" for fd, target in fresh().items()]
+    return []
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves processes, threads or descriptors behind; end what it left."""
+    marker = uuid.uuid4().hex
+    extra = request.node.get_closest_marker("allow_threads")
+    allowed = THREADS_ALLOWED + (tuple(extra.args) if extra is not None else ())
+    os.environ[TEST_ID] = marker
+    before = Resources.now()
+    yield
+    del os.environ[TEST_ID]
+    leaks = _leaked_processes(before, marker) + _leaked_threads(before, allowed) + _leaked_descriptors(before)
+    if leaks:
+        pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+# --- a home of its own ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """HOME and the XDG folders in a temporary folder: run folders never land in the real home."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setenv("XDG_STATE_HOME", str(home / "state"))
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        for name in list(os.environ):
+            # What a launcher around this test run left must not reach the launcher under test.
+            if name.startswith(("PET_", "TORCHELASTIC_", "HOLDFAST_", "SLURM_")) and name not in (
+                TEST_ID,
+                "HOLDFAST_SIM_SEEDS",
+            ):
+                patch.delenv(name)
+        yield home
+
+
+# --- running the real thing -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended: `code` as subprocess tells it (negative: signal), texts, wall seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+RunCli = Callable[..., Finished]
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def run_cli() -> RunCli:
+    """`run_cli(args, env=…, timeout=…, cwd=…, module=…)`: run `python -m holdfast.run args`, return what came of it.
+
+    `env` is added to this process's environment (a value of None removes a name). On time-out the whole process
+    group is killed and the test fails with what was printed until then.
+    """
+
+    def run(
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 60.0,
+        cwd: Path | None = None,
+        module: str = "holdfast.run",
+    ) -> Finished:
+        merged = {**os.environ, **(env or {})}
+        started = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            env={name: value for name, value in merged.items() if value is not None},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _end_group(process)
+            out, err = process.communicate()
+            pytest.fail(
+                f"no end within {timeout} s: {' '.join(args)}\n--- stdout\n{out}\n--- stderr\n{err}", pytrace=False
+            )
+        except BaseException:
+            _end_group(process)
+            raise
+        return Finished(process.returncode, out, err, time.monotonic() - started)
+
+    return run
+
+
+@pytest.fixture
+def tmp_log_dir(tmp_path: Path) -> Path:
+    """A folder for --log-dir that does not exist yet."""
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """A loopback port that was free a moment ago. Where the product can pick one itself (port 0), let it."""
+
+    def pick() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    return pick
