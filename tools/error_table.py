@@ -1,0 +1,85 @@
+"""Make docs/errors.md from the classes of holdfast.core.errors, so that the two cannot differ.
+
+python -m tools.error_table           # print
+python -m tools.error_table --write   # write docs/errors.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.core import errors
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
+
+HEAD = """# Errors and exit codes
+
+This page is made from `src/holdfast/core/errors.py` by `make fmt`. Codes are never reused.
+
+An error of the command line, the configuration or the machine is one or two lines on stderr that start with its code, and nothing was
+started. `holdfast run` never answers bad input with a traceback of its own.
+
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | every worker ended with 0 |
+| the worker's own | the first failing worker's exit code, where a worker failed |
+| 128+N | the first failing worker, or this command, was ended by signal N |
+| {failure} | the job failed and no worker was to blame: a node was lost, too few nodes came |
+| {usage} | the caller's fault: bad usage, bad configuration, a missing script |
+| {internal} | a fault of holdfast itself |
+| {requeue} | preempted: please put the job back into the queue |
+
+## Error codes
+
+| code | whose fault | exit code | name | when |
+|---|---|---|---|---|
+"""
+
+WHOSE = {
+    errors.Fault.CALLER: "the caller's",
+    errors.Fault.WORKER: "a worker's",
+    errors.Fault.PEER: "another node's",
+    errors.Fault.OURS: "holdfast's",
+}
+
+
+def tree(root: type[errors.HoldfastError] = errors.HoldfastError) -> Iterator[type[errors.HoldfastError]]:
+    """All error classes, the root first."""
+    yield root
+    for child in root.__subclasses__():
+        yield from tree(child)
+
+
+def exit_text(error: type[errors.HoldfastError]) -> str:
+    return "the worker's own" if issubclass(error, errors.WorkerError) else str(error.exit_code)
+
+
+def render() -> str:
+    """The whole page."""
+    head = HEAD.format(
+        failure=errors.EXIT_FAILURE,
+        usage=errors.EXIT_USAGE,
+        internal=errors.EXIT_INTERNAL,
+        requeue=errors.EXIT_REQUEUE,
+    )
+    rows = [
+        f"| {error.code} | {WHOSE[error.fault]} | {exit_text(error)} | `{error.__name__}` | "
+        f"{' '.join((error.__doc__ or '').split())} |"
+        for error in sorted(tree(), key=lambda error: error.code)
+    ]
+    return head + "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--write"]:
+        PATH.write_text(render(), encoding="utf-8")
+    else:
+        print(render(), end="")
+
+
+if __name__ == "__main__":
+    main()
