@@ -34,6 +34,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """The kernel's out-of-memory killer was seen at work in this worker's cgroup."""
     started: bool = True
     """False: the program could not even be executed."""
+    after_stop: bool = False
+    """It ended after its agent had begun to stop it: at most a consequence, never the culprit."""
     lived_s: float = 0.0
     timestamp: int = 0
     """Epoch seconds by this node's clock; for people only, it decides nothing."""

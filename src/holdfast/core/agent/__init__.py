@@ -1,0 +1,1 @@
+"""One node's agent as a pure state machine; `machine.py` is where to begin reading."""

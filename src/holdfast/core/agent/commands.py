@@ -1,0 +1,72 @@
+"""What the agent wants done. Every asynchronous command ends in exactly one event, named in its docstring."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from holdfast.core.outcome import Outcome
+from holdfast.core.policy import NodeSpec
+from holdfast.core.protocol import Assign, FromAgent, Start
+
+
+class Dial(Struct, frozen=True):
+    """Reach the coordinator once. Ends in Dialed or DialFailed."""
+
+    node: NodeSpec
+
+
+class Send(Struct, frozen=True):
+    message: FromAgent
+
+
+class HangUp(Struct, frozen=True):
+    """Close the link. No LinkLost follows."""
+
+    reason: str
+
+
+class Prepare(Struct, frozen=True):
+    """Phase one on this node: folders and, if asked, the store's listening socket. Ends in NodePrepared or PrepareFailed."""
+
+    assign: Assign
+
+
+class StartWorkers(Struct, frozen=True):
+    """Start all local workers. Ends in one WorkerEnded for each."""
+
+    assign: Assign
+    start: Start
+
+
+class SignalWorkers(Struct, frozen=True):
+    """Signal the worker leaders, not their children."""
+
+    signum: int
+
+
+class KillTree(Struct, frozen=True):
+    """SIGKILL whatever this generation left alive, leaders and all. Ends in TreeGone, after the last WorkerEnded."""
+
+    generation: int
+
+
+class Say(Struct, frozen=True):
+    """A line for the person at the console."""
+
+    text: str
+
+
+class Note(Struct, frozen=True):
+    """For the journal: what was decided and why."""
+
+    event: str
+    fields: dict[str, object]
+
+
+class Exit(Struct, frozen=True):
+    """This node's part is over. Emitted exactly once; nothing is handled afterwards."""
+
+    outcome: Outcome
+
+
+Command = Dial | Send | HangUp | Prepare | StartWorkers | SignalWorkers | KillTree | Say | Note | Exit

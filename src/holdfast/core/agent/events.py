@@ -1,0 +1,99 @@
+"""What can happen to an agent. The shell makes these; the machine never asks."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from holdfast.core.outcome import Failure
+from holdfast.core.protocol import FromCoordinator
+
+
+class Dialed(Struct, frozen=True):
+    """The link to the coordinator stands; the handshake is done."""
+
+
+class DialFailed(Struct, frozen=True):
+    """One attempt to reach the coordinator failed."""
+
+    code: str
+    exit_code: int
+    reason: str
+    final: bool
+    """No further attempt can help (refused, or the endpoint belongs to somebody else)."""
+
+
+class LinkLost(Struct, frozen=True):
+    reason: str
+
+
+class Received(Struct, frozen=True):
+    message: FromCoordinator
+
+
+class NodePrepared(Struct, frozen=True):
+    """Answer to Prepare."""
+
+    generation: int
+    store_port: int | None
+
+
+class PrepareFailed(Struct, frozen=True):
+    """Answer to Prepare: this node cannot take part (disk full, no port …)."""
+
+    generation: int
+    code: str
+    exit_code: int
+    reason: str
+
+
+class WorkerEnded(Struct, frozen=True):
+    """One worker of the generation is gone. failure is None when it ended with 0."""
+
+    generation: int
+    local_rank: int
+    failure: Failure | None
+
+
+class TreeGone(Struct, frozen=True):
+    """Answer to KillTree: no process of the generation is alive."""
+
+    generation: int
+
+
+class StoreDied(Struct, frozen=True):
+    """The store host of this generation ended unasked."""
+
+    generation: int
+
+
+class Signalled(Struct, frozen=True):
+    """The agent got a signal that ends this node's part in the job."""
+
+    signum: int
+    name: str
+
+
+class PassSignal(Struct, frozen=True):
+    """The agent got a signal that is meant for the workers (USR1, USR2)."""
+
+    signum: int
+
+
+class Tick(Struct, frozen=True):
+    """A deadline given by next_deadline() has passed."""
+
+
+Event = (
+    Dialed
+    | DialFailed
+    | LinkLost
+    | Received
+    | NodePrepared
+    | PrepareFailed
+    | WorkerEnded
+    | TreeGone
+    | StoreDied
+    | Signalled
+    | PassSignal
+    | Tick
+)

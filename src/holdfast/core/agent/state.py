@@ -1,0 +1,55 @@
+"""The agent's memory. Its link and its work are two independent dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from holdfast.core.protocol import Assign
+
+
+class Link(Enum):
+    DOWN = "down"
+    """Not connected; the next attempt is due at a known time."""
+    DIALING = "dialing"
+    UP = "up"
+
+
+class Work(Enum):
+    IDLE = "idle"
+    """No process of any generation is alive here."""
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """The ladder is on: first signal sent, leaders may still be saving."""
+    KILLING = "killing"
+    """SIGKILL is on its way to whatever is left; nothing but TreeGone ends this."""
+
+
+@dataclass(slots=True)
+class Term:
+    """This node's part in one generation."""
+
+    assign: Assign
+    nproc: int
+    ended: set[int] = field(default_factory=set)
+    """Local ranks whose leader is gone."""
+    done: set[int] = field(default_factory=set)
+    """Local ranks that ended with 0."""
+    kill_at_s: float = 0.0
+    """While STOPPING: when SIGKILL is due."""
+    swept: bool = False
+    """All ranks were done and what they left behind is gone."""
+
+    @property
+    def generation(self) -> int:
+        return self.assign.generation
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self.ended) == self.nproc
+
+    @property
+    def all_done(self) -> bool:
+        return len(self.done) == self.nproc

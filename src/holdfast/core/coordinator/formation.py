@@ -1,0 +1,152 @@
+"""Who forms the next world, when, and in which order. Pure functions over plain values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from holdfast.core.policy import JobSpec, Limits, NodeSpec
+from holdfast.core.protocol import Assign
+
+
+class Candidate(Struct, frozen=True):
+    node: NodeSpec
+    arrival: int
+
+
+class Gathering(Struct, frozen=True, kw_only=True):
+    """What the decision to form looks at. Times are seconds on the coordinator's clock."""
+
+    present: int
+    began_s: float
+    last_arrival_s: float
+    quorum_s: float | None
+    """Since when min_nodes are present without interruption; None: they are not."""
+    not_before_s: float
+    regroup: bool
+    """A world existed before and enough of it is left: nobody waits for strangers."""
+
+
+class FormNow(Struct, frozen=True):
+    reason: str
+
+
+class WaitUntil(Struct, frozen=True):
+    deadline_s: float
+    reason: str
+
+
+class NoQuorum(Struct, frozen=True):
+    reason: str
+
+
+Decision = FormNow | WaitUntil | NoQuorum
+
+
+def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> Decision:
+    """The formation rule. First match wins.
+
+    | members present          | decision                                                   |
+    |--------------------------|------------------------------------------------------------|
+    | fewer than min           | wait, no longer than join_s                                |
+    | any, back-off running    | wait for its end                                           |
+    | max or more              | form                                                       |
+    | min or more, regrouping  | form                                                       |
+    | min or more, first time  | form when nobody came for settle_s, or last_call_s is over |
+    """
+    if gathering.present < job.min_nodes or gathering.quorum_s is None:
+        deadline = gathering.began_s + limits.join_s
+        if now >= deadline:
+            return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
+        return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here")
+    if now < gathering.not_before_s:
+        return WaitUntil(gathering.not_before_s, f"backing off for {gathering.not_before_s - now:.1f} s")
+    if gathering.present >= job.max_nodes:
+        return FormNow(f"all {job.max_nodes} nodes are here")
+    if gathering.regroup:
+        return FormNow(f"regrouping with the {gathering.present} nodes left")
+    settled = min(gathering.last_arrival_s + limits.settle_s, gathering.quorum_s + limits.last_call_s)
+    if now >= settled:
+        return FormNow(f"{gathering.present} of {_range(job)} nodes are here and no other came")
+    return WaitUntil(settled, f"{gathering.present} of {_range(job)} nodes are here, giving others a moment")
+
+
+def _range(job: JobSpec) -> str:
+    return str(job.max_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"
+
+
+def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec) -> list[NodeSpec]:
+    """Choose at most max_nodes candidates and give each a group rank: its index in the result.
+
+    A member that stays keeps its place if the world is large enough for it; then wishes (--node-rank) are honoured,
+    then the coordinator's node takes 0 if it is free; the others fill the holes by host name (numbers by value) and arrival.
+    """
+    if job.fixed_ranks:
+        return sorted((c.node for c in candidates), key=lambda node: node.node_rank or 0)
+    incumbents = [name for name in previous if any(c.node.member == name for c in candidates)]
+    by_name = {c.node.member: c.node for c in candidates}
+    newcomers = sorted(
+        (c for c in candidates if c.node.member not in incumbents),
+        key=lambda c: c.arrival,
+    )
+    free = max(0, job.max_nodes - len(incumbents))
+    chosen = [by_name[name] for name in incumbents[: job.max_nodes]] + [c.node for c in newcomers[:free]]
+    seats: list[NodeSpec | None] = [None] * len(chosen)
+    arrival = {c.node.member: c.arrival for c in candidates}
+    rest = list(chosen)
+
+    def place(node: NodeSpec, at: int) -> None:
+        if at < len(seats) and seats[at] is None:
+            seats[at] = node
+            rest.remove(node)
+
+    index = {name: i for i, name in enumerate(previous)}
+    for node in list(rest):
+        if node.member in index:
+            place(node, index[node.member])
+    for node in list(rest):
+        if node.node_rank is not None and node.member not in index:
+            place(node, node.node_rank)
+    for node in list(rest):
+        if node.hosts_coordinator:
+            place(node, 0)
+    rest.sort(key=lambda node: (node.member not in index, natural(node.host), arrival[node.member]))
+    for at, taken in enumerate(seats):
+        if taken is None:
+            seats[at] = rest.pop(0)
+    return [node for node in seats if node is not None]
+
+
+def natural(text: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key in which node2 comes before node10."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text) if part)
+
+
+def assignments(
+    seats: Sequence[NodeSpec], *, generation: int, restart_count: int, local_world: bool
+) -> Mapping[str, Assign]:
+    """One Assign per member. Ranks are prefix sums in the order of the seats, over all workers and within each role."""
+    world_size = sum(node.nproc for node in seats)
+    role_size: dict[str, int] = {}
+    for node in seats:
+        role_size[node.role] = role_size.get(node.role, 0) + node.nproc
+    result: dict[str, Assign] = {}
+    rank_base, role_base = 0, dict.fromkeys(role_size, 0)
+    for group_rank, node in enumerate(seats):
+        result[node.member] = Assign(
+            generation=generation,
+            restart_count=restart_count,
+            group_rank=group_rank,
+            group_world_size=len(seats),
+            rank_base=rank_base,
+            world_size=world_size,
+            role_rank_base=role_base[node.role],
+            role_world_size=role_size[node.role],
+            hosts_store=group_rank == 0,
+            local_world=local_world,
+        )
+        rank_base += node.nproc
+        role_base[node.role] += node.nproc
+    return result

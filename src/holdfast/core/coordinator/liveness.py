@@ -1,0 +1,32 @@
+"""Who has been silent too long. Silence counts only while we were listening ourselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdfast.core.coordinator.state import Member
+from holdfast.core.policy import Limits
+
+
+@dataclass(slots=True)
+class Liveness:
+    limits: Limits
+    looked_s: float
+
+    def next_look_s(self) -> float:
+        return self.looked_s + self.limits.lease_s / 4
+
+    def silent(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Members whose lease has run out.
+
+        If we come back from a pause of our own (stopped process, starved machine), the time of that pause is not
+        held against anybody: what they sent meanwhile may still lie unread in our sockets.
+        """
+        gap = now - self.looked_s
+        self.looked_s = now
+        if gap > self.limits.lease_s / 2:
+            for member in members:
+                member.last_heard_s = max(member.last_heard_s, now - self.limits.ping_interval_s)
+            return []
+        return [member for member in members if now - member.last_heard_s > self.limits.lease_s]

@@ -1,0 +1,57 @@
+"""What must hold in every history, checked by somebody who is not the system under test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.core.protocol import Assign
+
+
+class BrokenPromiseError(AssertionError):
+    """A checker found a history that must not be. The message carries seed, time and story."""
+
+
+@dataclass
+class WorldChecker:
+    """Sees every start and end of workers, everywhere."""
+
+    worlds: dict[tuple[int, int], dict[str, tuple[int, int, int]]] = field(default_factory=dict)
+    """(coordinator, generation) -> host -> (rank_base, nproc, world_size)."""
+    alive: dict[str, int] = field(default_factory=dict)
+    """Host -> the generation whose workers are alive on it."""
+    newest: int = 0
+
+    def assigned(self, coordinator: int, host: str, nproc: int, assign: Assign) -> None:
+        world = self.worlds.setdefault((coordinator, assign.generation), {})
+        self._require(host not in world, f"{host} was assigned twice in generation {assign.generation}")
+        world[host] = (assign.rank_base, nproc, assign.world_size)
+        self._require(len({size for _, _, size in world.values()}) == 1, "two worlds share one generation number")
+        taken: set[int] = set()
+        for base, count, size in world.values():
+            ranks = set(range(base, base + count))
+            self._require(not taken & ranks, f"a rank exists twice in generation {assign.generation}: {world}")
+            self._require(
+                max(ranks) < size, f"a rank lies outside the world of generation {assign.generation}: {world}"
+            )
+            taken |= ranks
+
+    def started(self, coordinator: int, host: str, generation: int, *, cut_off: set[str]) -> None:
+        """`cut_off`: hosts that lost their link less than a fence ago; only there may an older generation still live."""
+        world = self.worlds[(coordinator, generation)]
+        size = next(iter(world.values()))[2]
+        self._require(sum(count for _, count, _ in world.values()) == size, "workers start before all ranks are given")
+        self._require(host not in self.alive, f"{host} starts generation {generation} beside {self.alive.get(host)}")
+        for other, older in self.alive.items():
+            if older != generation:
+                self._require(
+                    other in cut_off,
+                    f"{other} still runs generation {older} when {host} starts generation {generation}",
+                )
+        self.alive[host] = generation
+
+    def ended(self, host: str) -> None:
+        self.alive.pop(host, None)
+
+    def _require(self, condition: bool, text: str) -> None:
+        if not condition:
+            raise BrokenPromiseError(text)

@@ -1,0 +1,168 @@
+"""A whole job in virtual time: the product's own machines between a fake network and pretend workers.
+
+    cluster = SimCluster(seed=7, nodes=4, options=SimOptions(faults=FaultOptions(crashes=2)))
+    cluster.run()
+    assert cluster.outcomes
+
+One seed gives one history. After every event the machines' invariants and the WorldChecker run; a broken promise
+carries the seed and the last lines of the story.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from holdfast.core.agent.machine import AgentMachine
+from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
+from holdfast.core.policy import JobSpec, Limits, NodeSpec
+from holdfast.testing.checkers import BrokenPromiseError, WorldChecker
+from holdfast.testing.clock import Agenda, ManualClock
+from holdfast.testing.faults import FaultOptions, plan_faults
+from holdfast.testing.network import FakeNetwork
+from holdfast.testing.nodes import SimAgent, SimCoordinator
+
+STORY_LINES_MAX = 60
+
+
+@dataclass(frozen=True)
+class SimOptions:
+    min_nodes: int = 1
+    max_nodes: int = 4
+    nproc_max: int = 3
+    max_restarts: int = 3
+    work_s: float = 20.0
+    """How long undisturbed workers need to finish the job."""
+    fixed_ranks: bool = False
+    limits: Limits = field(default_factory=lambda: Limits(join_s=120.0, stop_grace_s=5.0))
+    faults: FaultOptions = field(default_factory=FaultOptions)
+    settle_s_max: float = 600.0
+    """After the last fault every agent must have ended within this."""
+
+
+def simple_judge(evidence: Evidence) -> Verdict:
+    """The first report is the culprit. Enough for simulations."""
+    first = evidence.failures[0] if evidence.failures else None
+    return Verdict(
+        code="HF200",
+        cause=f"exit code {first.exit_code}" if first else f"lost {', '.join(evidence.lost_nodes)}",
+        culprit=first,
+        generation=evidence.generation,
+        restarts=evidence.restarts,
+        gave_up=evidence.gave_up,
+    )
+
+
+class SimCluster:
+    """Nodes `n0` (where the endpoint is) to `n<k-1>`, a network between them, and a plan of faults."""
+
+    def __init__(self, seed: int, nodes: int, options: SimOptions) -> None:
+        self.seed = seed
+        self.options = options
+        self.random = Random(seed)
+        self.clock = ManualClock()
+        self.agenda = Agenda(self.clock)
+        self.network = FakeNetwork(self.agenda, self.random)
+        self.checker = WorldChecker()
+        self.job = JobSpec(
+            run_id=f"sim{seed}",
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
+            backend="static" if options.fixed_ranks else "c10d",
+            max_restarts=options.max_restarts,
+            fixed_ranks=options.fixed_ranks,
+        )
+        self.hosts = [f"n{i}" for i in range(nodes)]
+        self.nproc = {host: self.random.randint(1, options.nproc_max) for host in self.hosts}
+        self.agents: dict[str, SimAgent] = {}
+        self.coordinator: SimCoordinator | None = None
+        self.coordinators = 0
+        self.outcomes: dict[str, Outcome] = {}
+        """The newest outcome of each host's agent."""
+        self.lost_links: dict[str, float] = {}
+        self.story: deque[str] = deque(maxlen=STORY_LINES_MAX)
+        self.events = 0
+        self.last_fault_s = 0.0
+        for host in self.hosts:
+            self.agenda.at(self.random.uniform(0.0, 1.0), lambda host=host: self.boot(host))  # type: ignore[misc]
+        plan_faults(self, options.faults)
+
+    # ---------------------------------------------------------------- running
+
+    def run(self) -> dict[str, Outcome]:
+        """Until nothing is left to happen. Raises BrokenPromiseError."""
+        try:
+            while self.agenda.step():
+                self.events += 1
+                if self.clock.now > self.last_fault_s + self.options.settle_s_max and self.agents:
+                    raise BrokenPromiseError(f"still running: {', '.join(self.agents)}")
+        except AssertionError as error:
+            raise BrokenPromiseError(self.tell(str(error) or repr(error))) from error
+        if self.agents:
+            raise BrokenPromiseError(self.tell(f"nothing left to happen, yet {', '.join(self.agents)} did not end"))
+        return self.outcomes
+
+    def tell(self, problem: str) -> str:
+        lines = "\n  ".join(self.story)
+        return f"seed {self.seed} at {self.clock.now:.3f} s: {problem}\n  {lines}"
+
+    def log(self, who: str, text: str) -> None:
+        self.story.append(f"{self.clock.now:9.3f} {who}: {text}")
+
+    # ---------------------------------------------------------------- life of hosts
+
+    def boot(self, host: str) -> None:
+        """Start an agent on this host, and the coordinator where the endpoint is."""
+        if host in self.agents:
+            return
+        self.log(host, "boots")
+        if host == self.hosts[0] and self.coordinator is None:
+            self.coordinators += 1
+            self.coordinator = SimCoordinator(self, host, self.coordinators)
+        self.agents[host] = SimAgent(self, host)
+        self.agents[host].begin()
+
+    def crash(self, host: str, *, silent: bool) -> None:
+        """Kill the agent (its keeper kills the workers); `silent`: the whole machine, nobody is told."""
+        agent = self.agents.pop(host, None)
+        if agent is None:
+            return
+        self.log(host, "loses power" if silent else "its agent is killed")
+        agent.die(silent=silent)
+        if self.coordinator is not None and self.coordinator.host == host:
+            self.coordinator.die(silent=silent)
+            self.coordinator = None
+
+    def agent_ended(self, host: str, outcome: Outcome) -> None:
+        self.log(host, f"ends: {outcome.kind.value} {outcome.exit_code}")
+        self.outcomes[host] = outcome
+        self.agents.pop(host, None)
+        if self.coordinator is not None and self.coordinator.host == host:
+            self.coordinator.retire()
+
+    def coordinator_retired(self, coordinator: SimCoordinator) -> None:
+        if self.coordinator is coordinator:
+            self.coordinator = None
+
+    def cut_off(self) -> set[str]:
+        """Hosts whose link broke so recently that their workers may lawfully still be dying."""
+        fence = self.options.limits.fence_s + 1.0
+        return {host for host, when in self.lost_links.items() if self.clock.now - when <= fence}
+
+    def machine_for(self, host: str, incarnation: int, *, hosts_coordinator: bool) -> AgentMachine:
+        node = NodeSpec(
+            member=f"{host}#{incarnation}",
+            host=host,
+            nproc=self.nproc[host],
+            node_rank=self.hosts.index(host) if self.options.fixed_ranks else None,
+            hosts_coordinator=hosts_coordinator,
+        )
+        return AgentMachine(node, self.options.limits, self.clock.now)
+
+    def coordinator_machine(self) -> CoordinatorMachine:
+        return CoordinatorMachine(self.job, self.options.limits, simple_judge, self.clock.now)
+
+    def succeeded(self) -> bool:
+        return any(o.kind is OutcomeKind.SUCCEEDED for o in self.outcomes.values())

@@ -1,0 +1,281 @@
+"""The shells of the simulation: what runtime/ does with asyncio and processes, done with the agenda and pretend workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.core.agent import commands as do
+from holdfast.core.agent import events as ev
+from holdfast.core.coordinator import commands as cdo
+from holdfast.core.coordinator import events as cev
+from holdfast.core.errors import CoordinatorUnreachableError
+from holdfast.core.outcome import Failure
+from holdfast.core.protocol import Assign
+from holdfast.testing.network import FakeEnd
+
+if TYPE_CHECKING:
+    from holdfast.testing.cluster import SimCluster
+
+SIGKILL = 9
+
+
+class SimCoordinator:
+    """A CoordinatorMachine on a host."""
+
+    def __init__(self, cluster: SimCluster, host: str, number: int) -> None:
+        self.cluster = cluster
+        self.host = host
+        self.number = number
+        self.machine = cluster.coordinator_machine()
+        self.alive = True
+        self._ends: dict[int, FakeEnd] = {}
+        self._links = 0
+        self._armed_s: float | None = None
+        self._arm()
+
+    def accept(self, end: FakeEnd, peer: str) -> None:
+        self._links += 1
+        link = self._links
+        self._ends[link] = end
+        end.on_message = lambda message: self._heard(link, message)
+        end.on_closed = lambda reason: self._closed(link, peer, reason)
+        address = "127.0.0.1" if peer == self.host else f"10.0.0.{peer[1:]}"
+        self._handle(cev.LinkOpened(link, address, "10.0.0.0"))
+
+    def _heard(self, link: int, message: object) -> None:
+        self._handle(cev.Heard(link, message))  # type: ignore[arg-type]
+
+    def _closed(self, link: int, peer: str, reason: str) -> None:
+        self._ends.pop(link, None)
+        self.cluster.lost_links[peer] = self.cluster.clock.now
+        self._handle(cev.LinkClosed(link, reason))
+
+    def die(self, *, silent: bool) -> None:
+        self.alive = False
+        for end in self._ends.values():
+            if silent:
+                end.vanish()
+            else:
+                end.close()
+
+    def retire(self) -> None:
+        """The host's agent has ended: as in production, linger for the others, then go."""
+
+        def go() -> None:
+            if self.alive:
+                self.die(silent=False)
+                self.cluster.coordinator_retired(self)
+
+        self.cluster.agenda.after(2.0 if self.machine.outcome is not None else 0.0, go)
+
+    def _handle(self, event: cev.Event) -> None:
+        if not self.alive:
+            return
+        out = self.machine.handle(self.cluster.clock.now, event)
+        self.machine.check_invariants()
+        for command in out:
+            match command:
+                case cdo.Tell(link, message):
+                    end = self._ends.get(link)
+                    if end is not None:
+                        end.send(message)
+                case cdo.DropLink(link, reason):
+                    self.cluster.log("coordinator", f"drops link {link}: {reason}")
+                    end = self._ends.pop(link, None)
+                    if end is not None:
+                        end.close()
+                case cdo.Conclude(outcome):
+                    self.cluster.log("coordinator", f"concludes {outcome.kind.value}: {outcome.message}")
+                case cdo.Note(event_name, fields):
+                    self.cluster.log("coordinator", f"{event_name} {fields}")
+        self._arm()
+
+    def _arm(self) -> None:
+        deadline = self.machine.next_deadline()
+        if deadline is None or (self._armed_s is not None and self._armed_s <= deadline):
+            return
+        self._armed_s = deadline
+
+        def tick() -> None:
+            self._armed_s = None
+            self._handle(cev.Tick())
+
+        self.cluster.agenda.at(deadline, tick)
+
+
+class SimAgent:
+    """An AgentMachine on a host, with pretend workers."""
+
+    def __init__(self, cluster: SimCluster, host: str) -> None:
+        self.cluster = cluster
+        self.host = host
+        self.alive = True
+        self.incarnation = cluster.events + 1
+        self.machine = cluster.machine_for(host, self.incarnation, hosts_coordinator=host == cluster.hosts[0])
+        self._end: FakeEnd | None = None
+        self._assign: Assign | None = None
+        self._coordinator_number = 0
+        self.workers: set[int] = set()
+        self.generation = 0
+        self._armed_s: float | None = None
+
+    def begin(self) -> None:
+        self.handle(ev.Tick())
+
+    # ---------------------------------------------------------------- commands
+
+    def handle(self, event: ev.Event) -> None:
+        if not self.alive:
+            return
+        out = self.machine.handle(self.cluster.clock.now, event)
+        self.machine.check_invariants()
+        for command in out:
+            self._do(command)
+        self._arm()
+
+    def _do(self, command: do.Command) -> None:
+        match command:
+            case do.Dial(_):
+                self.cluster.agenda.after(self.cluster.network.delay(), self._dial)
+            case do.Send(message):
+                if self._end is not None:
+                    self._end.send(message)
+            case do.HangUp(_):
+                if self._end is not None:
+                    self._end.close()
+                    self._end = None
+            case do.Prepare(assign):
+                self._prepare(assign)
+            case do.StartWorkers(assign, _):
+                self._start_workers(assign)
+            case do.SignalWorkers(signum):
+                for local_rank in sorted(self.workers):
+                    self._worker_ends_soon(local_rank, -signum, self.cluster.random.choice([0.002, 0.05, 2.0, 60.0]))
+            case do.KillTree(generation):
+                self.cluster.agenda.after(0.01, lambda: self._kill_tree(generation))
+            case do.Say(text):
+                self.cluster.log(self.host, f"says: {text}")
+            case do.Note(event, fields):
+                self.cluster.log(self.host, f"{event} {fields}")
+            case do.Exit(outcome):
+                self.alive = False
+                self.cluster.agent_ended(self.host, outcome)
+
+    def _dial(self) -> None:
+        cluster = self.cluster
+        coordinator = cluster.coordinator
+        if not self.alive:
+            return
+        if coordinator is None or not coordinator.alive or cluster.network.silent(self.host, coordinator.host):
+            error = CoordinatorUnreachableError
+            self.handle(ev.DialFailed(error.code, error.exit_code, "connection refused", final=False))
+            return
+        link = cluster.network.connect(self.host, coordinator.host)
+        self._end = link.a
+        link.a.on_message = self._received
+        link.a.on_closed = self._link_lost
+        self._coordinator_number = coordinator.number
+        coordinator.accept(link.b, self.host)
+        self.handle(ev.Dialed())
+
+    def _received(self, message: object) -> None:
+        self.handle(ev.Received(message))  # type: ignore[arg-type]
+
+    def _link_lost(self, reason: str) -> None:
+        self._end = None
+        self.cluster.lost_links[self.host] = self.cluster.clock.now
+        self.handle(ev.LinkLost(reason))
+
+    def _prepare(self, assign: Assign) -> None:
+        self.cluster.checker.assigned(self._coordinator_number, self.host, self.cluster.nproc[self.host], assign)
+        port = 40_000 + assign.generation if assign.hosts_store else None
+        self.cluster.agenda.after(
+            self.cluster.random.uniform(0.0, 0.02), lambda: self.handle(ev.NodePrepared(assign.generation, port))
+        )
+
+    # ---------------------------------------------------------------- pretend workers
+
+    def _start_workers(self, assign: Assign) -> None:
+        cluster = self.cluster
+        cluster.checker.started(self._coordinator_number, self.host, assign.generation, cut_off=cluster.cut_off())
+        self.generation = assign.generation
+        self._assign = assign
+        self.workers = set(range(cluster.nproc[self.host]))
+        for local_rank in sorted(self.workers):
+            self._worker_ends_soon(local_rank, 0, cluster.options.work_s + cluster.random.uniform(0.0, 0.5))
+
+    def _worker_ends_soon(self, local_rank: int, exit_code: int, delay_s: float) -> None:
+        generation = self.generation
+        self.cluster.agenda.after(delay_s, lambda: self.worker_ends(generation, local_rank, exit_code))
+
+    def worker_ends(self, generation: int, local_rank: int, exit_code: int) -> None:
+        """One pretend worker ends, if it is still there."""
+        if generation != self.generation or local_rank not in self.workers:
+            return
+        self.workers.discard(local_rank)
+        if not self.workers:
+            self.cluster.checker.ended(self.host)
+        if not self.alive:
+            return
+        assert self._assign is not None
+        failure = None
+        if exit_code:
+            failure = Failure(
+                rank=self._assign.rank_base + local_rank,
+                local_rank=local_rank,
+                host=self.host,
+                pid=1,
+                exit_code=exit_code,
+            )
+        self.handle(ev.WorkerEnded(generation, local_rank, failure))
+
+    def _kill_tree(self, generation: int) -> None:
+        for local_rank in sorted(self.workers):
+            self.worker_ends(generation, local_rank, -SIGKILL)
+        self.handle(ev.TreeGone(generation))
+
+    def fail_worker(self, exit_code: int) -> None:
+        """One worker fails, and often takes its peers with it, as collectives do."""
+        if not self.workers:
+            return
+        cluster = self.cluster
+        generation = self.generation
+        victim = cluster.random.choice(sorted(self.workers))
+        cluster.log(self.host, f"worker {victim} of generation {generation} fails with {exit_code}")
+        self.worker_ends(generation, victim, exit_code)
+        for agent in cluster.agents.values():
+            if agent.generation == generation and cluster.random.random() < 0.5:
+                for local_rank in sorted(agent.workers):
+                    agent._worker_ends_soon(local_rank, 1, cluster.random.uniform(0.001, 0.1))
+
+    def die(self, *, silent: bool) -> None:
+        """The agent is gone; its keeper needs a moment to kill the workers (none if the machine lost power)."""
+        self.alive = False
+        if self._end is not None:
+            if silent:
+                self._end.vanish()
+            else:
+                self._end.close()
+        generation = self.generation
+
+        def gone() -> None:
+            for local_rank in sorted(self.workers):
+                self.worker_ends(generation, local_rank, -SIGKILL)
+
+        if silent:
+            gone()
+        else:
+            self.cluster.lost_links[self.host] = self.cluster.clock.now
+            self.cluster.agenda.after(0.01, gone)
+
+    def _arm(self) -> None:
+        deadline = self.machine.next_deadline()
+        if not self.alive or deadline is None or (self._armed_s is not None and self._armed_s <= deadline):
+            return
+        self._armed_s = deadline
+
+        def tick() -> None:
+            self._armed_s = None
+            self.handle(ev.Tick())
+
+        self.cluster.agenda.at(deadline, tick)
