@@ -1,0 +1,261 @@
+"""`--rdzv-conf`: text to typed settings, by torchrun's grammar. PURE: reads no file, asks no clock.
+
+Knows which key means something for which backend, and what holdfast makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec.structs import replace
+
+from holdfast.core.errors import RendezvousConfigError
+from holdfast.core.policy import Limits
+
+Conf = Mapping[str, str]
+Value = int | float | bool | str
+
+STATIC_JOIN_S = 900.0
+"""torchrun's injected `timeout`."""
+FENCE_PER_LEASE = 2 / 3
+"""An agent cut off ends its workers well before the coordinator counts it as lost."""
+PINGS_PER_LEASE = 6
+SECONDS_MAX = 366 * 24 * 3600.0
+
+TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
+FALSE_WORDS = frozenset({"0", "false", "f", "no", "n"})
+
+_FLAGS = {
+    "backend": "--rdzv-backend",
+    "endpoint": "--rdzv-endpoint",
+    "run_id": "--rdzv-id",
+    "min_nodes": "--nnodes",
+    "max_nodes": "--nnodes",
+    "local_addr": "--local-addr",
+}
+"""Keys that would say a second time what has a flag."""
+
+
+def parse_conf(text: str) -> dict[str, str]:
+    """`k=v,k=v`, without quoting; the last of two equal keys wins; unknown keys are kept.
+
+    Raises RendezvousConfigError when malformed, or for a key that has its own flag.
+    """
+    conf: dict[str, str] = {}
+    if not text.strip():
+        return conf
+    for item in text.split(","):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if not key:
+            raise RendezvousConfigError(f"--rdzv-conf {text!r} must be in the format key=value,key=value")
+        if not value:
+            raise RendezvousConfigError(f"--rdzv-conf key {key!r} must have a value: {key}=VALUE")
+        if key in _FLAGS:
+            raise RendezvousConfigError(f"--rdzv-conf key {key!r} is not allowed; use {_FLAGS[key]}")
+        conf[key] = value
+    return conf
+
+
+def get_int(conf: Conf, key: str) -> int | None:
+    """None when the key is not there. Raises RendezvousConfigError unless it is an int literal."""
+    value = conf.get(key)
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: not a whole number") from None
+
+
+def get_seconds(conf: Conf, key: str) -> float | None:
+    """None when the key is not there. Raises RendezvousConfigError unless it is a positive number."""
+    value = conf.get(key)
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: not a number of seconds") from None
+    if not 0 < seconds <= SECONDS_MAX:
+        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: must be positive (and at most a year)")
+    return seconds
+
+
+def get_whole_seconds(conf: Conf, key: str) -> float | None:
+    """As torchrun's keys are: an int literal, and positive."""
+    value = get_int(conf, key)
+    return None if value is None else get_seconds({key: str(value)}, key)
+
+
+def get_positive_int(conf: Conf, key: str) -> int | None:
+    value = get_int(conf, key)
+    if value is not None and value < 1:
+        raise RendezvousConfigError(f"--rdzv-conf {key}={conf[key]}: must be positive")
+    return value
+
+
+def get_bool(conf: Conf, key: str) -> bool | None:
+    """None when the key is not there. Raises RendezvousConfigError unless it is one of torchrun's words."""
+    value = conf.get(key)
+    if value is None:
+        return None
+    if value.lower() in TRUE_WORDS:
+        return True
+    if value.lower() in FALSE_WORDS:
+        return False
+    raise RendezvousConfigError(f"--rdzv-conf {key}={value}: neither true (1, t, yes, y) nor false (0, f, no, n)")
+
+
+def get_text(conf: Conf, key: str) -> str | None:
+    return conf.get(key)
+
+
+def get_store_type(conf: Conf, key: str) -> str | None:
+    value = conf.get(key)
+    if value is None or value.lower() == "tcp":
+        return value
+    if value.lower() == "file":
+        raise RendezvousConfigError(
+            "--rdzv-conf store_type=file is not supported: agents meet at an address; use --rdzv-endpoint HOST:PORT "
+            "of one of the nodes, or --standalone on a single node"
+        )
+    raise RendezvousConfigError(f"--rdzv-conf {key}={value}: must be tcp")
+
+
+def get_protocol(conf: Conf, key: str) -> str | None:
+    value = conf.get(key)
+    if value is not None and value not in ("http", "https"):
+        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: must be http or https")
+    return value
+
+
+Getter = Callable[[Conf, str], Value | None]
+
+_OURS: dict[str, Getter] = {"token_file": get_text, "lease": get_seconds}
+_DYNAMIC: dict[str, Getter] = {
+    "join_timeout": get_whole_seconds,
+    "last_call_timeout": get_whole_seconds,
+    "heartbeat_timeout": get_whole_seconds,
+    "keep_alive_interval": get_whole_seconds,
+    "keep_alive_max_attempt": get_positive_int,
+    "settle": get_seconds,
+    **_OURS,
+}
+KEYS: dict[str, dict[str, Getter]] = {
+    "c10d": {**_DYNAMIC, "is_host": get_bool, "store_type": get_store_type},
+    "static": {"timeout": get_whole_seconds, **_OURS},
+    "etcd-v2": {
+        **_DYNAMIC,
+        "protocol": get_protocol,
+        "ssl_cert": get_text,
+        "ssl_cert_key": get_text,
+        "ca_cert": get_text,
+    },
+    "etcd": {
+        "timeout": get_whole_seconds,
+        "last_call_timeout": get_whole_seconds,
+        "protocol": get_protocol,
+        "cert": get_text,
+        "key": get_text,
+        "cacert": get_text,
+        "etcd_prefix": get_text,
+        "settle": get_seconds,
+        **_OURS,
+    },
+}
+"""Keys that mean something, by backend, and how to read them."""
+
+_IDLE: dict[str, Getter] = {"close_timeout": get_whole_seconds, "read_timeout": get_whole_seconds}
+_IDLE_BY_BACKEND = {"c10d": _IDLE, "etcd-v2": _IDLE}
+"""torchrun's own keys for things that holdfast never waits for: checked as torchrun does, then said to be idle."""
+
+_NEAREST = {
+    "c10d": {"timeout": "join_timeout", "heartbeat": "heartbeat_timeout"},
+    "etcd-v2": {"timeout": "join_timeout", "heartbeat": "heartbeat_timeout"},
+    "static": {"join_timeout": "timeout", "rank": "--node-rank", "is_host": "--node-rank"},
+    "etcd": {"join_timeout": "timeout"},
+}
+"""Where the meaning and not the spelling is the nearest."""
+
+
+def read_conf(backend: str, conf: Conf) -> dict[str, Value]:
+    """The known keys with their typed values. Raises RendezvousConfigError on the first bad value."""
+    values: dict[str, Value] = {}
+    for key, getter in (KEYS[backend] | _IDLE_BY_BACKEND.get(backend, {})).items():
+        value = getter(conf, key)
+        if value is not None:
+            values[key] = value
+    return values
+
+
+def unknown_key_notices(backend: str, conf: Conf) -> list[str]:
+    """One line for each key that does nothing under this backend, naming the nearest that does."""
+    known = KEYS[backend]
+    idle = _IDLE_BY_BACKEND.get(backend, {})
+    notices = []
+    for key in conf:
+        if key in known:
+            continue
+        if key in idle:
+            notices.append(f"--rdzv-conf {key} has no effect: holdfast has nothing to wait for there")
+            continue
+        nearest = _nearest(backend, key)
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        notices.append(f"--rdzv-conf {key} has no effect with backend {backend}{hint}")
+    return notices
+
+
+def _nearest(backend: str, key: str) -> str | None:
+    plain = key.strip("'\" ").lower().replace("-", "_")
+    if plain in KEYS[backend]:
+        return plain
+    if plain in _NEAREST[backend]:
+        return _NEAREST[backend][plain]
+    import difflib  # only a key without effect pays for it
+
+    matches = difflib.get_close_matches(plain, KEYS[backend], n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
+    """`base` with what the configuration says otherwise. Raises RendezvousConfigError on any bad value."""
+    read_conf(backend, conf)
+    seconds = {key: get_seconds(conf, key) for key in KEYS[backend] if key in _SECONDS}
+    limits = base
+    if backend in ("static", "etcd"):
+        limits = replace(limits, join_s=seconds.get("timeout") or STATIC_JOIN_S)
+    elif join_s := seconds.get("join_timeout"):
+        limits = replace(limits, join_s=join_s)
+    if last_call_s := seconds.get("last_call_timeout"):
+        limits = replace(limits, last_call_s=last_call_s)
+    if settle_s := seconds.get("settle"):
+        limits = replace(limits, settle_s=settle_s)
+    return _patience(backend, conf, seconds.get("heartbeat_timeout"), limits)
+
+
+_SECONDS = frozenset({"timeout", "join_timeout", "last_call_timeout", "settle", "heartbeat_timeout", "lease"})
+
+
+def _patience(backend: str, conf: Conf, heartbeat_s: float | None, limits: Limits) -> Limits:
+    """How long silence is borne. `lease` wins over torchrun's interval times attempts; a given
+    `heartbeat_timeout` is the age at which an unanswered ping makes an agent end its workers."""
+    lease_s = get_seconds(conf, "lease") or _keep_alive_s(backend, conf)
+    fence_s = limits.fence_s if lease_s is None else lease_s * FENCE_PER_LEASE
+    if heartbeat_s is not None:
+        fence_s = heartbeat_s if lease_s is None else min(fence_s, heartbeat_s)
+        lease_s = lease_s or max(limits.lease_s, heartbeat_s / FENCE_PER_LEASE)
+    if lease_s is None:
+        return limits
+    ping_interval_s = min(limits.ping_interval_s, lease_s / PINGS_PER_LEASE, fence_s * FENCE_PER_LEASE / 2)
+    return replace(limits, lease_s=lease_s, fence_s=fence_s, ping_interval_s=ping_interval_s)
+
+
+def _keep_alive_s(backend: str, conf: Conf) -> float | None:
+    """torchrun's interval times attempts, when at least one of them is given."""
+    if "keep_alive_interval" not in KEYS[backend]:
+        return None
+    interval_s = get_seconds(conf, "keep_alive_interval")
+    attempts = get_positive_int(conf, "keep_alive_max_attempt")
+    if interval_s is None and attempts is None:
+        return None
+    return (interval_s or 5.0) * (attempts or 3)

@@ -1,0 +1,303 @@
+"""One TCP connection between agent and coordinator, and how an agent gets one. A shell: no decisions.
+
+Knows asyncio and sockets; what the bytes mean is wire.session's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from holdfast.core.errors import (
+    CoordinatorUnreachableError,
+    HoldfastError,
+    InternalError,
+    PeerError,
+    PortInUseError,
+    ProtocolError,
+    UnresolvedHostError,
+)
+from holdfast.core.options import Endpoint
+from holdfast.core.policy import JobSpec, NodeSpec
+from holdfast.core.protocol import FromAgent, FromCoordinator
+from holdfast.rendezvous.port_holder import who_holds
+from holdfast.wire.codec import decode_from_coordinator
+from holdfast.wire.handshake import ClientHandshake
+from holdfast.wire.seal import NONCE_BYTES
+from holdfast.wire.session import Session
+
+HANDSHAKE_S_MAX = 5.0
+CONNECT_S_MAX = 3.0
+"""Per address; long enough for one lost SYN."""
+CLOSE_S_MAX = 5.0
+"""A closed connection may take this long to send what is left, then it is cut."""
+WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
+"""A peer that leaves so much unread is lost."""
+
+Received = TypeVar("Received")
+
+
+class NoAnswerError(PortInUseError):
+    """Somebody accepted the connection and said nothing: another service, or a coordinator that hangs.
+
+    Unlike its base class it may go away: a caller may try again until its deadline.
+    """
+
+
+def fresh_nonce() -> bytes:
+    return os.urandom(NONCE_BYTES)
+
+
+class Connection(asyncio.Protocol, Generic[Received]):
+    """Typed messages over one socket.
+
+    `on_handshake` is called exactly once: with None when the peer is accepted, else with why not (the
+    connection is then over). Whoever gets an accepted connection calls `start`; messages wait until then,
+    and the peer is not read from meanwhile.
+    """
+
+    def __init__(
+        self, session: Session[Received], on_handshake: Callable[[Connection[Received], HoldfastError | None], None]
+    ) -> None:
+        self._session = session
+        self._on_handshake: Callable[[Connection[Received], HoldfastError | None], None] | None = on_handshake
+        self._on_message: Callable[[Received], None] | None = None
+        self._on_closed: Callable[[str], None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._waiting: deque[Received] = deque()
+        self._reason = ""
+        self._lost = False
+        self._close_timer: asyncio.TimerHandle | None = None
+        self.peer_address = ""
+        """Numeric, as the kernel sees the peer."""
+        self.local_address = ""
+
+    @property
+    def open(self) -> bool:
+        """Messages may still be sent. The first reason to end wins and makes this False."""
+        return self._transport is not None and not self._reason
+
+    @property
+    def heard(self) -> bool:
+        """The peer has shown that it is a holdfast."""
+        return self._session.met
+
+    def start(self, on_message: Callable[[Received], None], on_closed: Callable[[str], None]) -> None:
+        """Messages come to `on_message` in order, also those that came before; then, whoever ended the
+        connection, `on_closed` comes exactly once with the reason. Neither is called from within `start`."""
+        if self._on_message is not None:
+            raise InternalError("a connection was started twice")
+        self._on_message, self._on_closed = on_message, on_closed
+        asyncio.get_running_loop().call_soon(self._begin)
+
+    def send(self, message: FromAgent | FromCoordinator) -> None:
+        """Never blocks. Dropped when the connection is over: `on_closed` tells."""
+        transport = self._transport
+        if transport is None or self._reason:
+            return
+        if not self._session.established:
+            raise InternalError("a message was sent before the handshake was done")
+        transport.write(self._session.pack(message))
+        if transport.get_write_buffer_size() > WRITE_BUFFER_BYTES_MAX:
+            self.abort("the peer does not read what is sent to it")
+
+    def close(self, reason: str = "closed here") -> None:
+        """Ends the connection once everything sent is on its way, CLOSE_S_MAX at most."""
+        if self._transport is None or self._reason:
+            return
+        self._reason = reason
+        self._close_timer = asyncio.get_running_loop().call_later(CLOSE_S_MAX, self._transport.abort)
+        self._transport.close()
+
+    def abort(self, reason: str = "aborted here") -> None:
+        """Ends the connection at once; what is not sent yet is lost."""
+        if self._transport is None or self._lost:
+            return
+        self._reason = self._reason or reason
+        self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.peer_address = plain_address(transport.get_extra_info("peername"))
+        self.local_address = plain_address(transport.get_extra_info("sockname"))
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.write(self._session.opening())
+
+    def data_received(self, data: bytes) -> None:
+        transport = self._transport
+        if transport is None or self._reason:
+            return
+        answer = self._session.feed(data)
+        if answer:
+            transport.write(answer)
+        self._waiting.extend(self._session.take())
+        if self._session.established:
+            self._tell_handshake(None)
+        if self._on_message is None and self._waiting:
+            transport.pause_reading()
+        self._deliver()
+        if self._session.error is not None:
+            self.close(str(self._session.error))
+            self._tell_handshake(self._session.error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._transport = None
+        if self._close_timer is not None:
+            self._close_timer.cancel()
+        if not self._reason:
+            torn = " in the middle of a frame" if self._session.torn else ""
+            self._reason = f"the connection broke: {exc}" if exc else f"the peer closed the connection{torn}"
+        self._tell_handshake(PeerError(self._reason))
+        self._deliver()
+
+    def _begin(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hands on what has come, as far as somebody is there to take it."""
+        if self._on_message is None:
+            return
+        while self._waiting and (self._lost or not self._reason):
+            self._on_message(self._waiting.popleft())
+        if self._lost and self._on_closed is not None:
+            on_closed, self._on_closed = self._on_closed, None
+            on_closed(self._reason)
+
+    def _tell_handshake(self, error: HoldfastError | None) -> None:
+        if self._on_handshake is not None:
+            on_handshake, self._on_handshake = self._on_handshake, None
+            on_handshake(self, error)
+
+
+async def dial(
+    endpoint: Endpoint,
+    job: JobSpec,
+    node: NodeSpec,
+    token: bytes | None = None,
+    *,
+    handshake_s_max: float = HANDSHAKE_S_MAX,
+    nonces: Callable[[], bytes] = fresh_nonce,
+) -> Connection[FromCoordinator]:
+    """An accepted connection to the job's coordinator, by the first of the endpoint's addresses that has it.
+
+    Raises, of all that was met, what tells most:
+      RefusedError                  final: another job, configuration, version or token
+      PortInUseError                final: something else listens there
+      NoAnswerError                 somebody listens and says nothing; try again
+      CoordinatorUnreachableError   nobody listens, or it went away; try again
+      UnresolvedHostError           the name does not resolve (yet); try again
+    """
+    met: list[HoldfastError] = []
+    for family, address in await _resolve(endpoint):
+        try:
+            handshake = ClientHandshake(job, node, token, nonces())
+            return await _dial_address(family, address, endpoint, handshake, handshake_s_max)
+        except (CoordinatorUnreachableError, PortInUseError) as error:
+            met.append(error)
+    foreign = [error for error in met if isinstance(error, PortInUseError)]
+    if foreign:
+        raise next((error for error in foreign if not isinstance(error, NoAnswerError)), foreign[0])
+    raise CoordinatorUnreachableError(f"no coordinator at {endpoint}: {'; '.join(map(str, met))}")
+
+
+async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
+    """Families and socket addresses to try. No thread is needed for numeric addresses and localhost."""
+    host, port = endpoint.host, endpoint.port
+    if host == "localhost":
+        return [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_INET6, ("::1", port, 0, 0))]
+    try:
+        flags = socket.AI_NUMERICHOST if _is_numeric(host) else 0
+        if flags:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+        else:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UnresolvedHostError(f"the host of the endpoint {endpoint} does not resolve: {text}") from None
+    return list(dict.fromkeys((int(family), tuple(address)) for family, _, _, _, address in found))
+
+
+def _is_numeric(host: str) -> bool:
+    return ":" in host or host.replace(".", "").isdecimal()
+
+
+async def _dial_address(
+    family: int, address: tuple[Any, ...], endpoint: Endpoint, handshake: ClientHandshake, handshake_s_max: float
+) -> Connection[FromCoordinator]:
+    loop = asyncio.get_running_loop()
+    sock = await _connect(family, address)
+    outcome: asyncio.Future[HoldfastError | None] = loop.create_future()
+
+    def on_handshake(_: Connection[FromCoordinator], error: HoldfastError | None) -> None:
+        if not outcome.done():
+            outcome.set_result(error)
+
+    connection = Connection(Session(handshake, decode_from_coordinator), on_handshake)
+    try:
+        await loop.create_connection(lambda: connection, sock=sock)
+        async with asyncio.timeout(handshake_s_max):
+            error = await outcome
+    except TimeoutError:
+        connection.abort()
+        what = f"something accepts connections at {endpoint} but gave no answer within {handshake_s_max:g} s"
+        raise NoAnswerError(what + _holder(connection, endpoint.port)) from None
+    except BaseException:  # cancelled: the socket is ours to close
+        connection.abort()
+        raise
+    if error is None:
+        return connection
+    connection.close()
+    if isinstance(error, ProtocolError) and not connection.heard:
+        what = f"another service listens at {endpoint}: {error}"
+        raise PortInUseError(what + _holder(connection, endpoint.port))
+    if type(error) is PeerError:
+        raise CoordinatorUnreachableError(f"{address[0]}: {error} before the handshake was done")
+    raise error
+
+
+async def _connect(family: int, address: tuple[Any, ...]) -> socket.socket:
+    """Raises CoordinatorUnreachableError, whose text names the address and why."""
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise CoordinatorUnreachableError(f"{address[0]}: {error.strerror}") from None
+    try:
+        async with asyncio.timeout(CONNECT_S_MAX):
+            await asyncio.get_running_loop().sock_connect(sock, address)
+        if sock.getsockname() == sock.getpeername():
+            # Nobody listened, and the kernel joined the socket to itself: its own port happened to be the target.
+            raise ConnectionRefusedError(0, "Connection refused")
+    except TimeoutError:
+        sock.close()
+        raise CoordinatorUnreachableError(f"{address[0]}: no answer within {CONNECT_S_MAX:g} s") from None
+    except OSError as error:
+        sock.close()
+        raise CoordinatorUnreachableError(f"{address[0]}: {error.strerror or error}") from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _holder(connection: Connection[Any], port: int) -> str:
+    """Names the process behind a port, when the port is this machine's."""
+    if connection.peer_address != connection.local_address:
+        return ""
+    holder = who_holds(port)
+    return f" (held by {holder})" if holder else ""
+
+
+def plain_address(name: Any) -> str:
+    """The numeric address of a socket name; IPv4 as such even where it came through an IPv6 socket."""
+    address = str(name[0]) if name else ""
+    return address.removeprefix("::ffff:") if "." in address else address

@@ -1,0 +1,141 @@
+"""Clients of torch's store that come to the coordinator's own port, piped to where the store really is. A shell.
+
+With static rendezvous torchrun promises that MASTER_ADDR:MASTER_PORT is the endpoint itself, where our
+coordinator listens. Every generation has a fresh store on another port; this proxy stands between. It knows
+nothing of the store's protocol: bytes go both ways, half-closes and errors too, and no faster than they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+HOLD_S_MAX = 60.0
+"""A client that comes before the generation's store is known waits this long for it."""
+HELD_MAX = 4096
+CONNECT_S_MAX = 5.0
+
+
+class StoreProxy:
+    """Give `take` to the Listener as `other`, and say with `set_target` where the store of the generation is."""
+
+    def __init__(self, log: Callable[[str], None], *, hold_s_max: float = HOLD_S_MAX) -> None:
+        self._log = log
+        self._hold_s_max = hold_s_max
+        self._target: tuple[str, int] | None = None
+        self._target_known = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: set[_End] = set()
+
+    def set_target(self, host: str, port: int) -> None:
+        """New clients go there, and those that are held; connections to an older store live as long as it does."""
+        self._target = (host, port)
+        self._target_known.set()
+
+    def clear_target(self) -> None:
+        """Clients are held until the next `set_target`."""
+        self._target = None
+        self._target_known.clear()
+
+    def take(self, transport: asyncio.Transport, first: bytes) -> None:
+        """Takes a connection over, with the bytes already read from it."""
+        transport.pause_reading()
+        client = _End(self._ends)
+        transport.set_protocol(client)
+        client.connection_made(transport)
+        if len(self._tasks) >= HELD_MAX:
+            self._log("dropped a client of the store: too many are waiting for it")
+            transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._join(client, first))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cuts all connections, held and piped."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for end in tuple(self._ends):
+            end.abort()
+
+    async def _join(self, client: _End, first: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._hold_s_max):
+                await self._target_known.wait()
+        except TimeoutError:
+            self._log(f"dropped a client of the store: no store was ready within {self._hold_s_max:g} s")
+            client.abort()
+            return
+        assert self._target is not None
+        host, port = self._target
+        loop = asyncio.get_running_loop()
+        store = _End(self._ends)
+        try:
+            async with asyncio.timeout(CONNECT_S_MAX):
+                await loop.create_connection(lambda: store, host, port)
+        except OSError as error:  # TimeoutError is one
+            self._log(f"dropped a client of the store: the store at {host}:{port} cannot be reached: {error}")
+            client.abort()
+            return
+        store.transport.write(first)
+        client.pipe_with(store)
+
+
+class _End(asyncio.Protocol):
+    """One of the two connections of a pipe. What it reads, its peer writes."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, ends: set[_End]) -> None:
+        self._ends = ends
+        self._peer: _End | None = None
+        self._lost = False
+
+    def pipe_with(self, store: _End) -> None:
+        """Joins client and store; if the client has gone meanwhile, the store's connection is cut."""
+        if self._lost or store._lost:
+            self.abort()
+            store.abort()
+            return
+        self._peer, store._peer = store, self
+        self.transport.resume_reading()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._ends.add(self)
+        # The store's protocol is one small question after the other.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        if self._peer is not None:
+            self._peer.transport.write(data)
+
+    def eof_received(self) -> bool:
+        """Passes the half-close on and keeps our own side open; when both are closed, asyncio ends them."""
+        if self._peer is not None and not self._peer._lost and self._peer.transport.can_write_eof():
+            self._peer.transport.write_eof()
+        return self._peer is not None
+
+    def pause_writing(self) -> None:
+        if self._peer is not None and not self._peer._lost:
+            self._peer.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._peer is not None and not self._peer._lost:
+            self._peer.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._ends.discard(self)
+        if self._peer is not None and not self._peer._lost:
+            if exc is None:
+                self._peer.transport.close()
+            else:
+                self._peer.abort()

@@ -1,0 +1,88 @@
+"""Messages of core.protocol to bytes and back. PURE.
+
+Knows msgpack and the message types. Nothing is ever unpickled or evaluated: the decoders accept exactly the
+types they are made for, and anything else is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from holdfast.core.errors import ProtocolError
+from holdfast.core.outcome import Failure, Outcome
+from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, WorkersFailed
+from holdfast.wire.framing import FRAME_BYTES_MAX
+
+MESSAGE_BYTES_MAX = FRAME_BYTES_MAX - 1024
+"""Leaves room for the MAC in front of a message."""
+
+TEXT_CHARS_CUTS = (4096, 512, 64)
+"""Failure texts are cut to these, one after the other, until the message fits into a frame."""
+FAILURES_MAX = 4096
+"""And then so many failures are named."""
+
+_encoder = msgspec.msgpack.Encoder()
+_agent_decoder: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+_coordinator_decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(FromCoordinator)
+
+
+def encode(message: FromAgent | FromCoordinator) -> bytes:
+    """At most MESSAGE_BYTES_MAX bytes: a message with very many failures loses the ends of their texts.
+
+    Raises ProtocolError when a message without failures is too large.
+    """
+    data = _encoder.encode(message)
+    for chars_max in TEXT_CHARS_CUTS:
+        if len(data) <= MESSAGE_BYTES_MAX:
+            return data
+        data = _encoder.encode(_cut(message, chars_max))
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a {type(message).__name__} of {len(data)} bytes does not fit into a frame")
+    return data
+
+
+def decode_from_agent(data: bytes) -> FromAgent:
+    """Raises ProtocolError on anything but one well-formed message of an agent."""
+    try:
+        return _agent_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of an agent: {error}") from None
+
+
+def decode_from_coordinator(data: bytes) -> FromCoordinator:
+    """Raises ProtocolError on anything but one well-formed message of a coordinator."""
+    try:
+        return _coordinator_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of a coordinator: {error}") from None
+
+
+def _cut(message: FromAgent | FromCoordinator, chars_max: int) -> FromAgent | FromCoordinator:
+    if isinstance(message, WorkersFailed):
+        return replace(message, failures=_cut_failures(message.failures, chars_max))
+    if isinstance(message, Finish):
+        return replace(message, outcome=_cut_outcome(message.outcome, chars_max))
+    return message
+
+
+def _cut_outcome(outcome: Outcome, chars_max: int) -> Outcome:
+    """The culprit keeps its texts: they are what the reader came for."""
+    if outcome.verdict is None:
+        return outcome
+    collateral = _cut_failures(outcome.verdict.collateral, chars_max)
+    return replace(outcome, verdict=replace(outcome.verdict, collateral=collateral))
+
+
+def _cut_failures(failures: tuple[Failure, ...], chars_max: int) -> tuple[Failure, ...]:
+    return tuple(_cut_failure(failure, chars_max) for failure in failures[:FAILURES_MAX])
+
+
+def _cut_failure(failure: Failure, chars_max: int) -> Failure:
+    """Tracebacks and tails are told best by their ends, messages by their beginnings."""
+    return replace(
+        failure,
+        message=failure.message[:chars_max],
+        traceback=failure.traceback[-chars_max:],
+        stderr_tail=failure.stderr_tail[-chars_max:],
+    )
