@@ -1,0 +1,365 @@
+"""The keeper: parent of every worker, small and single-threaded, forked from the agent before anything heavy is loaded.
+
+Whatever a worker leaves behind (own sessions and double forks too) falls to the keeper, because it is a subreaper;
+when the agent is gone, however it ended, the lifeline reads end-of-file and the keeper kills all it has.
+
+Standard library only. Knows processes, signals and descriptors; knows nothing of ranks, generations or torch.
+
+Commands that come over the lifeline (see lifeline.py for the frames); a spawn brings one descriptor for each number:
+
+    {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus"}
+    {"do": "signal", "key", "signum"}      to the leader alone
+    {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
+    {"do": "exit"}                         as if the agent were gone
+
+Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
+{"is": "ended", key, pid, exit_code}, {"is": "tree_gone", leftover}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from holdfast.runtime.workers import lifeline, processes
+
+NAME = b"holdfast-keeper"
+END_LIMIT_S = 10.0
+"""After the agent is gone: how long the keeper waits for processes stuck in the kernel before it gives up."""
+
+_TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
+_EXEC_FAILED = 127
+
+
+class KeeperHandle(NamedTuple):
+    """The agent's end of a keeper."""
+
+    pid: int
+    sock: socket.socket
+    ignored: tuple[int, ...]
+    """Signals that were ignored when the agent started: workers inherit that, as under nohup."""
+
+
+class Kept(NamedTuple):
+    key: str
+    service: bool
+
+
+def fork_keeper() -> KeeperHandle:
+    """Fork the keeper. To be called once, by the agent, before it starts a thread or installs a signal handler."""
+    _fill_standard_descriptors()
+    ignored = ignored_signals()
+    ours, theirs = socket.socketpair()
+    agent = os.getpid()
+    # Ctrl-C must not hit the child before it ignores it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _run(theirs, agent, ignored)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return KeeperHandle(pid, ours, ignored)
+
+
+def exec_keeper(ignored: Sequence[int]) -> KeeperHandle:
+    """Start a keeper by exec, for when the forked one died and the agent has threads by now. Raises OSError."""
+    import subprocess  # noqa: PLC0415 - a rare road, and the keeper must stay light
+
+    ours, theirs = socket.socketpair()
+    # Our package is found by its place: no PYTHONPATH that the workers would inherit.
+    root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+    program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.runtime.workers.keeper import main; main()"
+    arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored)]
+    with theirs:
+        try:
+            command = [sys.executable, "-P", "-c", program, *arguments]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        except OSError:
+            ours.close()
+            raise
+    process.returncode = os.EX_OK  # reaped by its pid, by whoever holds the handle, and not by subprocess
+    return KeeperHandle(process.pid, ours, tuple(ignored))
+
+
+def ignored_signals() -> tuple[int, ...]:
+    """Signals that this process was started with as ignored (Python's own two excepted)."""
+    return tuple(
+        signum
+        for signum in sorted(signal.valid_signals())
+        if signum not in _PYTHONS_OWN and signal.getsignal(signum) is signal.SIG_IGN
+    )
+
+
+def _fill_standard_descriptors() -> None:
+    """An agent started with closed descriptors must not give a log file or socket the number of stdout."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
+
+
+def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
+    """The keeper's life, in the child. Never returns to the agent's code above it."""
+    status = os.EX_OK
+    try:
+        gc.freeze()  # what the agent made stays as it is: no page is copied to collect it
+        with contextlib.suppress(PermissionError):
+            os.setsid()  # an exec'd keeper leads its session already
+        for signum in _TERMINAL:
+            signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        processes.prctl(processes.PR_SET_NAME, NAME)
+        processes.become_subreaper()
+        _close_all_but(sock.fileno())
+        keeper = Keeper(sock, agent, ignored)
+        try:
+            keeper.run()
+        finally:
+            processes.kill_descendants(os.getpid(), limit_s=END_LIMIT_S)
+    except BaseException:  # noqa: BLE001 - nothing may unwind into the agent's frames
+        import traceback  # noqa: PLC0415 - as above
+
+        traceback.print_exc()
+        status = os.EX_SOFTWARE
+    finally:
+        os._exit(status)
+
+
+def _close_all_but(kept: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+class Keeper:
+    """Event loop of the keeper: one poll over the lifeline, the SIGCHLD pipe and the pipes of pending execs."""
+
+    def __init__(self, sock: socket.socket, agent: int, ignored: Sequence[int]) -> None:
+        self._sock = sock
+        self._ignored = tuple(ignored)
+        self._pid = os.getpid()
+        self._in = lifeline.Inbox()
+        self._out = lifeline.Outbox()
+        self._kept: dict[int, Kept] = {}
+        self._execs: dict[int, int] = {}
+        """Pipe that tells whether exec worked -> pid."""
+        self._kill_deadline: float | None = None
+        self._rescan_at = 0.0
+        self._victims: set[int] = set()
+        self._leaving = False
+        self._poller = select.poll()
+        sock.setblocking(False)
+        self._poller.register(sock, select.POLLIN)
+        self._wake = self._wake_at_child_end()
+        self._poller.register(self._wake, select.POLLIN)
+        self._agent_end = self._watch_agent(agent)
+
+    def _wake_at_child_end(self) -> int:
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        return wake_read
+
+    def _watch_agent(self, agent: int) -> int:
+        """A second way to learn of the agent's end, should a stray child of it hold the other end of the lifeline."""
+        try:
+            agent_end = os.pidfd_open(agent)
+        except ProcessLookupError:
+            self._leaving = True
+            return -1
+        except OSError:
+            return -1  # a kernel without pidfd: end-of-file on the lifeline has to do
+        self._leaving = os.getppid() != agent
+        self._poller.register(agent_end, select.POLLIN)
+        return agent_end
+
+    def run(self) -> None:
+        """Serve until the agent is gone or asks to end."""
+        while not self._leaving:
+            killing = self._kill_deadline is not None
+            for fd, mask in self._poller.poll(int(processes.RESCAN_S * 1000) if killing else None):
+                self._ready(fd, mask)
+            self._reap()
+            if self._kill_deadline is not None:
+                self._kill_pass(self._kill_deadline)
+            self._flush()
+
+    def _ready(self, fd: int, mask: int) -> None:
+        if fd == self._wake:
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, 4096)
+        elif fd == self._agent_end:
+            self._leaving = True
+        elif fd in self._execs:
+            self._settle_exec(fd)
+        elif fd == self._sock.fileno() and mask & ~select.POLLOUT:
+            commands = self._in.receive(self._sock)
+            if commands is None:
+                self._leaving = True
+                return
+            for command, fds in commands:
+                self._obey(command, fds)
+
+    def _obey(self, command: dict[str, Any], fds: list[int]) -> None:
+        match command["do"]:
+            case "spawn":
+                try:
+                    self._spawn(command, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            case "signal":
+                self._signal(command["key"], command["signum"])
+            case "kill_tree":
+                self._kill_deadline = time.monotonic() + command["limit_s"]
+            case "exit":
+                self._leaving = True
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, command: dict[str, Any], fds: list[int]) -> None:
+        key = command["key"]
+        read_end, write_end = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(read_end)
+            os.close(write_end)
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
+            return
+        if pid == 0:
+            self._become(command, fds, write_end)
+        os.close(write_end)
+        self._kept[pid] = Kept(key, bool(command["service"]))
+        self._execs[read_end] = pid
+        self._poller.register(read_end, select.POLLIN)
+
+    def _become(self, command: dict[str, Any], fds: list[int], report: int) -> NoReturn:
+        """In the child: turn into the program, or report why not. Every other descriptor closes itself at exec."""
+        try:
+            signal.set_wakeup_fd(-1)
+            os.setsid()
+            processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:
+                os._exit(_EXEC_FAILED)  # the keeper died in between, so nobody would kill us
+            self._restore_signals()
+            if command["cpus"]:
+                os.sched_setaffinity(0, command["cpus"])
+            if command["cwd"] is not None:
+                os.chdir(command["cwd"])
+            report = _place_descriptors(dict(zip(command["fds"], fds, strict=True)), report)
+            environment = {**os.environ, **command["env_set"]}
+            for name in command["env_unset"]:
+                environment.pop(name, None)
+            os.execvpe(command["argv"][0], command["argv"], environment)
+        except OSError as error:
+            name = command["cwd"] if error.filename == command["cwd"] else command["argv"][0]
+            os.write(report, f"{error.errno} {error.strerror}: {name}".encode(errors="surrogateescape"))
+        except BaseException as error:  # noqa: BLE001 - the forked child must not live on as a second keeper
+            os.write(report, f"0 {type(error).__name__}: {error}".encode(errors="backslashreplace"))
+        finally:
+            os._exit(_EXEC_FAILED)
+
+    def _restore_signals(self) -> None:
+        for signum in (*_TERMINAL, *_PYTHONS_OWN, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        for inherited in self._ignored:
+            signal.signal(inherited, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def _settle_exec(self, fd: int) -> None:
+        """The pipe closed (exec worked) or holds the reason why not."""
+        pid = self._execs.pop(fd)
+        self._poller.unregister(fd)
+        told = os.read(fd, 4096)
+        os.close(fd)
+        if not told:
+            self._out.add({"is": "started", "key": self._kept[pid].key, "pid": pid})
+            return
+        number, _, text = told.decode(errors="replace").partition(" ")
+        key = self._kept.pop(pid).key
+        self._out.add({"is": "spawn_failed", "key": key, "errno": int(number), "text": text})
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def _signal(self, key: str, signum: int) -> None:
+        for pid, kept in self._kept.items():
+            if kept.key == key:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                self._victims.discard(ended[0])
+                self._ended(*ended)
+
+    def _ended(self, pid: int, status: int) -> None:
+        for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
+            self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
+        kept = self._kept.pop(pid, None)
+        if kept is not None:
+            code = os.waitstatus_to_exitcode(status)
+            self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})
+
+    def _kill_pass(self, deadline: float) -> None:
+        """Look and volley, again when the volley's victims are reaped: children born in between are found then."""
+        now = time.monotonic()
+        if self._victims and now < self._rescan_at:
+            return
+        spare = {pid for pid, kept in self._kept.items() if kept.service}
+        living = processes.descendants(self._pid, spare)
+        if living and now < deadline:
+            processes.kill_each(living)
+            self._victims = set(living)
+            self._rescan_at = now + processes.RESCAN_S
+            return
+        self._kill_deadline = None
+        self._victims.clear()
+        self._reap()  # so that every "ended" stands before "tree_gone"
+        self._out.add({"is": "tree_gone", "leftover": living})
+
+    def _flush(self) -> None:
+        """Write what the socket takes now; the rest waits for POLLOUT, so a stalled agent never stalls us."""
+        try:
+            self._out.flush(self._sock)
+        except OSError:
+            self._leaving = True
+        self._poller.modify(self._sock, select.POLLIN | (select.POLLOUT if self._out else 0))
+
+
+def _place_descriptors(wanted: dict[int, int], report: int) -> int:
+    """Put each source at its number. Returns where `report` is now (still closed by exec)."""
+    above = max(wanted, default=2) + 1
+    report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, above)
+    # First out of the way of one another, then into place.
+    high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
+    for number, fd in high.items():
+        os.dup2(fd, number, inheritable=True)
+    return report
+
+
+def main() -> NoReturn:
+    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored."""
+    fd, agent, ignored = sys.argv[1:]
+    sock = socket.socket(fileno=int(fd))
+    sock.set_inheritable(False)
+    _run(sock, int(agent), [int(signum) for signum in ignored.split(",") if signum])

@@ -1,0 +1,209 @@
+"""The agent's side of the keeper: commands as methods, what became of them as typed events, on the running loop.
+
+Knows the lifeline and asyncio; decides nothing. Imported after the fork. All commands are queued and never block;
+events arrive in the order in which the keeper saw them. After `KeeperDied` there are no further events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from msgspec import Struct
+
+from holdfast.runtime.workers import lifeline, processes
+from holdfast.runtime.workers.keeper import KeeperHandle, exec_keeper
+
+KILL_LIMIT_S = 10.0
+"""SIGKILL to gone, for a whole tree; only processes stuck in the kernel take longer."""
+CLOSE_LIMIT_S = 15.0
+"""A keeper that has not ended this long after it was asked to is killed. Above the keeper's own limit."""
+
+
+class ProcessStarted(Struct, frozen=True):
+    """The program runs: exec has succeeded."""
+
+    key: str
+    pid: int
+
+
+class SpawnFailed(Struct, frozen=True):
+    """The program could not be executed. No ProcessEnded follows."""
+
+    key: str
+    errno: int
+    text: str
+    """The system's words and what they are about: `No such file or directory: train`."""
+
+
+class ProcessEnded(Struct, frozen=True):
+    """The leader ended; what it left behind may still run until `kill_tree`."""
+
+    key: str
+    pid: int
+    exit_code: int
+    """As waitpid saw it: 0..255, or -N for signal N."""
+
+
+class TreeGone(Struct, frozen=True):
+    """Answer to kill_tree: nothing but services lives below the keeper."""
+
+    leftover: tuple[int, ...]
+    """Processes that did not die within the limit: stuck in the kernel. Usually empty."""
+
+
+class KeeperDied(Struct, frozen=True):
+    """The keeper is gone without having been asked; its workers die with it. See `revive_keeper`."""
+
+
+KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | KeeperDied
+
+
+class KeeperClient:
+    """One keeper, from fork to end. To be made, used and closed on the running event loop."""
+
+    def __init__(self, handle: KeeperHandle, on_event: Callable[[KeeperEvent], None]) -> None:
+        processes.become_subreaper()  # should the keeper die, what it kept falls to us
+        self.handle = handle
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._sock = handle.sock
+        self._sock.setblocking(False)
+        self._in = lifeline.Inbox()
+        self._out = lifeline.Outbox()
+        self._ended = asyncio.Event()
+        self._closing = False
+        self._loop.add_reader(self._sock, self._readable)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the keeper still takes commands; those given to a dead one have no effect."""
+        return not self._ended.is_set()
+
+    def spawn(
+        self,
+        key: str,
+        argv: Sequence[str],
+        *,
+        env_set: Mapping[str, str] | None = None,
+        env_unset: Sequence[str] = (),
+        cwd: str | None = None,
+        fds: Mapping[int, int] | None = None,
+        service: bool = False,
+        cpus: Sequence[int] | None = None,
+    ) -> None:
+        """Start a program: ProcessStarted or SpawnFailed follows.
+
+        `fds`: number in the child -> descriptor of ours (which stays ours, and may be closed at once); 0, 1 and 2 are
+        the agent's own where not named, and nothing else is inherited. `env_set` and `env_unset` alter the environment
+        that the agent was started with. `service`: survives kill_tree. `cpus`: CPU numbers to run on.
+        """
+        wanted = fds or {}
+        command = {
+            "do": "spawn",
+            "key": key,
+            "argv": list(argv),
+            "env_set": dict(env_set or {}),
+            "env_unset": list(env_unset),
+            "cwd": cwd,
+            "fds": list(wanted),
+            "service": service,
+            "cpus": list(cpus) if cpus is not None else None,
+        }
+        self._send(command, list(wanted.values()))
+
+    def signal(self, key: str, signum: int) -> None:
+        """Signal the leader alone; nothing happens when it ended already."""
+        self._send({"do": "signal", "key": key, "signum": int(signum)})
+
+    def kill_tree(self, limit_s: float = KILL_LIMIT_S) -> None:
+        """SIGKILL everything below the keeper but services and theirs: TreeGone follows."""
+        self._send({"do": "kill_tree", "limit_s": limit_s})
+
+    async def close(self) -> None:
+        """End the keeper and all it has, services too, and reap it. Safe to call twice and after its death."""
+        orderly = self.alive
+        self._closing = True
+        if orderly:
+            self._send({"do": "exit"})
+            try:
+                await asyncio.wait_for(self._ended.wait(), CLOSE_LIMIT_S)
+            except TimeoutError:
+                orderly = False
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.handle.pid, signal.SIGKILL)
+                await self._ended.wait()
+        # A keeper that ended by itself has left nothing.
+        await asyncio.to_thread(reap if orderly else sweep, self.handle)
+
+    # --- the lifeline -------------------------------------------------------------------------------------------------
+
+    def _send(self, command: lifeline.Message, fds: Sequence[int] = ()) -> None:
+        if self.alive:
+            self._out.add(command, fds)
+            self._writable()
+
+    def _writable(self) -> None:
+        try:
+            self._out.flush(self._sock)
+        except OSError:
+            self._out.clear()  # the reader sees the end of the lifeline and tells
+        if self._out:
+            self._loop.add_writer(self._sock, self._writable)
+        else:
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        frames = self._in.receive(self._sock)
+        if frames is None:
+            self._lost()
+            return
+        for message, _ in frames:
+            self._on_event(_event(message))
+
+    def _lost(self) -> None:
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._out.clear()
+        self._sock.close()
+        self._ended.set()
+        if not self._closing:
+            self._on_event(KeeperDied())
+
+
+def _event(message: lifeline.Message) -> KeeperEvent:
+    match message["is"]:
+        case "started":
+            return ProcessStarted(message["key"], message["pid"])
+        case "spawn_failed":
+            return SpawnFailed(message["key"], message["errno"], message["text"])
+        case "ended":
+            return ProcessEnded(message["key"], message["pid"], message["exit_code"])
+        case "tree_gone":
+            return TreeGone(tuple(message["leftover"]))
+        case other:
+            raise ValueError(f"the keeper told of {other!r}")
+
+
+def reap(handle: KeeperHandle) -> None:
+    """Wait for a keeper whose lifeline has ended. Blocks (call it in a thread)."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(handle.pid, 0)
+
+
+def sweep(handle: KeeperHandle, spare: Collection[int] = ()) -> list[int]:
+    """Reap a keeper that died and kill what it left to us, which is every child of ours not in `spare`. Blocks.
+
+    Returns processes that could not be killed, usually none.
+    """
+    reap(handle)
+    return processes.kill_descendants(os.getpid(), spare, KILL_LIMIT_S)
+
+
+def revive_keeper(dead: KeeperHandle, spare: Collection[int] = ()) -> KeeperHandle:
+    """After KeeperDied: sweep, then start another keeper. Blocks (call it in a thread). Raises OSError."""
+    sweep(dead, spare)
+    return exec_keeper(dead.ignored)

@@ -1,0 +1,35 @@
+"""The command line of a worker: what torchrun would run, under our bootstrap.
+
+Knows the options and where the bootstrap lies; starts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from string import Template
+
+from holdfast.core.options import CommandKind, RunOptions
+
+BOOTSTRAP = str(Path(__file__).resolve().parents[2] / "worker" / "bootstrap.py")
+"""Run by its path, so that it works under any Python, with or without holdfast installed."""
+
+
+def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
+    """Program and arguments of one worker; the program may still have to be looked up in PATH.
+
+    `${local_rank}` and `$local_rank` become the real local rank (also with --virtual-local-rank) and `$$` becomes `$`,
+    in the target and the user's arguments, as in torchrun.
+    """
+    command = options.command
+    legacy = ["--local-rank=${local_rank}"] if command.local_rank_argument else []
+    arguments = [_fill_in(argument, local_rank) for argument in (*legacy, *command.args)]
+    if command.kind is CommandKind.PROGRAM:
+        return [command.target, *arguments]
+    python = command.python or sys.executable
+    unbuffered = [] if command.kind is CommandKind.RUN_PATH else ["-u"]
+    return [python, *unbuffered, BOOTSTRAP, command.kind.value, _fill_in(command.target, local_rank), *arguments]
+
+
+def _fill_in(argument: str, local_rank: int) -> str:
+    return Template(argument).safe_substitute(local_rank=str(local_rank))
