@@ -1,0 +1,108 @@
+"""events.jsonl: what happened on this node, one JSON object per line, for people and tools afterwards.
+
+Knows how to write without ever making the caller wait: a disk that stalls costs events, never training. Must not know what
+the events mean.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+EVENTS_MAX = 10_000
+"""Waiting to be written; more are dropped and counted."""
+CLOSE_S_MAX = 1.0
+
+
+class Journal:
+    """An append-only file of events. Its thread starts with the first event, and opens the file."""
+
+    def __init__(self, path: Path | str | None) -> None:
+        """`path` None: all events are dropped silently (`--log-dir /dev/null`)."""
+        self._path = path
+        self._news = threading.Condition()
+        self._lines: deque[bytes] = deque()
+        self._writing = False
+        self._dropped = 0
+        """Lost because the queue was full or the disk failed, and not yet recorded."""
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def write(self, event: str, /, **fields: object) -> None:
+        """Append one event with `time` (epoch seconds), `monotonic` (seconds), `event` and the fields. Never blocks, never raises.
+
+        What JSON does not know is written as its `str`.
+        """
+        if self._path is None:
+            return
+        line = _encode({"time": time.time(), "monotonic": time.monotonic(), "event": event}, fields)
+        with self._news:
+            if self._closed:
+                return
+            if len(self._lines) >= EVENTS_MAX:
+                self._dropped += 1
+                return
+            self._lines.append(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
+                self._thread.start()
+            self._news.notify_all()
+
+    def close(self, drain_s_max: float = CLOSE_S_MAX) -> bool:
+        """Write what is waiting; False if that took longer than `drain_s_max`."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+            return self._news.wait_for(lambda: not (self._lines or self._writing), drain_s_max)
+
+    def _run(self) -> None:
+        fd = -1
+        while True:
+            with self._news:
+                self._writing = False
+                self._news.notify_all()
+                self._news.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    break
+                lines, dropped = list(self._lines), self._dropped
+                self._lines.clear()
+                self._dropped, self._writing = 0, True
+            if dropped:
+                lines.append(
+                    _encode(
+                        {"time": time.time(), "monotonic": time.monotonic(), "event": "journal_dropped"},
+                        {"count": dropped},
+                    )
+                )
+            try:
+                if fd < 0:
+                    fd = self._open()
+                _write_all(fd, b"".join(lines))
+            except OSError:
+                with self._news:
+                    self._dropped += len(lines) - bool(dropped) + dropped
+        if fd >= 0:
+            os.close(fd)
+
+    def _open(self) -> int:
+        assert self._path is not None
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _encode(own: dict[str, object], fields: dict[str, object]) -> bytes:
+    import json  # noqa: PLC0415 - most who import this module never write
+
+    record = own | {name: value for name, value in fields.items() if name not in own}
+    try:
+        text = json.dumps(record, default=str, allow_nan=False)
+    except (TypeError, ValueError):  # keys that are no strings, NaN, a circle
+        text = json.dumps(own | {name: str(value) for name, value in fields.items() if name not in own})
+    return text.encode() + b"\n"

@@ -1,0 +1,241 @@
+"""Which worker stream goes where: to a file, to the console, under which prefix, as -r, -t and the filters say.
+
+Knows the log options. Must not read, cut or write lines itself: `log_tail` does, in the console's thread.
+
+A worker writes straight into its file (or into a pseudo-terminal that is copied there at once), so neither a blocked
+console nor a stopped or killed agent loses a byte or makes a worker wait.
+
+| stream named by       | run folder | console                         |
+|-----------------------|------------|---------------------------------|
+| -r / --redirects      | yes        | no                              |
+| -t / --tee            | yes        | `[<role><local_rank>]:` + line  |
+| neither               | yes        | `<node>:<rank>| ` + line        |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.core.errors import LogDirError
+from holdfast.core.options import LogOptions, Std
+from holdfast.runtime.workers.console import Console, ConsoleStream
+from holdfast.runtime.workers.log_layout import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log
+from holdfast.runtime.workers.log_tail import LogTail, StreamTail, TailGroup
+from holdfast.runtime.workers.terminal import Terminal, TerminalPump
+
+__all__ = ["LogRouter", "RunFolder", "StreamFds", "WorkerSlot", "WorkerStreams"]
+
+RANK_COLOURS = (b"36", b"33", b"32", b"35", b"34", b"96", b"93", b"92", b"95", b"94")
+"""Terminal colour numbers of the `node:rank|` prefix, taken in turn; red is left to errors."""
+
+
+class FilteredFile:
+    """The sink behind a duplicate filter: `<attempt>/filtered_stdout.log`."""
+
+    live = False
+    free = True
+
+    def __init__(self, path: Path) -> None:
+        self.broken = False
+        self._fd = open_log(path)
+
+    def put(self, lines: bytes, transient: bytes | None = None) -> None:  # noqa: ARG002 - a file has no transient line
+        try:
+            while lines:
+                lines = lines[os.write(self._fd, lines) :]
+        except OSError:  # the disk is full; the workers' own files are what counts
+            self.broken = True
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class LogRouter:
+    """The log files and console lines of one agent's workers, attempt after attempt. For one thread (the agent's)."""
+
+    def __init__(self, options: LogOptions, folder: RunFolder, *, node: str, role: str, console: Console) -> None:
+        """`node` is this host's short name, for the prefix."""
+        self._options = options
+        self._node = node
+        self._role = role
+        self._console = console
+        self._tail = LogTail()
+        self._attached = False
+        self._pump = TerminalPump()
+        self._fds: dict[int, list[int]] = {}
+        """What `started` has to close, by local rank."""
+        self._groups: list[TailGroup] = []
+        self._terminals: list[Terminal] = []
+        if folder.path is None and _wants_files(options):
+            console.say(
+                "--log-dir /dev/null: there are no log files, so --redirects, --tee and the filters on lines do nothing."
+            )
+
+    def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
+        """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing is left open."""
+        self.end_attempt()
+        if attempt is None:
+            return {worker.local_rank: self._inherited(worker) for worker in workers}
+        shown: dict[ConsoleStream, list[StreamTail]] = {}
+        try:
+            streams = {worker.local_rank: self._open_worker(attempt, worker, shown) for worker in workers}
+            for sink, tails in shown.items():
+                self._follow(sink, TailGroup(tails))
+            self._open_filtered(attempt, workers)
+        except OSError as error:
+            self._release()
+            raise LogDirError(f"The log folder {attempt} cannot be written: {error.strerror}.") from error
+        self._pump.add(self._terminals)
+        if self._attached:
+            self._console.wake()
+        else:
+            self._attached = True
+            self._console.attach(self._tail)
+        return streams
+
+    def started(self, local_rank: int) -> None:
+        """The worker has its descriptors (or will never start): the agent closes its copies."""
+        for fd in self._fds.pop(local_rank, ()):
+            os.close(fd)
+
+    def resized(self) -> None:
+        """The agent's terminal changed its size: the workers' follow. (The signal is for the caller to pass on.)"""
+        self._pump.resize()
+
+    def end_attempt(self) -> None:
+        """No worker of the attempt lives: show its files to their end, also a last line without newline. Returns at once."""
+        for local_rank in list(self._fds):
+            self.started(local_rank)
+        groups, terminals = self._groups, self._terminals
+        self._groups, self._terminals = [], []
+
+        def end() -> None:
+            for group in groups:
+                group.ended = True
+            self._console.wake()
+
+        if groups:
+            self._pump.finish(terminals, end)
+
+    def close(self, drain_s_max: float) -> bool:
+        """Wait until all is shown; False if the console did not move for `drain_s_max` (files are complete in any case).
+
+        True also when nobody reads the console any more: then nothing is left that could be shown.
+        """
+        self.end_attempt()
+        shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
+        self._pump.close()
+        self._tail.abandoned = True
+        if self._attached:
+            # The console's thread closes what it follows as soon as it can; it is not waited for where it is stuck.
+            if shown and self._console.wait(lambda: self._tail.closed, drain_s_max):
+                self._console.detach(self._tail)
+            self._console.wake()
+        return shown
+
+    def _inherited(self, worker: WorkerSlot) -> WorkerStreams:
+        """No files at all: as in torchrun, ranks outside the filter are lost and the others write to the agent's own streams."""
+        if self._passes(worker):
+            return WorkerStreams(StreamFds(None, None), None, None, None)
+        fds = [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]
+        self._fds[worker.local_rank] = fds
+        return WorkerStreams(StreamFds(*fds), None, None, None)
+
+    def _open_worker(
+        self, attempt: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
+    ) -> WorkerStreams:
+        folder = attempt / str(worker.local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        stdout_file, stderr_file = folder / "stdout.log", folder / "stderr.log"
+        fds = StreamFds(
+            self._open_stream(stdout_file, Std.OUT, self._console.out, worker, shown),
+            self._open_stream(stderr_file, Std.ERR, self._console.err, worker, shown),
+        )
+        return WorkerStreams(fds, stdout_file, stderr_file, folder / "error.json")
+
+    def _open_stream(
+        self,
+        path: Path,
+        std: Std,
+        sink: ConsoleStream,
+        worker: WorkerSlot,
+        shown: dict[ConsoleStream, list[StreamTail]],
+    ) -> int:
+        """The descriptor for the worker; if the stream goes to the console, its tail is added to `shown`."""
+        fd = open_log(path)
+        self._fds.setdefault(worker.local_rank, []).append(fd)
+        teed = bool(self._options.tee.for_rank(worker.local_rank) & std)
+        redirected = bool(self._options.redirects.for_rank(worker.local_rank) & std)
+        if not self._passes(worker) or (redirected and not teed):
+            return fd
+        prefix = self._prefix(worker, teed=teed)
+        tail_prefix = (
+            prefix if teed or self._options.prefix_template or not sink.colour else _coloured(prefix, worker.rank)
+        )
+        shown.setdefault(sink, []).append(StreamTail(path, tail_prefix, live=sink.live))
+        if not sink.is_terminal:
+            return fd
+        terminal = Terminal(sink.fd, fd, columns_taken=len(prefix.decode(errors="replace")))
+        self._terminals.append(terminal)
+        self._fds[worker.local_rank][-1] = terminal.worker_fd
+        return terminal.worker_fd
+
+    def _open_filtered(self, attempt: Path, workers: Sequence[WorkerSlot]) -> None:
+        """The files exist when the option is given; only tee'd streams get into them, as in torchrun."""
+        for std, name, needles in (
+            (Std.OUT, "stdout", self._options.duplicate_stdout_filters),
+            (Std.ERR, "stderr", self._options.duplicate_stderr_filters),
+        ):
+            if not needles:
+                continue
+            encoded = tuple(needle.encode(errors="surrogateescape") for needle in needles)
+            tails = [
+                StreamTail(
+                    attempt / str(worker.local_rank) / f"{name}.log", self._prefix(worker, teed=True), needles=encoded
+                )
+                for worker in workers
+                if self._passes(worker) and self._options.tee.for_rank(worker.local_rank) & std
+            ]
+            file = FilteredFile(attempt / f"filtered_{name}.log")
+            self._follow(file, TailGroup(tails, done=file.close))
+
+    def _follow(self, sink: ConsoleStream | FilteredFile, group: TailGroup) -> None:
+        self._groups.append(group)
+        self._tail.add(sink, group)
+
+    def _release(self) -> None:
+        """Close what a failed `open` left."""
+        for terminal in self._terminals:
+            terminal.close()
+        self._terminals = []
+        self.end_attempt()
+
+    def _passes(self, worker: WorkerSlot) -> bool:
+        wanted = self._options.local_ranks_filter
+        return not wanted or worker.local_rank in wanted
+
+    def _prefix(self, worker: WorkerSlot, *, teed: bool) -> bytes:
+        template = self._options.prefix_template
+        if template is not None:
+            from string import Template  # noqa: PLC0415 - rarely used
+
+            names = {"role_name": self._role, "rank": worker.rank, "local_rank": worker.local_rank, "node": self._node}
+            text = Template(template).safe_substitute(names)
+        elif teed:
+            text = f"[{self._role}{worker.local_rank}]:"
+        else:
+            text = f"{self._node}:{worker.rank}| "
+        return text.encode(errors="surrogateescape")
+
+
+def _coloured(prefix: bytes, rank: int) -> bytes:
+    """Colour all but the space at the end."""
+    return b"\x1b[%bm%b\x1b[0m " % (RANK_COLOURS[rank % len(RANK_COLOURS)], prefix.rstrip(b" "))
+
+
+def _wants_files(options: LogOptions) -> bool:
+    choices = (options.redirects, options.tee)
+    named = any(choice.every or any(choice.by_local_rank.values()) for choice in choices)
+    return named or bool(options.duplicate_stdout_filters or options.duplicate_stderr_filters)
