@@ -76,7 +76,7 @@ def fork_keeper() -> KeeperHandle:
 
 def exec_keeper(ignored: Sequence[int]) -> KeeperHandle:
     """Start a keeper by exec, for when the forked one died and the agent has threads by now. Raises OSError."""
-    import subprocess  # noqa: PLC0415 - a rare road, and the keeper must stay light
+    import subprocess  # a rare road, and the keeper must stay light
 
     ours, theirs = socket.socketpair()
     # Our package is found by its place: no PYTHONPATH that the workers would inherit.
@@ -132,7 +132,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
         finally:
             processes.kill_descendants(os.getpid(), limit_s=END_LIMIT_S)
     except BaseException:  # noqa: BLE001 - nothing may unwind into the agent's frames
-        import traceback  # noqa: PLC0415 - as above
+        import traceback
 
         traceback.print_exc()
         status = os.EX_SOFTWARE

@@ -23,7 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def prctl(option: int, argument: int | bytes) -> None:
     """prctl(2) for the options that take one argument. Raises OSError."""
-    import ctypes  # noqa: PLC0415 - milliseconds that nobody pays before the fork
+    import ctypes  # milliseconds that nobody pays before the fork
 
     libc = ctypes.CDLL(None, use_errno=True)
     value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)

@@ -1,0 +1,205 @@
+"""What a dead worker left for the inquest: its error file, the end of its stderr, the out-of-memory counters.
+
+Every function that reads files blocks: call it in a thread. Whatever a worker wrote is untrusted: bounded, and
+tolerated when torn. Knows files; judges nothing (see core and insight for verdicts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
+
+ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
+MESSAGE_BYTES_MAX = 4096
+TAIL_LINES_MAX = 30
+
+_NOT_EXECUTABLE = 126
+_NOT_FOUND = 127
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """What an error file says; empty strings where it says nothing."""
+
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+    timestamp: int = 0
+
+
+class OomWatch:
+    """Tells whether the kernel's out-of-memory killer struck in this process's cgroup since the watch began.
+
+    Workers run in their agent's cgroup, so one watch serves them all.
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._counters = tuple(_counter_files(proc, cgroups))
+        self._before = self._count()
+
+    def renew(self) -> None:
+        """Begin again, with a new generation."""
+        self._before = self._count()
+
+    def struck(self) -> bool:
+        """Whether it killed since; False too where no counter can be read."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        for file in self._counters:
+            with contextlib.suppress(OSError, ValueError):
+                for line in file.read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
+        return 0
+
+
+def _counter_files(proc: Path, cgroups: Path) -> list[Path]:
+    """Where the counter may be: version 2, version 1, and as seen from inside a container (the group is the root)."""
+    files: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for group in (path.lstrip("/"), ""):
+                if "memory" in controllers.split(","):
+                    files.append(cgroups / "memory" / group / "memory.oom_control")
+                elif not controllers:
+                    files += [cgroups / top / group / "memory.events" for top in ("", "unified")]
+    files = [file for file in files if file.is_file()]
+    # With no memory group at all, the whole machine's counter is the best there is.
+    return files or [proc / "vmstat"]
+
+
+def read_error_file(path: str) -> Recorded:
+    """torchelastic's error file in either of its forms. Missing, torn, enormous or odd: what can be had of it."""
+    if not path:
+        return Recorded()
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(ERROR_FILE_BYTES_MAX)
+        data: Any = json.loads(raw)
+        message = data["message"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Recorded()
+    extra: Any = {}
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        extra = extra if isinstance(extra, dict) else {}
+        text = str(message.get("message", ""))
+        timestamp = extra.get("timestamp", 0)
+    else:
+        text = str(message)
+        timestamp = data.get("timestamp", 0)
+    return Recorded(
+        error_type=_error_type(text),
+        message=_shorten(text, MESSAGE_BYTES_MAX),
+        traceback=_shorten(str(extra.get("py_callstack", "")), TEXT_BYTES_MAX),
+        timestamp=_as_int(timestamp),
+    )
+
+
+def _error_type(message: str) -> str:
+    """`ValueError` of `ValueError: text`; empty when the message does not begin with a class."""
+    name = message.partition(":")[0]
+    return name if name.replace(".", "").isidentifier() else ""
+
+
+def _as_int(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _shorten(text: str, bytes_max: int) -> str:
+    """Cut the middle out: of a traceback, the end tells most and the beginning some."""
+    raw = text.encode(errors="replace")
+    if len(raw) <= bytes_max:
+        return raw.decode()
+    mark = b"\n[...]\n"
+    head = (bytes_max - len(mark)) // 4
+    tail = bytes_max - len(mark) - head
+    return raw[:head].decode(errors="ignore") + mark.decode() + raw[-tail:].decode(errors="ignore")
+
+
+def read_tail(path: str) -> str:
+    """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, its last text."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TEXT_BYTES_MAX))
+            raw = file.read(TEXT_BYTES_MAX)
+    except OSError:
+        return ""
+    if size > TEXT_BYTES_MAX:
+        raw = raw[raw.find(b"\n") + 1 :]  # the first line is torn
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in raw.decode(errors="replace").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return "\n".join(lines[-TAIL_LINES_MAX:])
+
+
+def failure_of_exit(
+    *,
+    rank: int,
+    local_rank: int,
+    host: str,
+    pid: int,
+    exit_code: int,
+    error_file: str,
+    stderr_file: str,
+    lived_s: float,
+    now_epoch_s: int,
+    out_of_memory: bool = False,
+    after_stop: bool = False,
+) -> Failure:
+    """The failure of a worker that ran and ended with `exit_code`, not 0, from the files that it left.
+
+    `out_of_memory`: `OomWatch.struck()`; counts only for a worker that SIGKILL ended while nobody was stopping it.
+    """
+    recorded = read_error_file(error_file)
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=host,
+        pid=pid,
+        exit_code=exit_code,
+        error_type=recorded.error_type,
+        message=recorded.message,
+        traceback=recorded.traceback,
+        stderr_tail=read_tail(stderr_file),
+        error_file=error_file if os.path.isfile(error_file) else "",
+        stderr_file=stderr_file,
+        out_of_memory=out_of_memory and exit_code == -signal.SIGKILL and not after_stop,
+        after_stop=after_stop,
+        lived_s=lived_s,
+        timestamp=recorded.timestamp or now_epoch_s,
+    )
+
+
+def failure_of_spawn(
+    *, rank: int, local_rank: int, host: str, error_number: int, text: str, now_epoch_s: int
+) -> Failure:
+    """The failure of a worker whose program could not be executed; exit codes as a shell's: 127 not found, else 126."""
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=host,
+        pid=0,
+        exit_code=_NOT_FOUND if error_number == errno.ENOENT else _NOT_EXECUTABLE,
+        message=text,
+        started=False,
+        timestamp=now_epoch_s,
+    )

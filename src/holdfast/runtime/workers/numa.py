@@ -1,0 +1,183 @@
+"""Which CPUs a worker is bound to (--numa-binding), read from /sys.
+
+Pure over a folder that looks like /sys, so that tests bring their own. As torchrun, the local rank is taken as the
+index of the GPU; unlike torchrun, CUDA_VISIBLE_DEVICES is honoured where it holds indices, neither numactl nor torch is
+needed, and without GPUs the local ranks are dealt evenly over the NUMA nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from holdfast.core.errors import BindingError
+
+MODES = ("node", "socket", "exclusive", "core-complex")
+SYS = Path("/sys")
+PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """What binding has to know of a machine."""
+
+    sys: Path
+    allowed: frozenset[int]
+    """CPUs that this process may use."""
+    gpus: tuple[str, ...]
+    """PCI addresses as in /sys/bus/pci/devices, by GPU index; empty: none."""
+
+    @classmethod
+    def this(cls, environment: Mapping[str, str] = os.environ) -> Machine:
+        """The machine we run on, with the GPUs that CUDA_VISIBLE_DEVICES lets workers see."""
+        gpus = visible_gpus(nvidia_gpus(PROC_GPUS), environment.get("CUDA_VISIBLE_DEVICES"))
+        return cls(sys=SYS, allowed=frozenset(os.sched_getaffinity(0)), gpus=gpus)
+
+
+def nvidia_gpus(folder: Path) -> tuple[str, ...]:
+    """PCI addresses of the GPUs the driver lists, in PCI order (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+    try:
+        return tuple(sorted(entry.name.lower() for entry in folder.iterdir()))
+    except OSError:
+        return ()
+
+
+def visible_gpus(gpus: Sequence[str], visible: str | None) -> tuple[str, ...]:
+    """Those that CUDA_VISIBLE_DEVICES names by index, in its order; CUDA ends the list at the first bad entry."""
+    if visible is None:
+        return tuple(gpus)
+    chosen: list[str] = []
+    for text in visible.split(","):
+        item = text.strip()
+        if not item.isdecimal():
+            # GPU-… and MIG-… need the driver to be resolved: bind as if nothing were hidden.
+            return tuple(gpus) if item.startswith(("GPU-", "MIG-")) else tuple(chosen)
+        if int(item) >= len(gpus):
+            break
+        chosen.append(gpus[int(item)])
+    return tuple(chosen)
+
+
+def cpus_for(mode: str, local_rank: int, nproc: int, machine: Machine) -> list[int]:
+    """CPU numbers, sorted, for one worker of `nproc` on this machine. Raises BindingError."""
+    if mode not in MODES:
+        raise BindingError(f"--numa-binding {mode!r} is unknown; there are: {', '.join(MODES)}.")
+    try:
+        layout = _Layout(machine, nproc)
+        node = layout.node_of(local_rank)
+        chosen = {
+            "node": lambda: layout.cpus_of(node),
+            "socket": lambda: layout.cpus_of_socket(node),
+            "exclusive": lambda: layout.share_of_cores(node, local_rank),
+            "core-complex": lambda: layout.core_complex(node, local_rank),
+        }[mode]()
+    except (OSError, ValueError) as error:
+        raise BindingError(f"--numa-binding {mode}: this machine does not tell its layout: {error}") from error
+    if not chosen:
+        raise BindingError(f"--numa-binding {mode}: local rank {local_rank} may use no CPU of NUMA node {node}.")
+    return sorted(chosen)
+
+
+class _Layout:
+    """The questions that the modes ask of /sys. Raises OSError and ValueError where it is not as expected."""
+
+    def __init__(self, machine: Machine, nproc: int) -> None:
+        self._machine = machine
+        self._system = machine.sys / "devices" / "system"
+        self._nodes = sorted(
+            node
+            for entry in (self._system / "node").glob("node[0-9]*")
+            if self.cpus_of(node := int(entry.name.removeprefix("node")))
+        )
+        if not self._nodes:
+            raise ValueError("no NUMA node has a CPU that may be used")
+        ranks = range(len(machine.gpus) if machine.gpus else nproc)
+        self._node_by_rank = {rank: self._find_node(rank, len(ranks)) for rank in ranks}
+
+    def _find_node(self, rank: int, ranks: int) -> int:
+        if not self._machine.gpus:
+            return self._nodes[rank * len(self._nodes) // ranks]
+        file = self._machine.sys / "bus" / "pci" / "devices" / self._machine.gpus[rank] / "numa_node"
+        return max(int(file.read_text()), 0)  # -1: a machine with one node
+
+    def node_of(self, local_rank: int) -> int:
+        if local_rank not in self._node_by_rank:
+            raise BindingError(
+                f"--numa-binding: local rank {local_rank} has no GPU of its own; workers see {len(self._machine.gpus)}."
+            )
+        return self._node_by_rank[local_rank]
+
+    def cpus_of(self, node: int) -> set[int]:
+        return parse_cpu_list((self._system / "node" / f"node{node}" / "cpulist").read_text()) & self._machine.allowed
+
+    def cpus_of_socket(self, node: int) -> set[int]:
+        socket = self._socket_of(node)
+        return {cpu for other in self._nodes if self._socket_of(other) == socket for cpu in self.cpus_of(other)}
+
+    def _socket_of(self, node: int) -> int:
+        cpus = self.cpus_of(node)
+        if not cpus:
+            raise ValueError(f"no CPU of NUMA node {node} may be used")
+        return int((self._cpu(min(cpus)) / "topology" / "physical_package_id").read_text())
+
+    def share_of_cores(self, node: int, local_rank: int) -> set[int]:
+        """The node's physical cores split evenly among its ranks; the lowest ranks get what is over."""
+        cores = [cpus for _, cpus in sorted(_grouped(self.cpus_of(node), self._core_of).items())]
+        sharers = self._sharers(node)
+        each, over = divmod(len(cores), len(sharers))
+        if each < 1:
+            raise BindingError(
+                f"--numa-binding exclusive: NUMA node {node} has {len(cores)} usable cores for {len(sharers)} workers.\n"
+                "Start fewer processes on this node, or bind by `node`."
+            )
+        index = sharers.index(local_rank)
+        first = index * each + min(index, over)
+        return {cpu for core in cores[first : first + each + (index < over)] for cpu in core}
+
+    def core_complex(self, node: int, local_rank: int) -> set[int]:
+        """One group of CPUs that share the top cache, the largest first, in turn."""
+        groups = sorted(
+            _grouped(self.cpus_of(node), self._cache_of).items(), key=lambda group: (-len(group[1]), group[0])
+        )
+        return groups[self._sharers(node).index(local_rank) % len(groups)][1] if groups else set()
+
+    def _sharers(self, node: int) -> list[int]:
+        return [rank for rank, its_node in self._node_by_rank.items() if its_node == node]
+
+    def _core_of(self, cpu: int) -> int:
+        return min(parse_cpu_list((self._cpu(cpu) / "topology" / "thread_siblings_list").read_text()))
+
+    def _cache_of(self, cpu: int) -> int:
+        levels: dict[int, Path] = {}
+        for index in (self._cpu(cpu) / "cache").glob("index[0-9]*"):
+            if (index / "type").read_text().strip() in ("Unified", "Data"):
+                levels[int((index / "level").read_text())] = index
+        if not levels:
+            raise ValueError(f"CPU {cpu} tells of no cache")
+        return min(parse_cpu_list((levels[max(levels)] / "shared_cpu_list").read_text()))
+
+    def _cpu(self, cpu: int) -> Path:
+        return self._system / "cpu" / f"cpu{cpu}"
+
+
+def _grouped(cpus: Iterable[int], key: Callable[[int], int]) -> dict[int, set[int]]:
+    groups: dict[int, set[int]] = {}
+    for cpu in cpus:
+        groups.setdefault(key(cpu), set()).add(cpu)
+    return groups
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """The kernel's list format.
+
+    >>> sorted(parse_cpu_list("0-2,7"))
+    [0, 1, 2, 7]
+    """
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

@@ -1,0 +1,216 @@
+"""Runs a user's Python program as `python` itself would, and writes down the exception that ends it.
+
+    python -u bootstrap.py script|module|run_path TARGET [arguments…]
+
+Standard library only and nothing of holdfast: it is run by its path, by whatever Python the user chose. The program
+must not be able to tell: `__main__`, `sys.argv`, `sys.path[0]`, tracebacks and exit codes are those of a plain
+`python -u TARGET` or `python -u -m TARGET`. Nothing but `sys` and `os` is imported before `sys.path` is the program's,
+and everything else as late as possible, for the program pays for it.
+
+The error file is torchelastic's: see `write_error_file`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, ModuleType, TracebackType
+    from typing import Any
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+# --- the error file ---------------------------------------------------------------------------------------------------
+
+
+def write_error_file(path: str, error: BaseException, traceback_text: str) -> None:
+    """Write what torchelastic's `record` writes, whole or not at all. Raises OSError."""
+    import json
+    import time
+
+    data = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": traceback_text, "timestamp": str(int(time.time()))},
+        }
+    }
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(data, file)
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+class _Recorder:
+    """Writes the error file of this process, once, unless somebody else (torch's own @record) already has."""
+
+    def __init__(self) -> None:
+        # Made absolute before the program can change its folder.
+        self._path = os.path.abspath(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else ""
+        self._pid = os.getpid()
+
+    def record(self, error: BaseException) -> None:
+        """Never raises: nothing may hide the program's own error, be the disk full or its __str__ broken."""
+        if not self._path or os.getpid() != self._pid:
+            return
+        try:
+            import traceback
+
+            if os.path.exists(self._path) and os.path.getsize(self._path) > 0:
+                return
+            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            write_error_file(self._path, error, text)
+        except Exception:  # noqa: BLE001
+            return
+
+
+# --- running the program ----------------------------------------------------------------------------------------------
+
+
+def _fresh_main() -> ModuleType:
+    """A `__main__` as the interpreter makes it, in place of ours."""
+    import builtins
+
+    main = type(sys)("__main__")
+    vars(main).update(__annotations__={}, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    return main
+
+
+def _importer_for(path: str) -> object:
+    """The importer of a folder or archive; None for anything else. What the interpreter asks before it opens a script."""
+    for hook in sys.path_hooks:
+        try:
+            return hook(path)
+        except ImportError:
+            continue
+    return None
+
+
+def _absolute(path: str) -> str:
+    """As the interpreter does it: joined to the current folder, not tidied up."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+
+
+def _set_first_path(entry: str) -> None:
+    """Replace our own folder, which the interpreter put first, by the program's."""
+    if getattr(sys.flags, "safe_path", False):
+        return
+    sys.path[0] = entry
+
+
+def _code_of(path: str) -> CodeType:
+    """Compile a script. SyntaxError is the program's; OSError is told as the interpreter tells it, with exit code 2."""
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+        sys.exit(2)
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _prepare_script(target: str) -> Callable[[], Any]:
+    path = _absolute(target)
+    main = _fresh_main()
+    if _importer_for(path) is not None:
+        # Inserted even in safe-path mode, for the program lies in it.
+        if not getattr(sys.flags, "safe_path", False):
+            del sys.path[0]
+        sys.path.insert(0, path)
+        return lambda: _run_module("__main__", alter_argv=False)
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+
+    def run() -> None:
+        # The interpreter's own: importlib.machinery would be one module more than a plain start loads.
+        machinery: Any = sys.modules["_frozen_importlib_external"]
+        compiled = path.endswith(".pyc")
+        kind = machinery.SourcelessFileLoader if compiled else machinery.SourceFileLoader
+        loader = kind("__main__", path)
+        main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+        code = loader.get_code("__main__") if compiled else _code_of(path)
+        exec(code, main.__dict__)
+
+    return run
+
+
+def _prepare_module(target: str) -> Callable[[], Any]:
+    _fresh_main()
+    _set_first_path(os.getcwd())
+    sys.argv[0] = "-m"
+    return lambda: _run_module(target, alter_argv=True)
+
+
+def _run_module(name: str, *, alter_argv: bool) -> None:
+    import runpy
+
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
+
+
+# --- telling of its end -----------------------------------------------------------------------------------------------
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _hide_own_frames() -> None:
+    """Let the interpreter report the exception that is on its way, without our frames.
+
+    It has to be the interpreter: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty sys.excepthook are its own
+    affair. Our hook stands in for the program's from here, where no code of the program runs any more, to the report.
+    """
+    programs_hook = getattr(sys, "excepthook", sys.__excepthook__)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        sys.excepthook = programs_hook
+        trace = _without_own_frames(trace)
+        error.__traceback__ = sys.last_traceback = trace
+        try:
+            return programs_hook(kind, error, trace)
+        except BaseException as fault:
+            fault.__traceback__ = _without_own_frames(fault.__traceback__)
+            raise
+
+    sys.excepthook = hook
+
+
+def main() -> None:
+    """Turn into the program that the arguments name."""
+    recorder = _Recorder()
+    mode, target = sys.argv[1:3]
+    flags = ["-u", "-m"] if mode == "module" else ["-u"]
+    if hasattr(sys, "orig_argv"):
+        sys.orig_argv[1:] = [*flags, *sys.argv[2:]]
+    del sys.argv[:2]
+    run = _prepare_module(target) if mode == "module" else _prepare_script(target)
+    try:
+        import faulthandler
+
+        faulthandler.enable()
+    except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
+        pass  # no usable stderr
+    try:
+        run()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        if isinstance(error, Exception):
+            recorder.record(error)
+        _hide_own_frames()
+        raise
+
+
+if __name__ == "__main__":
+    main()
