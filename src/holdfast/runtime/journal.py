@@ -98,7 +98,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _encode(own: dict[str, object], fields: dict[str, object]) -> bytes:
-    import json  # noqa: PLC0415 - most who import this module never write
+    import json  # lazily: most who import this module never write
 
     record = own | {name: value for name, value in fields.items() if name not in own}
     try:

@@ -219,7 +219,7 @@ class LogRouter:
     def _prefix(self, worker: WorkerSlot, *, teed: bool) -> bytes:
         template = self._options.prefix_template
         if template is not None:
-            from string import Template  # noqa: PLC0415 - rarely used
+            from string import Template  # lazily: rarely used
 
             names = {"role_name": self._role, "rank": worker.rank, "local_rank": worker.local_rank, "node": self._node}
             text = Template(template).safe_substitute(names)

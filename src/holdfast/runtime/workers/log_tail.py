@@ -122,7 +122,7 @@ class ChangeWatch:
     """One inotify descriptor for all files. It tells that something changed, not what: asking each file is cheap."""
 
     def __init__(self) -> None:
-        import ctypes  # noqa: PLC0415 - only an agent that shows logs needs it
+        import ctypes  # lazily: only an agent that shows logs needs it
 
         self._libc = ctypes.CDLL(None, use_errno=True)
         self.fd: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -376,7 +376,10 @@ class Lane:
             _, tail, text = max(ready, key=lambda each: each[1].changed_at)
             self._owner, self._drawn_at = tail, now
             transient = tail.draw(text)
-        return min((due for due, _, _ in waiting if due > now), default=None), transient
+        later = [
+            now + TRANSIENT_S if due <= now else due for due, tail, _ in waiting if not (ready and tail is self._owner)
+        ]
+        return min(later, default=None), transient
 
 
 class LogTail:

@@ -1,0 +1,80 @@
+"""events.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.runtime import journal as journal_module
+from holdfast.runtime.journal import Journal
+
+
+def records(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_object_per_event_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    for number in range(500):
+        journal.write("tick", number=number)
+    journal.write("odd", path=path, text="a\nb", nan=float("nan"), event="mine")
+    assert journal.close()
+    *ticks, odd = records(path)
+    assert [each["number"] for each in ticks] == list(range(500))
+    assert set(ticks[0]) == {"time", "monotonic", "event", "number"}
+    assert abs(float(str(ticks[0]["time"])) - time.time()) < 60
+    assert (odd["event"], odd["path"], odd["text"], odd["nan"]) == ("odd", str(path), "a\nb", "nan")
+
+
+def test_an_existing_file_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for name in ("first", "second"):
+        journal = Journal(path)
+        journal.write(name)
+        assert journal.close()
+    assert [each["event"] for each in records(path)] == ["first", "second"]
+
+
+def test_no_thread_and_no_file_before_the_first_event(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    assert Journal(tmp_path / "events.jsonl").close()
+    nowhere = Journal(None)
+    nowhere.write("lost")
+    assert nowhere.close()
+    assert threading.active_count() == threads
+    assert not os.listdir(tmp_path)
+
+
+def test_a_stalled_disk_never_blocks_and_what_is_lost_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A FIFO that nobody reads stands for the disk: opening it blocks.
+    monkeypatch.setattr(journal_module, "EVENTS_MAX", 10)
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+    journal = Journal(path)
+    journal.write("taken")
+    deadline = time.monotonic() + 5
+    while journal._lines and time.monotonic() < deadline:
+        time.sleep(0.005)
+    started = time.monotonic()
+    for number in range(30):
+        journal.write("tick", number=number)
+    assert time.monotonic() - started < 1
+    assert not journal.close(0.05)
+    with path.open() as reader:
+        got = [json.loads(line) for line in reader]
+    assert [each["event"] for each in got] == ["taken"] + ["tick"] * 10 + ["journal_dropped"]
+    assert got[-1]["count"] == 20
+
+
+def test_a_file_that_cannot_be_written_is_survived(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "missing" / "events.jsonl")
+    journal.write("lost")
+    assert journal.close()
