@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,3 +145,16 @@ def test_idle_costs_nothing(pipes: tuple[int, int, int, int]) -> None:
     time.sleep(0.3)
     assert switches() - before <= 1
     assert console.close()
+
+
+def test_a_process_with_a_blocked_console_still_ends() -> None:
+    code = (
+        "from holdfast.runtime.workers.console import Console\n"
+        "console = Console()\n"
+        "console.say('x' * 1_000_000)\n"
+        "raise SystemExit(5 if not console.close(0.1) else 6)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.wait(10) == 5
