@@ -77,7 +77,7 @@ def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None 
             return _connect(endpoint, f"{endpoint} is already bound on this machine")
         raise _in_use(endpoint)
     if listening:
-        return _hosted(endpoint, listening)
+        return _hosted(listening)
     if is_host is not True:
         if endpoint.port == 0:
             raise EndpointError(f"the endpoint {endpoint} has port 0 (pick a free one), but is not on this machine")
@@ -85,14 +85,14 @@ def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None 
     listening = _listen_somewhere(_WILDCARD, endpoint.port)
     if isinstance(listening, str) or not listening:
         raise _in_use(endpoint)
-    return _hosted(endpoint, listening)
+    return _hosted(listening)
 
 
 def _connect(endpoint: Endpoint, reason: str) -> Claim:
     return Claim((), (), endpoint, reason)
 
 
-def _hosted(endpoint: Endpoint, listening: list[socket.socket]) -> Claim:
+def _hosted(listening: list[socket.socket]) -> Claim:
     addresses = tuple(str(each.getsockname()[0]) for each in listening)
     port = listening[0].getsockname()[1]
     wildcard = {address for _, address in _WILDCARD}
@@ -176,7 +176,6 @@ def _listen(family: int, address: str, port: int) -> socket.socket | int:
         listening.bind((address, port))
         listening.listen(BACKLOG)
         listening.setblocking(False)
-        return listening
     except OSError as error:
         listening.close()
         if error.errno in _NOT_HERE:
@@ -184,3 +183,4 @@ def _listen(family: int, address: str, port: int) -> socket.socket | int:
         if error.errno == errno.EADDRINUSE:
             return errno.EADDRINUSE
         raise
+    return listening

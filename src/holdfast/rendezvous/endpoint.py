@@ -25,7 +25,7 @@ def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
         if default_port is None:
             raise EndpointError(f"the endpoint {text!r} names no port; add one (host:port) or give --master-port")
         port = default_port
-    elif _PORT.fullmatch(port_text, re.ASCII) and int(port_text) <= PORT_MAX:
+    elif _PORT.fullmatch(port_text) and int(port_text) <= PORT_MAX:
         port = int(port_text)
     else:
         raise EndpointError(f"the endpoint {text!r} has port {port_text!r}; a port is a number from 0 to {PORT_MAX}")

@@ -6,6 +6,7 @@ Knows asyncio and sockets; what the bytes mean is wire.session's business.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections import deque
@@ -270,23 +271,32 @@ async def _connect(family: int, address: tuple[Any, ...]) -> socket.socket:
     try:
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, socket.IPPROTO_TCP)
     except OSError as error:
-        raise CoordinatorUnreachableError(f"{address[0]}: {error.strerror}") from None
+        raise CoordinatorUnreachableError(f"{address[0]}: {_why(error)}") from None
     try:
         async with asyncio.timeout(CONNECT_S_MAX):
             await asyncio.get_running_loop().sock_connect(sock, address)
-        if sock.getsockname() == sock.getpeername():
-            # Nobody listened, and the kernel joined the socket to itself: its own port happened to be the target.
-            raise ConnectionRefusedError(0, "Connection refused")
+        _check_not_itself(sock)
     except TimeoutError:
         sock.close()
         raise CoordinatorUnreachableError(f"{address[0]}: no answer within {CONNECT_S_MAX:g} s") from None
     except OSError as error:
         sock.close()
-        raise CoordinatorUnreachableError(f"{address[0]}: {error.strerror or error}") from None
+        raise CoordinatorUnreachableError(f"{address[0]}: {_why(error)}") from None
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _why(error: OSError) -> str:
+    """The system's words: asyncio puts its own in their place."""
+    return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
+def _check_not_itself(sock: socket.socket) -> None:
+    """Where nobody listens on a port that the kernel may pick for clients, it can join a socket to itself."""
+    if sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _holder(connection: Connection[Any], port: int) -> str:

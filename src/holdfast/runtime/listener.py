@@ -16,7 +16,7 @@ from holdfast.core.policy import JobSpec
 from holdfast.core.protocol import FromAgent
 from holdfast.runtime.connection import HANDSHAKE_S_MAX, Connection, fresh_nonce, plain_address
 from holdfast.wire.codec import decode_from_agent
-from holdfast.wire.framing import PREAMBLE_BYTES, STORE_MAGIC, read_preamble
+from holdfast.wire.framing import STORE_MAGIC, read_preamble
 from holdfast.wire.handshake import Hello, ServerHandshake
 from holdfast.wire.session import Session
 
@@ -125,16 +125,13 @@ class _Arrival(asyncio.Protocol):
         if self._listener.other is not None and self._maybe_store():
             return
         try:
-            read_preamble(self._first[:PREAMBLE_BYTES])
-        except ProtocolError:
-            self._refuse_stranger()
+            read_preamble(self._first)
+        except ProtocolError as error:
+            self.drop(str(error))
             return
         self._become_connection()
 
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """Before anything told what this was. One that came and left without a word was a port probe: no line."""
         self._end("closed by the peer in the middle of its first words" if self._first else "")
 
@@ -158,17 +155,12 @@ class _Arrival(asyncio.Protocol):
     def _maybe_store(self) -> bool:
         """True when this is, or may still become, a client of torch's store."""
         if self._first.startswith(STORE_MAGIC):
-            assert self._transport is not None and self._listener.other is not None
+            assert self._transport is not None
+            assert self._listener.other is not None
             self._end("")
             self._listener.other(self._transport, self._first)
             return True
         return STORE_MAGIC.startswith(self._first)
-
-    def _refuse_stranger(self) -> None:
-        try:
-            read_preamble(self._first)
-        except ProtocolError as error:
-            self.drop(str(error))
 
     def _become_connection(self) -> None:
         assert self._transport is not None

@@ -72,7 +72,7 @@ class StoreProxy:
         assert self._target is not None
         host, port = self._target
         loop = asyncio.get_running_loop()
-        store = _End(self._ends)
+        store = _End(self._ends, peer=client)
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
                 await loop.create_connection(lambda: store, host, port)
@@ -89,10 +89,11 @@ class _End(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, ends: set[_End]) -> None:
+    def __init__(self, ends: set[_End], peer: _End | None = None) -> None:
         self._ends = ends
-        self._peer: _End | None = None
+        self._peer = peer
         self._lost = False
+        self._ended = False
 
     def pipe_with(self, store: _End) -> None:
         """Joins client and store; if the client has gone meanwhile, the store's connection is cut."""
@@ -100,7 +101,7 @@ class _End(asyncio.Protocol):
             self.abort()
             store.abort()
             return
-        self._peer, store._peer = store, self
+        self._peer = store
         self.transport.resume_reading()
 
     def abort(self) -> None:
@@ -118,10 +119,15 @@ class _End(asyncio.Protocol):
             self._peer.transport.write(data)
 
     def eof_received(self) -> bool:
-        """Passes the half-close on and keeps our own side open; when both are closed, asyncio ends them."""
-        if self._peer is not None and not self._peer._lost and self._peer.transport.can_write_eof():
-            self._peer.transport.write_eof()
-        return self._peer is not None
+        """Passes a half-close on; the second one ends the pipe, once all is written. True: stay open."""
+        self._ended = True
+        peer = self._peer
+        if peer is None or peer._lost:
+            return False
+        peer.transport.write_eof()
+        if peer._ended:
+            peer.transport.close()
+        return not peer._ended
 
     def pause_writing(self) -> None:
         if self._peer is not None and not self._peer._lost:

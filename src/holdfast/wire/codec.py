@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.core.errors import ProtocolError
-from holdfast.core.outcome import Failure, Outcome
+from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome
 from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, WorkersFailed
 from holdfast.wire.framing import FRAME_BYTES_MAX
 
@@ -32,7 +32,11 @@ def encode(message: FromAgent | FromCoordinator) -> bytes:
 
     Raises ProtocolError when a message without failures is too large.
     """
-    data = _encoder.encode(message)
+    try:
+        data = _encoder.encode(message)
+    except UnicodeEncodeError:
+        # A worker's words may hold bytes that were no text.
+        data = _encoder.encode(_cut(message, TEXT_BYTES_MAX))
     for chars_max in TEXT_CHARS_CUTS:
         if len(data) <= MESSAGE_BYTES_MAX:
             return data
@@ -82,7 +86,12 @@ def _cut_failure(failure: Failure, chars_max: int) -> Failure:
     """Tracebacks and tails are told best by their ends, messages by their beginnings."""
     return replace(
         failure,
-        message=failure.message[:chars_max],
-        traceback=failure.traceback[-chars_max:],
-        stderr_tail=failure.stderr_tail[-chars_max:],
+        error_type=_clean(failure.error_type[:chars_max]),
+        message=_clean(failure.message[:chars_max]),
+        traceback=_clean(failure.traceback[-chars_max:]),
+        stderr_tail=_clean(failure.stderr_tail[-chars_max:]),
     )
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

@@ -109,7 +109,7 @@ class ClientHandshake:
         self._hello = _encoder.encode(
             Hello(
                 version=PROTOCOL_VERSION,
-                run_id=job.run_id,
+                run_id=_portable(job.run_id),
                 fingerprint=fingerprint_of(job),
                 host=node.host,
                 member=node.member,
@@ -192,12 +192,15 @@ class ServerHandshake:
 
     def receive(self, payload: bytes) -> list[bytes]:
         try:
-            if self.done or self.error is not None:
-                raise ProtocolError("the handshake is over")
-            return self._hear_hello(payload) if self.hello is None else self._hear_proof(payload)
+            return self._hear(payload)
         except ProtocolError as error:
             self.error = error
             return []
+
+    def _hear(self, payload: bytes) -> list[bytes]:
+        if self.done or self.error is not None:
+            raise ProtocolError("the handshake is over")
+        return self._hear_hello(payload) if self.hello is None else self._hear_proof(payload)
 
     def _hear_hello(self, payload: bytes) -> list[bytes]:
         hello = _decode(_hello_decoder, payload)
@@ -214,7 +217,8 @@ class ServerHandshake:
         return [_encoder.encode(Challenge(self._nonce, prove(self._token, "coordinator", self._said)))]
 
     def _hear_proof(self, payload: bytes) -> list[bytes]:
-        assert self._token is not None and self.hello is not None  # or the handshake was over with the hello
+        assert self._token is not None  # without a token the handshake is over with the hello
+        assert self.hello is not None
         refusal = read_refusal(payload)
         if refusal is not None:
             self.error = AuthenticationError(refusal[1])
@@ -231,7 +235,7 @@ class ServerHandshake:
         name = _shown(hello.host)
         if hello.version != PROTOCOL_VERSION:
             return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
-        if hello.run_id != self._job.run_id:
+        if hello.run_id != _portable(self._job.run_id):
             return (
                 f"this endpoint serves the job with --rdzv-id {_shown(self._job.run_id)}, "
                 f"but {name} asks for {_shown(hello.run_id)}"
@@ -291,6 +295,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
 
 def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text).strip()
+
+
+def _portable(text: str) -> str:
+    """An argument of the command line may hold bytes that are no text; they travel escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _shown(text: str) -> str:

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from holdfast.core.errors import (
+    CoordinatorUnreachableError,
+    PortInUseError,
+    ProtocolError,
+    RefusedError,
+    UnresolvedHostError,
+)
+from holdfast.core.options import Endpoint
+from holdfast.core.policy import JobSpec, NodeSpec
+from holdfast.core.protocol import FromAgent, FromCoordinator, Ping, Pong, Waiting
+from holdfast.rendezvous.claim import claim
+from holdfast.runtime import connection as connection_module
+from holdfast.runtime.connection import Connection, NoAnswerError, dial
+from holdfast.runtime.listener import Listener
+from holdfast.wire.framing import preamble
+from holdfast.wire.handshake import Hello
+
+JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=2000, backend="c10d")
+NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
+TOKEN = b"correct horse"
+PATIENCE_S = 5.0
+
+
+class Coordinator:
+    """A listener that answers pings and keeps what it sees."""
+
+    def __init__(self, endpoint: Endpoint, token: bytes | None = None) -> None:
+        self.claim = claim(endpoint)
+        self.lines: list[str] = []
+        self.received: list[FromAgent] = []
+        self.closed: list[str] = []
+        self.connections: list[Connection[FromAgent]] = []
+        self.listener = Listener(self.claim.sockets, JOB, token, self._on_connection, self.lines.append)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.claim.endpoint
+
+    def _on_connection(self, connection: Connection[FromAgent], hello: Hello) -> None:
+        assert hello.member == NODE.member
+
+        def on_message(message: FromAgent) -> None:
+            self.received.append(message)
+            if isinstance(message, Ping):
+                connection.send(Pong(number=message.number))
+
+        self.connections.append(connection)
+        connection.start(on_message, self.closed.append)
+        connection.send(Waiting(text="welcome"))
+
+
+@contextlib.asynccontextmanager
+async def coordinator(host: str = "127.0.0.1", token: bytes | None = None) -> AsyncIterator[Coordinator]:
+    served = Coordinator(Endpoint(host=host, port=0), token)
+    await served.listener.start()
+    try:
+        yield served
+    finally:
+        served.listener.close()
+        for each in served.connections:
+            each.abort()
+        await settled(lambda: len(served.closed) == len(served.connections))
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    """Until it holds; fails after PATIENCE_S."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Agent:
+    """A dialled connection with its mail."""
+
+    def __init__(self, connection: Connection[FromCoordinator]) -> None:
+        self.connection = connection
+        self.received: list[FromCoordinator] = []
+        self.closed: list[str] = []
+        connection.start(self.received.append, self.closed.append)
+
+    async def leave(self) -> None:
+        self.connection.close()
+        await settled(lambda: bool(self.closed))
+
+
+@contextlib.asynccontextmanager
+async def service(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    host: str = "127.0.0.1",
+    port: int = 0,
+) -> AsyncIterator[Endpoint]:
+    """Some other service on a port of ours."""
+    done: list[asyncio.Task[object]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        done.append(task)
+        with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):
+            await talk(reader, writer)
+
+    server = await asyncio.start_server(serve, host, port)
+    try:
+        yield Endpoint(host=host, port=server.sockets[0].getsockname()[1])
+    finally:
+        server.close()
+        for task in done:
+            task.cancel()
+        await asyncio.gather(*done)
+        await asyncio.sleep(0.01)  # a closed transport lets go of its socket in the loop's next rounds
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_messages_go_both_ways(host: str, token: bytes | None) -> None:
+    async def main() -> None:
+        async with coordinator(host, token) as served:
+            agent = Agent(await dial(served.endpoint, JOB, NODE, token))
+            for number in range(3):
+                agent.connection.send(Ping(number=number))
+            await settled(lambda: len(agent.received) == 4)
+            assert agent.received == [Waiting(text="welcome"), *(Pong(number=number) for number in range(3))]
+            assert served.received == [Ping(number=number) for number in range(3)]
+            assert agent.connection.peer_address == served.endpoint.host
+            assert served.connections[0].peer_address == agent.connection.local_address
+            await agent.leave()
+            await settled(lambda: bool(served.closed))
+            assert agent.closed == ["closed here"]
+            assert served.closed == ["the peer closed the connection"]
+            assert served.lines == []
+
+    asyncio.run(main())
+
+
+def test_small_messages_are_not_held_back() -> None:
+    async def main() -> None:
+        async with coordinator() as served:
+            agent = Agent(await dial(served.endpoint, JOB, NODE))
+            await settled(lambda: bool(served.connections))
+            for side in (agent.connection, served.connections[0]):
+                transport = side._transport
+                assert transport is not None
+                sock = transport.get_extra_info("socket")
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            await agent.leave()
+
+    asyncio.run(main())
+
+
+def test_messages_wait_for_start() -> None:
+    async def main() -> None:
+        async with coordinator() as served:
+            connection = await dial(served.endpoint, JOB, NODE)
+            for number in range(3):
+                connection.send(Ping(number=number))
+            await settled(lambda: len(served.received) == 3)
+            served.connections[0].close()
+            await settled(lambda: bool(served.closed))
+            agent = Agent(connection)
+            await settled(lambda: bool(agent.closed))
+            assert [type(each) for each in agent.received] == [Waiting, Pong, Pong, Pong]
+            assert agent.closed == ["the peer closed the connection"]
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_does_not_read_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "WRITE_BUFFER_BYTES_MAX", 1_000_000)
+
+    async def main() -> None:
+        async with coordinator() as served:
+            connection = await dial(served.endpoint, JOB, NODE)  # not started: it stops reading after the welcome
+            await settled(lambda: bool(served.connections))
+            for _ in range(1000):
+                served.connections[0].send(Waiting(text="x" * 100_000))
+                if not served.connections[0].open:
+                    break
+            await settled(lambda: bool(served.closed))
+            assert served.closed == ["the peer does not read what is sent to it"]
+            connection.abort()
+
+    asyncio.run(main())
+
+
+def test_the_reason_is_told_once_and_the_first_one_counts() -> None:
+    async def main() -> None:
+        async with coordinator() as served:
+            agent = Agent(await dial(served.endpoint, JOB, NODE))
+            agent.connection.abort("first")
+            agent.connection.abort("second")
+            agent.connection.close("third")
+            agent.connection.send(Ping(number=1))
+            assert agent.closed == []  # never from within a call
+            await settled(lambda: bool(agent.closed))
+            await asyncio.sleep(0.01)
+            assert agent.closed == ["first"]
+
+    asyncio.run(main())
+
+
+def test_garbage_after_the_handshake_ends_the_connection() -> None:
+    async def main() -> None:
+        async with coordinator() as served:
+            agent = Agent(await dial(served.endpoint, JOB, NODE))
+            await settled(lambda: bool(served.connections))
+            transport = agent.connection._transport
+            assert transport is not None
+            transport.write(b"\x00\x00\x00\x01\xc1")
+            await settled(lambda: bool(served.closed))
+            assert "not a message of an agent" in served.closed[0]
+            await settled(lambda: bool(agent.closed))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("job", "token", "words"),
+    [
+        (JobSpec(run_id="run-b", min_nodes=1, max_nodes=2000, backend="c10d"), None, "'run-b'"),
+        (JobSpec(run_id="run-a", min_nodes=2, max_nodes=3, backend="c10d"), None, "--nnodes 2:3"),
+        (JOB, TOKEN, "has a job token"),
+    ],
+)
+def test_a_refusal_comes_through(job: JobSpec, token: bytes | None, words: str) -> None:
+    async def main() -> None:
+        async with coordinator() as served:
+            with pytest.raises(RefusedError, match=words):
+                await dial(served.endpoint, job, NODE, token)
+            assert len(served.lines) == 1
+            assert words in served.lines[0]
+
+    asyncio.run(main())
+
+
+def test_a_wrong_token_is_told_on_both_sides() -> None:
+    async def main() -> None:
+        async with coordinator(token=TOKEN) as served:
+            with pytest.raises(RefusedError, match="differ"):
+                await dial(served.endpoint, JOB, NODE, b"wrong")
+            await settled(lambda: bool(served.lines))
+            assert "differ" in served.lines[0]
+
+    asyncio.run(main())
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    with pytest.raises(UnresolvedHostError, match=r"no-such-host\.invalid:1 does not resolve"):
+        asyncio.run(dial(Endpoint(host="no-such-host.invalid", port=1), JOB, NODE))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_nobody_there(host: str, free_port: Callable[[], int]) -> None:
+    with pytest.raises(CoordinatorUnreachableError, match="refused"):
+        asyncio.run(dial(Endpoint(host=host, port=free_port()), JOB, NODE))
+
+
+async def _http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(100)
+    writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    await writer.drain()
+
+
+async def _silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(60)
+
+
+async def _hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(10)
+
+
+async def _old_holdfast(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(preamble(0))
+    await writer.drain()
+    await reader.read()
+
+
+async def _broken_holdfast(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(preamble() + b"\xff\xff\xff\xff")
+    await writer.drain()
+    await reader.read()
+
+
+@pytest.mark.parametrize(
+    ("talk", "error", "words"),
+    [
+        (_http, PortInUseError, rf"an HTTP answer.*held by pid {os.getpid()}"),
+        (_silence, NoAnswerError, rf"no answer within 0\.2 s.*held by pid {os.getpid()}"),
+        (_hang_up, CoordinatorUnreachableError, "before the handshake was done"),
+        (_old_holdfast, RefusedError, "version 0"),
+        (_broken_holdfast, ProtocolError, "over the limit"),
+    ],
+)
+def test_somebody_else_is_there(
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], error: type[Exception], words: str
+) -> None:
+    async def main() -> None:
+        async with service(talk) as endpoint:
+            with pytest.raises(error, match=words):
+                await dial(endpoint, JOB, NODE, handshake_s_max=0.2)
+
+    asyncio.run(main())
+
+
+def test_the_next_address_is_tried_when_the_first_is_somebody_else() -> None:
+    async def main() -> None:
+        async with coordinator("::1") as served, service(_http, port=served.endpoint.port):
+            agent = Agent(await dial(Endpoint(host="localhost", port=served.endpoint.port), JOB, NODE))
+            assert agent.connection.peer_address == "::1"
+            await agent.leave()
+
+    asyncio.run(main())
+
+
+def test_dialling_can_be_cancelled() -> None:
+    async def main() -> None:
+        async with service(_silence) as endpoint:
+            task = asyncio.create_task(dial(endpoint, JOB, NODE))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+
+
+def test_a_thousand_agents_come_at_once() -> None:
+    async def main() -> float:
+        async with coordinator(token=TOKEN) as served:
+            start_s = time.monotonic()
+            connections = await asyncio.gather(*(dial(served.endpoint, JOB, NODE, TOKEN) for _ in range(1000)))
+            agents = [Agent(connection) for connection in connections]
+            for agent in agents:
+                agent.connection.send(Ping(number=1))
+            await settled(lambda: all(len(agent.received) == 2 for agent in agents))
+            took_s = time.monotonic() - start_s
+            for agent in agents:
+                agent.connection.abort()
+            await settled(lambda: len(served.closed) == 1000)
+            assert served.lines == []
+            return took_s
+
+    assert asyncio.run(main()) < 4.0  # 0.7 s on a quiet machine of two cores

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import contextlib
+import pickle
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.errors import ProtocolError
+from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
+from holdfast.core.policy import NodeSpec
+from holdfast.core.protocol import (
+    Assign,
+    Finish,
+    FromAgent,
+    FromCoordinator,
+    Join,
+    Joined,
+    Leave,
+    Ping,
+    Pong,
+    Prepared,
+    Refuse,
+    Start,
+    Stop,
+    Stopped,
+    StopReason,
+    StoreLost,
+    Waiting,
+    WorkerDone,
+    WorkersFailed,
+)
+from holdfast.wire.codec import MESSAGE_BYTES_MAX, decode_from_agent, decode_from_coordinator, encode
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+number = st.integers(0, 2**53)
+port = st.integers(1, 65535)
+failures = st.builds(
+    Failure,
+    rank=number,
+    local_rank=number,
+    host=text,
+    pid=number,
+    exit_code=st.integers(-64, 255),
+    message=text,
+    traceback=text,
+    lived_s=st.floats(0, 1e9),
+)
+nodes = st.builds(
+    NodeSpec, member=text, host=text, nproc=number, role=text, node_rank=st.none() | number, local_addr=st.none() | text
+)
+outcomes = st.builds(
+    Outcome,
+    kind=st.sampled_from(OutcomeKind),
+    exit_code=st.integers(0, 255),
+    message=text,
+    verdict=st.none() | st.builds(Verdict, code=text, cause=text, culprit=st.none() | failures),
+)
+from_agent = st.one_of(
+    st.builds(Join, node=nodes, last_generation=number),
+    st.builds(Prepared, generation=number, store_port=st.none() | port),
+    st.builds(WorkerDone, generation=number, local_rank=number),
+    st.builds(WorkersFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
+    st.builds(Stopped, generation=number),
+    st.builds(StoreLost, generation=number),
+    st.builds(Leave, reason=text),
+    st.builds(Ping, number=number),
+)
+assigns = st.builds(
+    Assign,
+    generation=number,
+    restart_count=number,
+    group_rank=number,
+    group_world_size=number,
+    rank_base=number,
+    world_size=number,
+    role_rank_base=number,
+    role_world_size=number,
+    hosts_store=st.booleans(),
+)
+from_coordinator = st.one_of(
+    st.builds(Joined, lease_s=st.floats(0, 1e6), fence_s=st.floats(0, 1e6), ping_interval_s=st.floats(0, 1e6)),
+    st.builds(Waiting, text=text),
+    assigns,
+    st.builds(Start, generation=number, master_addr=text, master_port=port),
+    st.builds(Stop, generation=number, reason=st.sampled_from(StopReason), text=text),
+    st.builds(Finish, outcome=outcomes),
+    st.builds(Pong, number=number),
+    st.builds(Refuse, code=text, text=text),
+)
+
+
+@given(from_agent)
+def test_agent_messages_come_back(message: FromAgent) -> None:
+    assert decode_from_agent(encode(message)) == message
+
+
+@given(from_coordinator)
+def test_coordinator_messages_come_back(message: FromCoordinator) -> None:
+    assert decode_from_coordinator(encode(message)) == message
+
+
+@given(from_agent)
+def test_a_message_is_good_in_one_direction_only(message: FromAgent) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_coordinator(encode(message))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
+    for decode in (decode_from_agent, decode_from_coordinator):
+        with contextlib.suppress(ProtocolError):
+            decode(data)
+
+
+@given(from_agent, st.integers(0, 10_000), st.integers(1, 255))
+def test_an_altered_message_is_a_message_or_a_protocol_error(message: FromAgent, place: int, change: int) -> None:
+    data = bytearray(encode(message))
+    data[place % len(data)] ^= change
+    with contextlib.suppress(ProtocolError):
+        decode_from_agent(bytes(data))
+
+
+class OpenedError(Exception):
+    """Raised by a pickle that was opened."""
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_spring, ())
+
+
+def _spring() -> None:
+    raise OpenedError
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(Trap()),
+        msgspec.msgpack.encode(["join"]),
+        msgspec.msgpack.encode(["unknown", 1]),
+        msgspec.msgpack.encode({"type": "ping", "number": 1}),
+        msgspec.msgpack.encode(["ping", "1"]),
+        msgspec.msgpack.encode(["ping", 1]) + b"\x00",
+        b"\x91" * 100_000,
+        b"\x92\xa4ping\xdf\xff\xff\xff\xff",
+        b"",
+    ],
+)
+def test_bad_bytes_are_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_agent(data)
+
+
+def test_later_versions_may_add_fields_at_the_end() -> None:
+    assert decode_from_agent(msgspec.msgpack.encode(["ping", 7, "new"])) == Ping(number=7)
+
+
+def failure(rank: int, words: str) -> Failure:
+    return Failure(
+        rank=rank,
+        local_rank=rank,
+        host="h",
+        pid=1,
+        exit_code=1,
+        message="ValueError: m",
+        traceback=words,
+        stderr_tail=words,
+    )
+
+
+def test_a_whole_rack_of_failures_still_fits_into_a_frame() -> None:
+    message = WorkersFailed(
+        generation=1, failures=tuple(failure(rank, "x" * TEXT_BYTES_MAX + "end") for rank in range(256))
+    )
+    data = encode(message)
+    assert len(data) <= MESSAGE_BYTES_MAX
+    decoded = decode_from_agent(data)
+    assert isinstance(decoded, WorkersFailed)
+    assert [each.rank for each in decoded.failures] == list(range(256))
+    assert all(each.traceback.endswith("end") and each.message == "ValueError: m" for each in decoded.failures)
+
+
+def test_the_culprit_keeps_its_words() -> None:
+    culprit = failure(3, "y" * TEXT_BYTES_MAX)
+    crowd = tuple(failure(rank, "x" * TEXT_BYTES_MAX) for rank in range(10_000))
+    verdict = Verdict(code="HF200", cause="c", culprit=culprit, collateral=crowd)
+    data = encode(Finish(Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict)))
+    assert len(data) <= MESSAGE_BYTES_MAX
+    decoded = decode_from_coordinator(data)
+    assert isinstance(decoded, Finish)
+    assert decoded.outcome.verdict is not None
+    assert decoded.outcome.verdict.culprit == culprit
+
+
+def test_words_that_are_no_text_still_travel() -> None:
+    decoded = decode_from_agent(encode(WorkersFailed(generation=1, failures=(failure(0, "caf\udce9"),))))
+    assert isinstance(decoded, WorkersFailed)
+    assert decoded.failures[0].traceback == "caf?"
+
+
+def test_what_cannot_be_cut_is_refused_here() -> None:
+    with pytest.raises(ProtocolError, match="does not fit"):
+        encode(Leave(reason="x" * MESSAGE_BYTES_MAX))
