@@ -1,0 +1,103 @@
+"""The command `holdfast`: finds the sub-command and turns errors into one message and an exit code.
+
+Knows the names of the sub-commands; imports nothing but sys and os until one of them is chosen, so that the plain
+command and its help answer at once. Nobody imports this package.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.core.errors import HoldfastError
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+COMMANDS = {
+    "run": "start this node's part of a training job; takes torchrun's command line unchanged",
+    "launch": "the same for scripts that still want a --local-rank argument (torch.distributed.launch)",
+}
+"""Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line, `sys.argv[1:]` when none is given; returns the exit status."""
+    if not sys.platform.startswith("linux"):
+        return complain("HF112", f"holdfast runs on Linux; this is {sys.platform}")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(usage())
+        return EXIT_USAGE
+    command, rest = arguments[0], arguments[1:]
+    if command in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if command in ("-V", "--version"):
+        return print_version()
+    if command not in COMMANDS:
+        return complain("HF101", unknown(command))
+    return run_command(command, rest)
+
+
+def run_command(command: str, rest: list[str]) -> int:
+    """Runs one sub-command; a HoldfastError becomes its message and its exit code."""
+    from importlib import import_module
+
+    from holdfast.core.errors import Fault, HoldfastError
+
+    try:
+        status: int = import_module(f"holdfast.cli.{command}").main(rest)
+    except HoldfastError as error:
+        if error.fault is Fault.OURS:
+            show_traceback(error)
+        complain(error.code, str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return status
+
+
+def complain(code: str, text: str) -> int:
+    print(f"holdfast: {code}: {text}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def show_traceback(error: HoldfastError) -> None:
+    """A fault of ours is shown with all there is to know about it."""
+    import traceback
+
+    traceback.print_exception(error)
+
+
+def print_version() -> int:
+    from holdfast.version import __version__
+
+    print(f"holdfast {__version__}")
+    return 0
+
+
+def usage() -> str:
+    """The text of `holdfast --help`."""
+    commands = "\n".join(f"  {name:8}{text}" for name, text in COMMANDS.items())
+    return (
+        "usage: holdfast COMMAND ...\n\n"
+        "Launches distributed training and keeps it going.\n\n"
+        f"commands:\n{commands}\n\n"
+        "options:\n  --help     this text\n  --version  the version\n\n"
+        "`holdfast COMMAND --help` explains a command. `torchrun ARGS` becomes `holdfast run ARGS`."
+    )
+
+
+def unknown(command: str) -> str:
+    """What to say about a first argument that is no command."""
+    import difflib
+
+    if command.startswith("-") or command.endswith(".py"):
+        return f"{command!r} is no command; for torchrun's command line write: holdfast run {command} ..."
+    nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"commands are {', '.join(COMMANDS)}"
+    return f"{command!r} is no command; {hint}"

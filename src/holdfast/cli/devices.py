@@ -1,0 +1,249 @@
+"""`--nproc-per-node`: how many workers this node gets, without importing torch.
+
+Knows where Linux shows accelerators (NVML, /dev/nvidia*, /sys/class/kfd) and the rules of CUDA_VISIBLE_DEVICES; torch
+is asked, in a process of its own, only for kinds that nobody else can count.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.core.errors import ProcessesError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+NVML_LIBRARY = "libnvidia-ml.so.1"
+NVML_UUID_BYTES_MAX = 96
+TORCH_ANSWER_S_MAX = 120.0
+"""Importing torch from a slow network file system takes long."""
+
+NAMES = ("auto", "cpu", "gpu", "xpu")
+NEVER_KNOWN = {"cuda": "gpu", "rocm": "gpu", "mps": "auto", "hpu": "auto", "mtia": "auto"}
+"""Words that torchrun refuses although torch knows them, and what is meant."""
+
+
+class Count(NamedTuple):
+    """How many, of what, and who says so."""
+
+    number: int
+    kind: str
+    source: str
+
+
+class Probes(NamedTuple):
+    """Where devices are looked for; tests bring their own."""
+
+    root: str = "/"
+    """Root of the tree that holds dev and sys."""
+    nvml: Callable[[], list[str] | None] | None = None
+    """UUIDs of all GPUs by index, None without a driver; by default NVML itself."""
+    torch: Callable[[str], int] | None = None
+    """Asks torch for the number of devices of a kind; by default in a subprocess. Raises ProcessesError."""
+    cpus: int | None = None
+    """Size of the affinity mask; by default this process's."""
+
+
+THIS_NODE = Probes()
+
+
+def count_processes(text: str, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Count:
+    """What `--nproc-per-node TEXT` means on this node. Raises ProcessesError."""
+    try:
+        number = int(text)
+    except ValueError:
+        return count_devices(text, environ, probes)
+    if number <= 0:
+        raise ProcessesError("the number of workers must be at least 1")
+    return Count(number, "workers", "given")
+
+
+def count_devices(name: str, environ: Mapping[str, str], probes: Probes) -> Count:
+    if name == "cpu":
+        return count_cpus(probes)
+    if name == "gpu":
+        found = count_gpus(environ, probes)
+        if found.number == 0:
+            raise ProcessesError(f"this node has no GPU to use ({found.source}); use cpu, auto or a number")
+        return found
+    if name == "auto":
+        found = count_gpus(environ, probes)
+        return found if found.number > 0 else count_cpus(probes)
+    if name != "xpu":
+        refuse_typing_error(name)
+    number = (probes.torch or ask_torch)(name)
+    if number <= 0:
+        raise ProcessesError(f"this node has no {name} device, says torch; use cpu, auto or a number")
+    return Count(number, name, "torch")
+
+
+def refuse_typing_error(name: str) -> None:
+    """Raises ProcessesError for what cannot be the name of a torch backend, or is nearly one of ours."""
+    import difflib
+
+    meant = NEVER_KNOWN.get(name.lower())
+    if meant is None and (matches := difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.8)):
+        meant = matches[0]
+    if meant is not None:
+        raise ProcessesError(f"unknown number of workers; did you mean {meant}?")
+    if not name.isidentifier():
+        raise ProcessesError("must be a number, auto, gpu, cpu, xpu or the name of torch's extra backend")
+
+
+def count_cpus(probes: Probes = THIS_NODE) -> Count:
+    """CPUs this process may run on."""
+    return Count(probes.cpus or len(os.sched_getaffinity(0)), "cpu", "affinity mask")
+
+
+def count_gpus(environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Count:
+    """GPUs a worker would see: NVIDIA's, else AMD's."""
+    uuids = (probes.nvml or nvml_uuids)()
+    if uuids:
+        return visible(environ, "CUDA_VISIBLE_DEVICES", len(uuids), uuids, "NVML")
+    if nodes := nvidia_device_files(probes.root):
+        return visible(environ, "CUDA_VISIBLE_DEVICES", nodes, [], "/dev/nvidia*")
+    if amd := kfd_gpus(probes.root):
+        name = next((name for name in ROCM_FILTERS if name in environ), "CUDA_VISIBLE_DEVICES")
+        return visible(environ, name, amd, [], "/sys/class/kfd")
+    return Count(0, "gpu", "no driver shows one")
+
+
+ROCM_FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def visible(environ: Mapping[str, str], variable: str, present: int, uuids: list[str], source: str) -> Count:
+    listed = environ.get(variable)
+    if listed is None:
+        return Count(present, "gpu", source)
+    number = count_listed(listed, present, uuids)
+    return Count(number, "gpu", f"{number} of {present} by {source} and {variable}={listed}")
+
+
+def count_listed(listed: str, present: int, uuids: list[str]) -> int:
+    """How many of `present` devices the list shows, by CUDA's rules.
+
+    Numbers, or UUIDs (a unique beginning is enough); the list ends at the first that does not exist; naming one twice
+    shows none. Of MIG slices CUDA shows a process only one. Without UUIDs to compare with, each is believed.
+    """
+    items = [item.strip() for item in listed.split(",")]
+    if items[0].startswith("MIG-"):
+        return 1
+    seen: list[int | str] = []
+    for item in items:
+        index = resolve_uuid(item, uuids) if items[0].startswith("GPU-") else leading_number(item)
+        if index is None or (isinstance(index, int) and not 0 <= index < present):
+            break
+        if index in seen:
+            return 0
+        seen.append(index)
+    return min(len(seen), present)
+
+
+def resolve_uuid(item: str, uuids: list[str]) -> int | str | None:
+    """Index of the one device whose UUID begins like this; the item itself when there is nothing to compare with."""
+    if not item.startswith("GPU-"):
+        return None
+    if not uuids:
+        return item
+    matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(item)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def leading_number(item: str) -> int | None:
+    """As C's strtoul reads it: `1x` is 1; None when no digit leads."""
+    digits = ""
+    for letter in item.removeprefix("+"):
+        if letter not in "0123456789":
+            break
+        digits += letter
+    return int(digits) if digits else None
+
+
+def nvml_uuids() -> list[str] | None:
+    """UUID of every NVIDIA GPU by index; None when there is no driver to ask."""
+    import ctypes
+
+    try:
+        nvml = ctypes.CDLL(NVML_LIBRARY)
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return None
+        return [nvml_uuid(nvml, index) for index in range(count.value)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def nvml_uuid(nvml: object, index: int) -> str:
+    """Empty when this device does not tell."""
+    import ctypes
+
+    handle = ctypes.c_void_p()
+    text = ctypes.create_string_buffer(NVML_UUID_BYTES_MAX)
+    by_index, get_uuid = nvml.nvmlDeviceGetHandleByIndex_v2, nvml.nvmlDeviceGetUUID  # type: ignore[attr-defined]
+    if by_index(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+        return ""
+    if get_uuid(handle, text, ctypes.c_uint(NVML_UUID_BYTES_MAX)) != 0:
+        return ""
+    return text.value.decode("ascii", "replace")
+
+
+def nvidia_device_files(root: str) -> int:
+    """Number of /dev/nvidiaN."""
+    try:
+        names = os.listdir(os.path.join(root, "dev"))
+    except OSError:
+        return 0
+    return sum(name.removeprefix("nvidia").isdecimal() for name in names if name.startswith("nvidia"))
+
+
+def kfd_gpus(root: str) -> int:
+    """Number of AMD compute nodes with SIMD units (the others are CPUs)."""
+    nodes = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
+    try:
+        names = os.listdir(nodes)
+    except OSError:
+        return 0
+    return sum(has_simd(os.path.join(nodes, name, "properties")) for name in names)
+
+
+def has_simd(path: str) -> bool:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            pairs = [line.split() for line in file]
+    except OSError:
+        return False
+    return any(len(pair) == 2 and pair[0] == "simd_count" and pair[1] != "0" for pair in pairs)
+
+
+QUESTION = """
+import sys, torch
+name = sys.argv[1]
+if name != "xpu" and name != torch._C._get_privateuse1_backend_name():
+    sys.exit("torch knows no backend of that name")
+module = getattr(torch, name, None)
+print(module.device_count() if module is not None and module.is_available() else 0)
+"""
+
+
+def ask_torch(name: str, python: str | None = None) -> int:
+    """Number of devices of a kind only torch can count, from a process that imports it. Raises ProcessesError."""
+    import subprocess
+    import sys
+
+    command = [python or sys.executable, "-c", QUESTION, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_ANSWER_S_MAX, check=False)
+    except subprocess.TimeoutExpired:
+        raise ProcessesError(f"torch did not tell within {TORCH_ANSWER_S_MAX:g} s how many it sees") from None
+    except OSError as error:
+        raise ProcessesError(f"only torch can count these, and {command[0]} does not run: {error.strerror}") from None
+    if done.returncode != 0 or not done.stdout.strip().isdecimal():
+        said = done.stderr.strip().splitlines()
+        raise ProcessesError(f"only torch can count these, and it says: {said[-1] if said else 'nothing'}")
+    return int(done.stdout)

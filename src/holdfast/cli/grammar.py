@@ -1,0 +1,241 @@
+"""Words of a command line to values, by torchrun's grammar: options, the script, then words that are the script's own.
+
+Knows spellings, prefixes and where a value came from; knows nothing of what the values mean. Standard library only.
+
+torchrun's grammar is argparse's, and the tests hold this module against the installed torchrun's parser. It is not
+built on argparse because that one judges every word before it knows where the script is (`torchrun train.py --log 3`
+fails, as `--log` could be an option of torchrun's) and takes prefixes in silence; and importing it costs as much time
+as the rest of `holdfast run --help`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.cli.options import FLAG, FLOAT, INT, LIST, Option
+from holdfast.core.errors import EnvironmentValueError, HoldfastError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+FROM_FLAG, FROM_DEFAULT = "flag", "default"
+
+TRUE_WORDS = frozenset({"true", "yes"})
+FALSE_WORDS = frozenset({"false", "no"})
+
+
+class Line(NamedTuple):
+    """A command line, cut at the script. Values are texts still."""
+
+    values: dict[str, str | bool]
+    """By dest; True for a flag; the last one wins."""
+    script: str | None
+    args: list[str]
+    """The script's own."""
+    prefixes: list[tuple[str, str]]
+    """As typed, and what it was taken for."""
+
+
+class Parsed(NamedTuple):
+    """The values of a command line, and where each came from."""
+
+    values: SimpleNamespace
+    sources: dict[str, str]
+    """By dest: `flag`, `default`, or the name of a variable."""
+    notices: tuple[str, ...]
+
+    def given(self, dest: str) -> bool:
+        """Whether a flag or a variable said it."""
+        return self.sources[dest] != FROM_DEFAULT
+
+    def by_variable(self, dest: str) -> bool:
+        return self.sources[dest] not in (FROM_FLAG, FROM_DEFAULT)
+
+    def said(self, dest: str) -> str:
+        """The value as its giver wrote it: `--nnodes two` or `PET_NNODES=two`."""
+        value = getattr(self.values, dest)
+        if self.by_variable(dest):
+            return f"{self.sources[dest]}={value}"
+        name = "--" + dest.replace("_", "-")
+        if isinstance(value, bool):
+            return name
+        return f"{name} {value}" if value != "" else f"{name} ''"
+
+    def error(self, dest: str, kind: type[HoldfastError], problem: str) -> HoldfastError:
+        """An error about one value: `kind` for a flag, EnvironmentValueError for a variable."""
+        return (EnvironmentValueError if self.by_variable(dest) else kind)(f"{self.said(dest)}: {problem}")
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str], table: Sequence[Option]) -> Parsed:
+    """Flags over variables over defaults. `help` and `version` need no script; nothing else is looked at then.
+
+    Raises UsageError for the line, EnvironmentValueError for a variable.
+    """
+    line = read_line(argv, table)
+    values: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    asks_about_us = bool(line.values.get("help") or line.values.get("version"))
+    if line.script is None and not asks_about_us:
+        raise UsageError("no training script given; usage: holdfast run [options] script.py [its arguments]")
+    for option in table:
+        if option.dest in line.values:
+            value = line.values[option.dest]
+            values[option.dest] = value if isinstance(value, bool) else convert(option, value, option.name)
+            sources[option.dest] = FROM_FLAG
+        elif option.variable in environ and not asks_about_us:
+            values[option.dest] = convert(option, environ[option.variable], option.variable)
+            sources[option.dest] = option.variable
+        else:
+            values[option.dest] = list[str]() if option.kind == LIST else option.default
+            sources[option.dest] = FROM_DEFAULT
+    namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
+    return Parsed(namespace, sources, tuple(f"{typed} taken as {full}" for typed, full in line.prefixes))
+
+
+def read_line(argv: Sequence[str], table: Sequence[Option]) -> Line:
+    """Pairs options with values up to the script. Raises UsageError for an option that is unknown, ambiguous or bare."""
+    spellings = {spelling: option for option in table for spelling in option.spellings}
+    line = Line({}, None, [], [])
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            # All that follows is positional, so another `--` after the script is the script's own.
+            return line._replace(script=words[0] if words else None, args=words[1:])
+        if is_value(word, spellings):
+            return line._replace(script=word, args=words[1:] if words[:1] == ["--"] else words)
+        for option, text in read_word(word, spellings, line.prefixes):
+            if option.kind == FLAG:
+                line.values[option.dest] = True
+            elif text is not None:
+                line.values[option.dest] = text
+            elif words and words[0] != "--" and is_value(words[0], spellings):
+                line.values[option.dest] = words.pop(0)
+            else:
+                hint = f"; if {words[0]} is the value, write {option.name}={words[0]}" if words else ""
+                raise UsageError(f"{option.name} needs a value{hint}")
+        if "help" in line.values:
+            return line
+    return line
+
+
+def is_value(word: str, spellings: Mapping[str, Option]) -> bool:
+    """Whether argparse would take this word for a value or the script: no dash, a negative number, or a space in it."""
+    if not word.startswith("-") or word == "-":
+        return True
+    if word.partition("=")[0] in spellings or word[:2] in spellings:
+        return False
+    is_number = word[1:].replace(".", "", 1).isdigit() and not word.endswith(".")
+    return is_number or (" " in word and not find(word.partition("=")[0], spellings))
+
+
+def read_word(
+    word: str, spellings: Mapping[str, Option], prefixes: list[tuple[str, str]]
+) -> list[tuple[Option, str | None]]:
+    """The options in one word (several in `-mr3`), each with the value glued to it, if any."""
+    name, equals, text = word.partition("=")
+    if name not in spellings and not word.startswith("--"):
+        return read_cluster(word, spellings)
+    matches = find(name, spellings)
+    if not matches:
+        raise UsageError(f"{name} is no option{nearest(name, spellings)}")
+    if len(matches) > 1:
+        raise UsageError(f"{name} is ambiguous: it could be {' or '.join(matches)}")
+    if matches[0] != name:
+        prefixes.append((name, matches[0]))
+    option = spellings[matches[0]]
+    if equals and option.kind == FLAG:
+        raise UsageError(f"{option.name} takes no value, got {text!r}")
+    return [(option, text if equals else None)]
+
+
+def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Option, str | None]]:
+    """Short options in one word: `-r3`, `-mr3`."""
+    found: list[tuple[Option, str | None]] = []
+    for index, letter in enumerate(word[1:], start=2):
+        option = spellings.get("-" + letter)
+        if option is None:
+            raise UsageError(f"{word} is no option{nearest(word, spellings)}")
+        glued = word[index:].removeprefix("=")
+        if option.kind != FLAG:
+            return [*found, (option, glued or None)]
+        found.append((option, None))
+    return found
+
+
+def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
+    """The spelling itself, or all long ones that begin like it."""
+    if name in spellings:
+        return [name]
+    return [spelling for spelling in spellings if spelling.startswith(name)] if name.startswith("--") else []
+
+
+def nearest(word: str, spellings: Mapping[str, Option]) -> str:
+    """`; did you mean --x?`, or where to look."""
+    import difflib  # only a typing error pays for it
+
+    plain = "--" + word.strip("-").replace("_", "-").lower()
+    dashed = [spelling for spelling in spellings if "_" not in spelling]
+    # A misspelt name, or else a misspelt beginning of one.
+    beginnings = {spelling[: len(plain)]: spelling for spelling in reversed(dashed)}
+    matches = difflib.get_close_matches(plain, dashed, n=1, cutoff=0.7)
+    matches += [beginnings[match] for match in difflib.get_close_matches(plain, beginnings, n=1, cutoff=0.7)]
+    return f"; did you mean {matches[0]}?" if matches else "; see holdfast run --help"
+
+
+def convert(option: Option, text: str, name: str) -> object:
+    """A text by the rules of its option; `name` is the flag or the variable that held it.
+
+    Raises UsageError or EnvironmentValueError, naming both.
+    """
+    try:
+        value = CONVERTERS[option.kind](text)
+    except ValueError as error:
+        problem = str(error)
+    else:
+        if not option.choices or value in option.choices:
+            return value
+        problem = f"must be one of {', '.join(option.choices)}"
+    if name == option.name:
+        raise UsageError(f"{name} {text or repr(text)}: {problem}")
+    raise EnvironmentValueError(f"{name}={text}: {problem}")
+
+
+def to_flag(text: str) -> bool:
+    """An int literal as in torchrun, or a plain word."""
+    word = text.strip().lower()
+    if word in TRUE_WORDS or word in FALSE_WORDS:
+        return word in TRUE_WORDS
+    try:
+        return int(word) != 0
+    except ValueError:
+        raise ValueError("a flag is 1 or 0, true or false, yes or no") from None
+
+
+def to_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("not a whole number") from None
+
+
+def to_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("not a number") from None
+
+
+def comma_separated(text: str) -> list[str]:
+    """Items between single commas; a double comma is a comma within an item."""
+    return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
+
+
+CONVERTERS: dict[str, Callable[[str], object]] = {
+    FLAG: to_flag,
+    "text": str,
+    INT: to_int,
+    FLOAT: to_float,
+    LIST: comma_separated,
+}

@@ -1,0 +1,226 @@
+"""How the nodes meet: backend, endpoint, job id, ranks of nodes, token. torchrun's rules for which of them count.
+
+Knows the rewrite to standalone (explicit and implied) and says what it discards; opens no socket.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.cli.values import node_range
+from holdfast.core.errors import EndpointError, EnvironmentValueError, NodesError, RendezvousConfigError
+from holdfast.core.options import Endpoint
+from holdfast.core.policy import JobSpec, Limits
+from holdfast.rendezvous import conf as rdzv_conf
+from holdfast.rendezvous.endpoint import PORT_MAX, parse_endpoint
+from holdfast.rendezvous.registry import check_backend, default_port
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from holdfast.cli.grammar import Parsed
+
+STATIC_PORT = 29500
+TOKEN_BYTES_MAX = 4096
+TOKEN_VARIABLE = "HOLDFAST_TOKEN"
+LOOPBACK = "localhost"
+
+
+class Meeting(NamedTuple):
+    """The part of RunOptions that is about other nodes."""
+
+    job: JobSpec
+    limits: Limits
+    endpoint: Endpoint
+    standalone: bool
+    is_host: bool | None
+    token: bytes | None
+    node_rank: int | None
+
+
+def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, notices: list[str]) -> Meeting:
+    """Raises NodesError, EndpointError, RendezvousConfigError or EnvironmentValueError."""
+    least, most = nodes(parsed)
+    check_backend_name(parsed)
+    standalone = is_standalone(parsed, most)
+    backend = "c10d" if standalone else parsed.values.rdzv_backend
+    if standalone:
+        least, most = alone(parsed, least, most, notices)
+        endpoint = Endpoint(host=LOOPBACK, port=0)
+    else:
+        endpoint = meeting_point(parsed, backend, least, most, notices)
+    try:
+        conf = rdzv_conf.parse_conf(parsed.values.rdzv_conf)
+        limits = rdzv_conf.limits_from_conf(backend, conf, Limits(stop_grace_s=stop_grace_s))
+        is_host = None if standalone or backend != "c10d" else rdzv_conf.get_bool(conf, "is_host")
+    except RendezvousConfigError as error:
+        raise of_variable(parsed, error) from None
+    notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
+    fixed = backend == "static"
+    return Meeting(
+        job=JobSpec(
+            run_id=run_id(parsed, standalone, most, notices),
+            min_nodes=most if fixed else least,
+            max_nodes=most,
+            backend=backend,
+            max_restarts=parsed.values.max_restarts,
+            fixed_ranks=fixed,
+        ),
+        limits=limits,
+        endpoint=endpoint,
+        standalone=standalone,
+        is_host=is_host,
+        token=token(conf.get("token_file"), environ),
+        node_rank=node_rank(parsed, standalone, fixed, most, notices),
+    )
+
+
+def nodes(parsed: Parsed) -> tuple[int, int]:
+    try:
+        return node_range(parsed.values.nnodes)
+    except ValueError as error:
+        raise parsed.error("nnodes", NodesError, str(error)) from None
+
+
+def check_backend_name(parsed: Parsed) -> None:
+    if parsed.values.standalone:
+        return
+    try:
+        check_backend(parsed.values.rdzv_backend)
+    except RendezvousConfigError as error:
+        raise of_variable(parsed, error, "rdzv_backend") from None
+
+
+def of_variable(parsed: Parsed, error: RendezvousConfigError, dest: str = "rdzv_conf") -> Exception:
+    """The same error; named after the variable when that brought the value."""
+    if not parsed.by_variable(dest):
+        return error
+    return EnvironmentValueError(f"{parsed.said(dest)}: {error}")
+
+
+def is_standalone(parsed: Parsed, most: int) -> bool:
+    """Said, or implied by torchrun's rule: nothing says where to meet and there is nobody to meet."""
+    given = parsed.values
+    implied = given.rdzv_backend == "static" and not given.rdzv_endpoint and given.master_port is None and most == 1
+    return bool(given.standalone or implied)
+
+
+def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[int, int]:
+    """Node range of a standalone job; says what has no effect in it."""
+    said = parsed.values.standalone
+    if least > 1:
+        raise parsed.error("nnodes", NodesError, "--standalone is one node by itself; leave one of the two out")
+    if most > 1:
+        notices.append(f"{parsed.said('nnodes')} taken as 1: nobody can join a --standalone job")
+    idle = [
+        parsed.said(dest)
+        for dest in ("rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
+        if parsed.given(dest) and not (dest == "rdzv_backend" and parsed.values.rdzv_backend == "c10d")
+    ]
+    if idle:
+        reason = "--standalone" if said else "one node without an endpoint or a --master-port meets nobody"
+        notices.append(f"{', '.join(idle)} without effect: {reason}")
+    return 1, 1
+
+
+def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: list[str]) -> Endpoint:
+    """Where the coordinator is. Raises EndpointError."""
+    given = parsed.values
+    static = backend == "static"
+    from_master = static and not given.rdzv_endpoint
+    idle = [parsed.said(dest) for dest in ("master_addr", "master_port") if parsed.given(dest)]
+    if idle and not from_master:
+        reason = "--rdzv-endpoint says where to meet" if static else f"only used with backend static, not {backend}"
+        notices.append(f"{', '.join(idle)} without effect: {reason}")
+    if from_master:
+        return master_endpoint(parsed, most)
+    try:
+        endpoint = parse_endpoint(given.rdzv_endpoint, default_port(backend))
+    except EndpointError as error:
+        if not parsed.by_variable("rdzv_endpoint"):
+            raise
+        raise EnvironmentValueError(f"{parsed.said('rdzv_endpoint')}: {error}") from None
+    if not given.rdzv_endpoint.strip() and most > 1:
+        notices.append(f"no --rdzv-endpoint: nodes meet at {endpoint}, so only on this machine")
+    if endpoint.port == 0 and least > 1:
+        raise parsed.error("rdzv_endpoint", EndpointError, "port 0 is any free port, which other nodes cannot know")
+    return endpoint
+
+
+def master_endpoint(parsed: Parsed, most: int) -> Endpoint:
+    """--master-addr and --master-port, for static."""
+    port = parsed.values.master_port
+    if port is None:
+        port = STATIC_PORT
+    if not 0 <= port <= PORT_MAX:
+        raise parsed.error("master_port", EndpointError, f"a port is a number from 0 to {PORT_MAX}")
+    if port == 0 and most > 1:
+        raise parsed.error("master_port", EndpointError, "port 0 is any free port, which other nodes cannot know")
+    try:
+        return parse_endpoint(f"{bracketed(parsed.values.master_addr)}:{port}", None)
+    except EndpointError as error:
+        raise parsed.error("master_addr", EndpointError, str(error)) from None
+
+
+def bracketed(host: str) -> str:
+    """IPv6 addresses are written with and without brackets in the wild."""
+    host = host.strip()
+    return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
+
+
+def run_id(parsed: Parsed, standalone: bool, most: int, notices: list[str]) -> str:
+    """A standalone job that nobody named gets a name nobody else has."""
+    given: str = parsed.values.rdzv_id
+    if given and (parsed.given("rdzv_id") or not standalone):
+        return given
+    fresh = str(uuid.uuid4())
+    if not given:
+        risk = "; the nodes will not find each other" if most > 1 else ""
+        notices.append(f"{parsed.said('rdzv_id')} is empty, taken as {fresh}{risk}")
+    return fresh
+
+
+def node_rank(parsed: Parsed, standalone: bool, fixed: bool, most: int, notices: list[str]) -> int | None:
+    """The group rank that this node wants, binding with static. Raises NodesError."""
+    rank: int = parsed.values.node_rank
+    if not parsed.given("node_rank"):
+        return 0 if fixed else None
+    if 0 <= rank < most:
+        return rank
+    if fixed or rank < 0:
+        raise parsed.error(
+            "node_rank", NodesError, f"with {most} node{'s' if most > 1 else ''} ranks are 0 to {most - 1}"
+        )
+    reason = "this job has one node" if standalone else f"ranks are 0 to {most - 1}"
+    notices.append(f"{parsed.said('node_rank')} without effect: {reason}")
+    return None
+
+
+def token(path: str | None, environ: Mapping[str, str]) -> bytes | None:
+    """The job's secret: the file that --rdzv-conf names, else HOLDFAST_TOKEN, else none.
+
+    Raises RendezvousConfigError or EnvironmentValueError when it is announced and empty: silence would mean no token.
+    """
+    if path is not None:
+        return token_from_file(path)
+    text = environ.get(TOKEN_VARIABLE)
+    if text is None:
+        return None
+    secret = text.rstrip("\r\n").encode(errors="surrogateescape")
+    if not secret:
+        raise EnvironmentValueError(f"{TOKEN_VARIABLE} is empty; unset it for a job without a token")
+    return secret
+
+
+def token_from_file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(TOKEN_BYTES_MAX + 1).rstrip(b"\r\n")
+    except OSError as error:
+        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: {error.strerror}") from None
+    if not secret:
+        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: the file is empty")
+    if len(secret) > TOKEN_BYTES_MAX:
+        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: longer than {TOKEN_BYTES_MAX} bytes")
+    return secret

@@ -1,0 +1,118 @@
+"""Every option of `holdfast run` and `holdfast launch` in one table; parser, PET_ reading, help and plan come from it.
+
+Knows names, types and defaults (torchrun's); knows nothing of what the values mean. Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"
+"""Kinds of option: what a value is turned into. LIST is separated by commas, `,,` is one literal comma."""
+
+
+class Option(NamedTuple):
+    name: str
+    """All-dash spelling; the all-underscore one is accepted as well."""
+    kind: str
+    default: object
+    group: str
+    help: str
+    """One line."""
+    metavar: str = ""
+    short: str = ""
+    env: bool = True
+    """Whether a variable gives the default: PET_ for torchrun's options, HOLDFAST_ for ours."""
+    choices: tuple[str, ...] = ()
+    ours: bool = False
+
+    @property
+    def dest(self) -> str:
+        return self.name[2:].replace("-", "_")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Short, all-dash and all-underscore, in the order torchrun declares them."""
+        both = (self.name, "--" + self.dest)
+        return (*([self.short] if self.short else []), *dict.fromkeys(both))
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable; empty when there is none."""
+        if not self.env:
+            return ""
+        return ("HOLDFAST_" if self.ours else "PET_") + self.dest.upper()
+
+
+NODES, RENDEZVOUS, PROGRAM = "nodes and processes", "rendezvous", "program"
+LIFE, LOGS, PLACE, OURS = "restarts and end", "logs", "placement", "holdfast's own"
+
+OPTIONS: tuple[Option, ...] = (
+    Option("--nnodes", TEXT, "1:1", NODES, "number of nodes, or the range the job may have", "N|MIN:MAX"),
+    Option("--nproc-per-node", TEXT, "1", NODES, "workers on this node: a number, auto, gpu, cpu or xpu", "N|DEVICE"),
+    Option("--node-rank", INT, 0, NODES, "rank of this node (static: binding; else a wish)", "RANK"),
+    Option("--role", TEXT, "default", NODES, "role of the workers: ROLE_NAME and log prefix", "NAME"),
+    Option("--standalone", FLAG, False, RENDEZVOUS, "one node by itself; needs no endpoint and no free port"),
+    Option("--rdzv-backend", TEXT, "static", RENDEZVOUS, "how the nodes meet: c10d or static", "NAME"),
+    Option("--rdzv-endpoint", TEXT, "", RENDEZVOUS, "where they meet, the same on all nodes", "HOST[:PORT]"),
+    Option("--rdzv-id", TEXT, "none", RENDEZVOUS, "name of the job, the same on all nodes", "ID"),
+    Option("--rdzv-conf", TEXT, "", RENDEZVOUS, "further settings of the rendezvous", "KEY=VALUE,..."),
+    Option("--master-addr", TEXT, "127.0.0.1", RENDEZVOUS, "address of node 0 (static only)", "HOST"),
+    Option("--master-port", INT, None, RENDEZVOUS, "port on node 0, 29500 by default (static only)", "PORT"),
+    Option("--local-addr", TEXT, None, RENDEZVOUS, "address under which the others reach this node", "HOST"),
+    Option("--module", FLAG, False, PROGRAM, "the script is a module name, as in `python -m`", short="-m"),
+    Option("--no-python", FLAG, False, PROGRAM, "the script is a program: execute it without python"),
+    Option("--run-path", FLAG, False, PROGRAM, "run the script in the worker by runpy; beats the two above"),
+    Option(
+        "--start-method",
+        TEXT,
+        "spawn",
+        PROGRAM,
+        "how --run-path workers are made: spawn, fork or forkserver",
+        "METHOD",
+        choices=("spawn", "fork", "forkserver"),
+    ),
+    Option("--max-restarts", INT, 0, LIFE, "so many worker failures are answered by a restart", "N"),
+    Option("--monitor-interval", FLOAT, 0.1, LIFE, "accepted as in torchrun; nothing here polls", "SECONDS"),
+    Option(
+        "--signals-to-handle",
+        TEXT,
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        LIFE,
+        "signals that end this node's part of the job",
+        "NAME,...",
+    ),
+    Option("--shutdown-timeout", INT, None, LIFE, "from SIGTERM to SIGKILL when workers are stopped, 30", "SECONDS"),
+    Option("--event-log-handler", TEXT, "null", LIFE, "where events go: null or console", "NAME"),
+    Option("--log-dir", TEXT, None, LOGS, "folder of the run folders; /dev/null for no files", "DIR"),
+    Option(
+        "--redirects", TEXT, "0", LOGS, "to file only: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "SPEC", short="-r"
+    ),
+    Option("--tee", TEXT, "0", LOGS, "to file and console, numbers as for --redirects", "SPEC", short="-t"),
+    Option("--local-ranks-filter", TEXT, "", LOGS, "show only these local ranks on the console", "RANK,..."),
+    Option(
+        "--duplicate-stdout-filters", LIST, (), LOGS, "copy teed stdout lines that contain one of these", "TEXT,..."
+    ),
+    Option(
+        "--duplicate-stderr-filters", LIST, (), LOGS, "copy teed stderr lines that contain one of these", "TEXT,..."
+    ),
+    Option("--logs-specs", TEXT, None, LOGS, "torchrun's plug-in for logs; only `default` is supported", "NAME"),
+    Option(
+        "--numa-binding",
+        TEXT,
+        None,
+        PLACE,
+        "bind workers to CPUs: node, socket, exclusive or core-complex",
+        "MODE",
+        choices=("node", "socket", "exclusive", "core-complex"),
+    ),
+    Option("--virtual-local-rank", FLAG, False, PLACE, "LOCAL_RANK=0 for all; each worker sees only its own GPU"),
+    Option("--help", FLAG, False, OURS, "print this text, and exit", env=False, ours=True, short="-h"),
+    Option("--plan", FLAG, False, OURS, "print who would run what, and exit", ours=True),
+    Option("--version", FLAG, False, OURS, "print the version, and exit", env=False, ours=True),
+)
+"""torchrun's options, then ours. None of ours may begin like one of torchrun's: that would make a prefix ambiguous."""
+
+USE_ENV = Option("--use-env", FLAG, False, PROGRAM, "do not add --local-rank=N to the script's arguments", env=False)
+LAUNCH_OPTIONS = (*OPTIONS, USE_ENV)
+"""The table of `holdfast launch`."""

@@ -1,0 +1,186 @@
+"""`--plan`: who would run what, in words, without starting anything.
+
+Pure text from a Resolution: the same line and environment give the same plan. What only the rendezvous decides is
+shown as <assigned>, what is drawn at the start as <random>.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from signal import Signals
+from typing import TYPE_CHECKING
+
+from holdfast.core.options import CommandKind
+from holdfast.core.protocol import Assign, Start
+from holdfast.core.worker_env import worker_environment
+from holdfast.runtime.workers.log_layout import safe_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from holdfast.cli.grammar import Parsed
+    from holdfast.cli.resolve import Resolution
+    from holdfast.core.options import RunOptions
+
+ASSIGNED, RANDOM = "<assigned>", "<random>"
+BY_RENDEZVOUS = (
+    "RANK",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -> str:
+    """The whole plan."""
+    options = resolution.options
+    job_id = shown_job_id(parsed, options)
+    facts = [
+        ("job", f"id {job_id}, up to {options.job.max_restarts} restarts after worker failures"),
+        ("nodes", node_text(options)),
+        ("rendezvous", rendezvous_text(options)),
+        ("coordinator", coordinator_text(options)),
+        ("token", "yes, agents prove that they know it" if options.token else "none"),
+        ("workers here", workers_text(resolution)),
+        ("threads", threads_text(resolution, environ)),
+        ("stop", stop_text(options)),
+        ("logs", log_text(options, job_id)),
+    ]
+    lines = ["holdfast would run this; nothing was started.", ""]
+    lines += [f"{name:14}{text}" for name, text in facts]
+    lines += [f"{'notice' if index == 0 else '':14}{text}" for index, text in enumerate(options.notices)]
+    common, own = environments(parsed, options, environ)
+    lines += ["", "every worker here gets"]
+    lines += [f"  {name}={value}" for name, value in sorted(common.items())]
+    for local_rank, variables in enumerate(own):
+        lines += ["", f"local rank {local_rank}", f"  {command_text(options, local_rank)}"]
+        lines += [f"  {name}={value}" for name, value in sorted(variables.items())]
+    return "\n".join(lines)
+
+
+def shown_job_id(parsed: Parsed, options: RunOptions) -> str:
+    return options.job.run_id if options.job.run_id == parsed.values.rdzv_id else RANDOM
+
+
+def node_text(options: RunOptions) -> str:
+    job = options.job
+    if job.max_nodes == 1:
+        return "1, this one"
+    number = str(job.max_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"
+    if options.node_rank is None:
+        return number
+    return f"{number}; this one is node {options.node_rank}{'' if job.fixed_ranks else ' if that is free'}"
+
+
+def rendezvous_text(options: RunOptions) -> str:
+    if options.standalone:
+        return "none needed: standalone, on a free port of the loopback interface"
+    patience = f"waits {options.limits.join_s:g} s for {options.job.min_nodes}"
+    return f"{options.job.backend} at {options.endpoint}, {patience}"
+
+
+def coordinator_text(options: RunOptions) -> str:
+    if options.standalone:
+        return "this agent"
+    if options.is_host is not None:
+        return "this agent, by is_host" if options.is_host else "another agent, by is_host"
+    return f"the agent on the machine that owns {options.endpoint.host}"
+
+
+def workers_text(resolution: Resolution) -> str:
+    devices = resolution.devices
+    if devices.source == "given":
+        return str(devices.number)
+    return f"{devices.number}, one per {devices.kind} ({devices.source})"
+
+
+def threads_text(resolution: Resolution, environ: Mapping[str, str]) -> str:
+    threads, nproc = resolution.options.omp_num_threads, resolution.options.nproc
+    if threads is not None:
+        return f"OMP_NUM_THREADS={threads}: {resolution.cpus} CPUs for {nproc} workers"
+    if "OMP_NUM_THREADS" in environ:
+        return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} as it is set"
+    return "OMP_NUM_THREADS stays unset: one worker may use all CPUs"
+
+
+def stop_text(options: RunOptions) -> str:
+    names = ", ".join(Signals(number).name for number in options.signals) or "no signal"
+    return f"on {names}: SIGTERM to the workers, SIGKILL after {options.limits.stop_grace_s:g} s"
+
+
+def log_text(options: RunOptions, job_id: str) -> str:
+    folder = attempt_folder(options, job_id)
+    return f"{folder}/<local rank>/" if folder is not None else "no files"
+
+
+def attempt_folder(options: RunOptions, job_id: str) -> str | None:
+    """Of the first attempt."""
+    if options.logs.log_dir is None:
+        return None
+    name = job_id if job_id == RANDOM else safe_name(job_id)
+    return os.path.join(options.logs.log_dir, f"{name}_{RANDOM}", "attempt_0")
+
+
+def command_text(options: RunOptions, local_rank: int) -> str:
+    """What runs, as torchrun would write it: without the bootstrap that holdfast puts around a script."""
+    from holdfast.runtime.workers.spawn import BOOTSTRAP, worker_argv
+
+    argv = worker_argv(options, local_rank)
+    if BOOTSTRAP in argv:
+        at = argv.index(BOOTSTRAP)
+        argv[at : at + 2] = ["-m"] if options.command.kind is CommandKind.MODULE else []
+    return shlex.join(argv)
+
+
+def environments(
+    parsed: Parsed, options: RunOptions, environ: Mapping[str, str]
+) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Variables that are the same for all workers here, and those of each."""
+    each = [environment(parsed, options, environ, local_rank) for local_rank in range(options.nproc)]
+    varying = {"LOCAL_RANK", "RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"}
+    if options.virtual_local_rank:
+        varying |= {"CUDA_VISIBLE_DEVICES"}
+    common = {name: value for name, value in each[0].items() if name not in varying}
+    own = [{name: value for name, value in variables.items() if name in varying} for variables in each]
+    return common, own
+
+
+def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    job, job_id = options.job, shown_job_id(parsed, options)
+    folder = attempt_folder(options, job_id)
+    alone = job.max_nodes == 1
+    assign = Assign(
+        generation=1,
+        restart_count=0,
+        group_rank=options.node_rank or 0,
+        group_world_size=job.max_nodes,
+        rank_base=0,
+        world_size=options.nproc,
+        role_rank_base=0,
+        role_world_size=options.nproc,
+        hosts_store=alone,
+    )
+    variables = worker_environment(
+        options,
+        assign,
+        Start(generation=1, master_addr=ASSIGNED, master_port=0),
+        local_rank,
+        error_file=os.path.join(folder, str(local_rank), "error.json") if folder is not None else "",
+        parent=environ,
+    )
+    known: set[str] = set()
+    if alone:
+        known |= set(BY_RENDEZVOUS) - {"MASTER_ADDR", "MASTER_PORT"}
+    if job.min_nodes == job.max_nodes:
+        known.add("GROUP_WORLD_SIZE")
+    if job.fixed_ranks:
+        known |= {"GROUP_RANK", "NODE_RANK"}
+    variables.update(dict.fromkeys(set(BY_RENDEZVOUS) - known, ASSIGNED))
+    variables["TORCHELASTIC_RUN_ID"] = job_id
+    return variables

@@ -1,0 +1,69 @@
+"""`holdfast run`: read the line, fork the keeper, resolve, hand over to the runtime.
+
+The order matters: the keeper is forked before anything but this package's light modules is imported, so that it stays
+small, and as soon as the line is known to be well-formed, so that a typing error forks nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from holdfast.cli import grammar
+from holdfast.cli.options import OPTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from holdfast.cli.grammar import Parsed
+    from holdfast.core.options import RunOptions
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status. Raises HoldfastError."""
+    parsed = grammar.parse(argv, os.environ, OPTIONS)
+    if parsed.values.help:
+        from holdfast.cli.helptext import render
+
+        print(render("run", OPTIONS))
+        return 0
+    if parsed.values.version:
+        from holdfast.cli import print_version
+
+        return print_version()
+    return execute(parsed)
+
+
+def execute(parsed: Parsed) -> int:
+    """Plans or runs a well-formed command line. Raises HoldfastError."""
+    if parsed.values.plan:
+        return show_plan(parsed)
+    from holdfast.runtime.workers.keeper import fork_keeper
+
+    keeper = fork_keeper()
+    try:
+        options = resolve(parsed, os.environ)
+        for notice in options.notices:
+            print(f"holdfast: {notice}", file=sys.stderr)
+        from holdfast.insight.verdicts import judge
+        from holdfast.runtime.agent_service import run_job
+
+        return run_job(options, keeper, judge=judge)
+    finally:
+        keeper.sock.close()  # the keeper ends with its end of file
+
+
+def resolve(parsed: Parsed, environ: Mapping[str, str]) -> RunOptions:
+    """What this command line asks for, all defaults and variables considered. Raises CallerError."""
+    from holdfast.cli.resolve import resolve as resolve_all
+
+    return resolve_all(parsed, environ).options
+
+
+def show_plan(parsed: Parsed) -> int:
+    from holdfast.cli.plan import render
+    from holdfast.cli.resolve import resolve as resolve_all
+
+    print(render(parsed, resolve_all(parsed, os.environ), os.environ))
+    return 0

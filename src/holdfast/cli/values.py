@@ -1,0 +1,95 @@
+"""Texts of single options to values: node ranges, stream choices, rank lists, signals. PURE.
+
+Raises ValueError with the problem in words; whoever calls knows which option it was.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from holdfast.core.options import Std, StreamChoice
+
+UNCATCHABLE = ("SIGKILL", "SIGSTOP")
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX`.
+
+    >>> node_range("2"), node_range("1:4")
+    ((2, 2), (1, 4))
+    """
+    parts = text.split(":")
+    if len(parts) > 2:
+        raise ValueError("must be N or MIN:MAX")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise ValueError("must be a number N or a range MIN:MAX") from None
+    least, most = numbers[0], numbers[-1]
+    if least < 1:
+        raise ValueError("a job needs at least 1 node")
+    if least > most:
+        raise ValueError(f"the minimum {least} is above the maximum {most}")
+    return least, most
+
+
+def stream_choice(text: str) -> StreamChoice:
+    """`-r`/`-t`: one digit for all local ranks, or `RANK:DIGIT,...`; ranks not named get none.
+
+    >>> stream_choice("0:3,12:1").for_rank(12)
+    <Std.OUT: 1>
+    """
+    if is_stream(text):
+        return StreamChoice(every=Std(int(text)))
+    by_rank: dict[int, Std] = {}
+    for item in text.split(","):
+        rank, _, stream = item.partition(":")
+        if not is_number(rank) or not is_stream(stream):
+            raise ValueError("must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or RANK:N,RANK:N")
+        by_rank[int(rank)] = Std(int(stream))
+    return StreamChoice(by_local_rank=by_rank)
+
+
+def is_stream(text: str) -> bool:
+    return text in ("0", "1", "2", "3")
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def rank_list(text: str) -> frozenset[int] | None:
+    """`0,1`; None (all ranks) when empty.
+
+    >>> sorted(rank_list("2,0"))
+    [0, 2]
+    """
+    if not text:
+        return None
+    try:
+        return frozenset(int(item) for item in text.split(","))
+    except ValueError:
+        raise ValueError("must be local ranks separated by commas, as in 0,1,2") from None
+
+
+def signal_numbers(text: str) -> tuple[tuple[int, ...], list[str]]:
+    """Signals named in a comma list, in order, and the names that are none.
+
+    >>> signal_numbers("SIGTERM,SIGFOO")
+    ((15,), ['SIGFOO'])
+    """
+    numbers: list[int] = []
+    unknown: list[str] = []
+    for name in (item.strip() for item in text.split(",")):
+        if name in UNCATCHABLE:
+            raise ValueError(f"{name} cannot be handled by any process")
+        if name in signal.Signals.__members__:
+            numbers.append(int(signal.Signals[name]))
+        elif name:
+            unknown.append(name)
+    return tuple(dict.fromkeys(numbers)), unknown
+
+
+def absent_ranks(ranks: set[int] | frozenset[int], nproc: int) -> list[int]:
+    """Those that this node does not have."""
+    return sorted(rank for rank in ranks if not 0 <= rank < nproc)
