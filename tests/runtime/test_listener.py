@@ -15,8 +15,7 @@ from holdfast.runtime.connection import Connection, dial
 from holdfast.runtime.listener import LOG_LINES_MAX, Listener, TakeOver
 from holdfast.wire.codec import encode
 from holdfast.wire.framing import HELLO_BYTES_MAX, STORE_MAGIC, frame, preamble
-from holdfast.wire.handshake import ClientHandshake, Hello
-from holdfast.wire.seal import NONCE_BYTES
+from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake, Hello
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=4, backend="c10d")
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1)

@@ -12,7 +12,9 @@ from holdfast.core.errors import ProtocolError
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import (
+    AgentMessage,
     Assign,
+    CoordinatorMessage,
     Finish,
     FromAgent,
     FromCoordinator,
@@ -112,7 +114,7 @@ def test_a_message_is_good_in_one_direction_only(message: FromAgent) -> None:
 def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
     for decode in (decode_from_agent, decode_from_coordinator):
         with contextlib.suppress(ProtocolError):
-            decode(data)
+            assert isinstance(decode(data), (AgentMessage, CoordinatorMessage))
 
 
 @given(from_agent, st.integers(0, 10_000), st.integers(1, 255))
@@ -120,7 +122,7 @@ def test_an_altered_message_is_a_message_or_a_protocol_error(message: FromAgent,
     data = bytearray(encode(message))
     data[place % len(data)] ^= change
     with contextlib.suppress(ProtocolError):
-        decode_from_agent(bytes(data))
+        assert isinstance(decode_from_agent(bytes(data)), AgentMessage)
 
 
 class OpenedError(Exception):

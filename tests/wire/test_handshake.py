@@ -13,6 +13,7 @@ from holdfast.core.protocol import FromAgent, FromCoordinator, Ping, Pong, Waiti
 from holdfast.wire.codec import decode_from_agent, decode_from_coordinator
 from holdfast.wire.framing import PROTOCOL_VERSION, frame, preamble
 from holdfast.wire.handshake import (
+    NONCE_BYTES,
     Accepted,
     Challenge,
     ClientHandshake,
@@ -20,7 +21,7 @@ from holdfast.wire.handshake import (
     read_refusal,
     write_refusal,
 )
-from holdfast.wire.seal import MAC_BYTES, NONCE_BYTES, Seal
+from holdfast.wire.seal import MAC_BYTES, Seal
 from holdfast.wire.session import Session
 
 JOB = JobSpec(run_id="run-a", min_nodes=2, max_nodes=4, backend="c10d")

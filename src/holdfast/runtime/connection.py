@@ -27,8 +27,7 @@ from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.rendezvous.port_holder import who_holds
 from holdfast.wire.codec import decode_from_coordinator
-from holdfast.wire.handshake import ClientHandshake
-from holdfast.wire.seal import NONCE_BYTES
+from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake
 from holdfast.wire.session import Session
 
 HANDSHAKE_S_MAX = 5.0
@@ -107,16 +106,14 @@ class Connection(asyncio.Protocol, Generic[Received]):
             self.abort("the peer does not read what is sent to it")
 
     def close(self, reason: str = "closed here") -> None:
-        """Ends the connection once everything sent is on its way, CLOSE_S_MAX at most."""
-        if self._transport is None or self._reason:
-            return
-        self._reason = reason
-        self._close_timer = asyncio.get_running_loop().call_later(CLOSE_S_MAX, self._transport.abort)
-        self._transport.close()
+        """Ends the connection once everything sent is on its way, CLOSE_S_MAX at most. No message comes after it."""
+        self._waiting.clear()
+        self._shut(reason)
 
     def abort(self, reason: str = "aborted here") -> None:
-        """Ends the connection at once; what is not sent yet is lost."""
-        if self._transport is None or self._lost:
+        """Ends the connection at once; what is not sent yet is lost. No message comes after it."""
+        self._waiting.clear()
+        if self._transport is None:
             return
         self._reason = self._reason or reason
         self._transport.abort()
@@ -145,7 +142,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
             transport.pause_reading()
         self._deliver()
         if self._session.error is not None:
-            self.close(str(self._session.error))
+            self._shut(str(self._session.error))
             self._tell_handshake(self._session.error)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -159,6 +156,13 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._tell_handshake(PeerError(self._reason))
         self._deliver()
 
+    def _shut(self, reason: str) -> None:
+        if self._transport is None or self._reason:
+            return
+        self._reason = reason
+        self._close_timer = asyncio.get_running_loop().call_later(CLOSE_S_MAX, self._transport.abort)
+        self._transport.close()
+
     def _begin(self) -> None:
         if self._transport is not None:
             self._transport.resume_reading()
@@ -168,7 +172,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
         """Hands on what has come, as far as somebody is there to take it."""
         if self._on_message is None:
             return
-        while self._waiting and (self._lost or not self._reason):
+        while self._waiting:
             self._on_message(self._waiting.popleft())
         if self._lost and self._on_closed is not None:
             on_closed, self._on_closed = self._on_closed, None

@@ -21,7 +21,7 @@ from holdfast.wire.handshake import Hello, ServerHandshake
 from holdfast.wire.session import Session
 
 ARRIVALS_MAX = 4096
-"""Connections whose handshake is not done; never more than half of the descriptors this process may have."""
+"""Connections whose handshake is not done; never more than three quarters of the descriptors we may have."""
 BACKLOG = 4096
 LOG_LINES_MAX = 10
 LOG_WINDOW_S = 10.0
@@ -60,10 +60,11 @@ class Listener:
         self.on_connection = on_connection
         self.other = other
         self.handshake_s_max = handshake_s_max
-        self._arrivals_max = min(arrivals_max, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._arrivals_max = min(arrivals_max, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
         self._arrivals: dict[_Arrival, None] = {}
         self._servers: list[asyncio.Server] = []
         self._drops: _LineLimiter | None = None
+        self._closed = False
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -73,6 +74,7 @@ class Listener:
 
     def close(self) -> None:
         """Nobody comes in any more. Connections already delivered belong to whoever got them."""
+        self._closed = True
         for server in self._servers:
             server.close()
         for arrival in tuple(self._arrivals):
@@ -87,7 +89,9 @@ class Listener:
 
     def enter(self, arrival: _Arrival) -> None:
         self._arrivals[arrival] = None
-        if len(self._arrivals) > self._arrivals_max:
+        if self._closed:  # accepted in the same moment
+            arrival.drop("")
+        elif len(self._arrivals) > self._arrivals_max:
             # The oldest goes: honest peers are done within milliseconds, so it is hardly one of them.
             next(iter(self._arrivals)).drop("too many connections are waiting to be let in")
 

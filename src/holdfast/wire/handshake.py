@@ -16,7 +16,7 @@ A refusal is final, names both sides' values, never the token, and stays readabl
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -24,8 +24,11 @@ from msgspec import Struct
 from holdfast.core.errors import AuthenticationError, HoldfastError, ProtocolError, RefusedError
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.wire.framing import PROTOCOL_VERSION
-from holdfast.wire.seal import NONCE_BYTES, Seal, prove, same, transcript
 
+if TYPE_CHECKING:
+    from holdfast.wire.seal import Seal
+
+NONCE_BYTES = 32
 REFUSAL_MARK = b"REFUSED\n"
 """No MessagePack array begins with this. Then: code, newline, text (UTF-8). Fixed for all versions."""
 REFUSAL_CHARS_MAX = 1000
@@ -157,6 +160,8 @@ class ClientHandshake:
     def _answer_challenge(self, challenge: Challenge) -> list[bytes]:
         if self._token is None or len(challenge.nonce) != NONCE_BYTES:
             raise ProtocolError("an unexpected challenge")
+        from holdfast.wire.seal import Seal, prove, same, transcript  # hashing is loaded only for a token
+
         said = transcript(self._hello, challenge.nonce)
         if not same(challenge.proof, prove(self._token, "coordinator", said)):
             # The coordinator is told, for its log; a stranger learns nothing that it did not know.
@@ -213,12 +218,16 @@ class ServerHandshake:
         if self._token is None:
             self.done = True
             return [_encoder.encode(Accepted(PROTOCOL_VERSION))]
+        from holdfast.wire.seal import prove, transcript  # hashing is loaded only for a token
+
         self._said = transcript(payload, self._nonce)
         return [_encoder.encode(Challenge(self._nonce, prove(self._token, "coordinator", self._said)))]
 
     def _hear_proof(self, payload: bytes) -> list[bytes]:
         assert self._token is not None  # without a token the handshake is over with the hello
         assert self.hello is not None
+        from holdfast.wire.seal import Seal, prove, same
+
         refusal = read_refusal(payload)
         if refusal is not None:
             self.error = AuthenticationError(refusal[1])

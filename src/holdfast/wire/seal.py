@@ -14,7 +14,6 @@ from holdfast.core.errors import AuthenticationError
 
 Role = Literal["agent", "coordinator"]
 
-NONCE_BYTES = 32
 MAC_BYTES = 16
 SEQUENCE_BYTES = 8
 
