@@ -33,6 +33,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     fence_s: float = 4.0
     """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
     ping_interval_s: float = 1.0
+    kill_s: float = 0.5
+    """SIGKILL to nothing left, on a machine that is not in trouble."""
     prepare_s: float = 30.0
     """Phase one (store bound, folders made) must end within this on every node."""
     stop_grace_s: float = 30.0

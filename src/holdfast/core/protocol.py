@@ -36,6 +36,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     node: NodeSpec
     last_generation: int = 0
     """The newest generation this agent ever took part in; numbers only grow, so the coordinator goes above it."""
+    unlinked_s: float = 0.0
+    """How long ago, by the agent's clock, it lost the link to the coordinator of last_generation."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):

@@ -82,6 +82,7 @@ class SimCluster:
         self.outcomes: dict[str, Outcome] = {}
         """The newest outcome of each host's agent."""
         self.lost_links: dict[str, float] = {}
+        self.coordinator_died_s = 0.0
         self.story: deque[str] = deque(maxlen=STORY_LINES_MAX)
         self.events = 0
         self.last_fault_s = 0.0
@@ -133,6 +134,7 @@ class SimCluster:
         agent.die(silent=silent)
         if self.coordinator is not None and self.coordinator.host == host:
             self.coordinator.die(silent=silent)
+            self.coordinator_died_s = self.clock.now
             self.coordinator = None
 
     def agent_ended(self, host: str, outcome: Outcome) -> None:
@@ -144,12 +146,21 @@ class SimCluster:
 
     def coordinator_retired(self, coordinator: SimCoordinator) -> None:
         if self.coordinator is coordinator:
+            self.coordinator_died_s = self.clock.now
             self.coordinator = None
 
-    def cut_off(self) -> set[str]:
-        """Hosts whose link broke so recently that their workers may lawfully still be dying."""
-        fence = self.options.limits.fence_s + 1.0
-        return {host for host, when in self.lost_links.items() if self.clock.now - when <= fence}
+    def cut_off(self, coordinator: int) -> set[str]:
+        """Hosts whose link broke so recently that their workers may lawfully still be dying.
+
+        A coordinator that nobody told of its predecessor cannot wait for that one's members: theirs count as well.
+        """
+        fence = self.options.limits.fence_s + self.options.limits.kill_s
+        cut = {host for host, when in self.lost_links.items() if self.clock.now - when <= fence}
+        if self.coordinator is not None and not self.coordinator.machine.knows_predecessor:
+            strangers = {host for host, agent in self.agents.items() if agent.coordinator_number != coordinator}
+            if self.clock.now - self.coordinator_died_s <= fence:
+                cut |= strangers
+        return cut
 
     def machine_for(self, host: str, incarnation: int, *, hosts_coordinator: bool) -> AgentMachine:
         node = NodeSpec(

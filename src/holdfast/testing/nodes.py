@@ -97,8 +97,9 @@ class SimCoordinator:
         self._armed_s = deadline
 
         def tick() -> None:
-            self._armed_s = None
-            self._handle(cev.Tick())
+            if self._armed_s == deadline:  # else an earlier one took its place
+                self._armed_s = None
+                self._handle(cev.Tick())
 
         self.cluster.agenda.at(deadline, tick)
 
@@ -114,7 +115,7 @@ class SimAgent:
         self.machine = cluster.machine_for(host, self.incarnation, hosts_coordinator=host == cluster.hosts[0])
         self._end: FakeEnd | None = None
         self._assign: Assign | None = None
-        self._coordinator_number = 0
+        self.coordinator_number = 0
         self.workers: set[int] = set()
         self.generation = 0
         self._armed_s: float | None = None
@@ -174,7 +175,7 @@ class SimAgent:
         self._end = link.a
         link.a.on_message = self._received
         link.a.on_closed = self._link_lost
-        self._coordinator_number = coordinator.number
+        self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
         self.handle(ev.Dialed())
 
@@ -187,7 +188,7 @@ class SimAgent:
         self.handle(ev.LinkLost(reason))
 
     def _prepare(self, assign: Assign) -> None:
-        self.cluster.checker.assigned(self._coordinator_number, self.host, self.cluster.nproc[self.host], assign)
+        self.cluster.checker.assigned(self.coordinator_number, self.host, self.cluster.nproc[self.host], assign)
         port = 40_000 + assign.generation if assign.hosts_store else None
         self.cluster.agenda.after(
             self.cluster.random.uniform(0.0, 0.02), lambda: self.handle(ev.NodePrepared(assign.generation, port))
@@ -197,7 +198,8 @@ class SimAgent:
 
     def _start_workers(self, assign: Assign) -> None:
         cluster = self.cluster
-        cluster.checker.started(self._coordinator_number, self.host, assign.generation, cut_off=cluster.cut_off())
+        cut_off = cluster.cut_off(self.coordinator_number)
+        cluster.checker.started(self.coordinator_number, self.host, assign.generation, cut_off=cut_off)
         self.generation = assign.generation
         self._assign = assign
         self.workers = set(range(cluster.nproc[self.host]))
@@ -275,7 +277,8 @@ class SimAgent:
         self._armed_s = deadline
 
         def tick() -> None:
-            self._armed_s = None
-            self.handle(ev.Tick())
+            if self._armed_s == deadline:  # else an earlier one took its place
+                self._armed_s = None
+                self.handle(ev.Tick())
 
         self.cluster.agenda.at(deadline, tick)

@@ -99,6 +99,7 @@ class AgentMachine:
         self._join_sent_s: float | None = None
         """When Join went out on the present link; None: not yet."""
         self._last_generation = 0
+        self._unlinked_s = now
         self._leaving: Signalled | None = None
         self._pending_exit: Outcome | None = None
         self._lease = (limits.fence_s, limits.ping_interval_s)
@@ -203,6 +204,8 @@ class AgentMachine:
         self.link = Link.DOWN
         if self._join_sent_s is not None:
             self._joins += 1
+        if self._joined:
+            self._unlinked_s = now
         self._joined, self._join_sent_s = False, None
         self._seeking_since_s = now
         self._dial_at_s = now
@@ -392,7 +395,8 @@ class AgentMachine:
         elif self.work is Work.IDLE and self._join_sent_s is None:
             self._join_sent_s = now
             self._confirmed_s = now
-            self._out.append(Send(Join(self._named_node(), self._last_generation)))
+            unlinked_s = now - self._unlinked_s if self._last_generation else 0.0
+            self._out.append(Send(Join(self._named_node(), self._last_generation, unlinked_s)))
 
     def _ping(self, now: float) -> None:
         self._ping_number += 1

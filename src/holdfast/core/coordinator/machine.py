@@ -28,7 +28,7 @@ from holdfast.core.coordinator.formation import (
     seat,
 )
 from holdfast.core.coordinator.liveness import Liveness
-from holdfast.core.coordinator.state import Member, Pending, Phase, World
+from holdfast.core.coordinator.state import Member, Pending, Phase, World, is_loopback, master_address, names
 from holdfast.core.errors import JoinTimeoutError, NodesError
 from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import JobSpec, Limits
@@ -98,6 +98,8 @@ class CoordinatorMachine:
         self._admission = Admission(job)
         self._by_link: dict[int, str] = {}
         self._arrivals = 0
+        self._born_s = now
+        self._handled_s = now
         self._began_s = now
         self._last_arrival_s = now
         self._quorum_s: float | None = None
@@ -121,6 +123,7 @@ class CoordinatorMachine:
                 self._on_message(now, link, message)
             case Tick():
                 pass
+        self._handled_s = now
         self._advance(now)
         out, self._out = self._out, []
         return out
@@ -132,7 +135,7 @@ class CoordinatorMachine:
         deadlines = [self._liveness.next_look_s()]
         if self.phase is Phase.GATHERING:
             deadlines.append(self._say_at_s)
-            decision = self._decide(self._phase_since_s)
+            decision = self._decide(self._handled_s)
             if isinstance(decision, WaitUntil):
                 deadlines.append(decision.deadline_s)
         elif self.phase is Phase.PREPARING:
@@ -142,6 +145,11 @@ class CoordinatorMachine:
         elif self._gather_until_s is not None:
             deadlines.append(self._gather_until_s)
         return min(deadlines)
+
+    @property
+    def knows_predecessor(self) -> bool:
+        """Some agent has told of a generation that another coordinator formed."""
+        return self._generation_floor > 0
 
     def check_invariants(self) -> None:
         """Cheap enough to run after every event in tests and simulations."""
@@ -216,7 +224,7 @@ class CoordinatorMachine:
                 member = Member(node, link, pending.address, pending.reached_at, self._arrivals, now)
                 self.members[node.member] = member
                 self._by_link[link] = node.member
-                self._generation_floor = max(self._generation_floor, join.last_generation)
+                self._heed_predecessor(now, join)
                 self._last_arrival_s = now
                 limits = self.limits
                 self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s))
@@ -228,6 +236,17 @@ class CoordinatorMachine:
                 self._out.append(DropLink(link, problem))
             case None:
                 pass
+
+    def _heed_predecessor(self, now: float, join: Join) -> None:
+        """An agent comes from a world we never formed: an earlier coordinator's. Others of that world may not have
+        noticed yet; they will have killed their workers a fence after it died, which was before we were born and
+        before this agent lost it."""
+        if join.last_generation > max(self.generation, self._generation_floor):
+            self._generation_floor = join.last_generation
+        if join.last_generation > self.generation:
+            died_s = min(self._born_s, now - join.unlinked_s)
+            gone_s = died_s + self.limits.fence_s + self.limits.kill_s
+            self._not_before_s = max(self._not_before_s, gone_s)
 
     def _on_prepared(self, member: Member, generation: int, store_port: int | None) -> None:
         if self.phase is not Phase.PREPARING or not self._is_current(member, generation):
@@ -328,13 +347,9 @@ class CoordinatorMachine:
             case WaitUntil():
                 if now >= self._say_at_s:
                     self._say_at_s = now + self.limits.say_interval_s
-                    text = f"waiting: {decision.reason} ({self._present_text()})"
+                    text = f"waiting: {decision.reason} ({names(self._candidates())})"
                     for member in self.members.values():
                         self._tell(member, Waiting(text))
-
-    def _present_text(self) -> str:
-        hosts = [m.node.host for m in self._candidates()]
-        return ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
 
     def _form(self, now: float) -> None:
         previous = self.world.order if self.world is not None else ()
@@ -346,7 +361,7 @@ class CoordinatorMachine:
             nproc={node.member: node.nproc for node in seats},
         )
         self._enter(now, Phase.PREPARING)
-        local = all(_is_loopback(self.members[name].address) for name in self.world.order)
+        local = all(is_loopback(self.members[name].address) for name in self.world.order)
         places = assignments(seats, generation=self.generation, restart_count=self.budget.used, local_world=local)
         for name, assign in places.items():
             self._tell(self.members[name], assign)
@@ -356,7 +371,10 @@ class CoordinatorMachine:
         world = self._world()
         if world.store_port is not None and len(world.prepared) == len(world.order):
             world.started_s = now
-            address, port = self._fixed_master or (self._master_address(world), world.store_port)
+            address, port = self._fixed_master or (
+                master_address([self.members[n] for n in world.order]),
+                world.store_port,
+            )
             self._gather_until_s = None
             self._enter(now, Phase.RUNNING)
             for name in world.order:
@@ -371,18 +389,6 @@ class CoordinatorMachine:
                     text = f"not prepared within {self.limits.prepare_s:g} s"
                     self._drop(member, text)
                     self._lose(now, member, text)
-
-    def _master_address(self, world: World) -> str:
-        """Rank 0's address as the others can reach it; loopback only if nobody is anywhere else."""
-        first = self.members[world.order[0]]
-        if first.node.local_addr:
-            return first.node.local_addr
-        if _is_loopback(first.address):
-            for name in world.order[1:]:
-                other = self.members[name]
-                if not _is_loopback(other.address):
-                    return other.reached_at
-        return first.address
 
     def _advance_running(self, now: float) -> None:
         world = self._world()
@@ -442,7 +448,7 @@ class CoordinatorMachine:
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))
 
     def _no_quorum(self, reason: str) -> None:
-        hosts = self._present_text() or "nobody"
+        hosts = names(self._candidates()) or "nobody"
         text = f"{reason}; here: {hosts}"
         verdict = Verdict(code=JoinTimeoutError.code, cause=text, generation=self.generation, restarts=self.budget.used)
         self._finish(
@@ -493,7 +499,3 @@ class CoordinatorMachine:
 
     def _note(self, event: str, **fields: object) -> None:
         self._out.append(Note(event, fields))
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "")

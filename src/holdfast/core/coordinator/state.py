@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -78,3 +79,25 @@ class World:
     def finished(self, member: str) -> bool:
         """All workers of this member have ended with 0."""
         return len(self.done.get(member, ())) == self.nproc[member]
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("::1", "")
+
+
+def master_address(world: Sequence[Member]) -> str:
+    """Rank 0's address as the others can reach it: loopback only if nobody is anywhere else."""
+    first = world[0]
+    if first.node.local_addr:
+        return first.node.local_addr
+    if is_loopback(first.address):
+        for other in world[1:]:
+            if not is_loopback(other.address):
+                return other.reached_at
+    return first.address
+
+
+def names(members: Sequence[Member], most: int = 8) -> str:
+    """Host names for a message, cut short."""
+    hosts = [member.node.host for member in members]
+    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
