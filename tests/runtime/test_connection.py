@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.core.errors import (
     CoordinatorUnreachableError,
+    NoAnswerError,
     PortInUseError,
     ProtocolError,
     RefusedError,
@@ -21,7 +22,7 @@ from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator, Ping, Pong, Waiting
 from holdfast.rendezvous.claim import claim
 from holdfast.runtime import connection as connection_module
-from holdfast.runtime.connection import Connection, NoAnswerError, dial
+from holdfast.runtime.connection import Connection, dial
 from holdfast.runtime.listener import Listener
 from holdfast.wire.codec import encode
 from holdfast.wire.framing import frame, preamble

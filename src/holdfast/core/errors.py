@@ -103,6 +103,12 @@ class PortInUseError(CallerError):
     code = "HF109"
 
 
+class NoAnswerError(PortInUseError):
+    """Somebody accepts connections at the endpoint and says nothing: another service, or a coordinator that hangs."""
+
+    code = "HF115"
+
+
 class UnresolvedHostError(CallerError):
     """The endpoint's host name did not resolve before the join deadline."""
 

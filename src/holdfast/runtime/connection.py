@@ -17,6 +17,7 @@ from holdfast.core.errors import (
     CoordinatorUnreachableError,
     HoldfastError,
     InternalError,
+    NoAnswerError,
     PeerError,
     PortInUseError,
     ProtocolError,
@@ -39,13 +40,6 @@ WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """A peer that leaves so much unread is lost."""
 
 Received = TypeVar("Received")
-
-
-class NoAnswerError(PortInUseError):
-    """Somebody accepted the connection and said nothing: another service, or a coordinator that hangs.
-
-    Unlike its base class it may go away: a caller may try again until its deadline.
-    """
 
 
 def fresh_nonce() -> bytes:
