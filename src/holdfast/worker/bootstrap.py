@@ -28,7 +28,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_error_file(path: str, error: BaseException, traceback_text: str) -> None:
-    """Write what torchelastic's `record` writes, whole or not at all. Raises OSError."""
+    """Write what torchelastic's `record` writes, whole or not at all (to a device or pipe: as it comes). Raises OSError."""
     import json
     import time
 
@@ -38,6 +38,10 @@ def write_error_file(path: str, error: BaseException, traceback_text: str) -> No
             "extraInfo": {"py_callstack": traceback_text, "timestamp": str(int(time.time()))},
         }
     }
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(data, file)
+        return
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -115,7 +119,12 @@ def _code_of(path: str) -> CodeType:
     except OSError as error:
         sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
         sys.exit(2)
-    return compile(source, path, "exec", dont_inherit=True)
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        if error.filename is None:  # bytes that are no text at all
+            error.filename, error.lineno = path, 1
+        raise
 
 
 def _prepare_script(target: str) -> Callable[[], Any]:
