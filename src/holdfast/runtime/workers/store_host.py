@@ -247,7 +247,7 @@ def _imported(path: Path) -> set[str]:
 
     names: set[str] = set()
     with contextlib.suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        if path.stat().st_size > SOURCE_BYTES_MAX:
+        if not path.is_file() or path.stat().st_size > SOURCE_BYTES_MAX:
             return names
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):

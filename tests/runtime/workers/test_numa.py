@@ -1,0 +1,153 @@
+"""CPU binding on machines made of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import BindingError
+from holdfast.runtime.workers.numa import Machine, cpus_for, nvidia_gpus, parse_cpu_list, visible_gpus
+
+
+class FakeMachine:
+    """Two sockets of two nodes of four cores with two threads each: CPU c and c+16 share a core, pairs of cores a cache."""
+
+    cores = 16
+    cores_per_node = 4
+
+    def __init__(self, root: Path, gpus_on: tuple[int, ...] = ()) -> None:
+        self.root = root
+        for node in range(4):
+            first = node * self.cores_per_node
+            last = first + self.cores_per_node - 1
+            self.put(f"devices/system/node/node{node}/cpulist", f"{first}-{last},{first + 16}-{last + 16}\n")
+        for cpu in range(2 * self.cores):
+            core = cpu % self.cores
+            self.put(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id", f"{core // 8}\n")
+            self.put(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{core},{core + 16}\n")
+            pair = core // 2 * 2
+            for index, (level, kind, shared) in enumerate(
+                [
+                    (1, "Data", f"{core},{core + 16}"),
+                    (3, "Unified", f"{pair}-{pair + 1},{pair + 16}-{pair + 17}"),
+                    (9, "Instruction", "0"),
+                ]
+            ):
+                for name, text in (("level", level), ("type", kind), ("shared_cpu_list", shared)):
+                    self.put(f"devices/system/cpu/cpu{cpu}/cache/index{index}/{name}", f"{text}\n")
+        self.gpus = tuple(f"0000:{gpu:02x}:00.0" for gpu in range(len(gpus_on)))
+        for address, node in zip(self.gpus, gpus_on, strict=True):
+            self.put(f"bus/pci/devices/{address}/numa_node", f"{node}\n")
+
+    def put(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def seen(self, allowed: set[int] | None = None) -> Machine:
+        cpus = frozenset(range(2 * self.cores)) if allowed is None else frozenset(allowed)
+        return Machine(sys=self.root, allowed=cpus, gpus=self.gpus)
+
+
+def cpus(text: str) -> list[int]:
+    return sorted(parse_cpu_list(text))
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank", "expected"),
+    [
+        ("node", 0, "0-3,16-19"),
+        ("node", 2, "8-11,24-27"),
+        ("node", 3, "0-3,16-19"),  # -1: no node known, so the first
+        ("socket", 0, "0-7,16-23"),
+        ("socket", 2, "8-15,24-31"),
+        ("exclusive", 0, "0-1,16-17"),  # 4 cores for ranks 0, 1 and 3: the first gets the one over
+        ("exclusive", 1, "2,18"),
+        ("exclusive", 2, "8-11,24-27"),
+        ("exclusive", 3, "3,19"),
+        ("core-complex", 0, "0-1,16-17"),
+        ("core-complex", 1, "2-3,18-19"),
+        ("core-complex", 3, "0-1,16-17"),  # round again
+    ],
+)
+def test_by_gpu(tmp_path: Path, mode: str, rank: int, expected: str) -> None:
+    machine = FakeMachine(tmp_path, gpus_on=(0, 0, 2, -1)).seen()
+    assert cpus_for(mode, rank, 4, machine) == cpus(expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "nproc", "expected"),
+    [
+        ("node", 4, ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]),
+        ("node", 2, ["0-3,16-19", "8-11,24-27"]),
+        ("socket", 2, ["0-7,16-23", "8-15,24-31"]),
+        ("exclusive", 8, ["0-1,16-17", "2-3,18-19", "4-5,20-21", "6-7,22-23"]),
+        ("core-complex", 8, ["0-1,16-17", "2-3,18-19"]),
+    ],
+)
+def test_without_gpus_ranks_are_dealt_over_the_nodes(
+    tmp_path: Path, mode: str, nproc: int, expected: list[str]
+) -> None:
+    machine = FakeMachine(tmp_path).seen()
+    assert [cpus_for(mode, rank, nproc, machine) for rank in range(len(expected))] == [cpus(text) for text in expected]
+
+
+def test_exclusive_shares_no_cpu_and_uses_all(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path).seen()
+    shares = [cpus_for("exclusive", rank, 7, machine) for rank in range(7)]
+    assert sorted(cpu for share in shares for cpu in share) == list(range(32))
+
+
+def test_only_cpus_that_may_be_used(tmp_path: Path) -> None:
+    fake = FakeMachine(tmp_path)
+    assert cpus_for("node", 0, 1, fake.seen({1, 2, 30})) == [1, 2]
+    assert cpus_for("node", 1, 2, fake.seen({1, 2, 30})) == [30]
+    assert cpus_for("socket", 0, 1, fake.seen({1, 6, 30})) == [1, 6]
+    # Of the two caches of node 0 the one with more CPUs left comes first.
+    assert cpus_for("core-complex", 0, 1, fake.seen({1, 2, 3})) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank", "nproc", "gpus", "allowed", "words"),
+    [
+        ("nodes", 0, 1, (), None, "unknown; there are: node, socket"),
+        ("node", 2, 3, (0, 1), None, "local rank 2 has no GPU"),
+        ("exclusive", 0, 20, (), None, "4 usable cores for 5 workers"),
+        ("node", 0, 1, (3,), {0}, "no CPU of NUMA node 3"),
+        ("socket", 0, 1, (3,), {0}, "no CPU of NUMA node 3"),
+        ("node", 0, 1, (), set(), "no NUMA node has a CPU"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    tmp_path: Path, mode: str, rank: int, nproc: int, gpus: tuple[int, ...], allowed: set[int] | None, words: str
+) -> None:
+    with pytest.raises(BindingError, match=words):
+        cpus_for(mode, rank, nproc, FakeMachine(tmp_path, gpus).seen(allowed))
+
+
+def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
+    fake = FakeMachine(tmp_path)
+    (tmp_path / "devices/system/cpu/cpu0/topology/thread_siblings_list").unlink()
+    with pytest.raises(BindingError, match="does not tell its layout"):
+        cpus_for("exclusive", 0, 1, fake.seen())
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, "abc"), ("", ""), ("2, 0", "ca"), ("1,9,0", "b"), ("0,-1,1", "a"), ("GPU-5d2f,1", "abc"), ("x", "")],
+)
+def test_visible_gpus(visible: str | None, expected: str) -> None:
+    assert visible_gpus(tuple("abc"), visible) == tuple(expected)
+
+
+def test_gpus_of_the_driver(tmp_path: Path) -> None:
+    for name in ("0000:DC:00.0", "0000:1a:00.0"):
+        (tmp_path / name).mkdir()
+    assert nvidia_gpus(tmp_path) == ("0000:1a:00.0", "0000:dc:00.0")
+    assert nvidia_gpus(tmp_path / "absent") == ()
+
+
+def test_the_machine_we_are_on() -> None:
+    machine = Machine.this({})
+    assert set(cpus_for("node", 0, 1, machine)) <= machine.allowed

@@ -1,0 +1,233 @@
+"""The store host with torch's own clients, over generations; and without any."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.options import CommandKind, WorkerCommand
+from holdfast.runtime.workers import processes
+from holdfast.runtime.workers.store_host import StoreHost, wants_store
+
+OnBench = Callable[..., None]
+
+# One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
+CLIENT = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+def connect(port):
+    return TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+def works(store):
+    try:
+        store.set("probe", "1")
+        return store.get("probe") == b"1"
+    except RuntimeError:
+        return False
+stores = {}
+for line in sys.stdin:
+    print(repr(eval(line)), flush=True)
+"""
+
+
+class Client:
+    """torch's TCPStore, in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def start(cls) -> Client:
+        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        return cls(
+            await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, stdin=pipe, stdout=pipe, stderr=null)
+        )
+
+    async def ask(self, expression: str) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{expression}\n".encode())
+        return eval(await asyncio.wait_for(self.process.stdout.readline(), 30))
+
+    async def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        await self.process.wait()
+
+
+class Rig:
+    """A store host on a keeper's bench."""
+
+    def __init__(self, bench: Any, *, python: str = sys.executable, eager: bool = False) -> None:
+        self.lost: list[tuple[int, str]] = []
+        self.keeper = bench.keeper
+        self.host = StoreHost(bench.keeper, python, lambda *word: self.lost.append(word), eager=eager)
+        bench.keeper._on_event = self.host.handle
+
+    @property
+    def servers(self) -> list[int]:
+        return processes.descendants(self.keeper.handle.pid)
+
+
+def test_two_generations_have_nothing_in_common_but_the_server(on_bench: OnBench) -> None:
+    async def scenario(bench: Any) -> None:
+        rig = Rig(bench)
+        client = await Client.start()
+        first = rig.host.open(1, loopback_only=False)
+        assert await client.ask(f"stores.setdefault(1, connect({first})).set('stale', 'x')") is None
+        servers = rig.servers
+        assert len(servers) == 1
+        second = rig.host.open(2, loopback_only=True)
+        assert await client.ask(f"stores.setdefault(2, connect({second})).check(['stale'])") is False
+        assert await client.ask("works(stores[1]), works(stores[2])") == (False, True)
+        assert rig.servers == servers
+        rig.host.close_generation()
+        while await client.ask("works(stores[2])"):
+            pass
+        assert rig.lost == []
+        # The server dies in the third generation, and another one serves the fourth.
+        third = rig.host.open(3, loopback_only=True)
+        assert await client.ask(f"works(stores.setdefault(3, connect({third})))") is True
+        os.kill(servers[0], signal.SIGKILL)
+        await bench.until(lambda: bool(rig.lost))
+        assert [generation for generation, _ in rig.lost] == [3]
+        fourth = rig.host.open(4, loopback_only=True)
+        assert await client.ask(f"works(stores.setdefault(4, connect({fourth})))") is True
+        assert len(rig.lost) == 1
+        await client.end()
+        rig.host.close()
+        await bench.until(lambda: not rig.servers)
+        assert len(rig.lost) == 1
+
+    on_bench(scenario)
+
+
+def test_nothing_is_started_when_nobody_connects(on_bench: OnBench) -> None:
+    async def scenario(bench: Any) -> None:
+        rig = Rig(bench)
+        ports = {rig.host.open(generation, loopback_only=True) for generation in (1, 2, 3)}
+        await asyncio.sleep(0.05)
+        assert rig.servers == []
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", rig.host.open(4, loopback_only=True))) == 0
+            await bench.until(lambda: len(rig.servers) == 1)
+        rig.host.close()
+        assert len(ports) == 3
+
+    on_bench(scenario)
+
+
+def test_an_eager_host_starts_with_the_first_generation(on_bench: OnBench) -> None:
+    async def scenario(bench: Any) -> None:
+        rig = Rig(bench, eager=True)
+        assert rig.servers == []
+        rig.host.open(1, loopback_only=True)
+        await bench.until(lambda: len(rig.servers) == 1)
+        rig.host.close()
+        await bench.until(lambda: not rig.servers)
+        assert rig.lost == []
+
+    on_bench(scenario)
+
+
+@pytest.mark.parametrize("python", ["no-such-python", "/bin/false"])
+def test_a_server_that_cannot_run_is_told_and_clients_are_refused(on_bench: OnBench, python: str) -> None:
+    async def scenario(bench: Any) -> None:
+        rig = Rig(bench, python=python, eager=True)
+        port = rig.host.open(7, loopback_only=True)
+        await bench.until(lambda: bool(rig.lost))
+        assert rig.lost[0][0] == 7
+        with socket.socket() as probe:
+            await bench.until(lambda: probe.connect_ex(("127.0.0.1", port)) != 0)
+
+    on_bench(scenario)
+
+
+def test_a_python_without_torch_is_told(on_bench: OnBench, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no site-packages
+    python.chmod(0o755)
+
+    async def scenario(bench: Any) -> None:
+        rig = Rig(bench, python=str(python), eager=True)
+        rig.host.open(1, loopback_only=True)
+        await bench.until(lambda: bool(rig.lost))
+        assert rig.lost[0][0] == 1
+        assert "has no torch" in rig.lost[0][1]
+        rig.host.close()
+
+    on_bench(scenario)
+
+
+def test_listening_addresses(on_bench: OnBench) -> None:
+    async def scenario(bench: Any) -> None:
+        rig = Rig(bench)
+        rig.host.open(1, loopback_only=True)
+        assert rig.host._listening is not None
+        assert rig.host._listening.getsockname()[0] == "127.0.0.1"
+        port = rig.host.open(2, loopback_only=False)
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) == 0
+        rig.host.close()
+
+    on_bench(scenario)
+
+
+# --- looking into the script ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch", True),
+        ("import torch.nn.functional as F", True),
+        ("from torch import nn", True),
+        ("def main():\n    from accelerate import Accelerator", True),
+        ("import json, lightning as L", True),
+        ("import beside", True),
+        ("from beside import *", True),
+        ("from . import beside", True),
+        ("import package", True),
+        ("import numpy", False),
+        ("import torchless", False),
+        ("# import torch", False),
+        ("x = 'import torch'", False),
+        ("import torch(", False),
+        ("\0", False),
+        ("import twice", False),
+    ],
+)
+def test_wants_store(tmp_path: Path, source: str, expected: bool) -> None:
+    (tmp_path / "beside.py").write_text("import torch")
+    (tmp_path / "twice.py").write_text("import beside")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("from transformers import Trainer")
+    (tmp_path / "train.py").write_text(source)
+    assert wants_store(WorkerCommand(kind=CommandKind.SCRIPT, target=str(tmp_path / "train.py"))) is expected
+
+
+def test_wants_store_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import torch")
+    (tmp_path / "package" / "module.py").write_text("import torch")
+
+    def wants(kind: CommandKind, target: str) -> bool:
+        return wants_store(WorkerCommand(kind=kind, target=target))
+
+    assert wants(CommandKind.MODULE, "package")
+    assert wants(CommandKind.MODULE, "package.module")
+    assert wants(CommandKind.SCRIPT, "package")
+    assert wants(CommandKind.RUN_PATH, "package/module.py")
+    assert not wants(CommandKind.MODULE, "package.missing")
+    assert not wants(CommandKind.PROGRAM, "package/module.py")
+    assert not wants(CommandKind.SCRIPT, "missing.py")
+    assert not wants(CommandKind.SCRIPT, "/dev/null")
