@@ -4,7 +4,7 @@
 
 What is new against multigpu.py: the launcher starts the processes and gives each its rank in the environment, and
 the state of the training is saved after each epoch, so that a restart repeats one epoch at most.
-Kill a worker while it runs (kill -9) and see it go on.
+Kill a worker while it runs (kill -9 and the pid that it prints) and see it go on; examples/demo.py does just that.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def main() -> None:
     options = parser.parse_args()
 
     device = set_up()
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is pid {os.getpid()}", flush=True)
     trainer = Trainer(options, device)
     trainer.train()
     trainer.say(f"test accuracy {trainer.accuracy():.4f}")

@@ -1,0 +1,208 @@
+"""What a row is, and how rows are run: launchers in turn, so that a slow minute of the machine hits both.
+
+Knows processes and clocks; knows nothing of what the rows measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+BIN = Path(sys.executable).parent
+POLL_S = 0.01
+
+Sample = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    name: str
+    command: tuple[str, ...]
+    """What stands before the flags."""
+
+
+HOLDFAST = Launcher("holdfast", (str(BIN / "holdfast"), "run"))
+TORCHRUN = Launcher("torchrun", (str(BIN / "torchrun"),))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a row, and the bound it has to keep."""
+
+    name: str
+    unit: str
+    ratio_max: float | None = None
+    """holdfast is at most this many times torchrun."""
+    value_max: float | None = None
+    """holdfast is at most this."""
+    value_min: float | None = None
+    digits: int = 3
+    summary: Callable[[list[float]], float] = statistics.median
+    """What stands for all samples."""
+
+    def bound(self) -> str:
+        parts = [
+            "" if self.ratio_max is None else f"≤ {self.ratio_max:g}×",
+            "" if self.value_max is None else f"≤ {self.value_max:g} {self.unit}".rstrip(),
+            "" if self.value_min is None else f"≥ {self.value_min:g} {self.unit}".rstrip(),
+        ]
+        return ", ".join(part for part in parts if part) or "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, or a few that are measured together."""
+
+    name: str
+    title: str
+    metrics: tuple[Metric, ...]
+    measure: Callable[[Launcher, Path], Sample]
+    """One repetition in a folder of its own. Raises when the launcher did not do what the row is about."""
+    repeat: Mapping[str, int]
+    """Repetitions by launcher name; a launcher that is not named is not measured."""
+
+
+@dataclass
+class Result:
+    row: Row
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    errors: dict[str, list[str]] = field(default_factory=dict)
+
+    def summary(self, launcher: str, metric: Metric) -> float | None:
+        values = [sample[metric.name] for sample in self.samples.get(launcher, []) if metric.name in sample]
+        return metric.summary(values) if values else None
+
+    def ratio(self, metric: Metric) -> float | None:
+        ours, theirs = self.summary(HOLDFAST.name, metric), self.summary(TORCHRUN.name, metric)
+        return ours / theirs if ours is not None and theirs else None
+
+    def kept(self, metric: Metric) -> bool | None:
+        """Whether the bound is kept; None: there is no bound, or nothing to compare."""
+        ours, ratio = self.summary(HOLDFAST.name, metric), self.ratio(metric)
+        if self.errors.get(HOLDFAST.name):
+            return False
+        checks = []
+        if metric.ratio_max is not None and ratio is not None:
+            checks.append(ratio <= metric.ratio_max)
+        if metric.value_max is not None and ours is not None:
+            checks.append(ours <= metric.value_max)
+        if metric.value_min is not None and ours is not None:
+            checks.append(ours >= metric.value_min)
+        return all(checks) if checks else None
+
+
+def turns(repeat: Mapping[str, int]) -> Iterator[str]:
+    """Launcher names, each as often as it is to run, spread evenly over the time of the row."""
+    places = [((index + 0.5) / count, name) for name, count in repeat.items() for index in range(count)]
+    for _, name in sorted(places):
+        yield name
+
+
+def run_row(row: Row, repeat: int | None, say: Callable[[str], None]) -> Result:
+    """All repetitions of one row. An error of a launcher is a result; it does not end the run."""
+    counts = {name: count if repeat is None else min(repeat, count) for name, count in row.repeat.items()}
+    result = Result(row)
+    for name in turns(counts):
+        launcher = HOLDFAST if name == HOLDFAST.name else TORCHRUN
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+            try:
+                sample = row.measure(launcher, Path(folder))
+            except (BenchmarkError, OSError, subprocess.SubprocessError, ImportError) as error:
+                result.errors.setdefault(name, []).append(f"{type(error).__name__}: {error}")
+                say(f"  {name}: {type(error).__name__}: {error}")
+            else:
+                result.samples.setdefault(name, []).append(sample)
+                say(f"  {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in sample.items()))
+    return result
+
+
+class BenchmarkError(Exception):
+    """A launcher did not do what the row is about."""
+
+
+# --- what rows are made of --------------------------------------------------------------------------------------------
+
+
+def environment(folder: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A clean environment: nothing of an outer launcher, run folders inside the repetition's own folder."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_", "HOLDFAST_"))}
+    return {
+        **kept,
+        "HOME": str(folder),
+        "XDG_STATE_HOME": str(folder / "state"),
+        "BENCH_OUT": str(folder),
+        **(extra or {}),
+    }
+
+
+@contextlib.contextmanager
+def launched(
+    launcher: Launcher,
+    flags: list[str],
+    script: str,
+    folder: Path,
+    *,
+    stdout: int = subprocess.DEVNULL,
+    extra: Mapping[str, str] | None = None,
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The launcher on a script of ours, and the monotonic nanoseconds just before it was started."""
+    command = [*launcher.command, *flags, str(SCRIPTS / script)]
+    with (folder / "stderr.txt").open("wb") as stderr:
+        began_ns = time.monotonic_ns()
+        process = subprocess.Popen(
+            command,
+            env=environment(folder, extra),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        try:
+            yield process, began_ns
+        finally:
+            if process.poll() is None:
+                end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Politely, then for good."""
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def stamps(folder: Path, name: str) -> dict[int, int]:
+    """Numbers that ranks left as files `name.RANK`, by rank."""
+    return {
+        int(path.suffix[1:]): int(path.read_text()) for path in folder.glob(f"{name}.*") if path.suffix[1:].isdigit()
+    }
+
+
+def wait_for_stamps(
+    folder: Path, name: str, count: int, process: subprocess.Popen[bytes], limit_s: float = 60.0
+) -> dict[int, int]:
+    deadline = time.monotonic() + limit_s
+    while len(found := stamps(folder, name)) < count:
+        if process.poll() is not None:
+            raise BenchmarkError(f"ended with {process.returncode} before {name}: {tail(folder)}")
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"no {name} from {count} ranks within {limit_s:g} s")
+        time.sleep(POLL_S)
+    return found
+
+
+def tail(folder: Path) -> str:
+    return (folder / "stderr.txt").read_text(errors="replace")[-300:].replace("\n", " | ")

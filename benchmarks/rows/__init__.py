@@ -1,0 +1,17 @@
+"""One file per row of the table; ALL is the order in which they run."""
+
+from __future__ import annotations
+
+from benchmarks.harness import Row
+from benchmarks.rows import formation, help_text, idle, orphans, recovery, restart, start, tee
+
+ALL: tuple[Row, ...] = (
+    help_text.ROW,
+    start.ROW,
+    restart.ROW,
+    recovery.ROW,
+    idle.ROW,
+    orphans.ROW,
+    tee.ROW,
+    *formation.ROWS,
+)
