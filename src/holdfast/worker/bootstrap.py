@@ -198,9 +198,9 @@ def main() -> None:
     """Turn into the program that the arguments name."""
     recorder = _Recorder()
     mode, target = sys.argv[1:3]
-    flags = ["-u", "-m"] if mode == "module" else ["-u"]
     if hasattr(sys, "orig_argv"):
-        sys.orig_argv[1:] = [*flags, *sys.argv[2:]]
+        options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
+        sys.orig_argv[1:] = [*options, *(["-m"] if mode == "module" else []), *sys.argv[2:]]
     del sys.argv[:2]
     run = _prepare_module(target) if mode == "module" else _prepare_script(target)
     try:
