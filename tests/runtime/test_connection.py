@@ -31,7 +31,7 @@ from holdfast.wire.handshake import Hello
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=2000, backend="c10d")
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
 TOKEN = b"correct horse"
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 
 class Coordinator:
@@ -376,17 +376,18 @@ def test_dialling_can_be_cancelled() -> None:
 def test_a_thousand_agents_come_at_once() -> None:
     async def main() -> float:
         async with coordinator(token=TOKEN) as served:
-            start_s = time.monotonic()
+            start_s = time.process_time()
             connections = await asyncio.gather(*(dial(served.endpoint, JOB, NODE, TOKEN) for _ in range(1000)))
             agents = [Agent(connection) for connection in connections]
             for agent in agents:
                 agent.connection.send(Ping(number=1))
             await settled(lambda: all(len(agent.received) == 2 for agent in agents))
-            took_s = time.monotonic() - start_s
+            spent_s = time.process_time() - start_s
             for agent in agents:
                 agent.connection.abort()
             await settled(lambda: len(served.closed) == 1000)
             assert served.lines == []
-            return took_s
+            return spent_s
 
-    assert asyncio.run(main()) < 4.0  # 0.7 s on a quiet machine of two cores
+    # Of both ends together, in processor time, so that a busy machine tells nothing; 0.6 s is usual.
+    assert asyncio.run(main()) < 2.5

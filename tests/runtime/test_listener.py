@@ -20,7 +20,7 @@ from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake, Hello
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=4, backend="c10d")
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
 TOKEN = b"correct horse"
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 
 async def settled(condition: Callable[[], bool]) -> None:

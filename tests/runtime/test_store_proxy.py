@@ -19,7 +19,7 @@ from holdfast.wire.framing import STORE_MAGIC
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=1, backend="static", fixed_ranks=True)
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1, node_rank=0)
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
