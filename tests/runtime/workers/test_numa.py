@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from holdfast.core.errors import BindingError
-from holdfast.runtime.workers.numa import Machine, cpus_for, nvidia_gpus, parse_cpu_list, visible_gpus
+from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
+from holdfast.core.policy import JobSpec, Limits
+from holdfast.runtime.workers.numa import Machine, binding_for, cpus_for, nvidia_gpus, parse_cpu_list, visible_gpus
 
 
 class FakeMachine:
@@ -142,10 +145,28 @@ def test_visible_gpus(visible: str | None, expected: str) -> None:
 
 
 def test_gpus_of_the_driver(tmp_path: Path) -> None:
-    for name in ("0000:DC:00.0", "0000:1a:00.0"):
-        (tmp_path / name).mkdir()
-    assert nvidia_gpus(tmp_path) == ("0000:1a:00.0", "0000:dc:00.0")
-    assert nvidia_gpus(tmp_path / "absent") == ()
+    for minor, name in enumerate(("0000:DC:00.0", "0000:1a:00.0", "0000:3b:00.0")):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+        (tmp_path / "gpus" / name / "information").write_text(f"Model: \t\t H200\nDevice Minor: \t {minor}\n")
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidia1").touch()
+    assert nvidia_gpus(tmp_path / "gpus", tmp_path) == ("0000:1a:00.0", "0000:dc:00.0")
+    assert nvidia_gpus(tmp_path / "absent", tmp_path) == ()
+
+
+def test_binding_of_all_workers(tmp_path: Path) -> None:
+    options = RunOptions(
+        job=JobSpec(run_id="x", min_nodes=1, max_nodes=1, backend="c10d"),
+        limits=Limits(),
+        nproc=2,
+        command=WorkerCommand(kind=CommandKind.SCRIPT, target="t.py"),
+        logs=LogOptions(log_dir=None),
+        endpoint=Endpoint(host="localhost", port=0),
+    )
+    machine = FakeMachine(tmp_path).seen()
+    assert binding_for(options, machine) == {}
+    bound = structs.replace(options, numa_binding="node")
+    assert binding_for(bound, machine) == {0: cpus("0-3,16-19"), 1: cpus("8-11,24-27")}
 
 
 def test_the_machine_we_are_on() -> None:

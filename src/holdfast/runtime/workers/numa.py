@@ -14,10 +14,12 @@ from pathlib import Path
 from msgspec import Struct
 
 from holdfast.core.errors import BindingError
+from holdfast.core.options import RunOptions
 
 MODES = ("node", "socket", "exclusive", "core-complex")
 SYS = Path("/sys")
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+DEV = Path("/dev")
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -32,16 +34,27 @@ class Machine(Struct, frozen=True, kw_only=True):
     @classmethod
     def this(cls, environment: Mapping[str, str] = os.environ) -> Machine:
         """The machine we run on, with the GPUs that CUDA_VISIBLE_DEVICES lets workers see."""
-        gpus = visible_gpus(nvidia_gpus(PROC_GPUS), environment.get("CUDA_VISIBLE_DEVICES"))
+        gpus = visible_gpus(nvidia_gpus(PROC_GPUS, DEV), environment.get("CUDA_VISIBLE_DEVICES"))
         return cls(sys=SYS, allowed=frozenset(os.sched_getaffinity(0)), gpus=gpus)
 
 
-def nvidia_gpus(folder: Path) -> tuple[str, ...]:
-    """PCI addresses of the GPUs the driver lists, in PCI order (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+def nvidia_gpus(folder: Path, dev: Path) -> tuple[str, ...]:
+    """PCI addresses of the GPUs that the driver lists, in PCI order (as CUDA with CUDA_DEVICE_ORDER=PCI_BUS_ID).
+
+    A container sees the driver's whole list, but device files for its own GPUs only: the others are left out.
+    """
     try:
-        return tuple(sorted(entry.name.lower() for entry in folder.iterdir()))
+        return tuple(sorted(entry.name.lower() for entry in folder.iterdir() if _has_device_file(entry, dev)))
     except OSError:
         return ()
+
+
+def _has_device_file(gpu: Path, dev: Path) -> bool:
+    for line in (gpu / "information").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "Device Minor":
+            return (dev / f"nvidia{value.strip()}").exists()
+    return True
 
 
 def visible_gpus(gpus: Sequence[str], visible: str | None) -> tuple[str, ...]:
@@ -58,6 +71,14 @@ def visible_gpus(gpus: Sequence[str], visible: str | None) -> tuple[str, ...]:
             break
         chosen.append(gpus[int(item)])
     return tuple(chosen)
+
+
+def binding_for(options: RunOptions, machine: Machine | None = None) -> dict[int, list[int]]:
+    """CPU numbers of every local rank, as --numa-binding asks; empty without it. Reads /sys. Raises BindingError."""
+    if options.numa_binding is None:
+        return {}
+    here = machine or Machine.this()
+    return {rank: cpus_for(options.numa_binding, rank, options.nproc, here) for rank in range(options.nproc)}
 
 
 def cpus_for(mode: str, local_rank: int, nproc: int, machine: Machine) -> list[int]:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -64,12 +65,12 @@ class StoreHost:
     """The store of one node, over all generations. Every event of the keeper has to be passed to `handle`."""
 
     def __init__(self, keeper: KeeperClient, python: str, on_lost: LostCallback, *, eager: bool = False) -> None:
-        """`python`: interpreter that has torch. `on_lost(generation, why)`: the store of an open generation is gone.
+        """`python`: interpreter that has torch; empty: ours. `on_lost(generation, why)`: the store of an open generation is gone.
 
         `eager`: start the server with the first `open`, not with the first client.
         """
         self._keeper = keeper
-        self._python = python
+        self._python = python or sys.executable
         self._on_lost = on_lost
         self._eager = eager
         self._loop = asyncio.get_running_loop()
