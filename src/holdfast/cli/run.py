@@ -46,10 +46,11 @@ def execute(parsed: Parsed) -> int:
         options = resolve(parsed, os.environ)
         for notice in options.notices:
             print(f"holdfast: {notice}", file=sys.stderr)
+        from holdfast.insight.screen import render
         from holdfast.insight.verdicts import judge
         from holdfast.runtime.agent_service import run_job
 
-        return run_job(options, keeper, judge=judge)
+        return run_job(options, keeper, judge=judge, render=lambda end: render(end.outcome, end.folder))
     finally:
         keeper.sock.close()  # the keeper ends with its end of file
 

@@ -213,21 +213,26 @@ async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
     """Families and socket addresses to try. No thread is needed for numeric addresses and localhost."""
     host, port = endpoint.host, endpoint.port
     if host == "localhost":
-        return [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_INET6, ("::1", port, 0, 0))]
+        return [_numeric("127.0.0.1", port), _numeric("::1", port)]
     try:
-        flags = socket.AI_NUMERICHOST if _is_numeric(host) else 0
-        if flags:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-        else:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [_numeric(host, port)]
+    except OSError:
+        pass  # a name
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UnresolvedHostError(f"the host of the endpoint {endpoint} does not resolve: {text}") from None
     return list(dict.fromkeys((int(family), tuple(address)) for family, _, _, _, address in found))
 
 
-def _is_numeric(host: str) -> bool:
-    return ":" in host or host.replace(".", "").isdecimal()
+def _numeric(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """Without getaddrinfo, whose first call costs milliseconds even for a number. Raises OSError for a name."""
+    if ":" in host:
+        socket.inet_pton(socket.AF_INET6, host)
+        return socket.AF_INET6, (host, port, 0, 0)
+    socket.inet_pton(socket.AF_INET, host)
+    return socket.AF_INET, (host, port)
 
 
 async def _dial_address(

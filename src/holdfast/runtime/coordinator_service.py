@@ -1,0 +1,185 @@
+"""The coordinator's shell: links in, machine, messages out. Lives inside the agent that owns the endpoint.
+
+Remote agents come through the Listener; the agent of this very process through a LocalLink, without a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
+from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
+from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.protocol import FromAgent, FromCoordinator
+from holdfast.rendezvous.claim import Claim
+from holdfast.runtime.driver import Driver
+from holdfast.runtime.journal import Journal
+from holdfast.runtime.listener import AgentConnection, Listener
+from holdfast.runtime.store_proxy import StoreProxy
+
+LINGER_S = 5.0
+"""After the end of the job: how long members may take to hear of it and hang up."""
+
+
+class AgentLink(Protocol):
+    """How the coordinator reaches one agent."""
+
+    def send(self, message: FromCoordinator) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+
+class LocalLink:
+    """The link between an agent and the coordinator in the same process. Both directions go through the loop, in order."""
+
+    def __init__(self, service: CoordinatorService, number: int) -> None:
+        self._service = service
+        self._number = number
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        self._on_message: Callable[[FromCoordinator], None] | None = None
+        self._on_closed: Callable[[str], None] | None = None
+        self.to_agent = _ToAgent(self)
+
+    def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None:
+        self._on_message, self._on_closed = on_message, on_closed
+
+    def send(self, message: FromAgent) -> None:
+        """From the agent."""
+        if self._open:
+            self._loop.call_soon(self._service.heard, self._number, message)
+
+    def close(self, reason: str = "closed here") -> None:
+        """By the agent."""
+        if self._open:
+            self._open = False
+            self._loop.call_soon(self._service.link_closed, self._number, reason)
+
+    def deliver(self, message: FromCoordinator) -> None:
+        if self._open and self._on_message is not None:
+            self._loop.call_soon(self._deliver, message)
+
+    def _deliver(self, message: FromCoordinator) -> None:
+        if self._open and self._on_message is not None:
+            self._on_message(message)
+
+    def cut(self, reason: str) -> None:
+        """By the coordinator."""
+        if self._open:
+            self._loop.call_soon(self._cut, reason)
+
+    def _cut(self, reason: str) -> None:
+        if self._open and self._on_closed is not None:
+            self._open = False
+            self._on_closed(reason)
+
+
+class _ToAgent:
+    """The coordinator's end of a LocalLink."""
+
+    def __init__(self, link: LocalLink) -> None:
+        self._link = link
+
+    def send(self, message: FromCoordinator) -> None:
+        self._link.deliver(message)
+
+    def close(self, reason: str) -> None:
+        self._link.cut(reason)
+
+
+class CoordinatorService:
+    """Runs a CoordinatorMachine behind the sockets of a claim."""
+
+    def __init__(self, machine: CoordinatorMachine, journal: Journal, say: Callable[[str], None]) -> None:
+        self._journal = journal
+        self._say = say
+        self._links: dict[int, AgentLink] = {}
+        self._remote: set[int] = set()
+        self._number = 0
+        self._alone = asyncio.Event()
+        self._alone.set()
+        self._listener: Listener | None = None
+        self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute)
+        self._driver.feed(Tick())
+        self.machine = machine
+        self.proxy: StoreProxy | None = None
+
+    async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:
+        """Let remote agents in. `static`: clients of the store come to the same port and are piped to where it is."""
+        if static:
+            self.proxy = StoreProxy(self._say)
+        self._listener = Listener(
+            claim.sockets,
+            self.machine.job,
+            token,
+            lambda connection, _: self._connected(connection),
+            self._say,
+            other=self.proxy.take if self.proxy is not None else None,
+        )
+        await self._listener.start()
+
+    def connect_locally(self) -> LocalLink:
+        """The link of this process's own agent."""
+        self._number += 1
+        link = LocalLink(self, self._number)
+        self._links[self._number] = link.to_agent
+        self._driver.feed(LinkOpened(self._number, "127.0.0.1", "127.0.0.1"))
+        return link
+
+    def heard(self, number: int, message: FromAgent) -> None:
+        if number in self._links:
+            self._driver.feed(Heard(number, message))
+
+    def link_closed(self, number: int, reason: str) -> None:
+        if self._forget(number):
+            self._driver.feed(LinkClosed(number, reason))
+
+    async def close(self) -> None:
+        """End it: at once while the job goes on without us, else when every member has heard how it ended."""
+        if self.machine.outcome is not None:
+            try:
+                async with asyncio.timeout(LINGER_S):
+                    await self._alone.wait()
+            except TimeoutError:
+                self._journal.write("linger_over", links=len(self._remote))
+        self._driver.stop()
+        for link in list(self._links.values()):
+            link.close("the coordinator ends")
+        self._links.clear()
+        if self._listener is not None:
+            self._listener.close()
+        if self.proxy is not None:
+            await self.proxy.close()
+
+    def _connected(self, connection: AgentConnection) -> None:
+        self._number += 1
+        number = self._number
+        self._links[number] = connection
+        self._remote.add(number)
+        self._alone.clear()
+        connection.start(lambda message: self.heard(number, message), lambda reason: self.link_closed(number, reason))
+        self._driver.feed(LinkOpened(number, connection.peer_address, connection.local_address))
+
+    def _forget(self, number: int) -> bool:
+        self._remote.discard(number)
+        if not self._remote:
+            self._alone.set()
+        return self._links.pop(number, None) is not None
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Tell(number, message):
+                link = self._links.get(number)
+                if link is not None:
+                    link.send(message)
+            case DropLink(number, reason):
+                link = self._links.get(number)
+                if link is not None:
+                    self._links.pop(number)
+                    link.close(reason)
+            case Note(event, fields):
+                self._journal.write(f"coordinator.{event}", **fields)
+            case Conclude(outcome):
+                self._journal.write("coordinator.concluded", kind=outcome.kind.value, exit_code=outcome.exit_code)

@@ -1,0 +1,95 @@
+"""The one shell order: event in, machine, commands out, timer armed.
+
+    driver = Driver(machine, execute)
+    driver.feed(event)
+
+`execute(command)` starts what the command asks for and never blocks; what it feeds back while the machine's commands
+are still being executed waits its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+from holdfast.core.errors import InternalError
+
+In_contra = TypeVar("In_contra", contravariant=True)
+Out_co = TypeVar("Out_co", covariant=True)
+Event = TypeVar("Event")
+Command = TypeVar("Command")
+
+STORY_EVENTS_MAX = 40
+"""A crash of a machine tells this many events before it."""
+
+
+class Machine(Protocol[In_contra, Out_co]):
+    def handle(self, now: float, event: In_contra) -> Iterable[Out_co]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class Driver(Generic[Event, Command]):
+    """Runs one machine on the running loop, by the loop's clock."""
+
+    def __init__(self, machine: Machine[Event, Command], tick: Event, execute: Callable[[Command], None]) -> None:
+        self.machine = machine
+        self._tick = tick
+        self._execute = execute
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[Event] = deque()
+        self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
+        self._busy = False
+        self._stopped = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def feed(self, event: Event) -> None:
+        """Hand an event to the machine, now or as soon as it is free. Raises InternalError with the story if it breaks."""
+        self._inbox.append(event)
+        if self._busy or self._stopped:
+            return
+        self._busy = True
+        try:
+            while self._inbox and not self._stopped:
+                self._step(self._inbox.popleft())
+        finally:
+            self._busy = False
+        self._arm()
+
+    def stop(self) -> None:
+        """No event is handled any more."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _step(self, event: Event) -> None:
+        now = self._loop.time()
+        self._story.append(f"{now:.6f} {event!r:.300}")
+        try:
+            commands = self.machine.handle(now, event)
+        except AssertionError as error:
+            story = "\n  ".join(self._story)
+            raise InternalError(f"{type(self.machine).__name__} broke an invariant: {error}\n  {story}") from error
+        for command in commands:
+            self._execute(command)
+
+    def _arm(self) -> None:
+        if self._stopped:
+            return
+        deadline = self.machine.next_deadline()
+        if self._timer is not None:
+            if deadline == self._timer_at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer_at = deadline
+            self._timer = self._loop.call_at(deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.feed(self._tick)

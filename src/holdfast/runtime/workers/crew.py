@@ -1,0 +1,307 @@
+"""The workers of one node, generation after generation: folders, store, processes and what became of them.
+
+Executes what the agent's machine asks for and reports each answer through `CrewEvents`; decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from msgspec import Struct
+
+from holdfast.core.agent.events import Event, NodePrepared, PrepareFailed, StoreDied, TreeGone, WorkerEnded
+from holdfast.core.errors import HoldfastError, LogDirError, PeerError
+from holdfast.core.options import RunOptions
+from holdfast.core.outcome import Failure
+from holdfast.core.protocol import Assign, Start
+from holdfast.core.worker_env import worker_environment
+from holdfast.runtime.journal import Journal
+from holdfast.runtime.workers import keeper_client as kept
+from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn
+from holdfast.runtime.workers.keeper import KeeperHandle
+from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
+from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
+from holdfast.runtime.workers.log_router import LogRouter
+from holdfast.runtime.workers.numa import Machine, cpus_for
+from holdfast.runtime.workers.spawn import worker_argv
+from holdfast.runtime.workers.store_host import StoreHost, wants_store
+
+SIGKILL = 9
+
+
+class _Worker(Struct):
+    local_rank: int
+    streams: WorkerStreams
+    pid: int = 0
+    began_s: float = 0.0
+
+
+class Crew:
+    """One per agent. `emit` gets the agent machine's events, in order, on the loop."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        keeper: KeeperHandle,
+        folder: RunFolder,
+        router: LogRouter,
+        journal: Journal,
+        tasks: asyncio.TaskGroup,
+        emit: Callable[[Event], None],
+        *,
+        host: str,
+    ) -> None:
+        self._options = options
+        self._folder = folder
+        self._router = router
+        self._journal = journal
+        self._tasks = tasks
+        self._emit = emit
+        self._host = host
+        self._environ = dict(os.environ)
+        self._loop = asyncio.get_running_loop()
+        self._keeper = KeeperClient(keeper, self._on_keeper)
+        self._keeper_ready = asyncio.Event()
+        self._keeper_ready.set()
+        self._store: StoreHost | None = None
+        self._oom: OomWatch | None = None
+        self._generation = 0
+        self._assign: Assign | None = None
+        self._workers: dict[str, _Worker] = {}
+        self._stopping = False
+        self._killing = False
+        self._inquests: set[asyncio.Task[None]] = set()
+        self.on_store: Callable[[int], None] = lambda _: None
+        """Told the port of each generation's store that is hosted here."""
+
+    # ---------------------------------------------------------------- commands of the machine
+
+    def prepare(self, assign: Assign) -> None:
+        self._tasks.create_task(self._prepare(assign))
+
+    def start(self, assign: Assign, start: Start) -> None:
+        self._tasks.create_task(self._start(assign, start))
+
+    def signal(self, signum: int) -> None:
+        """To the leaders, not to their children."""
+        self._stopping = True
+        self.pass_signal(signum)
+
+    def pass_signal(self, signum: int) -> None:
+        """A signal that is not meant to end anybody."""
+        for key in self._workers:
+            self._keeper.signal(key, signum)
+
+    def kill_tree(self) -> None:
+        self._stopping = True
+        self._killing = True
+        if self._keeper_ready.is_set():
+            self._keeper.kill_tree()
+
+    async def close(self) -> None:
+        """Nothing of ours is alive afterwards."""
+        if self._store is not None:
+            self._store.close()
+        await self._keeper.close()
+
+    # ---------------------------------------------------------------- phase one
+
+    async def _prepare(self, assign: Assign) -> None:
+        generation = assign.generation
+        try:
+            attempt = await asyncio.to_thread(self._folder.attempt, generation, assign.restart_count)
+            self._attempt = attempt
+            if self._oom is None:
+                self._oom = OomWatch()
+            port = await self._open_store(assign) if assign.hosts_store else None
+        except HoldfastError as error:
+            self._emit(PrepareFailed(generation, error.code, error.exit_code, str(error)))
+        except OSError as error:
+            text = f"cannot open the store's port: {error.strerror or error}"
+            self._emit(PrepareFailed(generation, PeerError.code, PeerError.exit_code, text))
+        else:
+            self._emit(NodePrepared(generation, port))
+
+    _attempt: Path | None = None
+
+    async def _open_store(self, assign: Assign) -> int:
+        if not self._options.share_store:
+            return _free_port(assign.local_world)
+        if self._store is None:
+            python = self._options.command.python
+            eager = await asyncio.to_thread(wants_store, self._options.command)
+            await self._keeper_ready.wait()
+            self._store = StoreHost(self._keeper, python, self._on_store_lost, eager=eager)
+        port = self._store.open(assign.generation, loopback_only=assign.local_world)
+        self.on_store(port)
+        return port
+
+    def _on_store_lost(self, generation: int, why: str) -> None:
+        self._journal.write("store_lost", generation=generation, why=why)
+        self._emit(StoreDied(generation))
+
+    # ---------------------------------------------------------------- phase two
+
+    async def _start(self, assign: Assign, start: Start) -> None:
+        await self._keeper_ready.wait()
+        self._generation, self._assign = assign.generation, assign
+        self._stopping = self._killing = False
+        if self._oom is not None:
+            self._oom.renew()
+        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in range(self._options.nproc)]
+        try:
+            streams = self._router.open(self._attempt, slots)
+        except LogDirError as error:
+            for slot in slots:
+                self._emit(
+                    WorkerEnded(assign.generation, slot.local_rank, self._unstarted(slot.local_rank, 0, str(error)))
+                )
+            return
+        machine = Machine.this() if self._options.numa_binding else None
+        self._workers = {
+            self._key(slot.local_rank): _Worker(slot.local_rank, streams[slot.local_rank]) for slot in slots
+        }
+        for key, worker in self._workers.items():
+            cpus = None
+            if machine is not None and self._options.numa_binding is not None:
+                cpus = cpus_for(self._options.numa_binding, worker.local_rank, self._options.nproc, machine)
+            self._spawn(key, worker, assign, start, cpus)
+
+    def _spawn(self, key: str, worker: _Worker, assign: Assign, start: Start, cpus: list[int] | None) -> None:
+        streams = worker.streams
+        error_file = str(streams.error_file) if streams.error_file is not None else ""
+        environment = worker_environment(
+            self._options, assign, start, worker.local_rank, error_file=error_file, parent=self._environ
+        )
+        wanted = {1: streams.fds.stdout, 2: streams.fds.stderr}
+        self._keeper.spawn(
+            key,
+            worker_argv(self._options, worker.local_rank),
+            env_set=environment,
+            fds={number: fd for number, fd in wanted.items() if fd is not None},
+            cpus=cpus,
+        )
+        worker.began_s = self._loop.time()
+        self._router.started(worker.local_rank)
+
+    def _key(self, local_rank: int) -> str:
+        return f"worker#{self._generation}#{local_rank}"
+
+    # ---------------------------------------------------------------- what the keeper tells
+
+    def _on_keeper(self, event: kept.KeeperEvent) -> None:
+        if self._store is not None:
+            self._store.handle(event)
+        match event:
+            case kept.ProcessStarted(key, pid):
+                if key in self._workers:
+                    worker = self._workers[key]
+                    worker.pid = pid
+                    self._journal.write("worker_started", local_rank=worker.local_rank, pid=pid)
+            case kept.SpawnFailed(key, errno, text):
+                worker_or_none = self._workers.pop(key, None)
+                if worker_or_none is not None:
+                    failure = self._unstarted(worker_or_none.local_rank, errno, text)
+                    self._emit(WorkerEnded(self._generation, worker_or_none.local_rank, failure))
+            case kept.ProcessEnded(key, pid, exit_code):
+                ended = self._workers.pop(key, None)
+                if ended is not None:
+                    self._ended(ended, pid, exit_code)
+            case kept.TreeGone(leftover):
+                self._tree_gone(leftover)
+            case kept.KeeperDied():
+                self._tasks.create_task(self._revive())
+
+    def _ended(self, worker: _Worker, pid: int, exit_code: int) -> None:
+        self._journal.write("worker_ended", local_rank=worker.local_rank, pid=pid, exit_code=exit_code)
+        if exit_code == 0:
+            self._emit(WorkerEnded(self._generation, worker.local_rank, None))
+            return
+        lived_s = self._loop.time() - worker.began_s
+        inquest = self._tasks.create_task(
+            self._inquire(worker, pid, exit_code, lived_s, self._generation, after_stop=self._stopping)
+        )
+        self._inquests.add(inquest)
+        inquest.add_done_callback(self._inquests.discard)
+
+    async def _inquire(
+        self, worker: _Worker, pid: int, exit_code: int, lived_s: float, generation: int, *, after_stop: bool
+    ) -> None:
+        """Read what the dead left; files are read in a thread, because a disk may stall."""
+        failure = await asyncio.to_thread(self._failure, worker, pid, exit_code, lived_s, after_stop)
+        self._emit(WorkerEnded(generation, worker.local_rank, failure))
+
+    def _failure(self, worker: _Worker, pid: int, exit_code: int, lived_s: float, after_stop: bool) -> Failure:
+        streams = worker.streams
+        assert self._assign is not None
+        return failure_of_exit(
+            rank=self._assign.rank_base + worker.local_rank,
+            local_rank=worker.local_rank,
+            host=self._host,
+            pid=pid,
+            exit_code=exit_code,
+            error_file=str(streams.error_file or ""),
+            stderr_file=str(streams.stderr_file or ""),
+            lived_s=round(lived_s, 3),
+            now_epoch_s=int(time.time()),
+            out_of_memory=self._oom is not None and self._oom.struck(),
+            after_stop=after_stop,
+        )
+
+    def _unstarted(self, local_rank: int, errno: int, text: str) -> Failure:
+        assert self._assign is not None
+        return failure_of_spawn(
+            rank=self._assign.rank_base + local_rank,
+            local_rank=local_rank,
+            host=self._host,
+            error_number=errno,
+            text=text,
+            now_epoch_s=int(time.time()),
+        )
+
+    def _tree_gone(self, leftover: tuple[int, ...]) -> None:
+        if leftover:
+            self._journal.write("unkillable", pids=list(leftover))
+        self._router.end_attempt()
+        self._killing = False
+        self._tasks.create_task(self._tell_gone(self._generation))
+
+    async def _tell_gone(self, generation: int) -> None:
+        """TreeGone comes after the last WorkerEnded, and those come after their inquests."""
+        if self._inquests:
+            await asyncio.wait(tuple(self._inquests))
+        self._emit(TreeGone(generation))
+
+    async def _revive(self) -> None:
+        """The keeper was killed, and the workers with it (they carry a parent-death signal): start another one."""
+        self._keeper_ready.clear()
+        self._journal.write("keeper_died")
+        lost, self._workers = self._workers, {}
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+            if self._generation:
+                self._emit(StoreDied(self._generation))
+        handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
+        self._keeper = KeeperClient(handle, self._on_keeper)
+        self._keeper_ready.set()
+        for worker in lost.values():
+            self._ended(worker, worker.pid, -SIGKILL)
+        if self._killing:
+            self._keeper.kill_tree()
+
+
+def _free_port(loopback_only: bool) -> int:
+    """A port that is free now, for rank 0's worker to serve its own store at (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+
+    Racy by nature: that is why the agent's own store is the default.
+    """
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as sock:
+        sock.bind(("127.0.0.1" if loopback_only else "", 0))
+        return int(sock.getsockname()[1])
