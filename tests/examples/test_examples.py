@@ -1,0 +1,84 @@
+"""The examples do what they say, each with its own launch line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ACCURACY_MIN = 0.97
+
+pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(240)]
+
+
+def accuracy(text: str) -> float:
+    found = re.findall(r"test accuracy ([\d.]+)", text)
+    assert len(found) == 1, f"one rank tells the accuracy, once:\n{text}"
+    return float(found[0])
+
+
+def last_loss(text: str) -> str:
+    return re.findall(r"step (\d+ loss [\d.]+)", text)[-1]
+
+
+@pytest.mark.parametrize("name", ["single_gpu.py", "multigpu.py"])
+def test_without_a_launcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in ON_CPU.items():
+        monkeypatch.setenv(variable, value)
+    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert accuracy(done.stdout) >= ACCURACY_MIN
+
+
+def test_ddp_toy(run_cli) -> None:
+    done = run_cli([*TWO_RANKS, str(EXAMPLES / "ddp_toy.py")], env=ON_CPU, timeout=120)
+    assert done.code == 0, done
+    assert sorted(re.findall(r"rank (\d) of 2 on cpu: weights agree: True", done.out)) == ["0", "1"], done
+
+
+def test_a_resumed_training_is_the_same_training(run_cli, tmp_path: Path) -> None:
+    script = str(EXAMPLES / "multigpu_torchrun.py")
+
+    def train(epochs: int, snapshot: str) -> str:
+        flags = ["--epochs", str(epochs), "--snapshot", str(tmp_path / snapshot)]
+        done = run_cli([*TWO_RANKS, script, *flags], env=ON_CPU, timeout=200)
+        assert done.code == 0, done
+        return done.out
+
+    whole = train(12, "whole.pt")
+    assert accuracy(whole) >= ACCURACY_MIN
+    train(2, "parts.pt")
+    resumed = train(12, "parts.pt")
+    assert "resuming after epoch 2 step 46" in resumed
+    assert last_loss(resumed) == last_loss(whole)
+    assert accuracy(resumed) == accuracy(whole)
+
+
+def test_multinode_goes_on_with_another_world(run_cli, tmp_path: Path) -> None:
+    script, snapshot = str(EXAMPLES / "multinode.py"), str(tmp_path / "digits.pt")
+    first = run_cli([*TWO_RANKS, script, "--epochs", "6", "--snapshot", snapshot], env=ON_CPU, timeout=200)
+    assert first.code == 0, first
+    flags = ["--standalone", "--nproc-per-node", "3", script, "--epochs", "12", "--snapshot", snapshot]
+    second = run_cli(flags, env=ON_CPU, timeout=200)
+    assert second.code == 0, second
+    assert "resuming after 8448 images on 3 ranks" in second.out
+    assert accuracy(second.out) >= ACCURACY_MIN
+
+
+def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main job: a rank is killed, training resumes, the story is told."""
+    for variable, value in ON_CPU.items():
+        monkeypatch.setenv(variable, value)
+    done = subprocess.run([sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"step 126: kill -9 \d+ \(rank 1\)", done.stdout), done.stdout
+    assert re.search(r"going on after epoch 5, step 115", done.stdout), done.stdout
+    assert re.search(r"Lost: [\d.]+ s; 11 steps were done again", done.stdout), done.stdout
+    assert re.search(r"exit code 0, test accuracy 0\.9[5-9]", done.stdout), done.stdout
