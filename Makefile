@@ -13,7 +13,7 @@ SOAK_SEEDS ?= 50000
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
