@@ -1,6 +1,6 @@
 """A whole job in virtual time: the product's own machines between a fake network and pretend workers.
 
-    cluster = SimCluster(seed=7, nodes=4, options=SimOptions(faults=FaultOptions(crashes=2)))
+    cluster = SimCluster(seed=7, nodes=4, options=SimOptions(faults=FaultOptions(agent_kills=2)))
     cluster.run()
     assert cluster.outcomes
 
@@ -10,7 +10,7 @@ carries the seed and the last lines of the story.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
@@ -25,6 +25,8 @@ from holdfast.testing.network import FakeNetwork
 from holdfast.testing.nodes import SimAgent, SimCoordinator
 
 STORY_LINES_MAX = 60
+STANDSTILL_EVENTS_MAX = 10_000
+"""So many events at one instant of virtual time: somebody asks for a Tick again and again."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class SimOptions:
     work_s: float = 20.0
     """How long undisturbed workers need to finish the job."""
     fixed_ranks: bool = False
+    delay_s_max: float = 0.005
+    """The slowest message on a network that works."""
     limits: Limits = field(default_factory=lambda: Limits(join_s=120.0, stop_grace_s=5.0))
     faults: FaultOptions = field(default_factory=FaultOptions)
     settle_s_max: float = 600.0
@@ -58,13 +62,16 @@ def simple_judge(evidence: Evidence) -> Verdict:
 class SimCluster:
     """Nodes `n0` (where the endpoint is) to `n<k-1>`, a network between them, and a plan of faults."""
 
-    def __init__(self, seed: int, nodes: int, options: SimOptions) -> None:
+    def __init__(
+        self, seed: int, nodes: int, options: SimOptions, *, story_lines_max: int | None = STORY_LINES_MAX
+    ) -> None:
+        """`story_lines_max`: how much of the story a broken promise carries; None: all of it."""
         self.seed = seed
         self.options = options
         self.random = Random(seed)
         self.clock = ManualClock()
         self.agenda = Agenda(self.clock)
-        self.network = FakeNetwork(self.agenda, self.random)
+        self.network = FakeNetwork(self.agenda, self.random, delay_s_max=options.delay_s_max)
         self.checker = WorldChecker()
         self.job = JobSpec(
             run_id=f"sim{seed}",
@@ -81,10 +88,14 @@ class SimCluster:
         self.coordinators = 0
         self.outcomes: dict[str, Outcome] = {}
         """The newest outcome of each host's agent."""
+        self.kinds: Counter[OutcomeKind] = Counter()
+        """How all agents ended, those of hosts that came back included."""
         self.lost_links: dict[str, float] = {}
         self.coordinator_died_s = 0.0
-        self.story: deque[str] = deque(maxlen=STORY_LINES_MAX)
+        self.story: deque[str] = deque(maxlen=story_lines_max)
         self.events = 0
+        self._instant_s = 0.0
+        self._instant_events = 0
         self.last_fault_s = 0.0
         for host in self.hosts:
             self.agenda.at(self.random.uniform(0.0, 1.0), lambda host=host: self.boot(host))  # type: ignore[misc]
@@ -97,6 +108,7 @@ class SimCluster:
         try:
             while self.agenda.step():
                 self.events += 1
+                self._check_that_time_passes()
                 if self.clock.now > self.last_fault_s + self.options.settle_s_max and self.agents:
                     raise BrokenPromiseError(f"still running: {', '.join(self.agents)}")
         except AssertionError as error:
@@ -104,6 +116,13 @@ class SimCluster:
         if self.agents:
             raise BrokenPromiseError(self.tell(f"nothing left to happen, yet {', '.join(self.agents)} did not end"))
         return self.outcomes
+
+    def _check_that_time_passes(self) -> None:
+        if self.clock.now > self._instant_s:
+            self._instant_s, self._instant_events = self.clock.now, 0
+        self._instant_events += 1
+        if self._instant_events > STANDSTILL_EVENTS_MAX:
+            raise BrokenPromiseError(f"time stands still: {STANDSTILL_EVENTS_MAX} events at one instant")
 
     def tell(self, problem: str) -> str:
         lines = "\n  ".join(self.story)
@@ -140,6 +159,7 @@ class SimCluster:
     def agent_ended(self, host: str, outcome: Outcome) -> None:
         self.log(host, f"ends: {outcome.kind.value} {outcome.exit_code}")
         self.outcomes[host] = outcome
+        self.kinds[outcome.kind] += 1
         self.agents.pop(host, None)
         if self.coordinator is not None and self.coordinator.host == host:
             self.coordinator.retire()
@@ -176,4 +196,4 @@ class SimCluster:
         return CoordinatorMachine(self.job, self.options.limits, simple_judge, self.clock.now)
 
     def succeeded(self) -> bool:
-        return any(o.kind is OutcomeKind.SUCCEEDED for o in self.outcomes.values())
+        return OutcomeKind.SUCCEEDED in self.kinds

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.core.agent.events import Signalled
+from holdfast.core.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from holdfast.testing.cluster import SimCluster
+    from holdfast.testing.nodes import SimAgent
 
 
 @dataclass(frozen=True)
@@ -26,68 +28,108 @@ class FaultOptions:
     partitions: int = 0
     signals: int = 0
     """SIGTERM to an agent: a graceful leave."""
+    store_deaths: int = 0
+    requeues: int = 0
+    """A worker exits with 75."""
+    coordinator_pauses: int = 0
+    """The coordinator's process is stopped for a while, as by a debugger or a starved machine, and comes back."""
 
 
 def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
-    random = cluster.random
+    """Put every fault on the cluster's agenda."""
+    faults = _Faults(cluster, options)
+    faults.plan(options.worker_failures, faults.fail_worker)
+    faults.plan(options.agent_kills, lambda: faults.crash(silent=False))
+    faults.plan(options.power_losses, lambda: faults.crash(silent=True))
+    faults.plan(options.link_resets, faults.reset)
+    faults.plan(options.partitions, faults.partition)
+    faults.plan(options.signals, faults.leave)
+    faults.plan(options.store_deaths, faults.kill_store)
+    faults.plan(options.requeues, faults.requeue)
+    faults.plan(options.coordinator_pauses, faults.pause_coordinator)
 
-    def plan(count: int, action: Callable[[], None]) -> None:
+
+@dataclass(frozen=True)
+class _Faults:
+    cluster: SimCluster
+    options: FaultOptions
+
+    def plan(self, count: int, action: Callable[[], None]) -> None:
         for _ in range(count):
-            when = random.uniform(0.0, options.span_s)
-            cluster.last_fault_s = max(cluster.last_fault_s, when)
-            cluster.agenda.at(when, action)
+            self._at(self.cluster.random.uniform(0.0, self.options.span_s), action)
 
-    def reboot_later(host: str) -> None:
-        if options.reboots:
-            when = cluster.clock.now + random.choice([0.01, 1.0, 5.0, 20.0])
-            cluster.last_fault_s = max(cluster.last_fault_s, when)
-            cluster.agenda.at(when, lambda: cluster.boot(host))
-
-    def some_host() -> str:
-        return random.choice(cluster.hosts)
-
-    def fail_worker() -> None:
-        agent = cluster.agents.get(some_host())
+    def fail_worker(self) -> None:
+        agent = self._some_agent()
         if agent is not None:
-            agent.fail_worker(random.choice([1, 3, -9, -11]))
+            agent.fail_worker(self.cluster.random.choice([1, 3, -9, -11]))
 
-    def kill(silent: bool) -> Callable[[], None]:
-        def action() -> None:
-            host = some_host()
-            cluster.crash(host, silent=silent)
-            reboot_later(host)
+    def requeue(self) -> None:
+        agent = self._some_agent()
+        if agent is not None:
+            agent.fail_worker(EXIT_REQUEUE)
 
-        return action
+    def kill_store(self) -> None:
+        for agent in list(self.cluster.agents.values()):
+            agent.lose_store()
 
-    def reset() -> None:
-        host = some_host()
-        cluster.log("network", f"resets {host}")
-        cluster.network.reset(host, cluster.hosts[0])
+    def pause_coordinator(self) -> None:
+        coordinator = self.cluster.coordinator
+        if coordinator is not None:
+            coordinator.pause(self._later([0.5, 3.0, 5.0, 8.0, 20.0]))
 
-    def partition() -> None:
-        side = set(random.sample(cluster.hosts, random.randint(1, max(1, len(cluster.hosts) - 1))))
+    def crash(self, *, silent: bool) -> None:
+        host = self._some_host()
+        self.cluster.crash(host, silent=silent)
+        self._reboot_later(host)
+
+    def leave(self) -> None:
+        host = self._some_host()
+        agent = self.cluster.agents.get(host)
+        if agent is not None:
+            self.cluster.log(host, "gets SIGTERM")
+            agent.handle(Signalled(15, "SIGTERM"))
+            self._reboot_later(host)
+
+    def reset(self) -> None:
+        host = self._some_host()
+        self.cluster.log("network", f"resets {host}")
+        self.cluster.network.reset(host, self.cluster.hosts[0])
+
+    def partition(self) -> None:
+        cluster = self.cluster
+        side = set(cluster.random.sample(cluster.hosts, cluster.random.randint(1, max(1, len(cluster.hosts) - 1))))
         cluster.log("network", f"cuts off {sorted(side)}")
         cluster.network.partition(side, set(cluster.hosts) - side)
-        when = cluster.clock.now + random.choice([0.5, 3.0, 5.0, 8.0, 30.0])
-        cluster.last_fault_s = max(cluster.last_fault_s, when)
 
         def heal() -> None:
             cluster.log("network", "heals")
             cluster.network.heal()
 
-        cluster.agenda.at(when, heal)
+        cluster.agenda.after(self._later([0.5, 3.0, 5.0, 8.0, 30.0]), heal)
 
-    def leave() -> None:
-        host = some_host()
-        agent = cluster.agents.get(host)
-        if agent is not None:
-            cluster.log(host, "gets SIGTERM")
-            agent.handle(Signalled(15, "SIGTERM"))
-            reboot_later(host)
+    def _some_host(self) -> str:
+        return self.cluster.random.choice(self.cluster.hosts)
 
-    plan(options.worker_failures, fail_worker)
-    plan(options.agent_kills, kill(silent=False))
-    plan(options.power_losses, kill(silent=True))
-    plan(options.link_resets, reset)
-    plan(options.partitions, partition)
-    plan(options.signals, leave)
+    def _some_agent(self) -> SimAgent | None:
+        return self.cluster.agents.get(self._some_host())
+
+    def _reboot_later(self, host: str) -> None:
+        if self.options.reboots:
+            self.cluster.agenda.after(self._later([0.01, 1.0, 5.0, 20.0]), lambda: self._reboot(host))
+
+    def _reboot(self, host: str) -> None:
+        """An agent that is still on its way out is waited for, as by whoever restarts agents."""
+        if host in self.cluster.agents:
+            self._at(self.cluster.clock.now + 1.0, lambda: self._reboot(host))
+        else:
+            self.cluster.boot(host)
+
+    def _later(self, delays_s: list[float]) -> float:
+        """One of these delays; the faults are not over before it is."""
+        delay_s = self.cluster.random.choice(delays_s)
+        self.cluster.last_fault_s = max(self.cluster.last_fault_s, self.cluster.clock.now + delay_s)
+        return delay_s
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        self.cluster.last_fault_s = max(self.cluster.last_fault_s, when)
+        self.cluster.agenda.at(when, action)

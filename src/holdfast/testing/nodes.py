@@ -31,6 +31,8 @@ class SimCoordinator:
         self._ends: dict[int, FakeEnd] = {}
         self._links = 0
         self._armed_s: float | None = None
+        self._unhandled: list[cev.Event] | None = None
+        """While paused: what has come in the meantime."""
         self._arm()
 
     def accept(self, end: FakeEnd, peer: str) -> None:
@@ -58,6 +60,21 @@ class SimCoordinator:
             else:
                 end.close()
 
+    def pause(self, pause_s: float) -> None:
+        """The process stands still; what comes waits in its sockets."""
+        if self._unhandled is not None or not self.alive:
+            return
+        self.cluster.log("coordinator", f"stands still for {pause_s:g} s")
+        self._unhandled = []
+
+        def resume() -> None:
+            waiting, self._unhandled = self._unhandled, None
+            self.cluster.log("coordinator", "goes on")
+            for event in waiting or ():
+                self._handle(event)
+
+        self.cluster.agenda.after(pause_s, resume)
+
     def retire(self) -> None:
         """The host's agent has ended: as in production, linger for the others, then go."""
 
@@ -70,6 +87,9 @@ class SimCoordinator:
 
     def _handle(self, event: cev.Event) -> None:
         if not self.alive:
+            return
+        if self._unhandled is not None:
+            self._unhandled.append(event)
             return
         out = self.machine.handle(self.cluster.clock.now, event)
         self.machine.check_invariants()
@@ -249,6 +269,12 @@ class SimAgent:
             if agent.generation == generation and cluster.random.random() < 0.5:
                 for local_rank in sorted(agent.workers):
                     agent._worker_ends_soon(local_rank, 1, cluster.random.uniform(0.001, 0.1))
+
+    def lose_store(self) -> None:
+        """The store host dies, if it is here and at work."""
+        if self._assign is not None and self._assign.hosts_store and self.workers:
+            self.cluster.log(self.host, f"the store host of generation {self.generation} dies")
+            self.handle(ev.StoreDied(self.generation))
 
     def die(self, *, silent: bool) -> None:
         """The agent is gone; its keeper needs a moment to kill the workers (none if the machine lost power)."""

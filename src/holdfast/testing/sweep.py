@@ -1,0 +1,192 @@
+"""Many simulated jobs, one for each seed. Draws what each one suffers; decides nothing and fixes nothing.
+
+    python -m holdfast.testing.sweep 4711       one job and its whole story
+    python -m holdfast.testing.sweep 0:20000    many, on all cores; counts, and the seeds that broke a promise
+
+A seed stands for one history only together with one version of the code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from random import Random
+
+from holdfast.core.errors import EXIT_FAILURE, EXIT_USAGE
+from holdfast.core.policy import Limits
+from holdfast.testing.checkers import BrokenPromiseError
+from holdfast.testing.cluster import SimCluster, SimOptions
+from holdfast.testing.faults import FaultOptions
+
+CHUNK_SEEDS = 100
+"""How many seeds a process takes at a time."""
+FAILURES_SHOWN_MAX = 20
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one seed stands for."""
+
+    seed: int
+    nodes: int
+    options: SimOptions
+    must_succeed: bool
+    """Every host that goes comes back, and the budget is large: ending is not enough, the job must succeed."""
+
+
+@dataclass
+class Tally:
+    """What came of some seeds."""
+
+    jobs: int = 0
+    events: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+    """Seed -> the first line of what went wrong."""
+
+    def add(self, other: Tally) -> None:
+        self.jobs += other.jobs
+        self.events += other.events
+        self.outcomes += other.outcomes
+        self.failures |= other.failures
+
+
+def draw(seed: int) -> Draw:
+    """The options of a seed. Its own Random: the cluster's draws the faults' times and places."""
+    random = Random(seed * 7919 + 1)
+    must_succeed = random.random() < 0.3
+    nodes = random.randint(1, 8)
+    fixed_ranks = random.random() < 0.2
+    max_nodes = nodes if fixed_ranks else random.randint(1, nodes + 1)
+    min_nodes = max_nodes if fixed_ranks else random.randint(1, min(max_nodes, nodes))
+    lease_s, fence_s, ping_interval_s = random.choice([(6.0, 4.0, 1.0), (6.0, 4.0, 1.0), (3.0, 2.0, 0.5)])
+    limits = Limits(
+        join_s=120.0 if must_succeed else random.choice([120.0, 120.0, 15.0]),
+        stop_grace_s=random.choice([5.0, 30.0]),
+        lease_s=lease_s,
+        fence_s=fence_s,
+        ping_interval_s=ping_interval_s,
+    )
+    options = SimOptions(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        max_restarts=100 if must_succeed else random.choice([0, 1, 3, 10]),
+        fixed_ranks=fixed_ranks,
+        work_s=random.choice([0.01, 1.0, 5.0, 30.0, 90.0]),
+        delay_s_max=random.choice([0.005, 0.005, 0.05, 0.4]),
+        limits=limits,
+        faults=_faults(random, must_succeed=must_succeed),
+    )
+    return Draw(seed, nodes, options, must_succeed)
+
+
+def _faults(random: Random, *, must_succeed: bool) -> FaultOptions:
+    return FaultOptions(
+        span_s=random.choice([5.0, 60.0, 60.0]),
+        worker_failures=random.choice([0, 0, 1, 3, 6]),
+        agent_kills=random.choice([0, 0, 1, 2]),
+        power_losses=random.choice([0, 0, 1, 2]),
+        link_resets=random.choice([0, 0, 1, 3]),
+        partitions=random.choice([0, 0, 1, 2]),
+        signals=random.choice([0, 0, 0, 1, 2]),
+        store_deaths=random.choice([0, 0, 0, 1, 3]),
+        requeues=0 if must_succeed else random.choice([0, 0, 0, 0, 1]),
+        coordinator_pauses=random.choice([0, 0, 0, 1, 2]),
+        reboots=must_succeed or random.random() < 0.8,
+    )
+
+
+def run_seed(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
+    """One job to its end.
+
+    Raises BrokenPromiseError when a promise did not hold, success included where it was demanded.
+    """
+    drawn = draw(seed)
+    cluster = SimCluster(seed, drawn.nodes, drawn.options, story_lines_max=story_lines_max)
+    cluster.run()
+    if drawn.must_succeed and not cluster.succeeded():
+        raise BrokenPromiseError(cluster.tell("every host came back and the budget was large, yet nobody succeeded"))
+    return cluster
+
+
+def run_seeds(first: int, end: int) -> Tally:
+    """The seeds first to end-1, one after another."""
+    tally = Tally()
+    for seed in range(first, end):
+        tally.jobs += 1
+        try:
+            cluster = run_seed(seed)
+        except BrokenPromiseError as error:
+            tally.failures[seed] = str(error).partition("\n")[0]
+        else:
+            tally.events += cluster.events
+            tally.outcomes.update(kind.value for kind in cluster.kinds.elements())
+    return tally
+
+
+def report(tally: Tally) -> str:
+    """The failing seeds, each with the command that tells its story."""
+    lines = [
+        f"{text}\n  python -m holdfast.testing.sweep {seed}"
+        for seed, text in sorted(tally.failures.items())[:FAILURES_SHOWN_MAX]
+    ]
+    return "\n".join([f"{len(tally.failures)} of {tally.jobs} simulated jobs broke a promise", *lines])
+
+
+def parse_seeds(text: str) -> tuple[int, int]:
+    """`first:end` (end is not run); raises ValueError.
+
+    >>> parse_seeds("0:2000")
+    (0, 2000)
+    """
+    first, colon, end = text.partition(":")
+    if not colon or not int(first) < int(end):
+        raise ValueError(f"seeds are given as first:end, not {text!r}")
+    return int(first), int(end)
+
+
+def _tell_story(seed: int) -> int:
+    drawn = draw(seed)
+    sys.stdout.write(f"{drawn}\n")
+    try:
+        cluster = run_seed(seed, story_lines_max=None)
+    except BrokenPromiseError as error:
+        sys.stdout.write(f"{error}\n")
+        return EXIT_FAILURE
+    ends = ", ".join(f"{host} {outcome.kind.value}" for host, outcome in cluster.outcomes.items())
+    sys.stdout.write(cluster.tell(f"every promise held: {ends}") + "\n")
+    return 0
+
+
+def _sweep(first: int, end: int) -> int:
+    began_s = time.monotonic()
+    total = Tally()
+    starts = range(first, end, CHUNK_SEEDS)
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for tally in pool.map(run_seeds, starts, [min(start + CHUNK_SEEDS, end) for start in starts]):
+            total.add(tally)
+    outcomes = ", ".join(f"{count} {kind}" for kind, count in total.outcomes.most_common())
+    sys.stdout.write(f"{total.jobs} jobs, {total.events} events, {time.monotonic() - began_s:.0f} s: {outcomes}\n")
+    if total.failures:
+        sys.stdout.write(report(total) + "\n")
+    return EXIT_FAILURE if total.failures else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        (text,) = arguments
+        if ":" in text:
+            return _sweep(*parse_seeds(text))
+        return _tell_story(int(text))
+    except ValueError as error:
+        sys.stderr.write(f"usage: python -m holdfast.testing.sweep SEED | FIRST:END ({error})\n")
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
