@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
@@ -42,8 +42,6 @@ from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
-from holdfast.rendezvous.claim import Claim, claim
-from holdfast.runtime.connection import dial
 from holdfast.runtime.coordinator_service import CoordinatorService
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
@@ -53,6 +51,9 @@ from holdfast.runtime.workers.crew import Crew
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.log_layout import RunFolder
 from holdfast.runtime.workers.log_router import LogRouter
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.claim import Claim
 
 CONSOLE_STALL_S_MAX = 30.0
 """At the end: a console that takes nothing for this long is given up; the files are complete."""
@@ -274,22 +275,25 @@ class AgentService:
     async def _reach(self, node: NodeSpec) -> Link:
         options = self._options
         if self._coordinator is None:
-            place = await self._claim()
-            if place is not None:
+            if options.standalone and options.job.max_nodes == 1:
+                await self._host_coordinator(None)  # nobody can join: no socket at all
+            elif (place := await self._claim()) is not None:
                 await self._host_coordinator(place)
         if self._coordinator is not None:
             local = self._coordinator.connect_locally()
             local.start(self._received, lambda reason: self._link_lost(local, reason))
             return local
+        from holdfast.runtime.connection import dial
+
         connection = await dial(options.endpoint, options.job, node, options.token)
         connection.start(self._received, lambda reason: self._link_lost(connection, reason))
         return connection
 
     async def _claim(self) -> Claim | None:
-        """The endpoint, if it is ours; None: connect. One node alone has no endpoint at all."""
+        """The endpoint, if it is ours; None: connect."""
+        from holdfast.rendezvous.claim import claim
+
         options = self._options
-        if options.standalone and options.job.max_nodes == 1:
-            return Claim((), (), options.endpoint, "one node alone: nobody can join")
         wanted = options.is_host
         if options.job.fixed_ranks and wanted is None:
             wanted = None if not options.node_rank else False
@@ -300,7 +304,7 @@ class AgentService:
         self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
         return place if place.is_host else None
 
-    async def _host_coordinator(self, place: Claim) -> None:
+    async def _host_coordinator(self, place: Claim | None) -> None:
         options = self._options
         static = options.job.fixed_ranks and options.share_store
         machine = CoordinatorMachine(
@@ -308,10 +312,10 @@ class AgentService:
             options.limits,
             self._judge,
             self._loop.time(),
-            fixed_master=(options.endpoint.host, place.port) if static else None,
+            fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
         )
         service = CoordinatorService(machine, self._journal, self._console.say)
-        if place.sockets:
+        if place is not None:
             await service.listen(place, options.token, static=static)
         self._coordinator = service
 

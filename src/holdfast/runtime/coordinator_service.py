@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.protocol import FromAgent, FromCoordinator
-from holdfast.rendezvous.claim import Claim
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
-from holdfast.runtime.listener import AgentConnection, Listener
-from holdfast.runtime.store_proxy import StoreProxy
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.claim import Claim
+    from holdfast.runtime.listener import AgentConnection, Listener
+    from holdfast.runtime.store_proxy import StoreProxy
 
 LINGER_S = 5.0
 """After the end of the job: how long members may take to hear of it and hang up."""
@@ -108,6 +110,10 @@ class CoordinatorService:
 
     async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:
         """Let remote agents in. `static`: clients of the store come to the same port and are piped to where it is."""
+        # A job of one node needs no network: it does not pay for loading it.
+        from holdfast.runtime.listener import Listener
+        from holdfast.runtime.store_proxy import StoreProxy
+
         if static:
             self.proxy = StoreProxy(self._say)
         self._listener = Listener(
