@@ -1,0 +1,39 @@
+"""Thousands of simulated jobs with drawn faults. HOLDFAST_SEEDS=first:end runs others than the ordinary ones."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from holdfast.testing.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds
+
+# Read while the tests are collected: the session's own home removes HOLDFAST_ variables afterwards.
+FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:2000"))
+CHUNKS = 20
+STEP = max(1, -(-(END - FIRST) // CHUNKS))
+
+
+@pytest.mark.parametrize("first", range(FIRST, END, STEP))
+def test_every_promise_holds(first: int) -> None:
+    tally = run_seeds(first, min(first + STEP, END))
+    assert not tally.failures, report(tally)
+
+
+def test_one_seed_gives_one_history() -> None:
+    first, second = (run_seed(17, story_lines_max=None) for _ in range(2))
+    assert list(first.story) == list(second.story)
+    assert len(first.story) > 10
+
+
+def test_the_draws_reach_everything() -> None:
+    """Over the ordinary seeds each fault, each size and each kind of job occurs, and a good part must succeed."""
+    draws: list[Draw] = [draw(seed) for seed in range(500)]
+    faults = [drawn.options.faults for drawn in draws]
+    for name in ("worker_failures", "agent_kills", "power_losses", "link_resets", "partitions", "signals"):
+        assert sum(getattr(fault, name) > 0 for fault in faults) > 50, name
+    for name in ("store_deaths", "requeues", "coordinator_pauses"):
+        assert sum(getattr(fault, name) > 0 for fault in faults) > 20, name
+    assert {drawn.nodes for drawn in draws} == set(range(1, 9))
+    assert any(drawn.options.fixed_ranks for drawn in draws)
+    assert sum(drawn.must_succeed for drawn in draws) > 100
