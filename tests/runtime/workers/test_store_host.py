@@ -20,6 +20,7 @@ from holdfast.runtime.workers.store_host import StoreHost, wants_store
 OnBench = Callable[..., None]
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
+CLIENT_LIMIT_S = 90.0
 CLIENT = """
 import sys
 from datetime import timedelta
@@ -55,7 +56,7 @@ class Client:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{expression}\n".encode())
-        return eval(await asyncio.wait_for(self.process.stdout.readline(), 30))
+        return eval(await asyncio.wait_for(self.process.stdout.readline(), CLIENT_LIMIT_S))
 
     async def end(self) -> None:
         assert self.process.stdin is not None

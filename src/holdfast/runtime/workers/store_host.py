@@ -243,11 +243,12 @@ def _module_beside(source: Path, name: str) -> Path | None:
 
 
 def _imported(path: Path) -> set[str]:
-    """Top-level names of the modules that a source file imports, anywhere in it; nothing for what cannot be read."""
+    """Top-level names of what a source file imports, anywhere in it; nothing for what cannot be read."""
     import ast  # milliseconds that only jobs with a script pay
 
     names: set[str] = set()
-    with contextlib.suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+    # SystemError: Python 3.11 may miscount the depth of a tree when something else is parsed at the same time.
+    with contextlib.suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError, SystemError):
         if not path.is_file() or path.stat().st_size > SOURCE_BYTES_MAX:
             return names
         for node in ast.walk(ast.parse(path.read_bytes())):
