@@ -21,12 +21,8 @@ def render(command: str, table: Sequence[Option]) -> str:
         "Starts the workers of this node and keeps the job going. Options are torchrun's: each is also accepted with",
         "underscores, abbreviated as long as it is unambiguous, and read from the variable named at its end.",
     ]
-    group = ""
-    for option in table:
-        if option.group != group:
-            group = option.group
-            lines += ["", f"{group}:"]
-        lines.append(line(option))
+    for group in dict.fromkeys(option.group for option in table):
+        lines += ["", f"{group}:", *(line(option) for option in table if option.group == group)]
     return "\n".join(lines)
 
 

@@ -81,7 +81,14 @@ def similar(path: str) -> str:
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     if matches:
         return f"; did you mean {os.path.join(folder, matches[0])}?"
-    return "" if os.path.isabs(path) else f" in {os.getcwd()}"
+    return "" if os.path.isabs(path) else f" in {folder_here()}"
+
+
+def folder_here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "the current folder, which was deleted"
 
 
 def check_program(name: str, environ: Mapping[str, str]) -> None:

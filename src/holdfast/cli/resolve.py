@@ -207,7 +207,10 @@ def log_folder(parsed: Parsed) -> str | None:
         return default_log_dir()
     if log_dir == os.devnull:
         return None
-    folder = os.path.abspath(log_dir)
+    try:
+        folder = os.path.abspath(log_dir)
+    except OSError:
+        raise parsed.error("log_dir", LogDirError, "the current folder was deleted") from None
     ancestor = folder
     while not os.path.lexists(ancestor):
         ancestor = os.path.dirname(ancestor)

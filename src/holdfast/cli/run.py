@@ -66,5 +66,6 @@ def show_plan(parsed: Parsed) -> int:
     from holdfast.cli.plan import render
     from holdfast.cli.resolve import resolve as resolve_all
 
-    print(render(parsed, resolve_all(parsed, os.environ), os.environ))
+    text = render(parsed, resolve_all(parsed, os.environ), os.environ)
+    print(text.encode(errors="surrogateescape").decode(errors="replace"))  # file names need not be UTF-8
     return 0

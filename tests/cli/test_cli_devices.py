@@ -1,0 +1,154 @@
+"""Counting devices over trees and lists that look like other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.devices import Count, Probes, ask_torch, count_listed, count_processes
+from holdfast.core.errors import ProcessesError
+
+UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444"]
+
+
+def no_torch(name: str) -> int:
+    raise AssertionError(f"torch was asked for {name}")
+
+
+def probes(root: Path, uuids: list[str] | None = None) -> Probes:
+    return Probes(root=str(root), nvml=lambda: uuids, torch=no_torch, cpus=6)
+
+
+def amd(root: Path, simd_counts: list[int]) -> None:
+    for index, count in enumerate(simd_counts):
+        node = root / "sys/class/kfd/kfd/topology/nodes" / str(index)
+        node.mkdir(parents=True)
+        (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count {count}\n")
+
+
+def nvidia(root: Path, names: list[str]) -> None:
+    (root / "dev").mkdir()
+    for name in names:
+        (root / "dev" / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("listed", "number"),
+    [
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("0,1,2,3", 4),
+        (" 3 , 1 ", 2),
+        ("0,9,1", 1),
+        ("0,-1,1", 1),
+        ("0,x,1", 1),
+        ("1x,2", 2),
+        ("1,1", 0),
+        ("NoDevFiles", 0),
+        ("GPU-aaaa1111,GPU-cccc", 2),
+        ("GPU-aaaa,GPU-cccc", 0),
+        ("GPU-cccc,GPU-dddd,GPU-bbbb", 1),
+        ("GPU-cccc,GPU-cccc4", 0),
+        ("GPU-cccc,1", 1),
+        ("MIG-1,MIG-2", 1),
+    ],
+)
+def test_cuda_visible_devices(listed: str, number: int) -> None:
+    assert count_listed(listed, 4, UUIDS) == number
+
+
+def test_uuids_are_believed_when_there_is_nothing_to_compare_with() -> None:
+    assert count_listed("GPU-x,GPU-y", 4, []) == 2
+    assert count_listed("GPU-x,GPU-x", 4, []) == 0
+    assert count_listed("GPU-x,GPU-y,GPU-z", 2, []) == 2
+
+
+@pytest.mark.parametrize(("text", "number"), [("1", 1), ("12", 12), (" 3 ", 3)])
+def test_a_number_is_a_number(text: str, number: int, tmp_path: Path) -> None:
+    assert count_processes(text, {}, probes(tmp_path)) == Count(number, "workers", "given")
+
+
+def test_a_node_without_accelerator(tmp_path: Path) -> None:
+    assert count_processes("auto", {}, probes(tmp_path)) == Count(6, "cpu", "affinity mask")
+    assert count_processes("cpu", {}, probes(tmp_path)) == Count(6, "cpu", "affinity mask")
+    with pytest.raises(ProcessesError, match="this node has no GPU"):
+        count_processes("gpu", {}, probes(tmp_path))
+
+
+def test_nvml_is_asked_first(tmp_path: Path) -> None:
+    nvidia(tmp_path, ["nvidia0", "nvidiactl", "nvidia-uvm"])
+    assert count_processes("gpu", {}, probes(tmp_path, UUIDS)) == Count(4, "gpu", "NVML")
+    seen = {"CUDA_VISIBLE_DEVICES": "0,2"}
+    assert count_processes("auto", seen, probes(tmp_path, UUIDS)).number == 2
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert count_processes("auto", hidden, probes(tmp_path, UUIDS)).kind == "cpu"
+    with pytest.raises(ProcessesError, match=r"0 of 4 by NVML and CUDA_VISIBLE_DEVICES="):
+        count_processes("gpu", hidden, probes(tmp_path, UUIDS))
+
+
+def test_device_files_without_nvml(tmp_path: Path) -> None:
+    nvidia(tmp_path, ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps", "tty0"])
+    assert count_processes("gpu", {}, probes(tmp_path)) == Count(3, "gpu", "/dev/nvidia*")
+
+
+def test_amd(tmp_path: Path) -> None:
+    amd(tmp_path, [0, 304, 304])
+    assert count_processes("auto", {}, probes(tmp_path)) == Count(2, "gpu", "/sys/class/kfd")
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        assert count_processes("gpu", {name: "1"}, probes(tmp_path)).number == 1
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "-8"])
+def test_not_positive(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ProcessesError, match="at least 1"):
+        count_processes(text, {}, probes(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("AUTO", "did you mean auto"),
+        ("Gpu", "did you mean gpu"),
+        ("gpus", "did you mean gpu"),
+        ("cuda", "did you mean gpu"),
+        ("mps", "did you mean auto"),
+        ("hpu", "did you mean auto"),
+        ("", "must be a number"),
+        ("1.5", "must be a number"),
+        ("2 4", "must be a number"),
+    ],
+)
+def test_typing_errors_do_not_ask_torch(text: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ProcessesError, match=problem):
+        count_processes(text, {}, probes(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["xpu", "npu"])
+def test_other_names_are_torchs_to_count(name: str, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def torch(kind: str) -> int:
+        asked.append(kind)
+        return 3
+
+    assert count_processes(name, {}, probes(tmp_path)._replace(torch=torch)) == Count(3, name, "torch")
+    assert asked == [name]
+    with pytest.raises(ProcessesError, match=f"no {name} device, says torch"):
+        count_processes(name, {}, probes(tmp_path)._replace(torch=lambda _: 0))
+
+
+def fake_python(tmp_path: Path, body: str) -> str:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_torch_says(tmp_path: Path) -> None:
+    assert ask_torch("npu", fake_python(tmp_path, "echo 4")) == 4
+    with pytest.raises(ProcessesError, match="it says: No module named 'torch'"):
+        ask_torch("npu", fake_python(tmp_path, "echo trace >&2; echo \"No module named 'torch'\" >&2; exit 1"))
+    with pytest.raises(ProcessesError, match="does not run: No such file"):
+        ask_torch("npu", str(tmp_path / "missing"))

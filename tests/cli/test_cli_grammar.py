@@ -1,0 +1,111 @@
+"""Prefixes, sources of values and variables: where we are better than torchrun on purpose."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from holdfast.cli.grammar import parse
+from holdfast.cli.options import OPTIONS, Option
+from holdfast.core.errors import EnvironmentValueError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("line", "notices"),
+    [
+        ("--nnode 2 x.py", ("--nnode taken as --nnodes",)),
+        ("--nproc_p=2 --stand x.py", ("--nproc_p taken as --nproc_per_node", "--stand taken as --standalone")),
+        ("--nnodes 2 --nproc_per_node=1 x.py --nnode", ()),
+        ("--role --nnode=3 x.py", None),
+    ],
+)
+def test_a_prefix_is_said(line: str, notices: tuple[str, ...] | None) -> None:
+    if notices is None:
+        with pytest.raises(
+            UsageError, match=r"--role needs a value; if --nnode=3 is the value, write --role=--nnode=3"
+        ):
+            parse(shlex.split(line), {}, OPTIONS)
+    else:
+        assert parse(shlex.split(line), {}, OPTIONS).notices == notices
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--nprc", "--nproc-per-node"),
+        ("--standlone", "--standalone"),
+        ("--rdzv_endpont", "--rdzv-endpoint"),
+        ("--max-restart-s", "--max-restarts"),
+        ("--logdir", "--log-dir"),
+        ("--NNODES", "--nnodes"),
+        ("--pln", "--plan"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"{typed} is no option; did you mean {meant}\\?"):
+        parse([typed, "x.py"], {}, OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["zzzz", "--qqqqqqqq", "-x"])
+def test_nothing_near_is_no_guess(name: str) -> None:
+    if name.startswith("-"):
+        with pytest.raises(UsageError, match="see holdfast run --help"):
+            parse([name, "x.py"], {}, OPTIONS)
+    else:
+        assert parse([name], {}, OPTIONS).values.training_script == name
+
+
+def test_flag_beats_variable_beats_default() -> None:
+    parsed = parse(["--nnodes", "3", "x.py"], {"PET_NNODES": "2", "PET_ROLE": "r"}, OPTIONS)
+    assert (parsed.values.nnodes, parsed.sources["nnodes"], parsed.said("nnodes")) == ("3", "flag", "--nnodes 3")
+    assert (parsed.values.role, parsed.sources["role"], parsed.said("role")) == ("r", "PET_ROLE", "PET_ROLE=r")
+    assert (parsed.values.tee, parsed.given("tee")) == ("0", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("0", False), ("2", True), ("true", True), ("Yes", True), ("FALSE", False), ("no", False)],
+)
+def test_words_for_flags_in_variables(text: str, value: bool) -> None:
+    assert parse(["x.py"], {"PET_STANDALONE": text}, OPTIONS).values.standalone is value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("PET_STANDALONE", "", "a flag is"),
+        ("PET_STANDALONE", "maybe", "a flag is"),
+        ("PET_MODULE", "1.0", "a flag is"),
+        ("PET_MAX_RESTARTS", "many", "not a whole number"),
+        ("PET_MONITOR_INTERVAL", "", "not a number"),
+        ("PET_MASTER_PORT", "http", "not a whole number"),
+        ("PET_START_METHOD", "thread", "must be one of spawn, fork, forkserver"),
+        ("PET_NUMA_BINDING", "nodes", "must be one of node, socket"),
+        ("HOLDFAST_PLAN", "perhaps", "a flag is"),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_value(name: str, text: str, problem: str) -> None:
+    with pytest.raises(EnvironmentValueError, match=f"^{name}={text}: {problem}"):
+        parse(["x.py"], {name: text}, OPTIONS)
+    dest = name.split("_", 1)[1].lower()
+    option = next(option for option in OPTIONS if option.dest == dest)
+    if option.kind != "flag":  # a flag on the line makes the variable irrelevant
+        good = option.choices[0] if option.choices else "1"
+        assert parse([option.name, good, "x.py"], {name: text}, OPTIONS).given(dest)
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.variable], ids=lambda option: option.name)
+def test_every_option_reads_its_variable(option: Option) -> None:
+    text = option.choices[0] if option.choices else "1"
+    parsed = parse(["x.py"], {option.variable: text}, OPTIONS)
+    assert parsed.sources[option.dest] == option.variable
+    assert parsed.said(option.dest).startswith(option.variable + "=")
+
+
+def test_help_and_version_need_no_script_and_read_no_variable() -> None:
+    broken = {"PET_MAX_RESTARTS": "x"}
+    assert parse(["--help"], broken, OPTIONS).values.help
+    assert parse(["--nnodes", "2", "-h", "--no-such-thing"], broken, OPTIONS).values.help
+    assert parse(["--version"], broken, OPTIONS).values.version
+    assert not parse(["x.py", "--help"], {}, OPTIONS).values.help

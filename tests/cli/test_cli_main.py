@@ -1,0 +1,167 @@
+"""The command itself: sub-commands, help, version, what it costs, and the order in which things are done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast.run
+from holdfast.cli import COMMANDS, main, print_version
+from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.version import __version__
+
+BARE_PYTHONS_MAX = 3.5
+"""45 ms where a bare Python takes 13."""
+HELP_KIB_MAX = 13 * 1024
+
+WHAT_WAS_LOADED = """
+import sys, json
+bare = set(sys.modules)
+import holdfast.cli
+status = holdfast.cli.main({argv!r})
+json.dump([status, sorted(set(sys.modules) - bare)], sys.stderr)
+"""
+
+
+def loaded(*argv: str) -> list[str]:
+    """Modules that a command line loads."""
+    done = subprocess.run(
+        [sys.executable, "-c", WHAT_WAS_LOADED.format(argv=list(argv))], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stderr.strip().splitlines()[-1])[1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "argv", [("--help",), ("--version",), ("run", "--help"), ("run", "--version"), ("launch", "-h")]
+)
+def test_help_loads_nothing_but_a_bit_of_the_standard_library(argv: tuple[str, ...]) -> None:
+    modules = {name.partition(".")[0] for name in loaded(*argv)} - {"holdfast"}
+    assert modules <= set(sys.stdlib_module_names)
+    assert not modules & {
+        "msgspec",
+        "torch",
+        "dataclasses",
+        "asyncio",
+        "socket",
+        "argparse",
+        "re",
+        "difflib",
+        "inspect",
+    }
+
+
+def test_importing_the_command_loads_no_third_party_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; b = set(sys.modules); import holdfast.cli; print(*set(sys.modules) - b)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules = {name.partition(".")[0] for name in done.stdout.split()} - {"holdfast"}
+    assert modules <= set(sys.stdlib_module_names)
+
+
+COST = """
+used = resource.getrusage(resource.RUSAGE_SELF)
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(used.ru_utime + used.ru_stime, peak, file=sys.stderr)
+"""
+
+
+def cost(body: str) -> tuple[float, float]:
+    """Processor seconds and peak KiB of a Python process that does this."""
+    code = f"import resource, sys\n{body}\n{COST}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, kib = done.stderr.split()
+    return float(seconds), float(kib)
+
+
+def test_help_is_fast_and_small() -> None:
+    """Beside a bare Python in the same run, and the best of several: other work on the machine only ever adds."""
+    bare = [cost("") for _ in range(8)]
+    helped = [cost("from holdfast.cli import main; main(['run', '--help'])") for _ in range(8)]
+    assert min(seconds for seconds, _ in helped) <= BARE_PYTHONS_MAX * min(seconds for seconds, _ in bare)
+    assert min(kib for _, kib in helped) < HELP_KIB_MAX
+
+
+@pytest.mark.parametrize(("command", "table"), [("run", OPTIONS), ("launch", LAUNCH_OPTIONS)])
+def test_help_lists_every_option(command: str, table: tuple[Option, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(lines) == len(table)
+    for option in table:
+        (line,) = (line for line in lines if option.name in line.split()[:2])
+        assert option.help in line
+        assert option.variable in line
+        assert option.short in line
+
+
+def test_top_level(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in COMMANDS)
+    assert main(["--version"]) == main(["run", "--version"]) == print_version() == 0
+    assert capsys.readouterr().out == f"holdfast {__version__}\n" * 3
+    assert main([]) == 2
+    assert "usage: holdfast COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["rnu"], "'rnu' is no command; did you mean run?"),
+        (["lanch", "x.py"], "did you mean launch?"),
+        (["zzzz"], "commands are run, launch"),
+        (["train.py"], "write: holdfast run train.py"),
+        (["--nnodes", "2", "x.py"], "write: holdfast run --nnodes"),
+    ],
+)
+def test_no_such_command(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("holdfast: HF101: ")
+    assert said in err
+
+
+def test_elsewhere_than_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(["run", "x.py"]) == 2
+    assert capsys.readouterr().err == "holdfast: HF112: holdfast runs on Linux; this is darwin\n"
+
+
+def test_python_m_holdfast_run_is_holdfast_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    assert holdfast.run.main(["--plan", str(script)]) == 0
+    one = capsys.readouterr().out
+    assert main(["run", "--plan", str(script)]) == 0
+    assert capsys.readouterr().out == one
+
+
+@pytest.mark.parametrize("module", ["holdfast", "holdfast.run"])
+def test_real_processes_say_one_line_and_leave_nothing(module: str, tmp_path: Path) -> None:
+    argv = ["run"] if module == "holdfast" else []
+    done = subprocess.run(
+        [sys.executable, "-m", module, *argv, "--nnodes", "3:1", "x.py"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "holdfast: HF103: --nnodes 3:1: the minimum 3 is above the maximum 1\n"
+
+
+def test_launch_says_that_it_is_deprecated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    assert main(["launch", "--plan", "--nproc-per-node=2", str(script), "a"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("holdfast: FutureWarning: ")
+    assert err.count("\n") == 1
+    assert f"-u {script} --local-rank=1 a" in out
+    assert main(["launch", "--plan", "--use-env", str(script), "a"]) == 0
+    assert f"-u {script} a" in capsys.readouterr().out
+    assert main(["launch", "--no-python", "sh"]) == 2
+    assert "holdfast: HF101: holdfast launch --no-python needs --use-env as well" in capsys.readouterr().err
+    assert main(["run", "--use-env", str(script)]) == 2

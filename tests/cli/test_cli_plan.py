@@ -1,0 +1,122 @@
+"""`--plan`: complete, deterministic, and nothing is started."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.devices import Probes
+from holdfast.cli.grammar import parse
+from holdfast.cli.options import OPTIONS
+from holdfast.cli.plan import render
+from holdfast.cli.resolve import resolve
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
+def plan(line: str, **environ: str) -> str:
+    parsed = parse(["--plan", *shlex.split(line)], environ, OPTIONS)
+    return render(parsed, resolve(parsed, environ, Probes(nvml=lambda: ["a", "b"], cpus=6)), environ)
+
+
+def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
+    text = plan(
+        "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r train.py '$local_rank'"
+    )
+    assert (
+        text
+        == f"""\
+holdfast would run this; nothing was started.
+
+job           id none, up to 0 restarts after worker failures
+nodes         2; this one is node 1
+rendezvous    static at h:29500, waits 900 s for 2
+coordinator   the agent on the machine that owns h
+token         none
+workers here  2
+threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers
+stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
+logs          /l/none_<random>/attempt_0/<local rank>/
+notice        --nnode taken as --nnodes
+
+every worker here gets
+  GROUP_RANK=1
+  GROUP_WORLD_SIZE=2
+  LOCAL_WORLD_SIZE=2
+  MASTER_ADDR=<assigned>
+  MASTER_PORT=<assigned>
+  NODE_RANK=1
+  OMP_NUM_THREADS=3
+  ROLE_NAME=r
+  ROLE_WORLD_SIZE=<assigned>
+  TORCHELASTIC_MAX_RESTARTS=0
+  TORCHELASTIC_RESTART_COUNT=0
+  TORCHELASTIC_RUN_ID=none
+  TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT
+  TORCHELASTIC_USE_AGENT_STORE=True
+  TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+  WORLD_SIZE=<assigned>
+
+local rank 0
+  {sys.executable} -u train.py 0
+  LOCAL_RANK=0
+  RANK=<assigned>
+  ROLE_RANK=<assigned>
+  TORCHELASTIC_ERROR_FILE=/l/none_<random>/attempt_0/0/error.json
+
+local rank 1
+  {sys.executable} -u train.py 1
+  LOCAL_RANK=1
+  RANK=<assigned>
+  ROLE_RANK=<assigned>
+  TORCHELASTIC_ERROR_FILE=/l/none_<random>/attempt_0/1/error.json"""
+    )
+
+
+def test_the_same_line_gives_the_same_plan() -> None:
+    assert plan("--standalone train.py") == plan("--standalone train.py")
+
+
+PARTS = [
+    ("train.py", {}, ["id <random>", "nodes         1, this one", "standalone", "coordinator   this agent"]),
+    ("train.py", {}, ["  WORLD_SIZE=1", "  RANK=0", "OMP_NUM_THREADS stays unset"]),
+    ("--rdzv-id x train.py", {}, ["id x,", "TORCHELASTIC_RUN_ID=x"]),
+    (
+        "--rdzv-backend c10d --rdzv-endpoint h --nnodes 1:4 --node-rank 3 train.py",
+        {},
+        ["1 to 4; this one is node 3 if"],
+    ),
+    (
+        "--rdzv-backend c10d --rdzv-endpoint h --nnodes 1:4 train.py",
+        {},
+        ["GROUP_WORLD_SIZE=<assigned>", "c10d at h:29400"],
+    ),
+    (
+        "--rdzv-backend c10d --rdzv-conf is_host=0,join_timeout=5 train.py",
+        {},
+        ["another agent, by is_host", "waits 5 s"],
+    ),
+    ("--nproc-per-node auto train.py", {}, ["workers here  2, one per gpu (NVML)"]),
+    ("--nproc-per-node gpu train.py", {"CUDA_VISIBLE_DEVICES": "1"}, ["1, one per gpu (1 of 2 by NVML and CUDA"]),
+    ("--nproc-per-node 2 train.py", {"OMP_NUM_THREADS": "9"}, ["OMP_NUM_THREADS=9 as it is set"]),
+    ("--virtual-local-rank --nproc-per-node 2 train.py", {}, ["  CUDA_VISIBLE_DEVICES=0", "  CUDA_VISIBLE_DEVICES=1"]),
+    ("--log-dir /dev/null train.py", {}, ["logs          no files", "TORCHELASTIC_ERROR_FILE=\n"]),
+    ("train.py", {"HOLDFAST_TOKEN": "hush"}, ["token         yes"]),
+    ("-m pkg.mod a", {}, ["-u -m pkg.mod a\n"]),
+    ("--no-python sh -c 'a b'", {"PATH": "/bin"}, ["  sh -c 'a b'\n"]),
+    ("--signals-to-handle '' --shutdown-timeout 3 train.py", {}, ["on no signal", "SIGKILL after 3 s"]),
+]
+
+
+@pytest.mark.parametrize(("line", "environ", "parts"), PARTS)
+def test_what_a_plan_says(line: str, environ: dict[str, str], parts: list[str]) -> None:
+    text = plan(line, **environ) + "\n"
+    assert all(part in text for part in parts), text
+    assert "hush" not in text

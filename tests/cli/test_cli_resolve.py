@@ -1,0 +1,221 @@
+"""Accepted lines and what they resolve to."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.devices import Probes
+from holdfast.cli.grammar import parse
+from holdfast.cli.options import LAUNCH_OPTIONS
+from holdfast.cli.resolve import Resolution, resolve
+from holdfast.core.options import CommandKind, Endpoint, RunOptions, Std
+from holdfast.runtime.workers.log_layout import default_log_dir
+
+PROBES = Probes(nvml=lambda: ["GPU-a", "GPU-b"], torch=lambda name: 3, cpus=8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("")
+    (tmp_path / "prog").write_text("#!/bin/sh\n")
+    (tmp_path / "prog").chmod(0o755)
+    (tmp_path / "secret").write_bytes(b"s3cret\n")
+    return tmp_path
+
+
+def resolution(line: str, environ: dict[str, str] | None = None) -> Resolution:
+    environ = environ or {}
+    return resolve(parse(shlex.split(line), environ, LAUNCH_OPTIONS), environ, PROBES)
+
+
+def options(line: str, **environ: str) -> RunOptions:
+    """As `holdfast run` would (--use-env)."""
+    return resolution("--use-env " + line, environ).options
+
+
+FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
+    # nodes and rendezvous
+    ("train.py", {}, {"standalone": True, "job.backend": "c10d", "endpoint": "localhost:0", "node_rank": None}),
+    ("train.py", {}, {"job.min_nodes": 1, "job.max_nodes": 1, "job.fixed_ranks": False, "job.max_restarts": 0}),
+    ("--standalone --nnodes 1:4 train.py", {}, {"job.max_nodes": 1, "standalone": True}),
+    ("--rdzv-id mine train.py", {}, {"job.run_id": "mine", "standalone": True}),
+    ("--standalone --rdzv-id mine train.py", {}, {"job.run_id": "mine"}),
+    ("train.py", {"PET_RDZV_ID": "mine"}, {"job.run_id": "mine"}),
+    ("--nnodes 2 train.py", {}, {"job.backend": "static", "job.run_id": "none", "endpoint": "127.0.0.1:29500"}),
+    ("--nnodes 2 train.py", {}, {"job.fixed_ranks": True, "node_rank": 0, "limits.join_s": 900.0}),
+    ("--nnodes 1:3 --node-rank 2 train.py", {}, {"job.min_nodes": 3, "job.max_nodes": 3, "node_rank": 2}),
+    ("--master-port 29777 train.py", {}, {"job.backend": "static", "standalone": False, "endpoint": "127.0.0.1:29777"}),
+    ("train.py", {"PET_MASTER_PORT": "1"}, {"job.backend": "static", "endpoint": "127.0.0.1:1"}),
+    ("--nnodes 2 --master-addr h --master-port 5 train.py", {}, {"endpoint": "h:5"}),
+    ("--nnodes 2 --master-addr ::1 train.py", {}, {"endpoint": "[::1]:29500"}),
+    ("--nnodes 2 --master-addr [::1] train.py", {}, {"endpoint": "[::1]:29500"}),
+    ("--rdzv-endpoint h:7 train.py", {}, {"job.backend": "static", "endpoint": "h:7", "job.fixed_ranks": True}),
+    ("--rdzv-backend c10d train.py", {}, {"endpoint": "localhost:29400", "standalone": False, "job.run_id": "none"}),
+    ("--rdzv-backend c10d --rdzv-endpoint h --nnodes 2 train.py", {}, {"endpoint": "h:29400", "limits.join_s": 600.0}),
+    ("--rdzv-backend c10d --rdzv-endpoint localhost:0 train.py", {}, {"endpoint": "localhost:0"}),
+    ("--rdzv-backend c10d --nnodes 1:4 --node-rank 3 train.py", {}, {"node_rank": 3, "job.fixed_ranks": False}),
+    ("--rdzv-backend c10d --nnodes 4 train.py", {"PET_NODE_RANK": "0"}, {"node_rank": 0}),
+    ("--rdzv-backend c10d --rdzv-conf join_timeout=7,last_call_timeout=3 train.py", {}, {"limits.join_s": 7.0}),
+    ("--rdzv-backend c10d --rdzv-conf is_host=yes train.py", {}, {"is_host": True}),
+    ("--rdzv-backend c10d --rdzv-conf is_host=0 train.py", {}, {"is_host": False}),
+    ("--nnodes 2 --rdzv-conf timeout=5 train.py", {}, {"limits.join_s": 5.0, "is_host": None}),
+    ("--rdzv-conf token_file=secret train.py", {"HOLDFAST_TOKEN": "other"}, {"token": b"s3cret"}),
+    ("train.py", {"HOLDFAST_TOKEN": "word\n"}, {"token": b"word"}),
+    ("train.py", {}, {"token": None, "local_addr": None, "role": "default", "is_host": None}),
+    ("--local-addr 10.0.0.1 --role r train.py", {}, {"local_addr": "10.0.0.1", "role": "r"}),
+    # workers
+    ("--nproc-per-node 3 train.py", {}, {"nproc": 3, "omp_num_threads": 2}),
+    ("--nproc-per-node 8 train.py", {}, {"nproc": 8, "omp_num_threads": 1}),
+    ("--nproc-per-node 99 train.py", {}, {"omp_num_threads": 1}),
+    ("--nproc-per-node gpu train.py", {}, {"nproc": 2}),
+    ("--nproc-per-node auto train.py", {"CUDA_VISIBLE_DEVICES": "1"}, {"nproc": 1, "omp_num_threads": None}),
+    ("--nproc-per-node cpu train.py", {}, {"nproc": 8}),
+    ("--nproc-per-node xpu train.py", {}, {"nproc": 3}),
+    ("--nproc-per-node 4 train.py", {"OMP_NUM_THREADS": "5"}, {"omp_num_threads": None}),
+    ("train.py", {"PET_NPROC_PER_NODE": "2"}, {"nproc": 2}),
+    ("--max-restarts 3 train.py", {}, {"job.max_restarts": 3}),
+    ("--monitor-interval 2 --start-method fork train.py", {}, {"monitor_interval_s": 2.0, "start_method": "fork"}),
+    ("--event-log-handler console --logs-specs default train.py", {}, {"event_log_handler": "console"}),
+    ("--virtual-local-rank --nproc-per-node 2 train.py", {"CUDA_VISIBLE_DEVICES": "3,4"}, {"virtual_local_rank": True}),
+    ("--numa-binding core-complex train.py", {}, {"numa_binding": "core-complex"}),
+    ("train.py", {"PET_NUMA_BINDING": "node"}, {"numa_binding": "node"}),
+    ("train.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, {"share_store": False}),
+    ("train.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}, {"share_store": True}),
+    # the end
+    ("train.py", {}, {"limits.stop_grace_s": 30.0, "signals": (15, 2, 1, 3)}),
+    ("train.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}, {"limits.stop_grace_s": 9.0}),
+    ("train.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9", "PET_SHUTDOWN_TIMEOUT": "8"}, {"limits.stop_grace_s": 8.0}),
+    ("--shutdown-timeout 0 train.py", {"PET_SHUTDOWN_TIMEOUT": "8"}, {"limits.stop_grace_s": 0.0}),
+    (
+        "--signals-to-handle ' SIGUSR1 ,SIGTERM' train.py",
+        {},
+        {"signals": (10, 15), "signals_text": " SIGUSR1 ,SIGTERM"},
+    ),
+    ("--signals-to-handle '' train.py", {}, {"signals": (), "signals_text": ""}),
+    # logs
+    ("--log-dir /dev/null train.py", {}, {"logs.log_dir": None}),
+    ("--local-ranks-filter 0 train.py", {}, {"logs.local_ranks_filter": frozenset({0})}),
+    ("train.py", {}, {"logs.local_ranks_filter": None, "logs.prefix_template": None}),
+    ("-t 1 --duplicate-stdout-filters a,,b,c train.py", {}, {"logs.duplicate_stdout_filters": ("a,b", "c")}),
+    ("--duplicate-stderr-filters '' train.py", {}, {"logs.duplicate_stderr_filters": ()}),
+    ("train.py", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"}, {"logs.prefix_template": "${rank}"}),
+    # the program
+    ("train.py a --lr 3", {}, {"command.kind": CommandKind.SCRIPT, "command.args": ("a", "--lr", "3")}),
+    ("train.py", {}, {"command.python": sys.executable, "command.local_rank_argument": False}),
+    ("train.py", {"PYTHON_EXEC": "/bin/sh"}, {"command.python": "/bin/sh"}),
+    ("train.py", {"PYTHON_EXEC": ""}, {"command.python": sys.executable}),
+    ("package", {}, {"command.kind": CommandKind.SCRIPT, "command.target": "package"}),
+    ("-m no.such.module x", {}, {"command.kind": CommandKind.MODULE, "command.target": "no.such.module"}),
+    ("--no-python ./prog -c", {}, {"command.kind": CommandKind.PROGRAM, "command.args": ("-c",), "command.python": ""}),
+    (
+        "--no-python sh -c true",
+        {"PATH": "/bin:/usr/bin"},
+        {"command.kind": CommandKind.PROGRAM, "command.target": "sh"},
+    ),
+    ("--run-path train.py", {}, {"command.kind": CommandKind.RUN_PATH}),
+    ("'s_${local_rank}.py'", {}, {"command.target": "s_${local_rank}.py"}),
+    ("-", {}, {"command.target": "-"}),
+]
+
+
+@pytest.mark.parametrize(("line", "environ", "fields"), FIELDS)
+def test_a_line_resolves(line: str, environ: dict[str, str], fields: dict[str, object]) -> None:
+    got = options(line, **environ)
+    assert got.notices == () or line.startswith(("--standalone --nnodes 1:4", "--rdzv-backend c10d --nnodes")), (
+        got.notices
+    )
+    for path, expected in fields.items():
+        value: object = got
+        for name in path.split("."):
+            value = getattr(value, name)
+        if isinstance(value, Endpoint):
+            value = str(value)
+        assert value == expected, path
+
+
+def test_a_standalone_job_gets_a_name_of_its_own() -> None:
+    first, second = options("train.py").job.run_id, options("--standalone train.py").job.run_id
+    assert uuid.UUID(first) != uuid.UUID(second)
+
+
+def test_stream_choices() -> None:
+    logs = options("-r 2 -t 0:3,12:1 --nproc-per-node 13 train.py").logs
+    assert [logs.redirects.for_rank(rank) for rank in (0, 7)] == [Std.ERR, Std.ERR]
+    assert [logs.tee.for_rank(rank) for rank in (0, 1, 12)] == [Std.ALL, Std.NONE, Std.OUT]
+
+
+def test_log_folders(folder: Path) -> None:
+    assert options("train.py").logs.log_dir == default_log_dir()
+    assert options("--log-dir '' train.py").logs.log_dir == default_log_dir()
+    assert options("--log-dir some/where train.py").logs.log_dir == str(folder / "some/where")
+    assert not (folder / "some").exists()
+
+
+def test_launch_gives_the_local_rank_as_an_argument() -> None:
+    assert resolution("train.py").options.command.local_rank_argument
+    assert not resolution("--use-env train.py").options.command.local_rank_argument
+
+
+NOTICES = [
+    ("--nnode 1 train.py", {}, "--nnode taken as --nnodes"),
+    (
+        "--standalone --rdzv-backend static --rdzv-endpoint h:1 train.py",
+        {},
+        "--rdzv-backend static, --rdzv-endpoint h:1",
+    ),
+    ("--master-addr h train.py", {}, "--master-addr h without effect: one node without an endpoint"),
+    ("--standalone --master-port 3 train.py", {}, "--master-port 3 without effect: --standalone"),
+    ("--standalone --nnodes 1:4 train.py", {}, "--nnodes 1:4 taken as 1"),
+    ("--node-rank 2 train.py", {}, "--node-rank 2 without effect: this job has one node"),
+    ("--rdzv-backend c10d --master-addr h train.py", {}, "only used with backend static, not c10d"),
+    ("--rdzv-backend c10d train.py", {"PET_MASTER_PORT": "3"}, "PET_MASTER_PORT=3 without effect"),
+    ("--rdzv-endpoint h:1 --master-addr h train.py", {}, "--rdzv-endpoint says where to meet"),
+    ("--rdzv-backend c10d --nnodes 1:4 --node-rank 9 train.py", {}, "--node-rank 9 without effect: ranks are 0 to 3"),
+    ("--rdzv-backend c10d --nnodes 2 train.py", {}, "nodes meet at localhost:29400, so only on this machine"),
+    ("--rdzv-id '' train.py", {}, "--rdzv-id '' is empty, taken as "),
+    ("--nnodes 2 --rdzv-id '' train.py", {}, "the nodes will not find each other"),
+    ("--rdzv-backend c10d --rdzv-conf timeout=3 train.py", {}, "did you mean join_timeout?"),
+    ("--signals-to-handle SIGFOO,SIGTERM train.py", {}, "SIGFOO is no signal"),
+    ("-r 0:1,7:1 train.py", {}, "--redirects 0:1,7:1: this node has no local rank 7, only 0 to 0"),
+    ("--local-ranks-filter 0,3,2 --nproc-per-node 2 train.py", {}, "no local rank 2, 3, only 0 to 1"),
+    ("--duplicate-stdout-filters a -t 2 train.py", {}, "--duplicate-stdout-filters has no effect: it applies"),
+    ("--duplicate-stderr-filters a --log-dir /dev/null -t 2 train.py", {}, "has no effect: with --log-dir /dev/null"),
+    ("-r 3 --log-dir /dev/null train.py", {}, "--redirects 3 has no effect"),
+    ("--run-path -m train.py", {}, "--module without effect: --run-path wins"),
+    ("--run-path --no-python train.py", {"PET_MODULE": "1"}, "PET_MODULE=True and --no-python without effect"),
+]
+
+
+@pytest.mark.parametrize(("line", "environ", "said"), NOTICES)
+def test_what_has_no_effect_is_said_in_one_line(line: str, environ: dict[str, str], said: str) -> None:
+    notices = options(line, **environ).notices
+    assert [notice for notice in notices if said in notice], notices
+    assert not any("\n" in notice for notice in notices)
+
+
+def test_nothing_is_said_of_ordinary_lines() -> None:
+    """What schedulers and tutorials write must not be answered with chatter."""
+    for line in (
+        "--nnodes=1 --node_rank=0 --nproc_per_node=2 train.py",
+        "--standalone --nnodes=1 --nproc-per-node=gpu train.py",
+        "--standalone --rdzv-backend c10d train.py",
+        "--nnodes 2 --nproc_per_node 8 --node_rank 1 --master_addr 10.1.1.1 --master_port 1234 train.py",
+        "--nnodes=1:4 --max_restarts=3 --rdzv_id=1 --rdzv_backend=c10d --rdzv_endpoint=h:29400 train.py",
+        "--monitor-interval 5 --start-method spawn --log-dir logs -r 3 -t 3 train.py",
+    ):
+        assert options(line).notices == (), line
+
+
+def test_the_environment_of_this_process_is_not_touched() -> None:
+    before = dict(os.environ)
+    options("--nproc-per-node 4 --signals-to-handle SIGUSR1 train.py")
+    assert dict(os.environ) == before
