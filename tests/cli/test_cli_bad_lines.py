@@ -148,3 +148,13 @@ def test_permissions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").chmod(0)
     assert main(["run", "train.py"]) == 2
     assert "cannot be read" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["x.py"], ["--log-dir", "logs", "-m", "x"]])
+def test_a_current_folder_that_is_gone(argv: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert main(["run", *argv]) == 2
+    assert "deleted" in capfd.readouterr().err

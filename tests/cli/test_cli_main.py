@@ -48,7 +48,6 @@ def test_help_loads_nothing_but_a_bit_of_the_standard_library(argv: tuple[str, .
         "asyncio",
         "socket",
         "argparse",
-        "re",
         "difflib",
         "inspect",
     }

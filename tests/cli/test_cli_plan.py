@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from holdfast.cli import main
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
 from holdfast.cli.options import OPTIONS
@@ -120,3 +122,10 @@ def test_what_a_plan_says(line: str, environ: dict[str, str], parts: list[str]) 
     text = plan(line, **environ) + "\n"
     assert all(part in text for part in parts), text
     assert "hush" not in text
+
+
+def test_a_script_whose_name_is_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = os.fsdecode(b"caf\xe9.py")
+    (tmp_path / name).touch()
+    assert main(["run", "--plan", name]) == 0
+    assert "caf\ufffd.py" in capsys.readouterr().out
