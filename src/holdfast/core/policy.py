@@ -68,3 +68,9 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     """The group rank this node wishes for (binding with fixed_ranks); None: no wish."""
     local_addr: str | None = None
     hosts_coordinator: bool = False
+
+    @property
+    def agent(self) -> str:
+        """Who is behind this identity, the same for all its joins: `node7#5f3a90c1.2` is `node7#5f3a90c1` again."""
+        host, mark, incarnation = self.member.rpartition("#")
+        return host + mark + incarnation.partition(".")[0]

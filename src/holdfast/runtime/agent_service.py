@@ -2,8 +2,7 @@
 
     run_job ── AgentService ── Driver(AgentMachine)
                   │  ├── Crew               workers, store, keeper
-                  │  ├── link               LocalLink or Connection to the coordinator
-                  │  └── CoordinatorService if this process got the endpoint's address
+                  │  └── Meeting            the link to the coordinator, and the coordinator if this process hosts it
                   └── Console, LogRouter, Journal, RunFolder
 
 Executes what the machine asks for; decides nothing.
@@ -16,7 +15,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
@@ -36,24 +34,19 @@ from holdfast.core.agent.commands import (
 from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled, Tick
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
-from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.errors import HoldfastError, NoAnswerError, PortInUseError, RefusedError
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
-from holdfast.core.protocol import FromAgent, FromCoordinator
-from holdfast.runtime.coordinator_service import CoordinatorService
+from holdfast.core.protocol import FromCoordinator
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
+from holdfast.runtime.meeting import Link, Meeting
 from holdfast.runtime.report import write_reports
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.crew import Crew
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.log_layout import RunFolder
 from holdfast.runtime.workers.log_router import LogRouter
-
-if TYPE_CHECKING:
-    from holdfast.rendezvous.claim import Claim
 
 CONSOLE_STALL_S_MAX = 30.0
 """At the end: a console that takes nothing for this long is given up; the files are complete."""
@@ -71,14 +64,6 @@ class Finished(Struct, frozen=True):
 
 
 Render = Callable[[Finished], str]
-
-
-class Link(Protocol):
-    """An agent's way to the coordinator."""
-
-    def send(self, message: FromAgent) -> None: ...
-
-    def close(self, reason: str = ...) -> None: ...
 
 
 def run_job(options: RunOptions, keeper: KeeperHandle, *, judge: Judge, render: Render) -> int:
@@ -131,7 +116,6 @@ class AgentService:
     ) -> None:
         self._options = options
         self._keeper = keeper
-        self._judge = judge
         self._folder = folder
         self._console = console
         self._router = router
@@ -139,7 +123,7 @@ class AgentService:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
-        self._coordinator: CoordinatorService | None = None
+        self._meeting = Meeting(options, judge, journal, console.say)
         self._link: Link | None = None
         self._driver: Driver[Event, Command] | None = None
         self._crew: Crew | None = None
@@ -170,7 +154,7 @@ class AgentService:
                 host=self._host,
             )
             self._crew = crew
-            crew.on_store = self._store_opened
+            crew.on_store = self._meeting.store_opened
             self._driver = Driver(AgentMachine(node, self._options.limits, self._loop.time()), Tick(), self._execute)
             handled = self._install_signals()
             try:
@@ -180,8 +164,7 @@ class AgentService:
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
                 self._driver.stop()
-                if self._coordinator is not None:
-                    await self._coordinator.close()
+                await self._meeting.close()
                 await crew.close()
         return outcome
 
@@ -220,10 +203,6 @@ class AgentService:
             self._link = None
             self._feed(LinkLost(reason))
 
-    def _store_opened(self, port: int) -> None:
-        if self._coordinator is not None and self._coordinator.proxy is not None:
-            self._coordinator.proxy.set_target("127.0.0.1", port)
-
     # ---------------------------------------------------------------- commands
 
     def _execute(self, command: Command) -> None:
@@ -255,71 +234,11 @@ class AgentService:
                 if not self._ended.done():
                     self._ended.set_result(outcome)
 
-    # ---------------------------------------------------------------- reaching the coordinator
-
     async def _dial(self, node: NodeSpec) -> None:
-        """Host the coordinator if the endpoint is ours to bind, else connect to whoever does."""
-        options = self._options
-        try:
-            link = await self._reach(node)
-        except HoldfastError as error:
-            final = isinstance(error, PortInUseError | RefusedError) and not isinstance(error, NoAnswerError)
-            self._feed(DialFailed(error.code, error.exit_code, str(error), final))
-        except OSError as error:
-            text = f"cannot bind the endpoint {options.endpoint}: {error.strerror or error}"
-            self._feed(DialFailed(PortInUseError.code, PortInUseError.exit_code, text, final=True))
-        else:
-            self._link = link
-            self._feed(Dialed())
-
-    async def _reach(self, node: NodeSpec) -> Link:
-        options = self._options
-        if self._coordinator is None:
-            if options.standalone and options.job.max_nodes == 1:
-                await self._host_coordinator(None)  # nobody can join: no socket at all
-            elif (place := await self._claim()) is not None:
-                await self._host_coordinator(place)
-        if self._coordinator is not None:
-            local = self._coordinator.connect_locally()
-            local.start(self._received, lambda reason: self._link_lost(local, reason))
-            return local
-        from holdfast.runtime.connection import dial
-
-        connection = await dial(options.endpoint, options.job, node, options.token)
-        connection.start(self._received, lambda reason: self._link_lost(connection, reason))
-        return connection
-
-    async def _claim(self) -> Claim | None:
-        """The endpoint, if it is ours; None: connect."""
-        from holdfast.rendezvous.claim import claim
-
-        options = self._options
-        wanted = options.is_host
-        if options.job.fixed_ranks and wanted is None:
-            wanted = None if not options.node_rank else False
-        if _is_numeric_or_local(options.endpoint.host):
-            place = claim(options.endpoint, standalone=options.standalone, is_host=wanted)
-        else:
-            place = await asyncio.to_thread(claim, options.endpoint, standalone=options.standalone, is_host=wanted)
-        self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
-        return place if place.is_host else None
-
-    async def _host_coordinator(self, place: Claim | None) -> None:
-        options = self._options
-        static = options.job.fixed_ranks and options.share_store
-        machine = CoordinatorMachine(
-            options.job,
-            options.limits,
-            self._judge,
-            self._loop.time(),
-            fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
-        )
-        service = CoordinatorService(machine, self._journal, self._console.say)
-        if place is not None:
-            await service.listen(place, options.token, static=static)
-        self._coordinator = service
-
-
-def _is_numeric_or_local(host: str) -> bool:
-    """Needs no resolver, hence no thread."""
-    return host == "localhost" or ":" in host or host.replace(".", "").isdecimal()
+        answer = await self._meeting.reach(node)
+        if isinstance(answer, DialFailed):
+            self._feed(answer)
+            return
+        self._link = answer
+        answer.start(self._received, lambda reason: self._link_lost(answer, reason))
+        self._feed(Dialed())

@@ -6,6 +6,7 @@ Remote agents come through the Listener; the agent of this very process through 
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from holdfast.runtime.listener import AgentConnection, Listener
     from holdfast.runtime.store_proxy import StoreProxy
 
+DESCRIPTORS_WANTED = 65_536
 LINGER_S = 5.0
 """After the end of the job: how long members may take to hear of it and hang up."""
 
@@ -114,6 +116,7 @@ class CoordinatorService:
         from holdfast.runtime.listener import Listener
         from holdfast.runtime.store_proxy import StoreProxy
 
+        _raise_descriptor_limit()
         if static:
             self.proxy = StoreProxy(self._say)
         self._listener = Listener(
@@ -131,7 +134,7 @@ class CoordinatorService:
         self._number += 1
         link = LocalLink(self, self._number)
         self._links[self._number] = link.to_agent
-        self._driver.feed(LinkOpened(self._number, "127.0.0.1", "127.0.0.1"))
+        self._driver.feed(LinkOpened(self._number, "127.0.0.1", "127.0.0.1", local=True))
         return link
 
     def heard(self, number: int, message: FromAgent) -> None:
@@ -189,3 +192,11 @@ class CoordinatorService:
                 self._journal.write(f"coordinator.{event}", **fields)
             case Conclude(outcome):
                 self._journal.write("coordinator.concluded", kind=outcome.kind.value, exit_code=outcome.exit_code)
+
+
+def _raise_descriptor_limit() -> None:
+    """A link each for thousands of agents. The keeper was forked before: workers keep the limit they had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -42,7 +42,7 @@ class SimCoordinator:
         end.on_message = lambda message: self._heard(link, message)
         end.on_closed = lambda reason: self._closed(link, peer, reason)
         address = "127.0.0.1" if peer == self.host else f"10.0.0.{peer[1:]}"
-        self._handle(cev.LinkOpened(link, address, "10.0.0.0"))
+        self._handle(cev.LinkOpened(link, address, "10.0.0.0", local=peer == self.host))
 
     def _heard(self, link: int, message: object) -> None:
         self._handle(cev.Heard(link, message))  # type: ignore[arg-type]

@@ -12,11 +12,17 @@ from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import Join
 
 
+LAST_WORDS_S = 1.0
+"""So long after its end a holder may still be heard: what it sent was on its way."""
+
+
 class Admit(Struct, frozen=True):
     """This agent becomes a member now."""
 
     link: int
     join: Join
+    heard_s: float
+    """When it asked: it has not been heard since."""
 
 
 class Deny(Struct, frozen=True):
@@ -43,7 +49,7 @@ class Admission:
             self.claims[link] = (join, now)
             return None
         self.identities.add(join.node.member)
-        return Admit(link, join)
+        return Admit(link, join, now)
 
     def withdraw(self, link: int) -> None:
         self.claims.pop(link, None)
@@ -57,8 +63,10 @@ class Admission:
             if holder is None:
                 del self.claims[link]
                 self.identities.add(join.node.member)
-                return Admit(link, join)
-            if holder.last_heard_s > since_s and not holder.leaving:
+                return Admit(link, join, since_s)
+            if holder.node.agent == join.node.agent:
+                continue  # its own ghost: last words of the old link may still come in
+            if holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving:
                 del self.claims[link]
                 taken = f"--node-rank {join.node.node_rank or 0} is taken by {holder.name} ({holder.address})"
                 return Deny(link, join, f"{taken}; {join.node.member} came second")

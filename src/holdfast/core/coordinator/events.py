@@ -15,6 +15,8 @@ class LinkOpened(Struct, frozen=True):
     """The agent's address as seen from here."""
     reached_at: str
     """The address of ours at which it reached us."""
+    local: bool = False
+    """The agent that hosts us."""
 
 
 class LinkClosed(Struct, frozen=True):

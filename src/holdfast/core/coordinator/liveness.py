@@ -13,6 +13,8 @@ from holdfast.core.policy import Limits
 class Liveness:
     limits: Limits
     looked_s: float
+    pardoned_s: float = 0.0
+    """Nobody counts as silent since before this."""
 
     def next_look_s(self) -> float:
         return self.looked_s + self.limits.lease_s / 4
@@ -26,7 +28,6 @@ class Liveness:
         gap = now - self.looked_s
         self.looked_s = now
         if gap > self.limits.lease_s / 2:
-            for member in members:
-                member.last_heard_s = max(member.last_heard_s, now - self.limits.ping_interval_s)
+            self.pardoned_s = now - self.limits.ping_interval_s
             return []
-        return [member for member in members if now - member.last_heard_s > self.limits.lease_s]
+        return [m for m in members if now - max(m.last_heard_s, self.pardoned_s) > self.limits.lease_s]

@@ -12,6 +12,8 @@ link itself, and a Tick when `next_deadline()` has passed.
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from holdfast.core.coordinator.admission import Admission, Admit, Deny
 from holdfast.core.coordinator.budget import Budget
 from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
@@ -115,8 +117,8 @@ class CoordinatorMachine:
 
     def handle(self, now: float, event: Event) -> list[Command]:
         match event:
-            case LinkOpened(link, address, reached_at):
-                self._pending[link] = Pending(address, reached_at, now)
+            case LinkOpened(link, address, reached_at, local):
+                self._pending[link] = Pending(address, reached_at, local)
             case LinkClosed(link, reason):
                 self._on_link_closed(now, link, reason)
             case Heard(link, message):
@@ -219,9 +221,9 @@ class CoordinatorMachine:
         match decision:
             case Admit(link, join):
                 pending = self._pending.pop(link)
-                node = join.node
+                node = structs.replace(join.node, hosts_coordinator=pending.local)
                 self._arrivals += 1
-                member = Member(node, link, pending.address, pending.reached_at, self._arrivals, now)
+                member = Member(node, link, pending.address, pending.reached_at, self._arrivals, decision.heard_s)
                 self.members[node.member] = member
                 self._by_link[link] = node.member
                 self._heed_predecessor(now, join)
@@ -463,19 +465,16 @@ class CoordinatorMachine:
 
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.phase = self._checked(Phase.OVER)
+        self._enter(self._handled_s, Phase.OVER)
         for member in self.members.values():
             self._tell(member, Finish(outcome))
         self._note("over", kind=outcome.kind.value, exit_code=outcome.exit_code)
         self._out.append(Conclude(outcome))
 
     def _enter(self, now: float, phase: Phase) -> None:
-        self.phase = self._checked(phase)
-        self._phase_since_s = now
-
-    def _checked(self, phase: Phase) -> Phase:
         assert (self.phase, phase) in TRANSITIONS, f"no transition {self.phase} -> {phase}"
-        return phase
+        self.phase = phase
+        self._phase_since_s = now
 
     def _candidates(self) -> list[Member]:
         return [m for m in self.members.values() if not m.leaving]

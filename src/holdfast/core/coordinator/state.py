@@ -46,7 +46,7 @@ class Pending:
 
     address: str
     reached_at: str
-    since_s: float
+    local: bool
 
 
 @dataclass(slots=True)

@@ -1,0 +1,112 @@
+"""How this process gets to the coordinator: by hosting it where the endpoint is ours to bind, else by connecting.
+
+Knows sockets and the order of the attempts. When to try again, and when to give up, is the agent machine's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from holdfast.core.agent.events import DialFailed
+from holdfast.core.coordinator.ending import Judge
+from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.errors import HoldfastError, NoAnswerError, PortInUseError, RefusedError
+from holdfast.core.options import RunOptions
+from holdfast.core.policy import NodeSpec
+from holdfast.core.protocol import FromAgent, FromCoordinator
+from holdfast.runtime.coordinator_service import CoordinatorService
+from holdfast.runtime.journal import Journal
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.claim import Claim
+
+
+class Link(Protocol):
+    """An agent's way to the coordinator."""
+
+    def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None: ...
+
+    def send(self, message: FromAgent) -> None: ...
+
+    def close(self, reason: str = ...) -> None: ...
+
+
+class Meeting:
+    """One per agent. Holds the coordinator while this process hosts it."""
+
+    def __init__(self, options: RunOptions, judge: Judge, journal: Journal, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._judge = judge
+        self._journal = journal
+        self._say = say
+        self.coordinator: CoordinatorService | None = None
+
+    async def reach(self, node: NodeSpec) -> Link | DialFailed:
+        """One attempt. The link has to be started; a DialFailed says whether another attempt can help."""
+        try:
+            return await self._reach(node)
+        except HoldfastError as error:
+            final = isinstance(error, PortInUseError | RefusedError) and not isinstance(error, NoAnswerError)
+            return DialFailed(error.code, error.exit_code, str(error), final)
+        except OSError as error:
+            text = f"cannot bind the endpoint {self._options.endpoint}: {error.strerror or error}"
+            return DialFailed(PortInUseError.code, PortInUseError.exit_code, text, final=True)
+
+    def store_opened(self, port: int) -> None:
+        """The store of this generation listens here: clients that come to the endpoint itself are piped there."""
+        if self.coordinator is not None and self.coordinator.proxy is not None:
+            self.coordinator.proxy.set_target("127.0.0.1", port)
+
+    async def close(self) -> None:
+        if self.coordinator is not None:
+            await self.coordinator.close()
+
+    async def _reach(self, node: NodeSpec) -> Link:
+        options = self._options
+        if self.coordinator is None:
+            if options.standalone and options.job.max_nodes == 1:
+                await self._host(None)  # nobody can join: no socket at all
+            elif (place := await self._claim()) is not None:
+                await self._host(place)
+        if self.coordinator is not None:
+            return self.coordinator.connect_locally()
+        from holdfast.runtime.connection import dial
+
+        return await dial(options.endpoint, options.job, node, options.token)
+
+    async def _claim(self) -> Claim | None:
+        """The endpoint, if it is ours; None: connect."""
+        from holdfast.rendezvous.claim import claim
+
+        options = self._options
+        wanted = options.is_host
+        if wanted is None and options.job.fixed_ranks and options.node_rank:
+            wanted = False  # static: the endpoint is node 0's, also where two nodes share a machine
+        if _is_numeric_or_local(options.endpoint.host):
+            place = claim(options.endpoint, standalone=options.standalone, is_host=wanted)
+        else:
+            place = await asyncio.to_thread(claim, options.endpoint, standalone=options.standalone, is_host=wanted)
+        self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
+        return place if place.is_host else None
+
+    async def _host(self, place: Claim | None) -> None:
+        options = self._options
+        static = options.job.fixed_ranks and options.share_store
+        machine = CoordinatorMachine(
+            options.job,
+            options.limits,
+            self._judge,
+            asyncio.get_running_loop().time(),
+            fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
+        )
+        service = CoordinatorService(machine, self._journal, self._say)
+        if place is not None:
+            await service.listen(place, options.token, static=static)
+        self.coordinator = service
+
+
+def _is_numeric_or_local(host: str) -> bool:
+    """Needs no resolver, hence no thread."""
+    return host == "localhost" or ":" in host or host.replace(".", "").isdecimal()
