@@ -134,15 +134,18 @@ class SimCluster:
     # ---------------------------------------------------------------- life of hosts
 
     def boot(self, host: str) -> None:
-        """Start an agent on this host, and the coordinator where the endpoint is."""
+        """Start an agent on this host."""
         if host in self.agents:
             return
         self.log(host, "boots")
+        self.agents[host] = SimAgent(self, host)
+        self.agents[host].begin()
+
+    def claim(self, host: str) -> None:
+        """As before every attempt to reach the coordinator: whoever can bind the endpoint hosts it."""
         if host == self.hosts[0] and self.coordinator is None:
             self.coordinators += 1
             self.coordinator = SimCoordinator(self, host, self.coordinators)
-        self.agents[host] = SimAgent(self, host)
-        self.agents[host].begin()
 
     def crash(self, host: str, *, silent: bool) -> None:
         """Kill the agent (its keeper kills the workers); `silent`: the whole machine, nobody is told."""

@@ -184,9 +184,10 @@ class SimAgent:
 
     def _dial(self) -> None:
         cluster = self.cluster
-        coordinator = cluster.coordinator
         if not self.alive:
             return
+        cluster.claim(self.host)
+        coordinator = cluster.coordinator
         if coordinator is None or not coordinator.alive or cluster.network.silent(self.host, coordinator.host):
             error = CoordinatorUnreachableError
             self.handle(ev.DialFailed(error.code, error.exit_code, "connection refused", final=False))
