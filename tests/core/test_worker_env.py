@@ -60,6 +60,7 @@ def test_every_variable_of_torchrun() -> None:
         "TORCHELASTIC_MAX_RESTARTS": "5",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/e.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
 

@@ -43,10 +43,9 @@ def worker_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(options.job.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": str(options.share_store),
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_text,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": parent.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    if options.signals_text:
-        environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_text
     if options.omp_num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(options.omp_num_threads)
     if options.virtual_local_rank:
