@@ -25,7 +25,7 @@ def member(joined: Join, *, link: int = 1, last_heard_s: float = 0.0, leaving: s
 def test_an_identity_is_used_once() -> None:
     admission = Admission(job(fixed_ranks=False))
     first = join("a#1")
-    assert admission.consider(1, first, [], 0.0) == Admit(1, first)
+    assert admission.consider(1, first, [], 0.0) == Admit(1, first, 0.0)
     decision = admission.consider(2, join("a#1"), [], 9.0)
     assert isinstance(decision, Deny)
     assert decision.problem == "the identity a#1 was used before; an agent must come with a new one"
@@ -63,7 +63,7 @@ def held_claim() -> tuple[Admission, Member, Join]:
 
 def test_a_ghost_is_replaced_when_it_is_gone() -> None:
     admission, _, second = held_claim()
-    assert admission.settle([]) == Admit(2, second)
+    assert admission.settle([]) == Admit(2, second, 10.0)
     assert admission.settle([]) is None, "a claim is settled once"
     assert "b#1" in admission.identities
 
@@ -79,11 +79,39 @@ def test_a_holder_that_speaks_keeps_its_rank() -> None:
     assert isinstance(admission.consider(3, join("b#1", 2), [holder], 13.0), Admit), "a denied identity was not used"
 
 
+def test_last_words_of_a_holder_do_not_deny() -> None:
+    """It may have died with messages on their way."""
+    admission, holder, second = held_claim()
+    holder.last_heard_s = 10.9
+    assert admission.settle([holder]) is None
+    assert admission.settle([]) == Admit(2, second, 10.0)
+
+
+def test_an_agents_own_ghost_does_not_deny() -> None:
+    """A healed network delivers what the old link held, after the agent has joined on a new one."""
+    admission = Admission(job(fixed_ranks=True))
+    ghost, again = member(join("a.net#1.1", 1), last_heard_s=9.0), join("a.net#1.2", 1)
+    assert admission.consider(2, again, [ghost], 10.0) is None
+    ghost.last_heard_s = 15.0
+    assert admission.settle([ghost]) is None
+    assert admission.settle([]) == Admit(2, again, 10.0)
+
+
+def test_one_admitted_from_a_claim_was_last_heard_when_it_claimed() -> None:
+    """It may have died while it waited: its admission is no sign of life that could deny another claim."""
+    admission, _, second = held_claim()
+    assert admission.consider(3, join("c#1", 1), [member(join("a#1", 1))], 11.0) is None
+    admitted = admission.settle([])
+    assert isinstance(admitted, Admit)
+    late = member(second, link=2, last_heard_s=admitted.heard_s)
+    assert admission.settle([late]) is None
+
+
 def test_a_holder_that_is_leaving_does_not_deny() -> None:
     admission, holder, second = held_claim()
     holder.leaving, holder.last_heard_s = "SIGTERM", 12.0
     assert admission.settle([holder]) is None
-    assert admission.settle([]) == Admit(2, second)
+    assert admission.settle([]) == Admit(2, second, 10.0)
 
 
 def test_a_claim_goes_with_its_link() -> None:
@@ -97,7 +125,7 @@ def test_of_two_claims_only_one_is_granted() -> None:
     admission, holder, second = held_claim()
     third = join("c#1", 1)
     assert admission.consider(3, third, [holder], 11.0) is None
-    assert admission.settle([]) == Admit(2, second)
+    assert admission.settle([]) == Admit(2, second, 10.0)
     assert admission.settle([member(second, link=2, last_heard_s=10.5)]) is None
 
 

@@ -41,6 +41,14 @@ def test_our_own_pause_is_not_held_against_anybody() -> None:
     assert names(liveness.silent(members, 166.0)) == ["b"], "one who stays silent afterwards is lost"
 
 
+def test_a_pardon_is_no_sign_of_life() -> None:
+    """Who claims the rank of a ghost must not be told that the ghost has spoken."""
+    liveness = Liveness(LIMITS, looked_s=100.0)
+    ghost = member("ghost", 98.0)
+    liveness.silent([ghost], 160.0)
+    assert ghost.last_heard_s == 98.0
+
+
 def test_ordinary_unpunctuality_is_no_pause() -> None:
     liveness = Liveness(LIMITS, looked_s=100.0)
     assert names(liveness.silent([member("silent", 94.0)], 102.9)) == ["silent"]
