@@ -39,6 +39,22 @@ started. `holdfast run` never answers bad input with a traceback of its own.
 |---|---|---|---|---|
 """
 
+VERDICTS = """
+## Verdicts
+
+A job that fails ends with a verdict, on the screen and in `verdict.json`. Its code says what failed first.
+
+| code | meaning |
+|---|---|
+| HF200 | the workers were ended although none of them failed |
+| HF201 | a worker raised an exception |
+| HF202 | the program could not be started |
+| HF203 | a worker was killed by the kernel's out-of-memory killer |
+| HF204 | a worker was ended by a signal |
+| HF205 | a worker ended with an exit code and left no exception |
+| HF306 | a node was lost |
+"""
+
 WHOSE = {
     errors.Fault.CALLER: "the caller's",
     errors.Fault.WORKER: "a worker's",
@@ -71,7 +87,7 @@ def render() -> str:
         f"{' '.join((error.__doc__ or '').split())} |"
         for error in sorted(tree(), key=lambda error: error.code)
     ]
-    return head + "\n".join(rows) + "\n"
+    return head + "\n".join(rows) + "\n" + VERDICTS
 
 
 def main() -> None:

@@ -217,3 +217,11 @@ def test_error_codes_match_whose_fault_it_is(error: type[error_table.errors.Hold
 
 def test_error_page_is_up_to_date() -> None:
     assert error_table.PATH.read_text(encoding="utf-8") == error_table.render(), "run `make fmt`"
+
+
+def test_every_code_in_the_source_is_on_the_page() -> None:
+    page = error_table.PATH.read_text(encoding="utf-8")
+    product = (path for path in python_files("src") if ROOT / "src/holdfast/testing" not in path.parents)
+    codes = {code for path in product for code in re.findall(r"\bHF\d{3}\b", text(path))}
+    assert codes
+    assert not {code for code in codes if f"| {code} |" not in page}
