@@ -1,10 +1,43 @@
 """holdfast launches distributed training and keeps it going.
 
 Importing the package costs nothing: the public names load what they need on first use (PEP 562).
+
+    holdfast.launch(fn, *args, nproc=2)   run a function in worker processes; its results by rank
+    holdfast.record                       decorator for programs that no launcher's bootstrap runs
+    holdfast.HoldfastError                root of every error; WorkerFailedError and LaunchTimeoutError are two of them
 """
 
 from __future__ import annotations
 
 from holdfast.version import __version__
 
-__all__ = ["__version__"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from holdfast.core.errors import HoldfastError, LaunchTimeoutError, WorkerFailedError
+    from holdfast.launching.api import launch
+    from holdfast.worker.record import record
+
+__all__ = ["HoldfastError", "LaunchTimeoutError", "WorkerFailedError", "__version__", "launch", "record"]
+
+_HOMES = {
+    "HoldfastError": "holdfast.core.errors",
+    "LaunchTimeoutError": "holdfast.core.errors",
+    "WorkerFailedError": "holdfast.core.errors",
+    "launch": "holdfast.launching.api",
+    "record": "holdfast.worker.record",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -139,12 +139,58 @@ class BindingError(CallerError):
     code = "HF114"
 
 
+class PicklingError(CallerError):
+    """holdfast.launch: the function or an argument cannot be sent to another process."""
+
+    code = "HF116"
+
+
+class MissingPackageError(CallerError):
+    """An optional package is needed for this; the message names the extra to install."""
+
+    code = "HF117"
+
+
+class LaunchTimeoutError(CallerError, TimeoutError):
+    """holdfast.launch: the `timeout` that the caller set ran out; the workers were stopped."""
+
+    code = "HF118"
+
+
+class StoppedError(CallerError):
+    """holdfast.launch: a signal from outside ended this node's part of the job; `exit_code` is 128+N."""
+
+    code = "HF119"
+
+
 class WorkerError(HoldfastError):
     """A training process failed."""
 
     code = "HF200"
     fault = Fault.WORKER
     exit_code = EXIT_FAILURE
+
+
+class WorkerFailedError(WorkerError):
+    """holdfast.launch: a worker failed and no restart was left; the cause is the worker's own exception.
+
+    `exit_code` is the first failing worker's own, 128+N for signal N.
+    """
+
+    code = "HF206"
+
+    def __init__(self, message: str, *, exit_code: int = EXIT_FAILURE, rank: int | None = None, host: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.rank = rank
+        """The first failing worker's; None when it is not known."""
+        self.host = host
+        self.verdict_code = self.code
+        """Code of the verdict: how it failed (HF201 by an exception, HF204 by a signal …)."""
+        self.log_file = ""
+        """The worker's stderr on its own host; empty when there is none."""
+        self.run_folder = ""
+        """The run folder of this node; empty with log_dir="/dev/null"."""
 
 
 class PeerError(HoldfastError):

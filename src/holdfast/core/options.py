@@ -75,6 +75,15 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         return f"{host}:{self.port}"
 
 
+class CallFds(Struct, frozen=True, kw_only=True):
+    """Descriptors of the agent that go on to its workers, for a function that runs instead of a script."""
+
+    call: int
+    """What is to be called; the same for all workers."""
+    results: tuple[int, ...]
+    """By local rank: where that worker writes what became of it."""
+
+
 class RunOptions(Struct, frozen=True, kw_only=True):
     job: JobSpec
     limits: Limits
@@ -104,5 +113,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     event_log_handler: str = "null"
     monitor_interval_s: float = 0.1
     """Accepted for compatibility; nothing polls."""
+    call_fds: CallFds | None = None
+    """Only from Python (holdfast.launch): no command line says it."""
     notices: tuple[str, ...] = ()
     """Lines to say before the start: prefixes taken, flags without effect, nearest keys."""

@@ -29,7 +29,7 @@ from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import Machine, cpus_for
-from holdfast.runtime.workers.spawn import worker_argv
+from holdfast.runtime.workers.spawn import worker_argv, worker_fds
 from holdfast.runtime.workers.store_host import StoreHost, wants_store
 
 SIGKILL = 9
@@ -88,13 +88,9 @@ class Crew:
     def start(self, assign: Assign, start: Start) -> None:
         self._tasks.create_task(self._start(assign, start))
 
-    def signal(self, signum: int) -> None:
-        """To the leaders, not to their children."""
-        self._stopping = True
-        self.pass_signal(signum)
-
-    def pass_signal(self, signum: int) -> None:
-        """A signal that is not meant to end anybody."""
+    def signal(self, signum: int, *, to_end: bool) -> None:
+        """To the leaders, not to their children. `to_end`: what they fail with from now on is a consequence."""
+        self._stopping = self._stopping or to_end
         for key in self._workers:
             self._keeper.signal(key, signum)
 
@@ -179,7 +175,11 @@ class Crew:
         environment = worker_environment(
             self._options, assign, start, worker.local_rank, error_file=error_file, parent=self._environ
         )
-        wanted = {1: streams.fds.stdout, 2: streams.fds.stderr}
+        wanted = {
+            1: streams.fds.stdout,
+            2: streams.fds.stderr,
+            **worker_fds(self._options, worker.local_rank),
+        }
         self._keeper.spawn(
             key,
             worker_argv(self._options, worker.local_rank),
@@ -225,16 +225,25 @@ class Crew:
             return
         lived_s = self._loop.time() - worker.began_s
         inquest = self._tasks.create_task(
-            self._inquire(worker, pid, exit_code, lived_s, self._generation, after_stop=self._stopping)
+            self._inquire(worker, pid, exit_code, lived_s, self._generation, tuple(self._inquests), self._stopping)
         )
         self._inquests.add(inquest)
         inquest.add_done_callback(self._inquests.discard)
 
     async def _inquire(
-        self, worker: _Worker, pid: int, exit_code: int, lived_s: float, generation: int, *, after_stop: bool
+        self,
+        worker: _Worker,
+        pid: int,
+        exit_code: int,
+        lived_s: float,
+        generation: int,
+        earlier: tuple[asyncio.Task[None], ...],
+        after_stop: bool,
     ) -> None:
-        """Read what the dead left; files are read in a thread, because a disk may stall."""
+        """Read what the dead left; files are read in a thread, because a disk may stall. Told in the order of death."""
         failure = await asyncio.to_thread(self._failure, worker, pid, exit_code, lived_s, after_stop)
+        if earlier:
+            await asyncio.wait(earlier)
         self._emit(WorkerEnded(generation, worker.local_rank, failure))
 
     def _failure(self, worker: _Worker, pid: int, exit_code: int, lived_s: float, after_stop: bool) -> Failure:

@@ -14,6 +14,9 @@ from holdfast.core.options import CommandKind, RunOptions
 BOOTSTRAP = str(Path(__file__).resolve().parents[2] / "worker" / "bootstrap.py")
 """Run by its path, so that it works under any Python, with or without holdfast installed."""
 
+CALL_FD, RESULT_FD = 3, 4
+"""Where a worker that runs a function finds it, and where it writes what became of it."""
+
 
 def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
     """Program and arguments of one worker; the program may still have to be looked up in PATH.
@@ -29,6 +32,12 @@ def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
     python = command.python or sys.executable
     unbuffered = [] if command.kind is CommandKind.RUN_PATH else ["-u"]
     return [python, *unbuffered, BOOTSTRAP, command.kind.value, _fill_in(command.target, local_rank), *arguments]
+
+
+def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
+    """Number in the worker -> descriptor of ours, beside its standard streams."""
+    fds = options.call_fds
+    return {} if fds is None else {CALL_FD: fds.call, RESULT_FD: fds.results[local_rank]}
 
 
 def _fill_in(argument: str, local_rank: int) -> str:

@@ -1,0 +1,86 @@
+"""The agent's process of a `holdfast.launch`: `holdfast run` that carries descriptors and reports to who started it.
+
+    python -P -c "…" CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [command line of holdfast run]
+
+Everything heavy is imported after the keeper is forked, as in cli/run.py. REPORT_FD gets one Report in JSON; its end of
+file tells the caller that this process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from holdfast.cli import grammar
+from holdfast.cli.options import OPTIONS
+from holdfast.core.errors import EXIT_SIGNAL_BASE, HoldfastError
+from holdfast.runtime.workers import processes
+from holdfast.runtime.workers.keeper import fork_keeper
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.core.outcome import Outcome
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the job and returns its exit status; what goes wrong before that is reported, and shown if it is our fault."""
+    caller, report_fd, call_fd, result_fds = argv[0], int(argv[1]), int(argv[2]), argv[3]
+    live_and_die_with(int(caller))
+    os.set_inheritable(report_fd, False)
+    try:
+        return run(argv[4:], call_fd, tuple(int(fd) for fd in result_fds.split(",")), report_fd)
+    except HoldfastError as error:
+        report(report_fd, None, "", error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_SIGNAL_BASE + signal.SIGINT
+
+
+def live_and_die_with(caller: int) -> None:
+    """Killed with the thread that launched us; signals are its way to stop us, so none of its own habits apply."""
+    processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != caller:
+        sys.exit(EXIT_SIGNAL_BASE + signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_fd: int) -> int:
+    parsed = grammar.parse(argv, os.environ, OPTIONS)
+    keeper = fork_keeper()
+    try:
+        from msgspec import structs
+
+        from holdfast.cli.resolve import resolve
+        from holdfast.core.options import CallFds
+        from holdfast.insight.verdicts import judge
+        from holdfast.runtime.agent_service import Finished, run_job
+
+        options = structs.replace(
+            resolve(parsed, os.environ).options, call_fds=CallFds(call=call_fd, results=result_fds)
+        )
+        for notice in options.notices:
+            sys.stderr.write(f"holdfast: {notice}\n")
+
+        def tell(end: Finished) -> str:
+            """The caller's exception says it; the console need not."""
+            report(report_fd, end.outcome, end.folder, None)
+            return ""
+
+        return run_job(options, keeper, judge=judge, render=tell)
+    finally:
+        keeper.sock.close()  # the keeper ends with its end of file
+
+
+def report(fd: int, outcome: Outcome | None, folder: str, error: HoldfastError | None) -> None:
+    from msgspec import json
+
+    from holdfast.launching.session import Report
+
+    told = Report(outcome=outcome, folder=folder, code=error.code if error else "", message=str(error) if error else "")
+    with os.fdopen(os.dup(fd), "wb") as pipe:
+        pipe.write(json.encode(told))

@@ -1,0 +1,255 @@
+"""`holdfast.launch`: parameters to a command line of `holdfast run`, the job's end to results or an exception.
+
+Knows that command line and the outcomes of jobs; the process is in session.py, what is pickled in payload.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, Never, TypeVar
+
+from holdfast.cli import grammar
+from holdfast.cli.options import OPTIONS
+from holdfast.cli.resolve import resolve
+from holdfast.core.errors import (
+    HoldfastError,
+    LaunchTimeoutError,
+    PeerError,
+    PlatformError,
+    StoppedError,
+    UsageError,
+    WorkerError,
+    WorkerFailedError,
+)
+from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
+from holdfast.launching import payload
+from holdfast.launching.session import Report, Session
+from holdfast.worker import call
+
+R = TypeVar("R")
+
+NOT_FOR_WORKERS = ("PYTHON_EXEC", "TORCHELASTIC_ERROR_FILE")
+"""Another Python might not load the call; the error file is that of the worker who launches, and not of the job."""
+
+
+def launch(
+    fn: Callable[..., R],
+    *args: Any,
+    nproc: int | str = 1,
+    nnodes: int | str | None = None,
+    max_restarts: int = 0,
+    rdzv_endpoint: str | None = None,
+    rdzv_backend: str | None = None,
+    rdzv_id: str | None = None,
+    rdzv_conf: Mapping[str, object] | str | None = None,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    role: str | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    redirects: int | str | Mapping[int, int] | None = None,
+    tee: int | str | Mapping[int, int] | None = None,
+    local_ranks_filter: Iterable[int] | str | None = None,
+    env: Mapping[str, str] | None = None,
+    start_timeout: float | None = None,
+    timeout: float | None = None,
+    shutdown_timeout: int | None = None,
+    numa_binding: str | None = None,
+    token: str | None = None,
+) -> dict[int, R]:
+    """Run `fn(*args)` in fresh worker processes with torchrun's environment; return the results by rank.
+
+    The function may be a module's, a notebook's own, a lambda or a closure: it travels by cloudpickle (extra `python`)
+    in memory that only the workers inherit. No thread, lock or CUDA context of the caller reaches them, and nothing
+    they change reaches the caller. Keyword arguments: functools.partial. In a job of several nodes each one calls
+    launch, and gets the results of its own ranks.
+
+    nproc: workers on this node: a number, "auto", "gpu" or "cpu"
+    nnodes: number of nodes, or the range that the job may have, "1:4"; 1 by default
+    max_restarts: so many worker failures are answered by a restart of all workers
+    rdzv_endpoint, rdzv_backend, rdzv_id, rdzv_conf: how the nodes meet, as for `holdfast run`; with an endpoint the
+        backend is c10d unless it is named; rdzv_conf may be a mapping
+    node_rank, master_addr, master_port, role, log_dir, numa_binding: as for `holdfast run`
+    redirects, tee, local_ranks_filter: the same; also a mapping of local rank to stream number, an iterable of ranks
+    env: further environment variables of the workers
+    start_timeout: whole seconds until enough nodes have met, 600 by default
+    timeout: seconds for the whole job; None: as long as it takes
+    shutdown_timeout: whole seconds from SIGTERM to SIGKILL when workers are stopped, 30 by default
+    token: the job's secret; only agents that know it join
+
+    Raises WorkerFailedError when a worker failed and no restart was left, from the worker's own exception; and
+    LaunchTimeoutError; PicklingError; MissingPackageError; StoppedError, when a signal from outside ended the agent;
+    PeerError and its kinds for other nodes; CallerError and its kinds for what `holdfast run` would refuse. All are
+    HoldfastErrors. An exception that strikes the caller meanwhile (KeyboardInterrupt) stops the job, then goes on.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("fn", "args", "env", "token", "timeout")}
+    check(fn, timeout)
+    return run(fn, args, command_line(given), environment(env or {}, token), timeout)
+
+
+# --- parameters to a command line -------------------------------------------------------------------------------------
+
+
+def check(fn: object, timeout: float | None) -> None:
+    if not sys.platform.startswith("linux"):
+        raise PlatformError(f"holdfast runs on Linux; this is {sys.platform}")
+    if not callable(fn):
+        raise UsageError(f"holdfast.launch runs functions; {fn!r} is not callable")
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"timeout={timeout}: must be above 0 seconds")
+
+
+def command_line(given: Mapping[str, Any]) -> list[str]:
+    """Options of `holdfast run` for launch's parameters of the same names; None is left out."""
+    options = {name.replace("_", "-"): value for name, value in given.items()}
+    backend = options["rdzv-backend"] or ("c10d" if options["rdzv-endpoint"] is not None else None)
+    options |= {
+        "nproc-per-node": options.pop("nproc"),
+        "rdzv-backend": backend,
+        "rdzv-conf": conf_text(options["rdzv-conf"], options.pop("start-timeout"), backend),
+        "log-dir": None if options["log-dir"] is None else os.fspath(options["log-dir"]),
+        "redirects": pairs_text(options["redirects"]),
+        "tee": pairs_text(options["tee"]),
+        "local-ranks-filter": ranks_text(options["local-ranks-filter"]),
+    }
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def conf_text(conf: Mapping[str, object] | str | None, start_timeout: float | None, backend: str | None) -> str | None:
+    items = [f"{key}={value}" for key, value in conf.items()] if isinstance(conf, Mapping) else [conf] if conf else []
+    if start_timeout is not None:
+        items.append(f"{'join_timeout' if backend == 'c10d' else 'timeout'}={start_timeout:g}")
+    return ",".join(items) or None
+
+
+def pairs_text(streams: int | str | Mapping[int, int] | None) -> str | None:
+    if isinstance(streams, Mapping):
+        return ",".join(f"{rank}:{int(stream)}" for rank, stream in streams.items())
+    return None if streams is None else str(streams if isinstance(streams, str) else int(streams))
+
+
+def ranks_text(ranks: Iterable[int] | str | None) -> str | None:
+    return ranks if ranks is None or isinstance(ranks, str) else ",".join(map(str, ranks))
+
+
+def environment(extra: Mapping[str, str], token: str | None) -> dict[str, str]:
+    """What the agent starts with. Raises UsageError for what no environment can hold."""
+    for name, value in extra.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise UsageError(f"env={{{name!r}: {value!r}}}: names and values of variables are texts")
+        if not name or "=" in name or "\0" in name + value:
+            raise UsageError(f"env={{{name!r}: {value!r}}}: no environment can hold this")
+    variables = {**os.environ, **extra}
+    for name in (*NOT_FOR_WORKERS, *(option.variable for option in OPTIONS)):
+        variables.pop(name, None)
+    if token is not None:
+        variables["HOLDFAST_TOKEN"] = token
+    return variables
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+def run(
+    fn: Callable[..., R], args: tuple[Any, ...], argv: Sequence[str], variables: dict[str, str], timeout: float | None
+) -> dict[int, R]:
+    script = call.__file__
+    # Resolved here too, so that what is wrong is raised here, by its own class.
+    nproc = resolve(grammar.parse([*argv, "--", script], variables, OPTIONS), variables).options.nproc
+    with ExitStack() as files:
+        call_fd, *answer_fds = (payload.memory_file(f"holdfast-{index}") for index in range(nproc + 1))
+        for fd in (call_fd, *answer_fds):
+            files.callback(os.close, fd)
+        payload.write_call(call_fd, fn, args)
+        line = [*argv, f"--nproc-per-node={nproc}", "--", script]
+        with closing(Session(line, variables, call_fd, answer_fds)) as session:
+            try:
+                session.serve(timeout)
+            except LaunchTimeoutError:
+                session.end(signal.SIGTERM)
+                raise
+            except BaseException:
+                session.end(signal.SIGINT)
+                raise
+            report = session.report()
+        if report.outcome is None or report.outcome.kind is not OutcomeKind.SUCCEEDED:
+            fail(report, answer_fds)
+        return dict(result(local_rank, payload.read_answer(fd)) for local_rank, fd in enumerate(answer_fds))
+
+
+def result(local_rank: int, answer: payload.Answered | None) -> tuple[int, Any]:
+    if answer is None or not answer.has_value:
+        who = f"local rank {local_rank}" if answer is None else f"rank {answer.rank}"
+        raise WorkerError(f"{who} ended with exit code 0 before the function had returned")
+    return answer.rank, answer.value
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def fail(report: Report, answer_fds: Sequence[int]) -> Never:
+    """Raises what the agent reported."""
+    outcome = report.outcome
+    if outcome is None:
+        raise error_of(report.code, report.message)
+    if outcome.kind is OutcomeKind.SIGNALLED:
+        raise with_exit_code(StoppedError(outcome.message), outcome)
+    verdict = outcome.verdict
+    if verdict is None:
+        raise with_exit_code(error_of(outcome.code, outcome.message), outcome)
+    if verdict.culprit is None:
+        raise with_exit_code(error_of(verdict.code, advised(verdict)), outcome)
+    raise worker_failed(verdict, verdict.culprit, report.folder) from cause(verdict.culprit, answer_fds)
+
+
+def error_of(code: str, message: str) -> HoldfastError:
+    """The class that has this code, else the root of its series."""
+    series: type[HoldfastError] = PeerError if code.startswith("HF3") else WorkerError
+    todo: list[type[HoldfastError]] = [HoldfastError]
+    while todo:
+        kind = todo.pop()
+        if kind.code == code:
+            return kind(message)
+        todo.extend(kind.__subclasses__())
+    return series(message)
+
+
+def with_exit_code(error: HoldfastError, outcome: Outcome) -> HoldfastError:
+    error.exit_code = outcome.exit_code
+    return error
+
+
+def advised(verdict: Verdict) -> str:
+    return f"{verdict.cause}\n{verdict.advice}" if verdict.advice else verdict.cause
+
+
+def worker_failed(verdict: Verdict, culprit: Failure, folder: str) -> WorkerFailedError:
+    ended = f"signal {-culprit.exit_code}" if culprit.exit_code < 0 else f"exit code {culprit.exit_code}"
+    details = [f"rank {culprit.rank} on {culprit.host}, {ended}"]
+    details += [f"after {verdict.restarts} restart{'s' if verdict.restarts > 1 else ''}"] if verdict.restarts else []
+    details += [f"log: {culprit.stderr_file}"] if culprit.stderr_file else []
+    error = WorkerFailedError(
+        f"{verdict.cause}\n{', '.join(details)}", exit_code=culprit.status, rank=culprit.rank, host=culprit.host
+    )
+    error.verdict_code = verdict.code
+    error.log_file = culprit.stderr_file
+    error.run_folder = folder
+    if verdict.advice:
+        error.add_note(f"advice: {verdict.advice}")
+    return error
+
+
+def cause(culprit: Failure, answer_fds: Sequence[int]) -> BaseException | None:
+    """The culprit's own exception when it was one of this node's, else its traceback as text, if there is one.
+
+    By rank and process id: another node's, or one of an attempt before, is not taken for it.
+    """
+    for fd in answer_fds:
+        answer = payload.read_answer(fd)
+        if answer is not None and answer.error is not None and (answer.rank, answer.pid) == (culprit.rank, culprit.pid):
+            return answer.error
+    return payload.RemoteTracebackError(culprit.traceback) if culprit.traceback else None
