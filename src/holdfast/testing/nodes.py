@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.agent import commands as do
 from holdfast.core.agent import events as ev
+from holdfast.core.agent.state import Work
 from holdfast.core.coordinator import commands as cdo
 from holdfast.core.coordinator import events as cev
 from holdfast.core.errors import CoordinatorUnreachableError
@@ -249,6 +250,7 @@ class SimAgent:
                 host=self.host,
                 pid=1,
                 exit_code=exit_code,
+                after_stop=self.machine.work in (Work.STOPPING, Work.KILLING),
             )
         self.handle(ev.WorkerEnded(generation, local_rank, failure))
 

@@ -1,0 +1,240 @@
+"""Golden scenarios: a tiny language whose lines make things happen, and the trace of what follows from them.
+
+    job 2:3 restarts=1          one job; also fixed, and in seconds join=60 last_call=30 grace=5; then, in any order:
+    boot a b c nproc=2          start agents (the first host is the endpoint's); also rank=1 role=x slow stubborn
+    advance 2s                  let time pass
+    done a                      all workers of a end with 0; `done a 1`: local rank 1 alone
+    fail a 0 exit=3             local rank 0 of a ends so; also type=ValueError
+    prepared a                  phase one is done on a, which was booted `slow`
+    cannot a disk full          phase one fails there
+    kill b / power b            its agent is killed / the machine loses power and nobody is told
+    silence c / heal            nothing passes to and from c / what was held back arrives
+    reset c                     its connection breaks
+    signal a SIGTERM            the agent gets a signal
+    store a                     the store host on a dies
+    # a comment
+
+A scenario file holds these lines, and below each, indented, what came of it: messages that arrive (`a <`) or are sent
+(`a >`), phases and acts. Pings are left out. `@2.5` says that time has passed.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from holdfast.core.agent import commands as do
+from holdfast.core.coordinator import commands as cdo
+from holdfast.core.coordinator.state import Phase
+from holdfast.core.outcome import Outcome
+from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.protocol import (
+    Assign,
+    Finish,
+    Join,
+    Joined,
+    Leave,
+    Ping,
+    Pong,
+    Prepared,
+    Refuse,
+    Start,
+    Stop,
+    Stopped,
+    StoreLost,
+    Waiting,
+    WorkerDone,
+    WorkersFailed,
+)
+from holdfast.testing.pair import Pair
+
+INDENT = "    "
+
+
+class ScenarioError(ValueError):
+    """A line that is not of the language; says which."""
+
+
+def inputs(text: str) -> list[str]:
+    """The lines of a scenario file without the trace."""
+    return [line for line in text.splitlines() if not line.startswith(INDENT)]
+
+
+def play(lines: list[str]) -> str:
+    """Run the lines; returns them with the trace below each."""
+    scenario = _Scenario()
+    for line in lines:
+        scenario.play(line)
+    return "\n".join(scenario.text) + "\n"
+
+
+class _Scenario:
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self._pair: Pair | None = None
+        self._said_s = 0.0
+
+    def play(self, line: str) -> None:
+        self.text.append(line)
+        words = line.partition("#")[0].split()
+        if not words:
+            return
+        verb, plain = words[0], [word for word in words[1:] if "=" not in word]
+        named = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+        try:
+            if verb == "job":
+                self._pair = _job(plain, named, self._trace)
+            else:
+                self._act(verb, plain, named)
+        except (KeyError, IndexError, ValueError, AssertionError) as error:
+            raise ScenarioError(f"{line!r}: {error!r}\n" + "\n".join(self.text)) from error
+
+    def _act(self, verb: str, plain: list[str], named: dict[str, str]) -> None:
+        pair = self._pair
+        if pair is None:
+            raise ScenarioError("a scenario begins with `job MIN:MAX`")
+        match verb:
+            case "boot":
+                _boot(pair, plain, named)
+            case "advance":
+                pair.advance(float(plain[0].removesuffix("s")))
+            case "done":
+                ranks = [int(plain[1])] if len(plain) > 1 else sorted(pair.agents[plain[0]].workers)
+                for local_rank in ranks:
+                    pair.worker_ends(plain[0], local_rank, 0)
+            case "fail":
+                pair.worker_ends(plain[0], int(plain[1]), int(named["exit"]), named.get("type", ""))
+            case "prepared":
+                pair.prepared(plain[0])
+            case "cannot":
+                pair.prepare_fails(plain[0], " ".join(plain[1:]))
+            case "kill" | "power":
+                pair.kill(plain[0], silent=verb == "power")
+            case "silence":
+                pair.silence(plain[0])
+            case "heal":
+                pair.heal()
+            case "reset":
+                pair.reset(plain[0])
+            case "signal":
+                pair.send_signal(plain[0], signal.Signals[plain[1]])
+            case "store":
+                pair.store_dies(plain[0])
+            case _:
+                raise ScenarioError(f"no such verb: {verb}")
+
+    def _trace(self, who: str, what: object) -> None:
+        line = _describe(who, what)
+        if not line or self._pair is None:
+            return
+        if self._pair.now > self._said_s:
+            self._said_s = self._pair.now
+            self.text.append(f"{INDENT}@{self._said_s:g}")
+        self.text.append(INDENT + line)
+
+
+def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object], None]) -> Pair:
+    least, _, most = plain[0].partition(":")
+    fixed = "fixed" in plain
+    job = JobSpec(
+        run_id="scenario",
+        min_nodes=int(least),
+        max_nodes=int(most or least),
+        backend="static" if fixed else "c10d",
+        max_restarts=int(named.get("restarts", "0")),
+        fixed_ranks=fixed,
+    )
+    limits = Limits(
+        join_s=float(named.get("join", "60")),
+        last_call_s=float(named.get("last_call", "30")),
+        stop_grace_s=float(named.get("grace", "5")),
+    )
+    return Pair(job, limits, trace)
+
+
+def _boot(pair: Pair, plain: list[str], named: dict[str, str]) -> None:
+    for host in plain:
+        if host not in ("slow", "stubborn"):
+            pair.boot(
+                host,
+                nproc=int(named.get("nproc", "1")),
+                node_rank=int(named["rank"]) if "rank" in named else None,
+                role=named.get("role", "default"),
+                holds_prepare="slow" in plain,
+                stubborn="stubborn" in plain,
+            )
+
+
+def _describe(who: str, what: object) -> str:
+    """One line of the trace; empty for what is not shown."""
+    match what:
+        case Phase():
+            return f"coordinator: {what.value}"
+        case cdo.DropLink(_, reason):
+            return f"coordinator: drops a link: {reason}"
+        case do.Send(message):
+            return f"{who} > {text}" if (text := _message(message)) else ""
+        case do.StartWorkers(assign):
+            return f"{who}: starts workers of {_place(assign)}"
+        case do.SignalWorkers(signum):
+            return f"{who}: {signal.Signals(signum).name} to the workers"
+        case do.KillTree(generation):
+            return f"{who}: kills what is left of generation {generation}"
+        case do.HangUp(reason):
+            return f"{who}: hangs up: {reason}"
+        case do.Say(text):
+            return f"{who}: says: {text}"
+        case do.Exit(outcome):
+            return f"{who}: exits {_outcome(outcome)}"
+        case cdo.Tell() | cdo.Note() | cdo.Conclude() | do.Dial() | do.Prepare() | do.Note():
+            return ""
+    return f"{who} < {text}" if (text := _message(what)) else ""
+
+
+def _message(message: object) -> str:
+    match message:
+        case Ping() | Pong():
+            return ""
+        case Join(node):
+            return f"join {node.member}"
+        case Prepared(generation, port):
+            return f"prepared {generation}" + (f" port={port}" if port else "")
+        case WorkerDone(generation, local_rank):
+            return f"done {generation} local_rank={local_rank}"
+        case WorkersFailed(generation, failures):
+            return f"failed {generation} " + " ".join(f"rank={f.rank} exit={f.exit_code}" for f in failures)
+        case Stopped(generation):
+            return f"stopped {generation}"
+        case StoreLost(generation):
+            return f"store lost {generation}"
+        case Leave(reason):
+            return f"leave: {reason}"
+        case Joined():
+            return "joined"
+        case Waiting(text):
+            return text
+        case Assign():
+            return f"assign {_place(message)} restarts={message.restart_count}" + (" store" * message.hosts_store)
+        case Start(generation, address, port):
+            return f"start {generation} at {address}:{port}"
+        case Stop(generation, reason, text):
+            return f"stop {generation} {reason.value}: {text}"
+        case Finish(outcome):
+            return f"finish {_outcome(outcome)}"
+        case Refuse(code, text):
+            return f"refuse {code}: {text}"
+    raise ScenarioError(f"no text for {message!r}")
+
+
+def _place(assign: Assign) -> str:
+    return (
+        f"generation {assign.generation}: node {assign.group_rank} of {assign.group_world_size}, "
+        f"ranks from {assign.rank_base} of {assign.world_size}"
+    )
+
+
+def _outcome(outcome: Outcome) -> str:
+    text = f"{outcome.exit_code} {outcome.kind.value}"
+    if outcome.verdict is not None and outcome.verdict.gave_up:
+        text += f", {outcome.verdict.cause}, {outcome.verdict.gave_up}"
+    return text + (f": {outcome.message}" if outcome.message else "")
