@@ -178,7 +178,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
         local_ranks_filter=ranks,
         duplicate_stdout_filters=duplicates[Std.OUT],
         duplicate_stderr_filters=duplicates[Std.ERR],
-        prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
     )
 
 

@@ -1,0 +1,67 @@
+"""What workers may see differently under holdfast, and why; everything else has to be the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from tests.beside_torchrun.beside import Probe, Side
+
+INTENDED = {
+    "env NODE_RANK": "new: what Lightning and others read as the node's number",
+    "env MASTER_ADDR": "an address that answers, where torchrun gives getfqdn()'s guess",
+    "env OMP_NUM_THREADS": "the node's CPUs are shared out, where torchrun says 1",
+    "fds 1": "a file in the run folder, also where torchrun's workers share the console; the console is fed from it",
+    "fds 2": "the same",
+    "modules": "one more: faulthandler (and __future__)",
+    "caught": "faulthandler shows where a worker crashed",
+    "parent death signal": "SIGKILL: no worker outlives its agent",
+}
+"""Kind and name of a fact, and the reason. Each has a row in docs/differences.md."""
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+BY_NATURE = ("env MASTER_PORT", "env PROBE_DIR", "env PET_LOG_DIR")
+FAULTHANDLER = 0x4E8
+"""SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL in SigCgt: all that may differ there."""
+BOOTSTRAPS_MODULES = {"__future__", "faulthandler"}
+"""All that may be there in addition."""
+
+
+def differences(theirs: Side, ours: Side, intended: Mapping[str, str] = INTENDED) -> list[str]:
+    """Every fact that differs and is not in `intended`."""
+    left, right = theirs.probes(), ours.probes()
+    assert left, f"no worker reported:\n{theirs}"
+    if left.keys() != right.keys():
+        return [f"workers: {sorted(left)} | {sorted(right)}\n{theirs}\n{ours}"]
+    return [
+        f"{rank} {name}: {a} | {b}"
+        for rank in left
+        for name, a, b in facts(left[rank], right[rank])
+        if a != b and name not in intended and name not in BY_NATURE
+    ]
+
+
+def facts(theirs: Probe, ours: Probe) -> Iterator[tuple[str, str | None, str | None]]:
+    """Name and both values; those that have to differ in part are cut down to what has to be the same."""
+    for kind in {**theirs, **ours}:
+        left, right = theirs.get(kind), ours.get(kind)
+        if isinstance(left, dict) and isinstance(right, dict):
+            for name in sorted({*left, *right}):
+                yield f"{kind} {name}", plain(name, left.get(name)), plain(name, right.get(name))
+        elif kind == "modules":
+            yield kind + ", the rest", str(sorted(left)), str(sorted(set(right) - (BOOTSTRAPS_MODULES - set(left))))
+        elif kind == "caught":
+            yield kind + ", the rest", *(hex(int(side, 16) & ~FAULTHANDLER) for side in (left, right))
+        else:
+            yield kind, plain(kind, left), plain(kind, right)
+
+
+def plain(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    text = ADDRESS.sub("", str(value))
+    if name == "TORCHELASTIC_ERROR_FILE":
+        return "/".join(text.split("/")[-3:])
+    if name == "TORCHELASTIC_RUN_ID" and re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", text):
+        return "random"
+    return text

@@ -1,0 +1,33 @@
+"""Ends as its first argument says: `raise`, `record` (the same under torch's decorator), `exit N`, `kill N`."""
+
+import os
+import sys
+
+
+class Wrong(Exception):
+    """An error of our own."""
+
+
+def fail():
+    raise Wrong("it is wrong:\nähm")
+
+
+def main():
+    what = sys.argv[1:]
+    if what[0] in ("raise", "record"):
+        fail()
+    elif what[0] == "exit":
+        sys.exit(int(what[1]) if what[1].isdigit() else what[1])
+    elif what[0] == "kill":
+        os.kill(os.getpid(), int(what[1]))
+    elif what[0] == "abrupt":
+        os._exit(int(what[1]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "record":
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        record(main)()
+    else:
+        main()

@@ -1,0 +1,5 @@
+"""The probe as a package that `-m` runs."""
+
+from probe import main
+
+main()

@@ -1,0 +1,5 @@
+"""The probe as a module that `-m` runs."""
+
+import probe
+
+probe.main()

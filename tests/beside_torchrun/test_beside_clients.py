@@ -1,0 +1,72 @@
+"""What third parties do under torchrun works under holdfast: torch's stores and groups, launchers inside of workers."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.beside_torchrun.beside import PROBE, SCRIPTS, Launchers, Line
+from tests.beside_torchrun.compare import differences
+
+CLIENT, NESTED = str(SCRIPTS / "client.py"), str(SCRIPTS / "nested.py")
+CALM = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(180)]
+
+
+def told(text: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in re.findall(r"client (\{.*\})", text)]
+    return sorted(found, key=lambda said: str(said["peer"]))
+
+
+@pytest.mark.parametrize("env", [{}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}], ids=["shared store", "own store"])
+def test_torchs_stores_and_groups(launchers: Launchers, env: dict[str, str]) -> None:
+    if env:  # then rank 0 itself has to serve before anybody can be a client
+        pytest.skip("covered by the process group of tests/clients")
+    theirs, ours = launchers.pair("--nproc-per-node", "2", CLIENT, "a", env={**CALM, **env})
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert told(ours.out) == told(theirs.out)
+    assert [said["sum"] for said in told(ours.out)] == [3.0, 3.0]
+    assert all(said["launched"] for said in told(ours.out))
+
+
+def test_static_ports_store(launchers: Launchers, free_port) -> None:
+    """The port that was given serves torch's store to all, also to a client of a second node."""
+    lines = [
+        Line(
+            ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port, CLIENT],
+            env=CALM,
+        )
+        for port in [str(free_port())]
+        for rank in ("0", "1")
+    ]
+    ends = [job.finish() for job in [launchers.holdfast(line) for line in lines]]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert [said["sum"] for end in ends for said in told(end.out)] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("inner", ["torchrun", "holdfast"])
+def test_a_launcher_inside_of_a_worker(launchers: Launchers, inner: str) -> None:
+    """What the inner workers see is what they see under torchrun inside of torchrun, PET_ variables inherited."""
+    env = {**CALM, "PET_NPROC_PER_NODE": "2", "PET_ROLE": "pet", "PET_MAX_RESTARTS": "1"}
+    argv = ["--nproc-per-node", "1", "--role", "outer", NESTED]
+    theirs = launchers.torchrun(Line([*argv, "torchrun", PROBE, "x"], env))
+    ours = launchers.holdfast(Line([*argv, inner, PROBE, "x"], env))
+    left, right = theirs.finish(), ours.finish()
+    assert (left.code, right.code) == (0, 0), f"{left}\n{right}"
+    assert sorted(right.probes()) == ["0.0", "1.0"]
+    differing = [line.split(":")[0] for line in differences(left, right)]
+    # Python's entry `NODE_RANK` reaches an inner torchrun's workers from the outer holdfast; the rest is the same.
+    assert differing == []
+    assert {probe["env"]["ROLE_NAME"] for probe in right.probes().values()} == {"pet"}
+
+
+def test_holdfast_inside_of_torchrun(launchers: Launchers) -> None:
+    env = {**CALM, "PET_NPROC_PER_NODE": "2"}
+    job = launchers.torchrun(Line(["--nproc-per-node", "1", NESTED, "holdfast", PROBE], env))
+    side = job.finish()
+    assert side.code == 0, side
+    assert sorted(side.probes()) == ["0.0", "1.0"]

@@ -1,0 +1,126 @@
+"""-r, -t and the filters: the files that torchrun makes are there with the same content, and the console shows the same lines.
+
+Holdfast keeps more: both streams of every worker, the journal and the verdict. Without -t it names the rank before a
+line, where torchrun's workers write to the console by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.beside_torchrun.beside import SCRIPTS, Launchers, Line, Side
+
+TALK = str(SCRIPTS / "talk.py")
+
+OURS_ONLY = re.compile(r"(attempt_\d/\d/(stdout|stderr)\.log|events\.jsonl|verdict\.json)$")
+"""Files in a run folder that torchrun would not have made."""
+NODE_RANK = re.compile(r"^[\w.-]+:\d+\| ")
+"""What is before a line that is not teed."""
+SAID = re.compile(r"^([WI]1?\d+ \d\d:|holdfast: )")
+"""Lines of the launchers themselves."""
+
+LINES = [
+    ("", {}),
+    ("-r 0", {}),
+    ("-r 1", {}),
+    ("-r 2", {}),
+    ("-r 3", {}),
+    ("-r 0:1", {}),
+    ("-r 0:1,1:2", {}),
+    ("-r 1:3,5:3", {}),
+    ("-t 1", {}),
+    ("-t 2", {}),
+    ("-t 3 --role trainer", {}),
+    ("-t 0:1,1:2", {}),
+    ("--tee 1:3 --redirects 0:3", {}),
+    ("-r 3 -t 3", {}),
+    ("-r 1 -t 2", {}),
+    ("-t 3 --local-ranks-filter 1", {}),
+    ("--local-ranks-filter 0", {}),
+    ("-r 1 --local-ranks-filter 0", {}),
+    ("-t 3 --duplicate-stdout-filters keep --duplicate-stderr-filters 'line 1,ends'", {}),
+    ("-t 3 --duplicate-stdout-filters 'commas: 1,,2' --local-ranks-filter 1", {}),
+    ("-t 1 --duplicate-stderr-filters keep", {}),
+    ("-r 3 --duplicate-stdout-filters keep", {}),
+    ("-t 3", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}-${rank}-${local_rank}-${x}> "}),
+    ("-t 3", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": ""}),
+    ("", {"PET_TEE": "1", "PET_REDIRECTS": "2", "PET_LOCAL_RANKS_FILTER": "1", "PET_DUPLICATE_STDOUT_FILTERS": "keep"}),
+]
+
+
+@pytest.mark.parametrize(("line", "env"), LINES)
+def test_files_and_console(launchers: Launchers, line: str, env: dict[str, str]) -> None:
+    argv = ["--nproc-per-node", "2", "--log-dir", "{logs}", *shlex.split(line), TALK]
+    theirs, ours = launchers.pair(*argv, env={"OMP_NUM_THREADS": "1", **env})
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert_files_kept(theirs, ours)
+    assert shown(ours.out) == shown(theirs.out)
+    assert shown(ours.err) == shown(theirs.err)
+
+
+def test_a_folder_for_each_try(launchers: Launchers) -> None:
+    theirs, ours = launchers.pair(*shlex.split("--log-dir {logs} --max-restarts 1 -t 3"), TALK, "fail")
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert "attempt_1/0/stdout.log" in theirs.tree()
+    assert_files_kept(theirs, ours)
+    assert shown(ours.out) == shown(theirs.out)
+
+
+def test_no_files(launchers: Launchers) -> None:
+    theirs, ours = launchers.pair("--log-dir", "/dev/null", "--nproc-per-node", "2", "-t", "3", TALK)
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert not theirs.logs.exists()
+    assert not ours.logs.exists()
+    assert shown(ours.out) == shown(theirs.out)
+
+
+def test_the_run_folder(launchers: Launchers) -> None:
+    """`<run id>_<8 random>`, for its owner only, in a folder that is made where it is missing; c10d keeps --rdzv-id."""
+    argv = shlex.split("--log-dir {logs}/a/b --rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id my.job")
+    for side in launchers.pair(*argv, TALK):
+        (run,) = (side.logs / "a" / "b").iterdir()
+        assert re.fullmatch(r"my\.job_[a-z0-9_]{8}", run.name), run
+        assert run.stat().st_mode & 0o777 == 0o700
+
+
+def test_nothing_in_tmp(launchers: Launchers, tmp_path: Path) -> None:
+    """Without --log-dir torchrun leaves a folder in /tmp; ours is in the user's state folder."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary), "XDG_STATE_HOME": str(tmp_path / "state")}
+    job = launchers.holdfast(Line(["-r", "3", TALK], env))
+    assert job.finish().code == 0
+    assert list(temporary.iterdir()) == []
+    assert len(list((tmp_path / "state" / "holdfast" / "runs").iterdir())) == 1
+    assert launchers.torchrun(Line(["-r", "3", TALK], env)).finish().code == 0
+    assert [path.name.startswith("torchelastic_") for path in temporary.iterdir()] == [True]
+
+
+def assert_files_kept(theirs: Side, ours: Side) -> None:
+    left, right = theirs.tree(), ours.tree()
+    lost = {
+        name: (text, right.get(name)) for name, text in left.items() if same(name, text) != same(name, right.get(name))
+    }
+    assert lost == {}
+    more = [name for name in right.keys() - left.keys() if not OURS_ONLY.search(name)]
+    assert more == []
+
+
+def same(name: str, text: str | None) -> object:
+    """The lines of several ranks are in no order."""
+    return lines(text) if text is not None and "filtered" in name else text
+
+
+def shown(text: str) -> list[str]:
+    """Lines on the console without what the launchers say and without our prefix."""
+    return [line for line in (sorted(NODE_RANK.sub("", line) for line in lines(text))) if not SAID.match(line)]
+
+
+def lines(text: str) -> list[str]:
+    """In no order between ranks. What ends without a newline runs into the next line under torchrun, so it is cut there."""
+    cut = text.replace("ends without a newline", "ends without a newline\n")
+    return sorted(line for line in cut.splitlines() if line)

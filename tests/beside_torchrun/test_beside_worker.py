@@ -1,0 +1,156 @@
+"""What a worker sees of its launcher: the same under torchrun and under holdfast, but for the list in compare.py."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.beside_torchrun.beside import PROBE, Launchers, Line
+from tests.beside_torchrun.compare import INTENDED, differences
+
+LINES = [
+    ("probe.py", {}),
+    ("--standalone probe.py a 'b  c' '' --nnodes 7", {}),
+    ("--nproc-per-node 1 probe.py", {"OMP_NUM_THREADS": "5"}),
+    ("--nproc-per-node 2 probe.py", {"OMP_NUM_THREADS": "5", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
+    ("--nproc_per_node=3 --max_restarts=2 --log_dir={logs} probe.py", {}),
+    ("--nproc-per 2 --stand --max-r 4 --monitor 1 --ro x ./probe.py", {}),
+    ("-- probe.py -- a -- b", {}),
+    ("probe.py -- a -- b", {}),
+    ("--nproc-per-node 2 -m probe a", {}),
+    ("-m pkg -- a", {}),
+    ("-m pkg.module -m b", {"PYTHONPATH": ""}),
+    (
+        "--no-python --nproc-per-node 2 ./program.sh ${local_rank} $local_rank x${local_rank}y ${rank} $$ $$$$HOME ''",
+        {},
+    ),
+    ("--nproc-per-node 2 probe.py ${local_rank} $local_rank $local_ranks ${local_rank $$ $HOME 5$", {}),
+    ("--no-python sh ./program.sh", {}),
+    ("--virtual-local-rank --nproc-per-node 2 probe.py ${local_rank}", {"CUDA_VISIBLE_DEVICES": "4, 7 ,9"}),
+    ("--virtual-local-rank --nproc-per-node 2 --no-python ./program.sh ${local_rank}", {}),
+    ("--role trainer --nproc-per-node 2 probe.py", {}),
+    ("--role= probe.py", {}),
+    ("--signals-to-handle SIGTERM,SIGUSR1 probe.py", {}),
+    ("--signals-to-handle= probe.py", {}),
+    ("--log-dir /dev/null probe.py", {}),
+    ("probe.py", {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "pet", "PET_MAX_RESTARTS": "3", "PET_LOG_DIR": "{logs}"}),
+    ("--nproc-per-node 1 probe.py", {"PET_NPROC_PER_NODE": "2", "PET_STANDALONE": "1", "PET_MODULE": "0"}),
+    ("probe", {"PET_MODULE": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM"}),
+    ("--nproc-per-node 2 probe.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+    ("--nproc-per-node 2 --max-restarts 1 probe.py fail", {}),
+    ("probe.py", {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}),
+    ("probe.py", {"TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_RESTART_COUNT": "4", "GROUP_RANK": "3"}),
+    ("probe.py", {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::DeprecationWarning", "PYTHONSAFEPATH": "1"}),
+    ("probe.py", {"NODE_RANK": "5", "LANG": "C", "LC_ALL": "C", "TERM": "dumb", "COLUMNS": "33"}),
+]
+
+
+@pytest.mark.parametrize(("line", "env"), LINES)
+def test_one_node(launchers: Launchers, line: str, env: dict[str, str]) -> None:
+    theirs, ours = launchers.pair(*shlex.split(line), env=env)
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert differences(theirs, ours) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["--master-port {port} probe.py", "--master_port={port} --node_rank 0 --rdzv-id j probe.py"]
+)
+def test_static_on_one_node(launchers: Launchers, free_port, line: str) -> None:
+    argv = shlex.split(line)
+    lines = [Line([word.replace("{port}", str(free_port())) for word in argv]) for _ in range(2)]
+    theirs, ours = launchers.torchrun(lines[0]).finish(), launchers.holdfast(lines[1]).finish()
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert differences(theirs, ours, INTENDED.keys() - {"env MASTER_ADDR"}) == []
+    for side, line in zip((theirs, ours), lines, strict=True):
+        port = side.probes()["0.0"]["env"]["MASTER_PORT"]
+        assert port in " ".join(line.argv), "static: the port is the one that was given"
+
+
+@pytest.mark.parametrize("job", ["my-job", "none"])
+def test_the_job_id_that_was_given_is_kept(launchers: Launchers, job: str) -> None:
+    """torchrun draws one where there is nobody to meet, and says nothing."""
+    theirs, ours = launchers.pair("--rdzv-id", job, PROBE)
+    assert differences(theirs, ours) == [f"0.0 env TORCHELASTIC_RUN_ID: random | {job}"]
+
+
+NODES = {
+    "static": [
+        "--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port} --nproc-per-node 2 probe.py",
+        "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port {port} --nproc-per-node 2 probe.py",
+    ],
+    "static with different sizes, endpoint": [
+        "--nnodes 2 --node-rank 1 --rdzv-endpoint localhost:{port} --nproc-per-node 2 --role b probe.py",
+        "--nnodes 2 --node-rank 0 --rdzv-endpoint localhost:{port} --rdzv-id none --role a probe.py",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_static_on_two_nodes(launchers: Launchers, free_port, name: str) -> None:
+    theirs, ours = [
+        [job.finish() for job in [start(Line(shlex.split(line.replace("{port}", port)))) for line in NODES[name]]]
+        for start, port in ((launchers.torchrun, str(free_port())), (launchers.holdfast, str(free_port())))
+    ]
+    assert [side.code for side in (*theirs, *ours)] == [0] * 4, "\n".join(map(str, (*theirs, *ours)))
+    for left, right in zip(theirs, ours, strict=True):
+        assert differences(left, right, INTENDED.keys() - {"env MASTER_ADDR"}) == []
+
+
+def test_c10d_on_two_nodes(launchers: Launchers, free_port) -> None:
+    """Ranks of nodes are drawn by torchrun, so the nodes are compared by role."""
+    ends = []
+    for start in (launchers.torchrun, launchers.holdfast):
+        common = (
+            f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id two --max-restarts 1"
+        )
+        lines = [f"{common} --role one probe.py", f"{common} --role two --nproc-per-node 2 probe.py"]
+        ends.append([job.finish() for job in [start(Line(shlex.split(line))) for line in lines]])
+    assert [side.code for sides in ends for side in sides] == [0] * 4, ends
+    worlds = [world([probe["env"] for side in sides for probe in side.probes().values()]) for sides in ends]
+    assert worlds[0] == worlds[1]
+
+
+RANKS = {"RANK", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PROBE_DIR", "TORCHELASTIC_ERROR_FILE"}
+
+
+def world(environments: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Environments by role and rank in it, without what names a rank; that the ranks are in order is checked here."""
+    assert sorted(env["RANK"] for env in environments) == ["0", "1", "2"]
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments}) == 1
+    groups = {env["ROLE_NAME"]: (int(env["GROUP_RANK"]), env) for env in environments}
+    assert sorted(rank for rank, _ in groups.values()) == [0, 1]
+    first = min(groups, key=lambda role: groups[role][0])
+    assert {env["ROLE_NAME"] for env in environments if env["RANK"] == "0"} == {first}
+    ordered = sorted(environments, key=lambda env: (env["ROLE_NAME"], env["ROLE_RANK"]))
+    return [{name: value for name, value in env.items() if name not in RANKS | {"OMP_NUM_THREADS"}} for env in ordered]
+
+
+def test_standard_input_is_the_agents(launchers: Launchers, tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    words.write_text("from outside\n")
+    theirs, ours = launchers.pair("--no-python", "cat", stdin=str(words))
+    assert theirs.out == "from outside\n"
+    assert ours.out.endswith("| from outside\n"), ours
+
+
+def test_python_exec(launchers: Launchers, tmp_path: Path) -> None:
+    """One path, also one with spaces in it; the probe sees by `flags` and `executable` which it was."""
+    other = tmp_path / "my python"
+    other.symlink_to(sys.executable)
+    env = {"PYTHON_EXEC": str(other), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
+    theirs, ours = launchers.pair(PROBE, env=env)
+    assert differences(theirs, ours) == []
+    assert ours.probes()["0.0"]["executable"] == str(other)
+
+
+def test_omp_num_threads(launchers: Launchers) -> None:
+    """Set by both or by neither; holdfast shares the CPUs out where torchrun says 1."""
+    cpus = len(os.sched_getaffinity(0))
+    for nproc in (1, 2):
+        theirs, ours = launchers.pair("--nproc-per-node", str(nproc), PROBE)
+        values = [side.probes()["0.0"]["env"].get("OMP_NUM_THREADS") for side in (theirs, ours)]
+        assert values == ([None, None] if nproc == 1 else ["1", str(max(1, cpus // nproc))])
