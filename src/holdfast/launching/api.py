@@ -55,7 +55,7 @@ def launch(
     tee: int | str | Mapping[int, int] | None = None,
     local_ranks_filter: Iterable[int] | str | None = None,
     env: Mapping[str, str] | None = None,
-    start_timeout: float | None = None,
+    start_timeout: int | None = None,
     timeout: float | None = None,
     shutdown_timeout: int | None = None,
     numa_binding: str | None = None,
@@ -107,10 +107,13 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
     """Options of `holdfast run` for launch's parameters of the same names; None is left out."""
     options = {name.replace("_", "-"): value for name, value in given.items()}
     backend = options["rdzv-backend"] or ("c10d" if options["rdzv-endpoint"] is not None else None)
+    start_timeout = options.pop("start-timeout")
+    if str(options["nnodes"] or 1) in ("1", "1:1"):
+        start_timeout = None  # there is nobody to wait for
     options |= {
         "nproc-per-node": options.pop("nproc"),
         "rdzv-backend": backend,
-        "rdzv-conf": conf_text(options["rdzv-conf"], options.pop("start-timeout"), backend),
+        "rdzv-conf": conf_text(options["rdzv-conf"], start_timeout, backend),
         "log-dir": None if options["log-dir"] is None else os.fspath(options["log-dir"]),
         "redirects": pairs_text(options["redirects"]),
         "tee": pairs_text(options["tee"]),
@@ -119,10 +122,10 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
-def conf_text(conf: Mapping[str, object] | str | None, start_timeout: float | None, backend: str | None) -> str | None:
+def conf_text(conf: Mapping[str, object] | str | None, start_timeout: int | None, backend: str | None) -> str | None:
     items = [f"{key}={value}" for key, value in conf.items()] if isinstance(conf, Mapping) else [conf] if conf else []
     if start_timeout is not None:
-        items.append(f"{'join_timeout' if backend == 'c10d' else 'timeout'}={start_timeout:g}")
+        items.append(f"{'timeout' if backend in (None, 'static') else 'join_timeout'}={start_timeout}")
     return ",".join(items) or None
 
 
