@@ -108,6 +108,7 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     ("-t 1 --duplicate-stdout-filters a,,b,c train.py", {}, {"logs.duplicate_stdout_filters": ("a,b", "c")}),
     ("--duplicate-stderr-filters '' train.py", {}, {"logs.duplicate_stderr_filters": ()}),
     ("train.py", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"}, {"logs.prefix_template": "${rank}"}),
+    ("train.py", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": ""}, {"logs.prefix_template": None}),
     # the program
     ("train.py a --lr 3", {}, {"command.kind": CommandKind.SCRIPT, "command.args": ("a", "--lr", "3")}),
     ("train.py", {}, {"command.python": sys.executable, "command.local_rank_argument": False}),
