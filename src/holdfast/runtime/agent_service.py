@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from msgspec import Struct
 
@@ -34,6 +35,7 @@ from holdfast.core.agent.commands import (
 from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled, Tick
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
+from holdfast.core.errors import InternalError
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
@@ -71,7 +73,10 @@ def run_job(options: RunOptions, keeper: KeeperHandle, *, judge: Judge, render: 
 
     `judge` tells the first failure from its victims; `render` puts the end into words for the console.
     """
-    return asyncio.run(_run_job(options, keeper, judge, render))
+    try:
+        return asyncio.run(_run_job(options, keeper, judge, render))
+    except BaseExceptionGroup as group:  # a task group's; what went wrong first is what there is to tell
+        raise group.exceptions[0] from None
 
 
 async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, render: Render) -> int:
@@ -128,6 +133,7 @@ class AgentService:
         self._driver: Driver[Event, Command] | None = None
         self._crew: Crew | None = None
         self._tasks: asyncio.TaskGroup | None = None
+        self._dialing: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         node = NodeSpec(
@@ -156,6 +162,8 @@ class AgentService:
             self._crew = crew
             crew.on_store = self._meeting.store_opened
             self._driver = Driver(AgentMachine(node, self._options.limits, self._loop.time()), Tick(), self._execute)
+            self._loop.set_exception_handler(self._crashed)
+            self._loop.set_exception_handler(self._crash)
             handled = self._install_signals()
             try:
                 self._feed(Tick())
@@ -164,6 +172,8 @@ class AgentService:
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
                 self._driver.stop()
+                if self._dialing is not None:
+                    self._dialing.cancel()
                 await self._meeting.close()
                 await crew.close()
         return outcome
@@ -173,6 +183,14 @@ class AgentService:
     def _feed(self, event: Event) -> None:
         assert self._driver is not None
         self._driver.feed(event)
+
+    def _crash(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fault of ours in a callback must end the agent loudly, not be a line in a log."""
+        error = context.get("exception") or InternalError(str(context.get("message")))
+        if self._ended.done():
+            self._journal.write("fault_at_the_end", error=repr(error))
+        else:
+            self._ended.set_exception(error)
 
     def _install_signals(self) -> list[int]:
         """What was ignored when we were started (nohup's SIGHUP) stays ignored."""
@@ -193,7 +211,15 @@ class AgentService:
     def _resized(self) -> None:
         self._router.resized()
         if self._crew is not None:
-            self._crew.pass_signal(signal.SIGWINCH)
+            self._crew.signal(signal.SIGWINCH, to_end=False)
+
+    def _crashed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fault of ours in a callback ends this agent loudly; asyncio would log it and leave the job hanging."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, OSError) and not self._ended.done():
+            self._ended.set_exception(error)
+        else:
+            loop.default_exception_handler(context)
 
     def _received(self, message: FromCoordinator) -> None:
         self._feed(Received(message))
@@ -210,7 +236,7 @@ class AgentService:
         assert self._tasks is not None
         match command:
             case Dial(node):
-                self._tasks.create_task(self._dial(node))
+                self._dialing = self._tasks.create_task(self._dial(node))
             case Send(message):
                 if self._link is not None:
                     self._link.send(message)
@@ -222,8 +248,8 @@ class AgentService:
                 self._crew.prepare(assign)
             case StartWorkers(assign, start):
                 self._crew.start(assign, start)
-            case SignalWorkers(signum):
-                self._crew.signal(signum)
+            case SignalWorkers(signum, to_end):
+                self._crew.signal(signum, to_end=to_end)
             case KillTree():
                 self._crew.kill_tree()
             case Say(text):

@@ -28,7 +28,7 @@ from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
-from holdfast.runtime.workers.numa import Machine, cpus_for
+from holdfast.runtime.workers.numa import binding_for
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
 from holdfast.runtime.workers.store_host import StoreHost, wants_store
 
@@ -71,6 +71,8 @@ class Crew:
         self._keeper_ready.set()
         self._store: StoreHost | None = None
         self._oom: OomWatch | None = None
+        self._cpus: dict[int, list[int]] = {}
+        """CPUs by local rank, with --numa-binding."""
         self._generation = 0
         self._assign: Assign | None = None
         self._workers: dict[str, _Worker] = {}
@@ -115,6 +117,8 @@ class Crew:
             self._attempt = attempt
             if self._oom is None:
                 self._oom = OomWatch()
+            if self._options.numa_binding and not self._cpus:
+                self._cpus = binding_for(self._options)
             port = await self._open_store(assign) if assign.hosts_store else None
         except HoldfastError as error:
             self._emit(PrepareFailed(generation, error.code, error.exit_code, str(error)))
@@ -159,17 +163,13 @@ class Crew:
                     WorkerEnded(assign.generation, slot.local_rank, self._unstarted(slot.local_rank, 0, str(error)))
                 )
             return
-        machine = Machine.this() if self._options.numa_binding else None
         self._workers = {
             self._key(slot.local_rank): _Worker(slot.local_rank, streams[slot.local_rank]) for slot in slots
         }
         for key, worker in self._workers.items():
-            cpus = None
-            if machine is not None and self._options.numa_binding is not None:
-                cpus = cpus_for(self._options.numa_binding, worker.local_rank, self._options.nproc, machine)
-            self._spawn(key, worker, assign, start, cpus)
+            self._spawn(key, worker, assign, start)
 
-    def _spawn(self, key: str, worker: _Worker, assign: Assign, start: Start, cpus: list[int] | None) -> None:
+    def _spawn(self, key: str, worker: _Worker, assign: Assign, start: Start) -> None:
         streams = worker.streams
         error_file = str(streams.error_file) if streams.error_file is not None else ""
         environment = worker_environment(
@@ -185,7 +185,7 @@ class Crew:
             worker_argv(self._options, worker.local_rank),
             env_set=environment,
             fds={number: fd for number, fd in wanted.items() if fd is not None},
-            cpus=cpus,
+            cpus=self._cpus.get(worker.local_rank),
         )
         worker.began_s = self._loop.time()
         self._router.started(worker.local_rank)
