@@ -23,7 +23,8 @@ def python(arguments: list[str], folder: Path) -> str:
         [sys.executable, *arguments], cwd=ROOT, env=environment(folder), capture_output=True, text=True, timeout=LIMIT_S
     )
     if done.returncode != 0:
-        raise BenchmarkError(done.stderr.strip()[-400:])
+        said = [line for line in done.stderr.splitlines() if "Error" in line] or [done.stderr.strip()]
+        raise BenchmarkError(f"{said[0][:300]} … {said[-1][:300]}")
     return done.stdout
 
 
