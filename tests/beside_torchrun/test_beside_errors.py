@@ -71,14 +71,14 @@ def assert_same_error(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Key by key: all but the frames and the second."""
     assert shape(theirs) == shape(ours)
     left, right = theirs["message"], ours["message"]
-    assert left["message"] == right["message"] == "Wrong: it is wrong:\nähm"
+    assert left["message"] == right["message"] == "WrongError: it is wrong:\nähm"
     assert left.get("errorCode") == right.get("errorCode")
     assert abs(int(right["extraInfo"]["timestamp"]) - time.time()) < 60
     for side in (left, right):
         stack = side["extraInfo"]["py_callstack"]
         assert stack.startswith("Traceback (most recent call last):\n")
-        assert stack.rstrip().endswith("Wrong: it is wrong:\nähm")
-        assert 'raise Wrong("it is wrong:\\nähm")' in stack
+        assert stack.rstrip().endswith("WrongError: it is wrong:\nähm")
+        assert 'raise WrongError("it is wrong:\\nähm")' in stack
 
 
 def shape(value: object) -> object:

@@ -117,7 +117,7 @@ def same(name: str, text: str | None) -> object:
 
 def shown(text: str) -> list[str]:
     """Lines on the console without what the launchers say and without our prefix."""
-    return [line for line in (sorted(NODE_RANK.sub("", line) for line in lines(text))) if not SAID.match(line)]
+    return sorted(line for line in (NODE_RANK.sub("", line) for line in lines(text)) if line and not SAID.match(line))
 
 
 def lines(text: str) -> list[str]:

@@ -65,9 +65,8 @@ def test_static_on_one_node(launchers: Launchers, free_port, line: str) -> None:
     theirs, ours = launchers.torchrun(lines[0]).finish(), launchers.holdfast(lines[1]).finish()
     assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
     assert differences(theirs, ours, INTENDED.keys() - {"env MASTER_ADDR"}) == []
-    for side, line in zip((theirs, ours), lines, strict=True):
-        port = side.probes()["0.0"]["env"]["MASTER_PORT"]
-        assert port in " ".join(line.argv), "static: the port is the one that was given"
+    for side, given in zip((theirs, ours), lines, strict=True):
+        assert side.probes()["0.0"]["env"]["MASTER_PORT"] in " ".join(given.argv), "the port is the one that was given"
 
 
 @pytest.mark.parametrize("job", ["my-job", "none"])

@@ -4,12 +4,12 @@ import os
 import sys
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """An error of our own."""
 
 
 def fail():
-    raise Wrong("it is wrong:\nähm")
+    raise WrongError("it is wrong:\nähm")
 
 
 def main():

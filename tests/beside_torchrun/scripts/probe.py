@@ -21,6 +21,11 @@ def descriptors():
     return {str(fd): target for fd, target in sorted(found.items()) if os.path.exists(f"/proc/self/fd/{fd}")}
 
 
+def read(path):
+    with open(path) as file:
+        return file.read().strip()
+
+
 def status():
     with open("/proc/self/status") as file:
         pairs = (line.split(":", 1) for line in file)
@@ -82,7 +87,7 @@ def main():
         "terminals": [os.isatty(fd) for fd in (0, 1, 2)],
         "stdout": [sys.stdout.encoding, sys.stdout.errors, sys.stdout.line_buffering, sys.stdout.write_through],
         "stderr": [sys.stderr.encoding, sys.stderr.errors, sys.stderr.line_buffering, sys.stderr.write_through],
-        "oom": open("/proc/self/oom_score_adj").read().strip(),
+        "oom": read("/proc/self/oom_score_adj"),
     }
     rank = os.environ.get("RANK", "x")
     name = f"{rank}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 'x')}"
