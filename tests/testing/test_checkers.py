@@ -1,0 +1,229 @@
+"""The checkers can fail: each promise is broken on purpose and must be missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from holdfast.core.agent.commands import Command as AgentCommand
+from holdfast.core.agent.events import Event, Received
+from holdfast.core.agent.machine import AgentMachine
+from holdfast.core.coordinator.commands import Command, Tell
+from holdfast.core.coordinator.events import Event as CoordinatorEvent
+from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.policy import Limits
+from holdfast.core.protocol import Assign, Finish
+from holdfast.testing.checkers import BrokenPromiseError, WorldChecker
+from holdfast.testing.cluster import SimCluster, SimOptions, simple_judge
+from holdfast.testing.faults import FaultOptions
+
+QUIET = SimOptions(min_nodes=3, max_nodes=3, work_s=5.0)
+FAULTY = SimOptions(
+    min_nodes=1,
+    max_nodes=4,
+    max_restarts=10,
+    work_s=30.0,
+    faults=FaultOptions(worker_failures=3, agent_kills=1, link_resets=2, partitions=3),
+)
+SEEDS = 40
+
+
+def assign(rank_base: int, *, world_size: int = 4, generation: int = 1) -> Assign:
+    return Assign(
+        generation=generation,
+        restart_count=0,
+        group_rank=0,
+        group_world_size=2,
+        rank_base=rank_base,
+        world_size=world_size,
+        role_rank_base=0,
+        role_world_size=world_size,
+        hosts_store=False,
+    )
+
+
+# --- the checker alone ------------------------------------------------------------------------------------------------
+
+
+def two_nodes() -> WorldChecker:
+    checker = WorldChecker()
+    checker.assigned(1, "a", 2, assign(0))
+    checker.assigned(1, "b", 2, assign(2))
+    return checker
+
+
+def test_a_sound_history_passes() -> None:
+    checker = two_nodes()
+    for host in "ab":
+        checker.started(1, host, 1, cut_off=set())
+    for host in "ab":
+        checker.ended(host)
+    assert checker.alive == {}
+
+
+def rank_twice(checker: WorldChecker) -> None:
+    checker.assigned(2, "a", 2, assign(0))
+    checker.assigned(2, "b", 2, assign(1))
+
+
+def rank_outside(checker: WorldChecker) -> None:
+    checker.assigned(2, "a", 2, assign(3))
+
+
+def two_sizes(checker: WorldChecker) -> None:
+    checker.assigned(2, "a", 2, assign(0))
+    checker.assigned(2, "b", 2, assign(2, world_size=5))
+
+
+def host_twice(checker: WorldChecker) -> None:
+    checker.assigned(1, "a", 2, assign(0))
+
+
+def start_before_all_ranks_are_given(checker: WorldChecker) -> None:
+    checker.assigned(2, "a", 2, assign(0))
+    checker.started(2, "a", 1, cut_off=set())
+
+
+def start_beside_an_older_generation(checker: WorldChecker) -> None:
+    checker.started(1, "a", 1, cut_off=set())
+    checker.assigned(1, "b", 4, assign(0, generation=2))
+    checker.started(1, "b", 2, cut_off=set())
+
+
+def start_twice(checker: WorldChecker) -> None:
+    checker.started(1, "a", 1, cut_off=set())
+    checker.started(1, "a", 1, cut_off=set())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        rank_twice,
+        rank_outside,
+        two_sizes,
+        host_twice,
+        start_before_all_ranks_are_given,
+        start_beside_an_older_generation,
+        start_twice,
+    ],
+)
+def test_a_broken_history_does_not(broken: Callable[[WorldChecker], None]) -> None:
+    with pytest.raises(BrokenPromiseError):
+        broken(two_nodes())
+
+
+def test_a_host_that_was_just_cut_off_may_still_be_dying() -> None:
+    checker = two_nodes()
+    checker.started(1, "a", 1, cut_off=set())
+    checker.assigned(1, "b", 4, assign(0, generation=2))
+    checker.started(1, "b", 2, cut_off={"a"})
+    assert checker.alive == {"a": 1, "b": 2}
+
+
+# --- a whole cluster with something broken in it ----------------------------------------------------------------------
+
+
+def first_broken_promise(make: Callable[[int], SimCluster]) -> str:
+    for seed in range(SEEDS):
+        try:
+            make(seed).run()
+        except BrokenPromiseError as error:
+            return str(error)
+    return ""
+
+
+def test_unbroken_nothing_is_found() -> None:
+    assert not first_broken_promise(lambda seed: SimCluster(seed, 4, FAULTY))
+    assert not first_broken_promise(lambda seed: SimCluster(seed, 3, QUIET))
+
+
+def test_a_fence_longer_than_the_lease_is_found() -> None:
+    """The others go on without a node that is cut off while its workers still live."""
+    limits = Limits(join_s=120.0, stop_grace_s=5.0, lease_s=3.0, fence_s=20.0)
+    broken = replace(FAULTY, limits=limits)
+    assert "still runs generation" in first_broken_promise(lambda seed: SimCluster(seed, 4, broken))
+
+
+class BrokenCoordinator(CoordinatorMachine):
+    """Every node gets the ranks from 0."""
+
+    def handle(self, now: float, event: CoordinatorEvent) -> list[Command]:
+        return [self._broken(command) for command in super().handle(now, event)]
+
+    @staticmethod
+    def _broken(command: Command) -> Command:
+        if isinstance(command, Tell) and isinstance(command.message, Assign):
+            return Tell(command.link, structs.replace(command.message, rank_base=0))
+        return command
+
+
+class ClusterWithBrokenCoordinator(SimCluster):
+    def coordinator_machine(self) -> CoordinatorMachine:
+        return BrokenCoordinator(self.job, self.options.limits, simple_judge, self.clock.now)
+
+
+def test_a_rank_given_twice_is_found() -> None:
+    story = first_broken_promise(lambda seed: ClusterWithBrokenCoordinator(seed, 3, QUIET))
+    assert "a rank exists twice in generation 1" in story
+    assert "seed 0 at" in story, "it says how to see it again"
+    assert "assigned" in story, "and how it came to this"
+
+
+class DeafAgent(AgentMachine):
+    """Does not hear that the job is over, and never gives up."""
+
+    def handle(self, now: float, event: Event) -> list[AgentCommand]:
+        self._seeking_since_s = now
+        if isinstance(event, Received) and isinstance(event.message, Finish):
+            return []
+        return super().handle(now, event)
+
+
+class HastyAgent(AgentMachine):
+    """Asks for a Tick that it has just been given."""
+
+    def next_deadline(self) -> float | None:
+        due = super().next_deadline()
+        return None if due is None else 1.5
+
+
+class FearlessAgent(AgentMachine):
+    """Goes on without a word from the coordinator."""
+
+    def _fence_at_s(self) -> float:
+        return float("inf")
+
+
+def cluster_of(kind: type[AgentMachine], seed: int, nodes: int, options: SimOptions) -> SimCluster:
+    class Cluster(SimCluster):
+        def machine_for(self, host: str, incarnation: int, *, hosts_coordinator: bool) -> AgentMachine:
+            sound = super().machine_for(host, incarnation, hosts_coordinator=hosts_coordinator)
+            return kind(sound._node, self.options.limits, self.clock.now)
+
+    return Cluster(seed, nodes, options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "found"),
+    [
+        pytest.param(DeafAgent, QUIET, "still running", id="an agent that never ends"),
+        pytest.param(HastyAgent, QUIET, "time stands still", id="a deadline that is always over"),
+        pytest.param(FearlessAgent, FAULTY, "still runs generation", id="an agent without a fence"),
+    ],
+)
+def test_a_broken_agent_is_found(kind: type[AgentMachine], options: SimOptions, found: str) -> None:
+    assert found in first_broken_promise(lambda seed: cluster_of(kind, seed, 3, options))
+
+
+def test_the_story_is_as_long_as_asked_for() -> None:
+    def lines(most: int | None) -> int:
+        cluster = SimCluster(0, 3, QUIET, story_lines_max=most)
+        cluster.run()
+        return len(cluster.story)
+
+    assert lines(0) == 0
+    assert lines(5) == 5
+    assert lines(None) > 5
