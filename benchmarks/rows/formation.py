@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -18,14 +21,25 @@ PROCESSES = 2
 
 
 def python(arguments: list[str], folder: Path) -> str:
-    # In the repository's root: the child imports this package.
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment(folder), capture_output=True, text=True, timeout=LIMIT_S
-    )
-    if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if "Error" in line] or [done.stderr.strip()]
+    # In the repository's root: the child imports this package. In a group of its own: it forks.
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as template:
+        try:
+            out, err = template.communicate(timeout=LIMIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(template.pid, signal.SIGKILL)
+    if template.returncode != 0:
+        said = [line for line in err.splitlines() if "Error" in line] or [err.strip()]
         raise BenchmarkError(f"{said[0][:300]} … {said[-1][:300]}")
-    return done.stdout
+    return out
 
 
 def measure_processes(count: int, launcher: Launcher, folder: Path) -> Sample:
