@@ -267,4 +267,4 @@ class AgentService:
             return
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
-        self._feed(Dialed())
+        self._feed(Dialed(local=self._meeting.coordinator is not None))

@@ -27,6 +27,7 @@ from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.rendezvous.port_holder import who_holds
+from holdfast.runtime.detached import run_detached
 from holdfast.wire.codec import decode_from_coordinator
 from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake
 from holdfast.wire.session import Session
@@ -219,7 +220,7 @@ async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
     except OSError:
         pass  # a name
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await run_detached(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UnresolvedHostError(f"the host of the endpoint {endpoint} does not resolve: {text}") from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.core.agent.events import DialFailed
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.errors import HoldfastError, NoAnswerError, PortInUseError, RefusedError
+from holdfast.core.errors import HoldfastError, InternalError, NoAnswerError, PortInUseError, RefusedError
 from holdfast.core.options import RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
@@ -47,6 +47,8 @@ class Meeting:
         """One attempt. The link has to be started; a DialFailed says whether another attempt can help."""
         try:
             return await self._reach(node)
+        except InternalError:
+            raise
         except HoldfastError as error:
             final = isinstance(error, PortInUseError | RefusedError) and not isinstance(error, NoAnswerError)
             return DialFailed(error.code, error.exit_code, str(error), final)
@@ -87,7 +89,9 @@ class Meeting:
         if _is_numeric_or_local(options.endpoint.host):
             place = claim(options.endpoint, standalone=options.standalone, is_host=wanted)
         else:
-            place = await asyncio.to_thread(claim, options.endpoint, standalone=options.standalone, is_host=wanted)
+            from holdfast.runtime.detached import run_detached
+
+            place = await run_detached(lambda: claim(options.endpoint, standalone=options.standalone, is_host=wanted))
         self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
         return place if place.is_host else None
 

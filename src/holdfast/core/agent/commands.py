@@ -42,6 +42,8 @@ class SignalWorkers(Struct, frozen=True):
     """Signal the worker leaders, not their children."""
 
     signum: int
+    to_end: bool = True
+    """False: a signal that is only passed on. Whoever fails after it fails by itself."""
 
 
 class KillTree(Struct, frozen=True):

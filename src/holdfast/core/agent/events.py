@@ -11,6 +11,9 @@ from holdfast.core.protocol import FromCoordinator
 class Dialed(Struct, frozen=True):
     """The link to the coordinator stands; the handshake is done."""
 
+    local: bool = False
+    """The coordinator is in this very process."""
+
 
 class DialFailed(Struct, frozen=True):
     """One attempt to reach the coordinator failed."""

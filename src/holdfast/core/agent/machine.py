@@ -11,6 +11,7 @@ about to go on without it.
 from __future__ import annotations
 
 import signal
+from math import inf
 
 from msgspec import structs
 
@@ -96,6 +97,8 @@ class AgentMachine:
         self._node = node
         self._joins = 0
         self._joined = False
+        self._local = False
+        """The coordinator lives in this process: it sleeps when we sleep, and nothing can come between."""
         self._join_sent_s: float | None = None
         """When Join went out on the present link; None: not yet."""
         self._last_generation = 0
@@ -140,7 +143,7 @@ class AgentMachine:
             deadlines.append(self._fence_at_s())
         if self.work is Work.STOPPING and self.term is not None:
             deadlines.append(self._stop_deadline_s(self.term))
-        return min(deadlines) if deadlines else None
+        return min((deadline for deadline in deadlines if deadline < inf), default=None)
 
     def check_invariants(self) -> None:
         assert (self.term is None) == (self.work is Work.IDLE)
@@ -157,8 +160,8 @@ class AgentMachine:
 
     def _dispatch(self, now: float, event: Event) -> None:
         match event:
-            case Dialed():
-                self.link, self._join_sent_s = Link.UP, None
+            case Dialed(local):
+                self.link, self._join_sent_s, self._local = Link.UP, None, local
                 self._dial_error, self._dial_pause_s = None, self.limits.connect_retry_s
             case DialFailed():
                 self._on_dial_failed(now, event)
@@ -186,7 +189,7 @@ class AgentMachine:
                 self._on_signal(now, event)
             case PassSignal(signum):
                 if self.work in (Work.RUNNING, Work.STOPPING):
-                    self._out.append(SignalWorkers(signum))
+                    self._out.append(SignalWorkers(signum, to_end=False))
             case Tick():
                 pass
 
@@ -252,7 +255,7 @@ class AgentMachine:
             self._stop(now, signal.SIGTERM)
         elif self.work is Work.KILLING:
             # The sweep after the last rank was done is under way: what would have been a pause becomes the end.
-            term.swept = True
+            term.stopped = True
 
     def _on_assign(self, assign: Assign) -> None:
         if self.work not in (Work.IDLE, Work.PREPARING, Work.PREPARED) or self._going():
@@ -277,14 +280,15 @@ class AgentMachine:
             term.done.add(local_rank)
             if self.work is Work.RUNNING:
                 self._send(WorkerDone(generation, local_rank))
-        elif self.work is Work.RUNNING or failure.error_type:
+        elif failure.error_type or not failure.after_stop:
+            # Also when the order to stop has come meanwhile: whoever died before it may be the culprit.
             self._send(WorkersFailed(generation, (failure,)))
 
     def _on_tree_gone(self, generation: int) -> None:
         term = self.term
         if self.work is not Work.KILLING or term is None or term.generation != generation:
             return
-        if term.all_done and not term.swept and not self._going() and self.link is Link.UP:
+        if term.all_done and not (term.swept or term.stopped or self._going()) and self.link is Link.UP:
             # The others may still be at work: this node stays in the world until the coordinator says more.
             term.swept = True
             self._enter(Work.RUNNING)
@@ -350,7 +354,7 @@ class AgentMachine:
         return min(term.kill_at_s, self._fence_at_s())
 
     def _fence_at_s(self) -> float:
-        return self._confirmed_s + self._lease[0]
+        return inf if self._local and self.link is Link.UP else self._confirmed_s + self._lease[0]
 
     def _awaits_answer(self) -> bool:
         """Joined or about to be: an answer to something we sent is outstanding at every moment."""
@@ -411,6 +415,7 @@ class AgentMachine:
     def _stop(self, now: float, signum: int) -> None:
         """Begin the ladder: the signal to the leaders now, SIGKILL to everything after the grace."""
         self._enter(Work.STOPPING)
+        self._term().stopped = True  # a worker that ends with 0 because of it has not done its work
         self._term().kill_at_s = now + self.limits.stop_grace_s
         self._out.append(SignalWorkers(signum))
 

@@ -41,6 +41,8 @@ class Term:
     """While STOPPING: when SIGKILL is due."""
     swept: bool = False
     """All ranks were done and what they left behind is gone."""
+    stopped: bool = False
+    """The order to stop has come."""
 
     @property
     def generation(self) -> int:

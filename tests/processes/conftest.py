@@ -1,0 +1,246 @@
+"""Real jobs for tests: scripts that leave a trail, agents whose screen is a file, and waits with deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+WAIT_S = 30.0
+"""Long enough for a starved machine; nothing here takes a second of its own."""
+
+TRAIL_MODULE = '''
+"""What the test scripts share: every note is one line in one file."""
+import json, os, signal, subprocess, sys, time
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LOCAL_RANK, NODE = int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_RANK"])
+ROUND = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+PORT = os.environ["MASTER_PORT"]
+
+
+def note(event, **more):
+    record = {"event": event, "rank": RANK, "world": WORLD, "node": NODE, "local_rank": LOCAL_RANK, "round": ROUND,
+              "port": PORT, "pid": os.getpid(), "agent": os.environ.get("AGENT", ""), **more}
+    with open(os.environ["TRAIL"], "ab", buffering=0) as file:
+        file.write(json.dumps(record).encode() + b"\\n")
+
+
+def notes(event):
+    with open(os.environ["TRAIL"], "rb") as file:
+        found = [json.loads(line) for line in file.read().splitlines()]
+    return [each for each in found if each["event"] == event and each["port"] == PORT]
+
+
+def meet(event="up"):
+    """Note it, and wait until every rank of this generation has."""
+    note(event)
+    end = time.monotonic() + 30
+    while len({each["rank"] for each in notes(event)}) < WORLD and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def hold():
+    time.sleep(60)
+
+
+def on_signal(*names, exit_code=None):
+    def handler(signum, _frame):
+        note("signal", name=signal.Signals(signum).name)
+        if exit_code is not None:
+            os._exit(exit_code)
+    for name in names:
+        signal.signal(getattr(signal, name), handler)
+
+
+def child():
+    """A plain child that dies of nothing but SIGKILL."""
+    program = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program])
+    note("child", child=process.pid)
+
+
+def daemon():
+    """A grandchild in a session of its own, whose parent is gone."""
+    ready, tell = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note("child", child=os.getpid())
+            os.write(tell, b"!")
+            time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+'''
+
+Note = dict[str, Any]
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], Any], what: str | Callable[[], str], limit_s: float = WAIT_S) -> Any:
+    """The first true value of `condition`; fails after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            pytest.fail(f"not within {limit_s:g} s: {what if isinstance(what, str) else what()}")
+        time.sleep(0.005)
+
+
+@dataclass
+class Agent:
+    """One `holdfast run` process."""
+
+    process: subprocess.Popen[bytes]
+    screen: Path
+    logs: Path
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def text(self) -> str:
+        return self.screen.read_text(errors="replace")
+
+    def end(self, limit_s: float = WAIT_S) -> int:
+        """Its exit code as a shell shows it."""
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the agent did not end within {limit_s:g} s\n{self.text}")
+        return 128 - code if code < 0 else code
+
+    def signal(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def says(self, text: str, limit_s: float = WAIT_S) -> None:
+        until(lambda: text in self.text, lambda: f"{text!r} on the screen:\n{self.text}", limit_s)
+
+    @property
+    def folder(self) -> Path:
+        """Its run folder."""
+        found = [path for path in self.logs.iterdir() if path.is_dir()]
+        assert len(found) == 1, found
+        return found[0]
+
+    @property
+    def verdict(self) -> Any:
+        return json.loads((self.folder / "verdict.json").read_bytes())
+
+    def events(self, name: str = "") -> list[Note]:
+        path = self.folder / "events.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return [each for each in map(json.loads, lines) if each["event"].endswith(name)]
+
+
+class Site:
+    """A folder in which jobs run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.agents: list[Agent] = []
+        self._trail = folder / "trail.jsonl"
+        self._trail.touch()
+        (folder / "trail.py").write_text(TRAIL_MODULE)
+
+    def script(self, body: str, name: str = "train.py") -> Path:
+        path = self.folder / name
+        path.write_text(f"from trail import *\n{body}")
+        return path
+
+    def start(
+        self,
+        *args: str | Path,
+        env: Mapping[str, str] | None = None,
+        stdout: int | IO[bytes] | None = None,
+        cwd: Path | None = None,
+        preexec: Callable[[], None] | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "holdfast.run"),
+    ) -> Agent:
+        """Start an agent; its screen (both streams) is a file unless `stdout` says otherwise."""
+        number = len(self.agents)
+        screen, logs = self.folder / f"screen{number}.txt", self.folder / f"logs{number}"
+        own_logs = () if "--log-dir" in args else ("--log-dir", str(logs))
+        command = [*program, *own_logs, *map(str, args)]
+        with screen.open("wb") as file:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "TRAIL": str(self._trail), "AGENT": str(number), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file if stdout is None else stdout,
+                stderr=file if stdout is None else stdout,
+                cwd=cwd or self.folder,
+                start_new_session=True,
+                preexec_fn=preexec,
+            )
+        agent = Agent(process, screen, logs)
+        self.agents.append(agent)
+        return agent
+
+    def run(
+        self, *args: str | Path, env: Mapping[str, str] | None = None, limit_s: float = WAIT_S
+    ) -> tuple[int, Agent]:
+        agent = self.start(*args, env=env)
+        return agent.end(limit_s), agent
+
+    def trail(self, event: str = "", **wanted: Any) -> list[Note]:
+        records = [json.loads(line) for line in self._trail.read_bytes().splitlines()]
+        return [
+            each
+            for each in records
+            if (not event or each["event"] == event) and all(each[key] == value for key, value in wanted.items())
+        ]
+
+    def wait(self, count: int, event: str, limit_s: float = WAIT_S, **wanted: Any) -> list[Note]:
+        """Wait for so many notes."""
+
+        def told() -> str:
+            screens = "\n".join(f"--- agent {n}\n{agent.text}" for n, agent in enumerate(self.agents))
+            return f"{count} × {event} {wanted}; trail {self.trail()}\n{screens}"
+
+        until(lambda: len(self.trail(event, **wanted)) >= count, told, limit_s)
+        return self.trail(event, **wanted)
+
+    def all_gone(self, limit_s: float = 1.0) -> None:
+        """No process that ever left a note is alive."""
+        pids = {each["pid"] for each in self.trail()} | {each["child"] for each in self.trail("child")}
+        until(lambda: not any(map(is_alive, pids)), lambda: f"alive: {[pid for pid in pids if is_alive(pid)]}", limit_s)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    for agent in made.agents:
+        if agent.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                agent.process.send_signal(signal.SIGCONT)
+                agent.process.kill()
+        agent.process.wait(10)
+
+
+@pytest.fixture
+def endpoint(free_port: Callable[[], int]) -> str:
+    return f"127.0.0.1:{free_port()}"

@@ -1,0 +1,171 @@
+"""Signals to the agent: it hands them on, ends with 128+N, and leaves nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+
+ALL = "on_signal('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGQUIT', exit_code=9)\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_workers_get_that_signal(site, signum: signal.Signals) -> None:
+    script = site.script(ALL + "child()\ndaemon()\nmeet()\nhold()")
+    agent = site.start("--standalone", "--nproc-per-node", "2", script)
+    site.wait(2, "up")
+    agent.signal(signum)
+    assert agent.end(5) == 128 + signum, agent.text
+    site.all_gone()
+    assert sorted((each["rank"], each["name"]) for each in site.trail("signal")) == [(0, signum.name), (1, signum.name)]
+    assert signum.name in agent.text
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_while_waiting_for_peers(site, endpoint: str, backend: str, node: int, signum: signal.Signals) -> None:
+    where = ("--master-addr", "127.0.0.1", "--master-port", endpoint.rpartition(":")[2], "--node-rank", str(node))
+    if backend == "c10d":
+        conf = ("--rdzv-conf", f"is_host={1 - node}")
+        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf)
+    agent = site.start("--nnodes", "2", *where, site.script("note('up')"))
+    agent.says("waiting", limit_s=10)
+    asked = time.monotonic()
+    agent.signal(signum)
+    assert agent.end(5) == 128 + signum, agent.text
+    assert time.monotonic() - asked < 2
+    assert "Traceback" not in agent.text
+    assert site.trail() == []
+
+
+def test_while_a_silent_listener_keeps_us_waiting(site, endpoint: str) -> None:
+    """The handshake waits for seconds; a signal does not."""
+    import socket
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+        silent.listen()
+        silent.settimeout(20)
+        args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+        agent = site.start(*args, site.script("note('up')"))
+        with silent.accept()[0]:
+            asked = time.monotonic()
+            agent.signal(signal.SIGTERM)
+            assert agent.end(10) == 143, agent.text
+            assert time.monotonic() - asked < 2
+
+
+def test_the_second_interrupt_kills_at_once(site) -> None:
+    script = site.script("on_signal('SIGINT', 'SIGTERM')\nmeet()\nwhile True: time.sleep(1)")
+    agent = site.start("--standalone", "--nproc-per-node", "2", script)
+    site.wait(2, "up")
+    agent.signal(signal.SIGINT)
+    site.wait(2, "signal")
+    assert agent.process.poll() is None
+    asked = time.monotonic()
+    agent.signal(signal.SIGINT)
+    assert agent.end(5) == 130, agent.text
+    assert time.monotonic() - asked < 2
+    site.all_gone()
+
+
+def test_the_timeout_holds_for_signals_too(site) -> None:
+    script = site.script("on_signal('SIGTERM')\nmeet()\nwhile True: time.sleep(1)")
+    agent = site.start("--standalone", "--shutdown-timeout", "1", script)
+    site.wait(1, "up")
+    asked = time.monotonic()
+    agent.signal(signal.SIGTERM)
+    assert agent.end(6) == 143, agent.text
+    assert 0.9 < time.monotonic() - asked < 4
+    site.all_gone()
+
+
+def test_user_signals_are_passed_on(site) -> None:
+    script = site.script(
+        "on_signal('SIGUSR1', 'SIGUSR2')\nmeet()\nwhile len(notes('signal')) < 2 * WORLD: time.sleep(0.01)\nnote('end')"
+    )
+    agent = site.start("--standalone", "--nproc-per-node", "2", script)
+    site.wait(2, "up")
+    agent.signal(signal.SIGUSR1)
+    site.wait(2, "signal", name="SIGUSR1")
+    agent.signal(signal.SIGUSR2)
+    assert agent.end() == 0, agent.text
+    assert len(site.trail("signal")) == 4
+
+
+def test_user_signals_while_nothing_runs_are_harmless(site, endpoint: str) -> None:
+    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, site.script("note('up')"))
+    agent = site.start(*args)
+    until_listening(agent)
+    agent.signal(signal.SIGUSR1)
+    other = site.start(*args)
+    assert (agent.end(), other.end()) == (0, 0), agent.text
+
+
+def until_listening(agent) -> None:
+    agent.says("waiting", limit_s=10)
+
+
+def test_signals_to_handle(site) -> None:
+    """USR1 ends the job when it is named; SIGTERM, no longer named, kills the agent, and the keeper all the rest."""
+    script = site.script("on_signal('SIGUSR1', exit_code=0)\nchild()\nmeet()\nhold()")
+    args = ("--standalone", "--signals-to-handle", "SIGUSR1", script)
+    agent = site.start(*args)
+    site.wait(1, "up")
+    agent.signal(signal.SIGUSR1)
+    assert agent.end(5) == 128 + signal.SIGUSR1, agent.text
+    site.all_gone()
+    agent = site.start(*args)
+    site.wait(2, "up")
+    agent.signal(signal.SIGTERM)
+    assert agent.end(5) == 143
+    site.all_gone()
+
+
+def test_an_ignored_hangup_stays_ignored(site) -> None:
+    """As under nohup; the workers inherit it."""
+    script = site.script("meet()\nos.kill(os.getpid(), signal.SIGHUP)\ntime.sleep(0.3)\nnote('end')")
+    agent = site.start("--standalone", script, preexec=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
+    site.wait(1, "up")
+    agent.signal(signal.SIGHUP)
+    assert agent.end() == 0, agent.text
+    assert len(site.trail("end")) == 1
+
+
+def test_interrupt_of_a_terminals_foreground_group(site) -> None:
+    """Ctrl-C reaches the agent alone: workers have their own sessions and hear of it through the agent, once."""
+    script = site.script("on_signal('SIGINT', exit_code=0)\nmeet()\nprint(os.getpid(), os.getsid(0))\nhold()")
+    agent = site.start("--standalone", "--nproc-per-node", "2", script)
+    site.wait(2, "up")
+    import os
+
+    os.killpg(agent.pid, signal.SIGINT)
+    assert agent.end(5) == 130, agent.text
+    assert len(site.trail("signal")) == 2
+
+
+def test_signals_during_the_start(site) -> None:
+    """At whatever moment it comes, it ends the agent within the second and leaves nothing."""
+    script = site.script("child()\nmeet()\nhold()")
+    for pause_ms in (0, 30, 60, 90, 120, 160, 200, 250, 300, 400):
+        agent = site.start("--standalone", "--nproc-per-node", "2", script)
+        time.sleep(pause_ms / 1000)
+        agent.signal(signal.SIGTERM)
+        assert agent.end(5) in (143, 1), (pause_ms, agent.text)
+        assert "Traceback" not in agent.text, (pause_ms, agent.text)
+    site.all_gone()
+
+
+def test_a_pipeline_sees_the_end(site) -> None:
+    """Nobody keeps the agent's stdout open after its end: `holdfast run … | tee` ends too."""
+    script = site.script("child()\ndaemon()\nmeet()\nprint('last', flush=True)")
+    agent = site.start("--standalone", script, stdout=subprocess.PIPE)
+    out, _ = agent.process.communicate(timeout=20)
+    assert b"last" in out
+    assert agent.end() == 0
+    assert sys.platform == "linux"

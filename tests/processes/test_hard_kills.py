@@ -1,0 +1,129 @@
+"""SIGKILL and SIGSTOP of what holdfast itself consists of: the agent, the keeper, the store host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+SIX = "child()\ndaemon()\nmeet()\nhold()"
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def keeper_of(agent) -> int:
+    """The agent's only child."""
+    found = children(agent.pid)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_nothing_outlives_a_killed_agent(site) -> None:
+    agent = site.start("--standalone", "--nproc-per-node", "2", site.script(SIX))
+    site.wait(2, "up")
+    assert len(site.trail("child")) == 4
+    keeper = keeper_of(agent)
+    agent.signal(signal.SIGKILL)
+    site.all_gone(limit_s=1.0)
+    assert not Path(f"/proc/{keeper}").exists() or agent.end() == 137
+
+
+def test_two_agents_killed_at_the_same_time(site, endpoint: str) -> None:
+    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, site.script(SIX))
+    agents = [site.start(*args) for _ in range(2)]
+    site.wait(2, "up")
+    for agent in agents:
+        agent.signal(signal.SIGKILL)
+    site.all_gone(limit_s=1.0)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_killed_keeper_takes_its_workers_along(site, restarts: int) -> None:
+    """The job goes on with the next generation, or fails with a verdict; nothing is left in either case."""
+    script = site.script("child()\ndaemon()\nmeet()\nif len([1 for _ in open(os.environ['TRAIL'])]) < 11: hold()")
+    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
+    site.wait(2, "up")
+    os.kill(keeper_of(agent), signal.SIGKILL)
+    code = agent.end()
+    assert code in (0, 137), agent.text
+    assert code == 0 or restarts == 0
+    site.all_gone()
+    assert "Traceback" not in agent.text
+
+
+def test_a_stopped_agent_goes_on_when_continued(site) -> None:
+    """Longer than no lease, shorter than the fence: nobody notices."""
+    script = site.script("meet()\ntime.sleep(1.0)\nnote('end')")
+    agent = site.start("--standalone", "--nproc-per-node", "2", script)
+    site.wait(2, "up")
+    agent.signal(signal.SIGSTOP)
+    site.wait(2, "end")
+    time.sleep(0.2)
+    agent.signal(signal.SIGCONT)
+    assert agent.end() == 0, agent.text
+    assert len(site.trail("up")) == 2
+
+
+def test_a_standalone_agent_that_slept_beyond_its_lease(site) -> None:
+    """A laptop's lid, a debugger: agent and coordinator slept together, so nobody was cut off from anybody."""
+    script = site.script("meet()\ntime.sleep(2.5)\nnote('end')")
+    agent = site.start("--standalone", "--rdzv-conf", "lease=1", script)
+    site.wait(1, "up")
+    agent.signal(signal.SIGSTOP)
+    time.sleep(1.8)
+    agent.signal(signal.SIGCONT)
+    assert agent.end() == 0, agent.text
+    assert len(site.trail("up")) == 1, agent.text
+
+
+def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(site, endpoint: str) -> None:
+    script = site.script(
+        "on_signal('SIGTERM', exit_code=0)\nmeet()\n"
+        "while WORLD == 1 or len({n['port'] for n in map(json.loads, open(os.environ['TRAIL']))}) < 3: time.sleep(0.02)"
+    )
+    conf = ("--rdzv-conf", "lease=1.2,settle=5")
+    args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf, script)
+    agents = [site.start(*args) for _ in range(2)]
+    site.wait(2, "up", world=2)
+    host, guest = sorted(agents, key=lambda agent: not agent.events("coordinator.joined"))
+    guest.signal(signal.SIGSTOP)
+    site.wait(1, "up", world=1)
+    guest.signal(signal.SIGCONT)
+    assert (host.end(), guest.end()) == (0, 0), host.text + guest.text
+    last = site.trail("up")[-1]["port"]
+    assert {each["world"] for each in site.trail("up", port=last)} == {2}
+    site.all_gone()
+
+
+TORCH = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+meet()
+if ROUND == 0 and len({n["port"] for n in map(json.loads, open(os.environ["TRAIL"]))}) == 1:
+    while True:
+        time.sleep(0.05)
+        dist.barrier()
+dist.barrier()
+note("end")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.xdist_group("torch")
+def test_a_killed_store_host_is_replaced(site) -> None:
+    """The generation is formed again, with a store of its own, or fails with a verdict."""
+    script = site.script("import torch\n" + TORCH)
+    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
+    site.wait(2, "up", limit_s=60)
+    workers = {each["pid"] for each in site.trail("up")}
+    (store,) = set(children(keeper_of(agent))) - workers
+    assert b"store_server" in Path(f"/proc/{store}/cmdline").read_bytes()
+    os.kill(store, signal.SIGKILL)
+    assert agent.end(60) == 0, agent.text
+    assert len(site.trail("end")) == 2
+    site.all_gone()

@@ -1,0 +1,286 @@
+"""Several agents on loopback: who is in, who comes and goes, and how all of them end alike."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+
+def c10d(endpoint: str, nnodes: str, *more: str) -> tuple[str, ...]:
+    return ("--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "settle=5", *more)
+
+
+def ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def places(site) -> list[tuple[int, int]]:
+    return sorted((each["rank"], each["world"]) for each in site.trail("up"))
+
+
+# --- formation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_nodes_of_different_sizes(site, free_port: Callable[[], int], host: str) -> None:
+    if host == "[::1]" and not ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    script = site.script("meet()\nnote('size', local_world=os.environ['LOCAL_WORLD_SIZE'])")
+    args = c10d(f"{host}:{free_port()}", "2")
+    agents = [site.start(*args, "--nproc-per-node", str(n), script) for n in (1, 3)]
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    assert places(site) == [(rank, 4) for rank in range(4)]
+    assert {(each["agent"], each["local_world"]) for each in site.trail("size")} == {("0", "1"), ("1", "3")}
+
+
+def test_static(site, free_port: Callable[[], int]) -> None:
+    port = str(free_port())
+    script = site.script("meet()\nassert PORT == os.environ['WANTED'], PORT")
+    agents = [
+        site.start(
+            *("--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port, script),
+            env={"WANTED": port},
+        )
+        for rank in ("1", "0")
+    ]
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    assert {(each["agent"], each["rank"]) for each in site.trail("up")} == {("0", 1), ("1", 0)}
+
+
+def test_static_failure_restarts_both(site, free_port: Callable[[], int]) -> None:
+    port = str(free_port())
+    script = site.script("meet()\nif ROUND == 0:\n  if RANK == 1: sys.exit(1)\n  hold()")
+    args = ("--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", port)
+    agents = [site.start(*args, "--node-rank", str(rank), script) for rank in range(2)]
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    assert len(site.trail("up", round=1)) == 2
+
+
+def test_jobs_stacked_on_one_host(site) -> None:
+    script = site.script("meet()\ntime.sleep(0.3)")
+    args = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "2", script)
+    agents = [site.start(*args) for _ in range(3)]
+    assert [agent.end() for agent in agents] == [0, 0, 0]
+    assert len({each["port"] for each in site.trail("up")}) == 3
+
+
+def test_three_agents(site, endpoint: str) -> None:
+    script = site.script("meet()")
+    agents = [site.start(*c10d(endpoint, "3"), "--nproc-per-node", "2", script) for _ in range(3)]
+    assert [agent.end() for agent in agents] == [0, 0, 0], agents[0].text
+    assert places(site) == [(rank, 6) for rank in range(6)]
+
+
+# --- failure ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_culprit_and_not_the_victim(site, endpoint: str) -> None:
+    """Node A's rank complains, node B's was killed; whatever comes first, B's is named, on both nodes, with one text."""
+    script = site.script(
+        """
+meet()
+if LOCAL_RANK == 0 and os.environ["AGENT"] == "0":
+    note("killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+while not notes("killed"):
+    time.sleep(0.001)
+raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+"""
+    )
+    agents = [site.start(*c10d(endpoint, "2"), "--nproc-per-node", "2", script) for _ in range(2)]
+    assert [agent.end() for agent in agents] == [137, 137], agents[0].text + agents[1].text
+    verdicts = [agent.verdict for agent in agents]
+    assert verdicts[0] == verdicts[1]
+    (dead,) = site.trail("killed")
+    assert verdicts[0]["verdict"]["culprit"]["rank"] == dead["rank"]
+    assert verdicts[0]["verdict"]["culprit"]["exit_code"] == -9
+    last = [agent.text[agent.text.index("job FAILED") :] for agent in agents]
+    last = [text.replace(f"run folder   {agent.folder}", "") for text, agent in zip(last, agents, strict=True)]
+    assert last[0] == last[1]
+    assert f"rank {dead['rank']} " in last[0].splitlines()[0]
+
+
+def test_the_culprit_on_the_same_node(site) -> None:
+    """Its own node's other rank may complain before the agent has read what the dead one left."""
+    script = site.script(
+        """
+meet()
+if RANK == 1:
+    sys.stderr.write("many words before the end\\n" * 20000)
+    note("killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+while not notes("killed"):
+    time.sleep(0.001)
+raise RuntimeError("Connection reset by peer")
+"""
+    )
+    for _ in range(3):
+        done, agent = site.run("--standalone", "--nproc-per-node", "4", "--redirects", "3", script)
+        assert done == 137, agent.text
+        assert agent.verdict["verdict"]["culprit"]["rank"] == 1
+
+
+def test_a_victim_that_dies_of_the_stop_is_not_the_culprit(site, endpoint: str) -> None:
+    script = site.script(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))\nmeet()\nif RANK == 1: raise ValueError('mine')\nhold()"
+    )
+    agents = [site.start(*c10d(endpoint, "2"), script) for _ in range(2)]
+    assert [agent.end() for agent in agents] == [1, 1]
+    assert agents[0].verdict["verdict"]["culprit"]["message"] == "ValueError: mine"
+    assert agents[0].text.rstrip().endswith("ValueError: mine")
+    assert agents[1].text.rstrip().endswith("ValueError: mine")
+
+
+# --- coming and going -------------------------------------------------------------------------------------------------
+
+UNTIL_TOLD = "on_signal('SIGTERM', exit_code=0)\nmeet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\n"
+
+
+def finish(site) -> None:
+    (site.folder / "finish").touch()
+
+
+def test_a_killed_guest_is_done_without_and_replaced(site, endpoint: str) -> None:
+    args = (*c10d(endpoint, "1:2"), site.script(UNTIL_TOLD))
+    host, guest = pair(site, args)
+    killed = time.monotonic()
+    guest.signal(signal.SIGKILL)
+    alone = site.wait(1, "up", world=1)
+    assert time.monotonic() - killed < 3
+    assert alone[0]["agent"] == number(site, host)
+    replacement = site.start(*args)
+    site.wait(4, "up", world=2)
+    finish(site)
+    assert (host.end(), replacement.end()) == (0, 0), host.text + replacement.text
+    assert {each["round"] for each in site.trail("up")} == {0}, "no restart was spent"
+    site.all_gone()
+
+
+def test_a_killed_host_is_succeeded(site, endpoint: str) -> None:
+    """On one machine the other agent can take the endpoint itself."""
+    args = (*c10d(endpoint, "1:2"), "--max-restarts", "1", site.script(UNTIL_TOLD))
+    host, guest = pair(site, args)
+    host.signal(signal.SIGKILL)
+    alone = site.wait(1, "up", world=1)
+    assert alone[0]["agent"] == number(site, guest)
+    finish(site)
+    assert guest.end() == 0, guest.text
+    site.all_gone()
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_node_that_is_asked_to_leave(site, endpoint: str, leaver: int) -> None:
+    args = (*c10d(endpoint, "1:2"), site.script(UNTIL_TOLD))
+    agents = pair(site, args)
+    stays, goes = agents[1 - leaver], agents[leaver]
+    goes.signal(signal.SIGTERM)
+    assert goes.end() == 143, goes.text
+    alone = site.wait(1, "up", world=1)
+    assert alone[0]["agent"] == number(site, stays)
+    finish(site)
+    assert stays.end() == 0, stays.text
+    assert len(site.trail("signal", name="SIGTERM")) == 2
+
+
+def test_a_late_joiner_is_taken_in(site, endpoint: str) -> None:
+    args = (*c10d(endpoint, "1:3", "--rdzv-conf", "settle=0.2"), site.script(UNTIL_TOLD))
+    first = site.start(*args)
+    site.wait(1, "up", world=1)
+    late = [site.start(*args) for _ in range(2)]
+    site.wait(3, "up", world=3)
+    finish(site)
+    assert [agent.end() for agent in (first, *late)] == [0, 0, 0], first.text
+    assert next(iter(site.trail("up", world=3, agent="0")))["rank"] == 0, "who stays keeps its rank"
+
+
+def test_one_too_many_waits_and_ends_with_the_job(site, endpoint: str) -> None:
+    args = (
+        *c10d(endpoint, "2"),
+        site.script("meet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\nsys.exit(5)"),
+    )
+    agents = [site.start(*args) for _ in range(2)]
+    site.wait(2, "up")
+    spare = site.start(*args)
+    until_joined(agents, 3)
+    finish(site)
+    assert [agent.end() for agent in (*agents, spare)] == [5, 5, 5]
+    assert {each["agent"] for each in site.trail("up")} == {"0", "1"}
+
+
+def test_a_spare_replaces_who_is_killed(site, endpoint: str) -> None:
+    args = (*c10d(endpoint, "2"), site.script(UNTIL_TOLD))
+    host, guest = pair(site, args)
+    spare = site.start(*args)
+    until_joined([host], 3)
+    guest.signal(signal.SIGKILL)
+    site.wait(4, "up", world=2)
+    finish(site)
+    assert (host.end(), spare.end()) == (0, 0), host.text + spare.text
+
+
+def test_who_finishes_early_waits_for_the_others(site, endpoint: str) -> None:
+    script = site.script("meet()\ntime.sleep(0.8 * RANK)\nnote('end', at=time.time())")
+    agents = [site.start(*c10d(endpoint, "2"), script) for _ in range(2)]
+    assert [agent.end() for agent in agents] == [0, 0]
+    over = time.time() - max(each["at"] for each in site.trail("end"))
+    assert over < 1.5, "no barrier at the exit"
+
+
+def test_an_agent_killed_after_its_ranks_are_done_does_not_fail_the_job(site, endpoint: str) -> None:
+    script = site.script(
+        """
+meet()
+while not os.path.exists("finish"):
+    time.sleep(0.01)
+    if os.path.exists("guest" + os.environ["AGENT"]):
+        note("done")
+        sys.exit(0)
+"""
+    )
+    host, guest = pair(site, (*c10d(endpoint, "2"), script))
+    (site.folder / f"guest{number(site, guest)}").touch()
+    site.wait(1, "done")
+    wait_for(lambda: any(each["exit_code"] == 0 for each in guest.events("worker_ended")), guest)
+    guest.signal(signal.SIGKILL)
+    time.sleep(0.2)
+    finish(site)
+    assert host.end() == 0, host.text
+    assert len(site.trail("up")) == 2
+
+
+def pair(site, args) -> tuple:
+    """Two agents that are up: the one that hosts the coordinator, and the other."""
+    agents = [site.start(*args) for _ in range(2)]
+    site.wait(2, "up", world=2)
+    return tuple(sorted(agents, key=lambda agent: not agent.events("coordinator.joined")))
+
+
+def number(site, agent) -> str:
+    return str(site.agents.index(agent))
+
+
+def until_joined(agents, count: int) -> None:
+    wait_for(lambda: max(len(agent.events("coordinator.joined")) for agent in agents) >= count, agents[0])
+
+
+def wait_for(condition: Callable[[], object], agent) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, agent.text
+        time.sleep(0.01)
+
+
+def test_verdicts_are_json(site) -> None:
+    done, agent = site.run("--standalone", site.script("sys.exit(3)"))
+    assert done == 3
+    assert json.loads((agent.folder / "verdict.json").read_text())["exit_code"] == 3
