@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -152,15 +152,12 @@ def asserts(node: ast.AST) -> bool:
     return False
 
 
-def asserting_helpers(path: Path) -> set[str]:
-    """Names of functions and classes of this file that assert, directly or through one another."""
-    bodies = {
-        node.name: node
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    found = {name for name, node in bodies.items() if asserts(node)}
-    while fresh := {name for name, node in bodies.items() if name not in found and called_names(node) & found}:
+def asserting_helpers(paths: Iterable[Path], known: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Names of functions and classes in these files that assert, directly or through one another."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    bodies = [node for path in paths for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+    found = known | {node.name for node in bodies if asserts(node)}
+    while fresh := {node.name for node in bodies if node.name not in found and called_names(node) & found}:
         found |= fresh
     return found
 
@@ -169,17 +166,14 @@ def called_names(node: ast.AST) -> set[str]:
     return {ast.unparse(inner.func).rpartition(".")[2] for inner in ast.walk(node) if isinstance(inner, ast.Call)}
 
 
-def imported_checkers(path: Path) -> set[str]:
-    """Imported or fixture-given helpers that say by their name that they check."""
-    return {name for name in called_names(tree(path)) if re.match(r"(assert_|check_|expect_|run_golden)", name)}
-
-
 def test_every_test_can_fail() -> None:
     idle = []
-    for path in python_files("tests"):
-        if not path.name.startswith("test_"):
-            continue
-        helpers = asserting_helpers(path) | imported_checkers(path)
+    tests = [path for path in python_files("tests") if path.name.startswith("test_")]
+    shared = asserting_helpers(
+        path for path in [*python_files("tests"), *python_files("src/holdfast/testing")] if path not in tests
+    )
+    for path in tests:
+        helpers = asserting_helpers([path], shared)
         idle += [
             f"{place(path, function.lineno)} {function.name}"
             for function in functions(path)
