@@ -204,5 +204,5 @@ def wait_for_stamps(
     return found
 
 
-def tail(folder: Path) -> str:
-    return (folder / "stderr.txt").read_text(errors="replace")[-300:].replace("\n", " | ")
+def tail(folder: Path, characters: int = 300) -> str:
+    return (folder / "stderr.txt").read_text(errors="replace")[-characters:].replace("\n", " | ")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness import Launcher, Metric, Row, Sample, end, launched, stamps
+from benchmarks.harness import Launcher, Metric, Row, Sample, end, launched, stamps, tail
 
 LIMIT_S = 60.0
 """A job that is not done by then counts as not recovered."""
@@ -23,6 +24,8 @@ def measure(launcher: Launcher, folder: Path) -> Sample:
             end(process)
     seconds = (time.monotonic_ns() - began_ns) / 1e9
     recovered = code == 0 and len(stamps(folder, "done")) == 2
+    if not recovered:
+        print(f"  {launcher.name} did not recover (exit code {code}): {tail(folder, 2000)}", file=sys.stderr)
     return {"recovered (mean)": 100.0 * recovered, "seconds": seconds}
 
 
