@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 SCRIPTS = Path(__file__).parent / "scripts"
 PROBE = str(SCRIPTS / "probe.py")
 LIMIT_S = 60.0
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 Probe = dict[str, Any]
 
@@ -76,8 +77,10 @@ class Job:
             self.side.code = self._wait()
         finally:
             self._end()
-        self.side.out = (self.side.folder / "stdout").read_text(errors="replace")
-        self.side.err = (self.side.folder / "stderr").read_text(errors="replace")
+        self.side.out, self.side.err = (
+            path.read_text(errors="replace") if path.exists() else ""
+            for path in (self.side.folder / "stdout", self.side.folder / "stderr")
+        )
         return self.side
 
 
@@ -100,7 +103,8 @@ class Launchers:
         theirs, ours = self.both(Line(argv, env or {}, stdin=stdin))
         return theirs[0], ours[0]
 
-    def torchrun(self, line: Line) -> Job:
+    def torchrun(self, line: Line, terminal: str | None = None) -> Job:
+        """`terminal` takes the place of all three standard streams."""
         side = self._side("torchrun")
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(LIMIT_S)
@@ -111,9 +115,7 @@ class Launchers:
             "module": f"torch.distributed.{line.module}",
             "env": environment(line, side),
             "cwd": str(SCRIPTS),
-            "stdin": line.stdin,
-            "stdout": str(side.folder / "stdout"),
-            "stderr": str(side.folder / "stderr"),
+            **dict(zip(("stdin", "stdout", "stderr"), streams(line, side, terminal), strict=True)),
         }
         print(json.dumps(request), file=file, flush=True)
         pid = int(file.readline())
@@ -125,18 +127,16 @@ class Launchers:
 
         return Job(side, lambda: int(file.readline()), end)
 
-    def holdfast(self, line: Line) -> Job:
+    def holdfast(self, line: Line, command: Sequence[str] = (), terminal: str | None = None) -> Job:
+        """`command`: another module and its first arguments in place of `holdfast run`."""
         side = self._side("holdfast")
-        with (
-            open(line.stdin) as stdin,
-            open(side.folder / "stdout", "w") as out,
-            open(side.folder / "stderr", "w") as err,
-        ):
+        stdin, stdout, stderr = streams(line, side, terminal)
+        with opened(stdin, os.O_RDONLY) as source, opened(stdout, WRITE) as out, opened(stderr, WRITE) as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast", line.module, *arguments(line, side)],
+                [sys.executable, "-m", *(command or ("holdfast", line.module)), *arguments(line, side)],
                 env=environment(line, side),
                 cwd=SCRIPTS,
-                stdin=stdin,
+                stdin=source,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
@@ -153,6 +153,22 @@ class Launchers:
         folder = self._root / f"{self._count}-{name}"
         (folder / "probes").mkdir(parents=True)
         return Side(name, folder, code=-1, out="", err="")
+
+
+def streams(line: Line, side: Side, terminal: str | None) -> tuple[str, str, str]:
+    if terminal is not None:
+        return terminal, terminal, terminal
+    return line.stdin, str(side.folder / "stdout"), str(side.folder / "stderr")
+
+
+@contextlib.contextmanager
+def opened(path: str, flags: int) -> Iterator[int]:
+    """A terminal must not become ours by being opened."""
+    fd = os.open(path, flags | os.O_NOCTTY, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def arguments(line: Line, side: Side) -> list[str]:

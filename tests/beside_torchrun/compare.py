@@ -20,7 +20,8 @@ INTENDED = {
 """Kind and name of a fact, and the reason. Each has a row in docs/differences.md."""
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-BY_NATURE = ("env MASTER_PORT", "env PROBE_DIR", "env PET_LOG_DIR")
+BY_NATURE = ("env MASTER_PORT", "env PROBE_DIR", "env PET_LOG_DIR", "env TORCHINDUCTOR_CACHE_DIR")
+"""The last one is left in torchrun's own environment when it happens to load torch's compiler."""
 FAULTHANDLER = 0x4E8
 """SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL in SigCgt: all that may differ there."""
 BOOTSTRAPS_MODULES = {"__future__", "faulthandler"}
@@ -65,3 +66,22 @@ def plain(name: str, value: object) -> str | None:
     if name == "TORCHELASTIC_RUN_ID" and re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", text):
         return "random"
     return text
+
+
+RUN_PATH = {
+    **INTENDED,
+    "orig_argv": "a program of its own, where torchrun's is a child of multiprocessing",
+    "main __annotations__": "as under python itself",
+    "main __file__": "absolute, as under python itself",
+    "main __loader__": "as under python itself",
+    "main __package__": "as under python itself",
+    "main loader": "as under python itself",
+    "main builtins": "as under python itself",
+    "leads its session": "like every other worker, where torchrun's share the agent's",
+    "leads its group": "the same",
+    "modules, the rest": "torch is not imported before the script asks for it",
+    "threads": "torch's",
+    "caught, the rest": "the same",
+    **{f"fds {number}": "multiprocessing's pipes" for number in range(3, 64)},
+}
+"""The same for --run-path, which torchrun runs inside of a multiprocessing child."""

@@ -57,9 +57,13 @@ def attend(connection: socket.socket) -> NoReturn:
 def become_torchrun(request: dict[str, Any]) -> NoReturn:
     os.setsid()
     for number, (name, flags) in enumerate(
-        [("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY | os.O_CREAT), ("stderr", os.O_WRONLY | os.O_CREAT)]
+        [
+            ("stdin", os.O_RDONLY),
+            ("stdout", os.O_WRONLY | os.O_CREAT),
+            ("stderr", os.O_WRONLY | os.O_CREAT),
+        ]
     ):
-        fd = os.open(request[name], flags | os.O_APPEND, 0o600)
+        fd = os.open(request[name], flags | os.O_APPEND | os.O_NOCTTY, 0o600)
         os.dup2(fd, number)
         os.close(fd)
     os.closerange(3, 100)

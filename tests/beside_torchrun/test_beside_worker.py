@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.beside_torchrun.beside import PROBE, Launchers, Line
-from tests.beside_torchrun.compare import INTENDED, differences
+from tests.beside_torchrun.compare import INTENDED, RUN_PATH, differences
 
 LINES = [
     ("probe.py", {}),
     ("--standalone probe.py a 'b  c' '' --nnodes 7", {}),
-    ("--nproc-per-node 1 probe.py", {"OMP_NUM_THREADS": "5"}),
     ("--nproc-per-node 2 probe.py", {"OMP_NUM_THREADS": "5", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     ("--nproc_per_node=3 --max_restarts=2 --log_dir={logs} probe.py", {}),
-    ("--nproc-per 2 --stand --max-r 4 --monitor 1 --ro x ./probe.py", {}),
-    ("-- probe.py -- a -- b", {}),
+    ("--nproc-per 2 --stand --max-r 4 --ro x ./probe.py", {}),
     ("probe.py -- a -- b", {}),
     ("--nproc-per-node 2 -m probe a", {}),
     ("-m pkg -- a", {}),
@@ -33,7 +31,6 @@ LINES = [
     ("--virtual-local-rank --nproc-per-node 2 probe.py ${local_rank}", {"CUDA_VISIBLE_DEVICES": "4, 7 ,9"}),
     ("--virtual-local-rank --nproc-per-node 2 --no-python ./program.sh ${local_rank}", {}),
     ("--role trainer --nproc-per-node 2 probe.py", {}),
-    ("--role= probe.py", {}),
     ("--signals-to-handle SIGTERM,SIGUSR1 probe.py", {}),
     ("--signals-to-handle= probe.py", {}),
     ("--log-dir /dev/null probe.py", {}),
@@ -42,8 +39,18 @@ LINES = [
     ("probe", {"PET_MODULE": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM"}),
     ("--nproc-per-node 2 probe.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
     ("--nproc-per-node 2 --max-restarts 1 probe.py fail", {}),
-    ("probe.py", {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}),
-    ("probe.py", {"TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_RESTART_COUNT": "4", "GROUP_RANK": "3"}),
+    (
+        "probe.py",
+        {
+            "TORCHELASTIC_RUN_ID": "outer",
+            "TORCHELASTIC_RESTART_COUNT": "4",
+            "RANK": "7",
+            "WORLD_SIZE": "9",
+            "LOCAL_RANK": "3",
+            "MASTER_ADDR": "nowhere",
+            "MASTER_PORT": "1",
+        },
+    ),
     ("probe.py", {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::DeprecationWarning", "PYTHONSAFEPATH": "1"}),
     ("probe.py", {"NODE_RANK": "5", "LANG": "C", "LC_ALL": "C", "TERM": "dumb", "COLUMNS": "33"}),
 ]
@@ -144,6 +151,38 @@ def test_python_exec(launchers: Launchers, tmp_path: Path) -> None:
     theirs, ours = launchers.pair(PROBE, env=env)
     assert differences(theirs, ours) == []
     assert ours.probes()["0.0"]["executable"] == str(other)
+
+
+def test_run_path(launchers: Launchers) -> None:
+    """It wins over -m and --no-python."""
+    theirs, ours = launchers.pair("--run-path", "--no-python", "-m", "./probe.py", "a", "${local_rank}", "$$")
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert differences(theirs, ours, RUN_PATH) == []
+
+
+def test_on_a_terminal(launchers: Launchers) -> None:
+    """Where the agent has one, the workers see one too; sizes and modes are the console's affair."""
+    ends = []
+    for start in (launchers.torchrun, launchers.holdfast):
+        ours, theirs = os.openpty()
+        try:
+            ends.append(start(Line([PROBE]), terminal=os.ttyname(theirs)).finish())
+        finally:
+            os.close(ours)
+            os.close(theirs)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert differences(*ends) == []
+    assert ends[1].probes()["0.0"]["terminals"] == [True, True, True]
+
+
+def test_the_server_is_torchrun(launchers: Launchers) -> None:
+    """What the forked torchrun gives to its workers is what the installed command gives to them."""
+    line = Line(["--nproc-per-node", "2", "--log-dir", "{logs}", "-t", "3", PROBE, "a", "--b"])
+    forked, installed = launchers.torchrun(line), launchers.holdfast(line, ["torch.distributed.run"])
+    left, right = forked.finish(), installed.finish()
+    assert (left.code, right.code) == (0, 0), f"{left}\n{right}"
+    assert differences(left, right, {"fds 1": "a file of its own", "fds 2": "the same"}) == []
+    assert left.tree().keys() == right.tree().keys()
 
 
 def test_omp_num_threads(launchers: Launchers) -> None:

@@ -176,7 +176,6 @@ class Site:
         env: Mapping[str, str] | None = None,
         stdout: int | IO[bytes] | None = None,
         cwd: Path | None = None,
-        preexec: Callable[[], None] | None = None,
         program: Sequence[str] = (sys.executable, "-m", "holdfast.run"),
     ) -> Agent:
         """Start an agent; its screen (both streams) is a file unless `stdout` says otherwise."""
@@ -193,7 +192,6 @@ class Site:
                 stderr=file if stdout is None else stdout,
                 cwd=cwd or self.folder,
                 start_new_session=True,
-                preexec_fn=preexec,
             )
         agent = Agent(process, screen, logs)
         self.agents.append(agent)

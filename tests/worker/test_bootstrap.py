@@ -111,7 +111,34 @@ elif case == "source":
 elif case == "stdin":
     show("stdin", sys.stdin.read())
 '''
-CASES = ["none", "raise", "chain", "group", "interrupt", "strange", "generator", "deep", "exec", "exit", "exit0", "exit3", "exit-text", "exit-300", "exit-list", "hook", "bad-hook", "exit-hook", "no-hook", "os-exit", "signal", "fork", "thread", "pickle", "source", "stdin"]
+CASES = [
+    "none",
+    "raise",
+    "chain",
+    "group",
+    "interrupt",
+    "strange",
+    "generator",
+    "deep",
+    "exec",
+    "exit",
+    "exit0",
+    "exit3",
+    "exit-text",
+    "exit-300",
+    "exit-list",
+    "hook",
+    "bad-hook",
+    "exit-hook",
+    "no-hook",
+    "os-exit",
+    "signal",
+    "fork",
+    "thread",
+    "pickle",
+    "source",
+    "stdin",
+]
 
 POOLS = """
 import multiprocessing, os, sys

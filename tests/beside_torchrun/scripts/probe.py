@@ -99,7 +99,17 @@ def main():
     print(f"err of {rank}", file=sys.stderr)
 
 
+def fail_after_all_have_reported():
+    import time
+
+    wanted = {f"{rank}.0.json" for rank in range(int(os.environ["WORLD_SIZE"]))}
+    deadline = time.monotonic() + 30
+    while wanted - set(os.listdir(os.environ["PROBE_DIR"])) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sys.exit(3)
+
+
 if __name__ == "__main__":
     main()
     if "fail" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        sys.exit(3)
+        fail_after_all_have_reported()

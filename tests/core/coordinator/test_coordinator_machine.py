@@ -338,6 +338,35 @@ def test_stale_words_change_nothing() -> None:
     assert not desk.machine.world.done
 
 
+def test_a_stale_stopped_does_not_stand_for_a_newer_one() -> None:
+    """It may have been on its way since before the node took part in the present generation."""
+    desk = running(max_restarts=2)
+    desk.fail(2)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    desk.prepare(1, 2)
+    desk.fail(2)
+    desk.say(1, Stopped(1))
+    desk.say(2, Stopped(2))
+    assert desk.machine.phase is Phase.STOPPING
+    desk.say(1, Stopped(2))
+    assert desk.machine.phase is Phase.GATHERING, "the second restart in a row is not immediate"
+
+
+def test_a_quorum_that_comes_after_the_back_off_waits_for_the_future() -> None:
+    """The coordinator once asked for a Tick at the end of a back-off that was long over, again and again."""
+    desk = Desk(least=2, most=3)
+    desk.join(1, last_generation=1)
+    desk.wait(10.0)
+    desk.join(2)
+    assert desk.machine.phase is Phase.GATHERING
+    due = desk.machine.next_deadline()
+    assert due is not None
+    assert due > desk.now
+    desk.wait(LIMITS.settle_s)
+    assert desk.machine.phase is Phase.PREPARING
+
+
 def test_one_that_does_not_stop_in_time_is_dropped() -> None:
     desk = stopping(max_restarts=1)
     desk.say(1, Stopped(1))
