@@ -40,6 +40,7 @@ from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import FromCoordinator
+from holdfast.runtime.detached import run_detached
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.meeting import Link, Meeting
@@ -52,6 +53,8 @@ from holdfast.runtime.workers.log_router import LogRouter
 
 CONSOLE_STALL_S_MAX = 30.0
 """At the end: a console that takes nothing for this long is given up; the files are complete."""
+CONSOLE_LAST_CHANCE_S_MAX = 1.0
+"""The same once it was given up, or when somebody who waits for it has pressed Ctrl-C."""
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Not ours: they go on to the workers, unless --signals-to-handle names them."""
 INCARNATION_BYTES = 4
@@ -85,23 +88,29 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, rend
     journal = Journal(folder.path / "events.jsonl" if folder.path is not None else None)
     host = socket.gethostname().partition(".")[0]
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
+    stall_s = CONSOLE_STALL_S_MAX
     try:
         outcome = await AgentService(options, keeper, judge, folder, console, router, journal, host).run()
         finished = Finished(outcome, str(folder.path or ""))
         journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
         await asyncio.to_thread(write_reports, outcome, folder.path)
-        await asyncio.to_thread(router.close, CONSOLE_STALL_S_MAX)
+        if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
+            stall_s = CONSOLE_LAST_CHANCE_S_MAX
         text = render(finished)
         if text:
             console.say(text, prefix="")
+    except asyncio.CancelledError:  # Ctrl-C while the last output is being shown
+        stall_s = CONSOLE_LAST_CHANCE_S_MAX
+        raise
+    else:
         return outcome.exit_code
     finally:
-        await asyncio.to_thread(_close, router, console, journal)
+        await run_detached(lambda: _close(router, console, journal, stall_s))
 
 
-def _close(router: LogRouter, console: Console, journal: Journal) -> None:
-    router.close(CONSOLE_STALL_S_MAX)
-    console.close(CONSOLE_STALL_S_MAX)
+def _close(router: LogRouter, console: Console, journal: Journal, stall_s: float) -> None:
+    router.close(stall_s)
+    console.close(stall_s)
     journal.close()
 
 

@@ -1,0 +1,130 @@
+"""At the endpoint: other jobs, other services, and bytes that are no protocol."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+WAITS = "meet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\n"
+
+
+def c10d(endpoint: str, *more: str) -> tuple[str, ...]:
+    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "mine", *more)
+
+
+@pytest.mark.parametrize(
+    ("change", "both"),
+    [
+        (("--rdzv-id", "yours"), ("mine", "yours")),
+        (("--nnodes", "3"), ("2", "3")),
+        (("--rdzv-conf", "token_file=token"), ("token",)),
+    ],
+)
+def test_another_job_is_refused(site, endpoint: str, change: tuple[str, ...], both: tuple[str, ...]) -> None:
+    (site.folder / "token").write_text("secret-of-this-job")
+    script = site.script("meet()")
+    host = site.start(*c10d(endpoint), script)
+    host.says("waiting", limit_s=10)
+    code, stranger = site.run(*c10d(endpoint), *change, script)
+    assert code == 2, stranger.text
+    assert all(word in stranger.text for word in both), stranger.text
+    assert "Traceback" not in stranger.text
+    assert len(stranger.text.splitlines()) <= 3
+    guest = site.start(*c10d(endpoint), script)
+    assert (host.end(), guest.end()) == (0, 0), "the job is unharmed"
+
+
+def test_another_backend_is_refused(site, endpoint: str) -> None:
+    script = site.script("meet()")
+    host = site.start(*c10d(endpoint), script)
+    host.says("waiting", limit_s=10)
+    port = endpoint.rpartition(":")[2]
+    static = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", port)
+    code, stranger = site.run(*static, "--rdzv-id", "mine", script)
+    assert code == 2, stranger.text
+    assert "c10d" in stranger.text
+    assert "static" in stranger.text
+    guest = site.start(*c10d(endpoint), script)
+    assert (host.end(), guest.end()) == (0, 0)
+
+
+def test_two_tokens(site, endpoint: str) -> None:
+    script = site.script("meet()")
+    host = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
+    host.says("waiting", limit_s=10)
+    stranger = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "another-secret-entirely"})
+    assert stranger.end() == 2, stranger.text
+    assert "token" in stranger.text
+    assert "secret" not in stranger.text + host.text
+    guest = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
+    assert (host.end(), guest.end()) == (0, 0), host.text
+    assert "HOLDFAST_TOKEN" not in str(site.trail())
+
+
+FOREIGN = """
+import socket, sys, time
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    print("up", flush=True)
+    while True:
+        connection, _ = server.accept()
+        connection.sendall(b"220 mail.example.org ESMTP\\r\\n")
+        connection.recv(1000)
+"""
+
+
+def test_the_port_is_a_foreign_services(site, endpoint: str) -> None:
+    port = endpoint.rpartition(":")[2]
+    foreign = subprocess.Popen([sys.executable, "-c", FOREIGN, port], stdout=subprocess.PIPE)
+    try:
+        assert foreign.stdout is not None
+        foreign.stdout.readline()
+        code, agent = site.run(*c10d(endpoint), site.script("meet()"))
+        assert code == 2, agent.text
+        assert f"{foreign.pid}" in agent.text
+        assert "python" in agent.text
+        assert "HF109" in agent.text
+        assert len(agent.text.splitlines()) <= 2
+    finally:
+        foreign.kill()
+        foreign.communicate()
+
+
+NOISE = {
+    "garbage": os.urandom(300),
+    "http": b"GET / HTTP/1.1\r\nHost: holdfast\r\n\r\n",
+    "tls": bytes.fromhex("1603010200010001fc0303") + b"\0" * 200,
+    "torn": b"HOLDFAST",
+    "oversized": b"\xff" * 70_000,
+}
+
+
+def test_noise_at_a_running_job(site, endpoint: str) -> None:
+    """Each costs its connection and one line."""
+    args = (*c10d(endpoint), site.script(WAITS))
+    agents = [site.start(*args) for _ in range(2)]
+    site.wait(2, "up")
+    host = max(agents, key=lambda agent: len(agent.events("coordinator.joined")))
+    address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+    for count, noise in enumerate(NOISE.values(), start=1):
+        with socket.create_connection(address, timeout=10) as stranger:
+            stranger.sendall(noise)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(10)
+            try:
+                while stranger.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+        end = time.monotonic() + 10
+        while host.text.count("dropped a connection from 127.0.0.1") < count:
+            assert time.monotonic() < end, host.text
+            time.sleep(0.01)
+    (site.folder / "finish").touch()
+    assert [agent.end() for agent in agents] == [0, 0]
+    assert host.text.count("\n") == len(NOISE), host.text
+    assert len(site.trail("up")) == 2
