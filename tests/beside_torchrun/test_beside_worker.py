@@ -192,3 +192,9 @@ def test_omp_num_threads(launchers: Launchers) -> None:
         theirs, ours = launchers.pair("--nproc-per-node", str(nproc), PROBE)
         values = [side.probes()["0.0"]["env"].get("OMP_NUM_THREADS") for side in (theirs, ours)]
         assert values == ([None, None] if nproc == 1 else ["1", str(max(1, cpus // nproc))])
+
+
+def test_intended_differences_are_documented() -> None:
+    """A variable that may differ is explained to users."""
+    text = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
+    assert [name for name in INTENDED if name.startswith("env ") and name.removeprefix("env ") not in text] == []
