@@ -42,21 +42,18 @@ DESCRIPTORS_ALLOWED = ("/dev/urandom", "/dev/null", "anon_inode:[eventpoll]")
 # --- the leak guard ---------------------------------------------------------------------------------------------------
 
 
-def _children(pid: int) -> set[int]:
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                found.update(int(child) for child in file.read().split())
-    return found
-
-
 def descendants(pid: int) -> set[int]:
-    """All processes below `pid`, zombies included."""
+    """All processes below `pid`, zombies included. By parent ids: not every kernel lists the children of a task."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
     found: set[int] = set()
     todo = [pid]
     while todo:
-        fresh = _children(todo.pop()) - found
+        fresh = set(children.get(todo.pop(), ())) - found
         found |= fresh
         todo.extend(fresh)
     return found

@@ -255,7 +255,10 @@ async def _dial_address(
     except TimeoutError:
         connection.abort()
         what = f"something accepts connections at {endpoint} but gave no answer within {handshake_s_max:g} s"
-        raise NoAnswerError(what + _holder(connection, endpoint.port)) from None
+        holder = _holder(connection, endpoint.port)
+        # A silent coordinator may only be busy or stopped; another program on this machine will not become one.
+        foreign = bool(holder) and "holdfast" not in holder
+        raise (PortInUseError if foreign else NoAnswerError)(what + holder) from None
     except BaseException:  # cancelled: the socket is ours to close
         connection.abort()
         raise

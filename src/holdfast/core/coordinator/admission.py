@@ -11,7 +11,6 @@ from holdfast.core.coordinator.state import Member
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import Join
 
-
 LAST_WORDS_S = 1.0
 """So long after its end a holder may still be heard: what it sent was on its way."""
 

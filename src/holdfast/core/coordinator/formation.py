@@ -16,8 +16,8 @@ class Candidate(Struct, frozen=True):
     arrival: int
 
 
-class Gathering(Struct, frozen=True, kw_only=True):
-    """What the decision to form looks at. Times are seconds on the coordinator's clock."""
+class Gathering(Struct, kw_only=True):
+    """What the decision to form looks at, kept up to date by the machine. Times are seconds on the coordinator's clock."""
 
     present: int
     began_s: float
@@ -27,6 +27,14 @@ class Gathering(Struct, frozen=True, kw_only=True):
     not_before_s: float
     regroup: bool
     """A world existed before and enough of it is left: nobody waits for strangers."""
+
+    def count(self, present: int, min_nodes: int, now: float) -> None:
+        """So many candidates are present now."""
+        self.present = present
+        if present < min_nodes:
+            self.quorum_s, self.regroup = None, False
+        elif self.quorum_s is None:
+            self.quorum_s = now
 
 
 class FormNow(Struct, frozen=True):

@@ -102,11 +102,9 @@ class CoordinatorMachine:
         self._arrivals = 0
         self._born_s = now
         self._handled_s = now
-        self._began_s = now
-        self._last_arrival_s = now
-        self._quorum_s: float | None = None
-        self._not_before_s = now
-        self._regroup = False
+        self._gathering = Gathering(
+            present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
+        )
         self._gather_until_s: float | None = None
         self._phase_since_s = now
         self._say_at_s = now + limits.say_interval_s
@@ -137,7 +135,7 @@ class CoordinatorMachine:
         deadlines = [self._liveness.next_look_s()]
         if self.phase is Phase.GATHERING:
             deadlines.append(self._say_at_s)
-            decision = self._decide(self._handled_s)
+            decision = decide(self.job, self.limits, self._gathering, self._handled_s)
             if isinstance(decision, WaitUntil):
                 deadlines.append(decision.deadline_s)
         elif self.phase is Phase.PREPARING:
@@ -227,10 +225,12 @@ class CoordinatorMachine:
                 self.members[node.member] = member
                 self._by_link[link] = node.member
                 self._heed_predecessor(now, join)
-                self._last_arrival_s = now
+                self._gathering.last_arrival_s = now
                 limits = self.limits
                 self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s))
                 self._note("joined", member=node.member, address=pending.address, nproc=node.nproc)
+                if self.phase is not Phase.GATHERING:
+                    self._tell(member, Waiting(self._standby_text()))
             case Deny(link, join, problem):
                 self._pending.pop(link)
                 self._note("refused", member=join.node.member, reason=problem)
@@ -238,6 +238,12 @@ class CoordinatorMachine:
                 self._out.append(DropLink(link, problem))
             case None:
                 pass
+
+    def _standby_text(self) -> str:
+        size = len(self._world().order)
+        full = size >= self.job.max_nodes
+        fate = "this one stands by as a spare" if full else "this one will be taken in"
+        return f"generation {self.generation} is at work on {size} of at most {self.job.max_nodes} nodes; {fate}"
 
     def _heed_predecessor(self, now: float, join: Join) -> None:
         """An agent comes from a world we never formed: an earlier coordinator's. Others of that world may not have
@@ -248,7 +254,7 @@ class CoordinatorMachine:
         if join.last_generation > self.generation:
             died_s = min(self._born_s, now - join.unlinked_s)
             gone_s = died_s + self.limits.fence_s + self.limits.kill_s
-            self._not_before_s = max(self._not_before_s, gone_s)
+            self._gathering.not_before_s = max(self._gathering.not_before_s, gone_s)
 
     def _on_prepared(self, member: Member, generation: int, store_port: int | None) -> None:
         if self.phase is not Phase.PREPARING or not self._is_current(member, generation):
@@ -301,7 +307,7 @@ class CoordinatorMachine:
                 self._lose(now, member, f"silent for more than {self.limits.lease_s:g} s")
         while (decision := self._admission.settle(self.members.values())) is not None:
             self._welcome(now, decision)
-        self._track_quorum(now)
+        self._gathering.count(len(self._candidates()), self.job.min_nodes, now)
         before = None
         while before is not self.phase and not self._is_over():
             before = self.phase
@@ -318,26 +324,8 @@ class CoordinatorMachine:
     def _is_over(self) -> bool:
         return self.phase is Phase.OVER
 
-    def _track_quorum(self, now: float) -> None:
-        if len(self._candidates()) < self.job.min_nodes:
-            self._quorum_s = None
-            self._regroup = False
-        elif self._quorum_s is None:
-            self._quorum_s = now
-
-    def _decide(self, now: float) -> FormNow | WaitUntil | NoQuorum:
-        gathering = Gathering(
-            present=len(self._candidates()),
-            began_s=self._began_s,
-            last_arrival_s=self._last_arrival_s,
-            quorum_s=self._quorum_s,
-            not_before_s=self._not_before_s,
-            regroup=self._regroup,
-        )
-        return decide(self.job, self.limits, gathering, now)
-
     def _advance_gathering(self, now: float) -> None:
-        decision = self._decide(now)
+        decision = decide(self.job, self.limits, self._gathering, now)
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._note("gathering", reason=decision.reason)
@@ -442,11 +430,10 @@ class CoordinatorMachine:
 
     def _gather(self, now: float, reason: str, *, not_before_s: float) -> None:
         self._enter(now, Phase.GATHERING)
-        self._began_s = now
-        self._not_before_s = not_before_s
+        gathering = self._gathering
+        gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
         self._say_at_s = now + self.limits.say_interval_s
-        self._regroup = True
-        self._track_quorum(now)
+        gathering.count(len(self._candidates()), self.job.min_nodes, now)
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))
 
     def _no_quorum(self, reason: str) -> None:
