@@ -1,0 +1,251 @@
+"""A job on pretend hosts: its agents, and what its workers did according to the workers themselves.
+
+Every worker writes a line every 50 ms, with the time, into one file. The monotonic clock is the same on all pretend
+hosts, so the lines of all can be put in order, and who was alive when is known without asking the system under test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.network.hosts import Host, PretendHosts, Program
+
+WAIT_S = 40.0
+"""Long enough for a starved machine and any lease; where speed is promised the tests say so."""
+ALIVE_EVERY_S = 0.05
+
+WORKER = f"""
+import json, os, socket, sys, time
+
+SITE = os.environ["SITE"]
+ticks = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
+about = {{"host": socket.gethostname(), "pid": os.getpid(), "rank": int(os.environ["RANK"]),
+         "world": int(os.environ["WORLD_SIZE"]), "local_world": int(os.environ["LOCAL_WORLD_SIZE"]),
+         "node": int(os.environ["GROUP_RANK"]), "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+         "master": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"]),
+         "born": ticks / os.sysconf("SC_CLK_TCK")}}
+trail = os.open(SITE + "/trail.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def note():
+    line = json.dumps({{**about, "now": time.monotonic()}})
+    os.write(trail, line.encode() + b"\\n")
+
+
+if os.environ.get("CONNECT"):
+    socket.create_connection((about["master"], about["port"]), 10).close()
+while not os.path.exists(SITE + "/finish"):
+    note()
+    time.sleep({ALIVE_EVERY_S})
+"""
+
+
+@dataclass
+class Worker:
+    """One worker process, by its own account. Times are the monotonic clock's."""
+
+    host: str
+    pid: int
+    rank: int
+    born_s: float
+    """When the kernel made it, rounded down to 10 ms."""
+    first_s: float
+    last_s: float
+    """When it was last seen alive."""
+
+
+@dataclass
+class Generation:
+    """The workers that were given the same master address and port."""
+
+    master: str
+    port: int
+    restarts: int
+    world: int
+    workers: dict[tuple[str, int], Worker] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> set[str]:
+        return {worker.host for worker in self.workers.values()}
+
+    @property
+    def born_s(self) -> float:
+        return min(worker.born_s for worker in self.workers.values())
+
+    @property
+    def complete(self) -> bool:
+        return {worker.rank for worker in self.workers.values()} == set(range(self.world))
+
+    @property
+    def trains_s(self) -> float:
+        """Since when all its ranks were at work."""
+        return max(worker.first_s for worker in self.workers.values())
+
+    def last_s(self, hosts: Collection[str] = ()) -> float:
+        """When any of its workers (on these hosts) was last seen alive."""
+        return max(worker.last_s for worker in self.workers.values() if not hosts or worker.host in hosts)
+
+    def place(self, host: str) -> list[int]:
+        """The ranks of a host."""
+        return sorted(worker.rank for worker in self.workers.values() if worker.host == host)
+
+
+@dataclass
+class Agent:
+    """One `holdfast run` on a pretend host."""
+
+    host: Host
+    program: Program
+    screen: Path
+
+    @property
+    def text(self) -> str:
+        return self.screen.read_text(errors="replace")
+
+    def signal(self, signum: int) -> None:
+        self.program.signal(signum)
+
+    def end(self, limit_s: float = WAIT_S) -> int:
+        """Its exit code as a shell shows it."""
+        until(lambda: not self.program.running, lambda: f"{self.host.name} to end:\n{self.text}", limit_s)
+        return self.program.wait(1.0)
+
+    def says(self, text: str, limit_s: float = WAIT_S) -> None:
+        until(lambda: text in self.text, lambda: f"{text!r} on {self.host.name}:\n{self.text}", limit_s)
+
+
+def until(condition: Callable[[], Any], what: Callable[[], str], limit_s: float = WAIT_S) -> Any:
+    """The first true value of `condition`; fails after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while not (value := condition()):
+        if time.monotonic() > end:
+            pytest.fail(f"not within {limit_s:g} s: {what()}")
+        time.sleep(0.01)
+    return value
+
+
+class Fleet:
+    """A folder on the shared disk, and the agents of one job."""
+
+    def __init__(self, hosts: PretendHosts, folder: Path) -> None:
+        self.hosts = hosts
+        self.folder = folder
+        self.agents: list[Agent] = []
+        self._trail = folder / "trail.jsonl"
+        self._trail.touch()
+        self._read_bytes = 0
+        self._generations: dict[tuple[str, int, int], Generation] = {}
+        self.script = folder / "train.py"
+        self.script.write_text(WORKER)
+        self.args: tuple[str, ...] = ()
+        """Options that all agents of the job have."""
+
+    def c10d(self, nnodes: str, endpoint: str = "node1", conf: str = "") -> None:
+        """The options of a job that meets there."""
+        self.args = ("--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+        if conf:
+            self.args += ("--rdzv-conf", conf)
+
+    def start(
+        self, number: int, *more: str | Path, env: Mapping[str, str] | None = None, script: Path | None = None
+    ) -> Agent:
+        """Start an agent on node `number`."""
+        name = f"agent{len(self.agents)}-node{number}"
+        screen = self.folder / f"{name}.txt"
+        line = (sys.executable, "-m", "holdfast.run", "--log-dir", self.folder / name, *self.args, *more)
+        with screen.open("wb") as file:
+            program = self.hosts[number].start(
+                [*line, script or self.script],
+                cwd=self.folder,
+                env={**(env or {}), "SITE": str(self.folder)},
+                stdout=file,
+            )
+        agent = Agent(self.hosts[number], program, screen)
+        self.agents.append(agent)
+        return agent
+
+    def start_all(self, numbers: Iterable[int]) -> list[Agent]:
+        return [self.start(number) for number in numbers]
+
+    def finish(self) -> None:
+        """Let every worker end with 0."""
+        (self.folder / "finish").touch()
+
+    def finish_all(self, agents: Iterable[Agent]) -> None:
+        """The job ends well, for these agents too."""
+        self.finish()
+        for agent in agents:
+            assert agent.end() == 0, agent.text
+
+    # ---------------------------------------------------------------- what the workers tell
+
+    @property
+    def generations(self) -> list[Generation]:
+        """Oldest first."""
+        with self._trail.open("rb") as file:
+            file.seek(self._read_bytes)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1
+        self._read_bytes += whole
+        for line in text[:whole].splitlines():
+            self._take(json.loads(line))
+        return sorted(self._generations.values(), key=lambda generation: generation.born_s)
+
+    def _take(self, note: dict[str, Any]) -> None:
+        key = (note["master"], note["port"], note["restarts"])
+        generation = self._generations.setdefault(key, Generation(*key, note["world"]))
+        who, now = (note["host"], note["pid"]), note["now"]
+        worker = generation.workers.setdefault(who, Worker(*who, note["rank"], note["born"], now, now))
+        worker.last_s = now
+
+    def trains(self, numbers: Iterable[int], since_s: float = 0.0, limit_s: float = WAIT_S) -> Generation:
+        """Wait for a generation of exactly these nodes, born after `since_s`, whose ranks are all at work."""
+        wanted = {f"node{number}" for number in numbers}
+
+        def find() -> Generation | None:
+            fitting = [each for each in self.generations if each.hosts == wanted and each.born_s >= since_s - 0.01]
+            return next((each for each in fitting if each.complete), None)
+
+        generation: Generation = until(find, lambda: f"{sorted(wanted)} to train\n{self.story()}", limit_s)
+        return generation
+
+    def check(self, overlap_s: float = 0.0) -> None:
+        """No two generations were alive at once (for longer than `overlap_s`), and none gave a rank twice."""
+        generations = self.generations
+        for first, second in combinations(generations, 2):
+            both_s = first.last_s() - second.born_s
+            assert both_s <= overlap_s, f"two generations were alive together for {both_s:.3f} s\n{self.story()}"
+        for generation in generations:
+            ranks = [worker.rank for worker in generation.workers.values()]
+            assert len(set(ranks)) == len(ranks), f"a rank was given twice\n{self.story()}"
+            assert set(ranks) <= set(range(generation.world)), self.story()
+
+    def story(self) -> str:
+        """For a test that failed."""
+        lines = [
+            f"generation {each.master}:{each.port} restarts {each.restarts} world {each.world} "
+            f"born {each.born_s:.2f} last {each.last_s():.2f}: "
+            + ", ".join(f"rank {w.rank} {w.host} {w.first_s:.2f}–{w.last_s:.2f}" for w in each.workers.values())
+            for each in self.generations
+        ]
+        screens = [f"--- {agent.screen.name}\n{agent.text}" for agent in self.agents]
+        return "\n".join([f"now {time.monotonic():.2f}", *lines, *screens])
+
+
+def measured(what: str, seconds: float, bound_s: float) -> None:
+    """Print a time for whoever looks (pytest -rP), and hold it against twice what is promised."""
+    line = f"{what}: {seconds:.2f} s (promised {bound_s:g} s)"
+    print(line)
+    if os.environ.get("HOLDFAST_TIMES_FILE"):
+        with open(os.environ["HOLDFAST_TIMES_FILE"], "a") as file:
+            file.write(line + "\n")
+    assert seconds <= 2 * bound_s, line

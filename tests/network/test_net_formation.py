@@ -1,0 +1,121 @@
+"""Nodes on a network find each other: names, addresses, families, wishes, and what is said when they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("endpoint", ["node1", "10.77.0.1:29477", "[fd00:77::1]:29477"])
+def test_three_nodes_of_different_sizes_meet(fleet, endpoint: str) -> None:
+    job = fleet(3)
+    job.c10d("3", endpoint)
+    agents = [
+        job.start(number, "--nproc-per-node", str(size), env={"CONNECT": "1"})
+        for number, size in ((3, 1), (2, 2), (1, 1))
+    ]
+    generation = job.trains([1, 2, 3])
+    job.finish_all(agents)
+    assert generation.world == 4
+    assert [len(generation.place(f"node{number}")) for number in (1, 2, 3)] == [1, 2, 1]
+    assert generation.place("node1") == [0], "rank 0 is where the coordinator is"
+    assert generation.master == ("fd00:77::1" if endpoint.startswith("[") else "10.77.0.1")
+    job.check()
+
+
+def test_own_name_is_a_loopback_address(fleet) -> None:
+    """As Debian's installer writes it: on node1 its own name is 127.0.1.1, everywhere else it is what it is."""
+    job = fleet(3)
+    book = job.hosts.phone_book()
+    job.hosts[1].hosts_file.write_text(book.replace("10.77.0.1 node1", "127.0.1.1 node1"))
+    job.c10d("3")
+    agents = [job.start(number, env={"CONNECT": "1"}) for number in (1, 2, 3)]
+    assert job.trains([1, 2, 3]).master == "10.77.0.1"
+    job.finish_all(agents)
+
+
+def test_local_addr_is_what_the_others_are_told(fleet) -> None:
+    job = fleet(2)
+    job.hosts[1].run(["ip", "addr", "add", "10.77.9.1/16", "dev", "eth0"])
+    job.c10d("2")
+    agents = [job.start(1, "--local-addr", "10.77.9.1", env={"CONNECT": "1"}), job.start(2, env={"CONNECT": "1"})]
+    assert job.trains([1, 2]).master == "10.77.9.1"
+    job.finish_all(agents)
+
+
+def test_static_by_node_rank(fleet) -> None:
+    job = fleet(3)
+    job.args = ("--nnodes", "3", "--master-addr", "node1", "--master-port", "29533")
+    agents = [job.start(number, "--node-rank", str(rank)) for number, rank in ((2, 2), (3, 1), (1, 0))]
+    generation = job.trains([1, 2, 3])
+    assert [generation.place(f"node{number}") for number in (1, 2, 3)] == [[0], [2], [1]]
+    assert (generation.master, generation.port) == ("node1", 29533)
+    job.finish_all(agents)
+
+
+def test_name_resolves_late(fleet) -> None:
+    job = fleet(2)
+    job.c10d("2", "meeting.example:29477")
+    agents = job.start_all([1, 2])
+    for agent in agents:
+        agent.says("does not resolve")
+    for host in job.hosts:
+        host.hosts_file.write_text(job.hosts.phone_book() + "10.77.0.1 meeting.example\n")
+    assert job.trains([1, 2]).master == "10.77.0.1"
+    job.finish_all(agents)
+
+
+def test_silent_port_is_named(fleet) -> None:
+    """A firewall between the nodes: what was tried is said while waiting and at the end."""
+    job = fleet(2)
+    job.hosts.blackhole(1, 29400)
+    job.c10d("2", conf="join_timeout=9")
+    first, second = job.start_all([1, 2])
+    second.says("waiting for the coordinator: no coordinator at node1:29400: 10.77.0.1: no answer within 3 s")
+    assert second.end() != 0
+    assert "10.77.0.1: no answer within 3 s" in second.text.splitlines()[-1] + second.text.splitlines()[-2], second.text
+    assert first.end() != 0
+    assert "1 of 2 nodes" in first.text or "1 of at least 2 nodes" in first.text, first.text
+
+
+def test_token(fleet) -> None:
+    job = fleet(3)
+    files = [job.folder / "right", job.folder / "wrong"]
+    for file in files:
+        file.write_text(f"a token that is {file.name}\n")
+        file.chmod(0o600)
+    job.c10d("2")
+    right = [job.start(number, "--rdzv-conf", f"token_file={files[0]}") for number in (1, 2)]
+    job.trains([1, 2])
+    wrong, without = job.start(3, "--rdzv-conf", f"token_file={files[1]}"), job.start(3)
+    for agent in (wrong, without):
+        assert agent.end() != 0
+        assert "token" in agent.text
+    job.finish_all(right)
+    assert [generation.hosts for generation in job.generations] == [{"node1", "node2"}]
+
+
+GLOO = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+one = torch.ones(1)
+for _ in range(3):
+    total = one.clone()
+    dist.all_reduce(total)
+assert total.item() == dist.get_world_size() == 3, total
+open(os.environ["SITE"] + f"/done{dist.get_rank()}", "w").close()
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_gloo_over_the_network(fleet) -> None:
+    job = fleet(3)
+    job.c10d("3")
+    script: Path = job.folder / "gloo.py"
+    script.write_text(GLOO)
+    agents = [job.start(number, script=script) for number in (1, 2, 3)]
+    for agent in agents:
+        assert agent.end(90) == 0, job.story()
+    assert len(list(job.folder.glob("done*"))) == 3
