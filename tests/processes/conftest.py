@@ -139,6 +139,10 @@ class Agent:
         until(lambda: text in self.text, lambda: f"{text!r} on the screen:\n{self.text}", limit_s)
 
     @property
+    def begun(self) -> bool:
+        return self.logs.is_dir() and any(self.logs.iterdir())
+
+    @property
     def folder(self) -> Path:
         """Its run folder."""
         found = [path for path in self.logs.iterdir() if path.is_dir()]
@@ -220,6 +224,13 @@ class Site:
 
         until(lambda: len(self.trail(event, **wanted)) >= count, told, limit_s)
         return self.trail(event, **wanted)
+
+    def joined(self, count: int) -> None:
+        """Wait until the coordinator, whichever agent hosts it, has so many members."""
+        until(
+            lambda: any(len(agent.events("coordinator.joined")) >= count for agent in self.agents if agent.begun),
+            lambda: "\n".join(agent.text for agent in self.agents),
+        )
 
     def all_gone(self, limit_s: float = 1.0) -> None:
         """No process that ever left a note is alive."""

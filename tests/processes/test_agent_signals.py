@@ -35,7 +35,7 @@ def test_while_waiting_for_peers(site, endpoint: str, backend: str, node: int, s
         conf = ("--rdzv-conf", f"is_host={1 - node}")
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf)
     agent = site.start("--nnodes", "2", *where, site.script("note('up')"))
-    agent.says("waiting", limit_s=10)
+    until_dialing(agent)
     asked = time.monotonic()
     agent.signal(signum)
     assert agent.end(5) == 128 + signum, agent.text
@@ -57,6 +57,26 @@ def test_while_a_silent_listener_keeps_us_waiting(site, endpoint: str) -> None:
             agent.signal(signal.SIGTERM)
             assert agent.end(10) == 143, agent.text
             assert time.monotonic() - asked < 2
+
+
+def until_dialing(agent) -> None:
+    end = time.monotonic() + 10
+    while not (agent.begun and agent.events("claim")):
+        assert time.monotonic() < end, agent.text
+        time.sleep(0.01)
+
+
+def test_all_agents_are_asked_at_once(site, endpoint: str) -> None:
+    """As a scheduler does at the end of an allocation."""
+    script = site.script("on_signal('SIGTERM', exit_code=0)\ndaemon()\nmeet()\nhold()")
+    args = ("--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, script)
+    agents = [site.start(*args) for _ in range(2)]
+    site.wait(2, "up")
+    for agent in agents:
+        agent.signal(signal.SIGTERM)
+    assert [agent.end(10) for agent in agents] == [143, 143], agents[0].text + agents[1].text
+    assert len(site.trail("up")) == 2
+    site.all_gone()
 
 
 def test_the_second_interrupt_kills_at_once(site) -> None:
@@ -100,14 +120,10 @@ def test_user_signals_are_passed_on(site) -> None:
 def test_user_signals_while_nothing_runs_are_harmless(site, endpoint: str) -> None:
     args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, site.script("note('up')"))
     agent = site.start(*args)
-    until_listening(agent)
+    site.joined(1)
     agent.signal(signal.SIGUSR1)
     other = site.start(*args)
     assert (agent.end(), other.end()) == (0, 0), agent.text
-
-
-def until_listening(agent) -> None:
-    agent.says("waiting", limit_s=10)
 
 
 def test_signals_to_handle(site) -> None:

@@ -51,7 +51,7 @@ def test_requeue_is_75_everywhere_and_is_not_restarted(site, endpoint: str) -> N
 
 
 def test_no_files_at_all(site) -> None:
-    script = site.script("print('seen', flush=True)\nsys.exit(RANK * 5)")
+    script = site.script("print('seen', flush=True)\nmeet()\nsys.exit(RANK * 5)")
     done, agent = site.run("--log-dir", "/dev/null", "--standalone", "--nproc-per-node", "2", script)
     assert done == 5, agent.text
     assert agent.text.count("seen") == 2

@@ -29,7 +29,7 @@ def test_another_job_is_refused(site, endpoint: str, change: tuple[str, ...], bo
     (site.folder / "token").write_text("secret-of-this-job")
     script = site.script("meet()")
     host = site.start(*c10d(endpoint), script)
-    host.says("waiting", limit_s=10)
+    site.joined(1)
     code, stranger = site.run(*c10d(endpoint), *change, script)
     assert code == 2, stranger.text
     assert all(word in stranger.text for word in both), stranger.text
@@ -42,7 +42,7 @@ def test_another_job_is_refused(site, endpoint: str, change: tuple[str, ...], bo
 def test_another_backend_is_refused(site, endpoint: str) -> None:
     script = site.script("meet()")
     host = site.start(*c10d(endpoint), script)
-    host.says("waiting", limit_s=10)
+    site.joined(1)
     port = endpoint.rpartition(":")[2]
     static = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", port)
     code, stranger = site.run(*static, "--rdzv-id", "mine", script)
@@ -56,7 +56,7 @@ def test_another_backend_is_refused(site, endpoint: str) -> None:
 def test_two_tokens(site, endpoint: str) -> None:
     script = site.script("meet()")
     host = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
-    host.says("waiting", limit_s=10)
+    site.joined(1)
     stranger = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "another-secret-entirely"})
     assert stranger.end() == 2, stranger.text
     assert "token" in stranger.text

@@ -211,7 +211,7 @@ def test_one_too_many_waits_and_ends_with_the_job(site, endpoint: str) -> None:
     agents = [site.start(*args) for _ in range(2)]
     site.wait(2, "up")
     spare = site.start(*args)
-    until_joined(agents, 3)
+    site.joined(3)
     finish(site)
     assert [agent.end() for agent in (*agents, spare)] == [5, 5, 5]
     assert {each["agent"] for each in site.trail("up")} == {"0", "1"}
@@ -221,7 +221,7 @@ def test_a_spare_replaces_who_is_killed(site, endpoint: str) -> None:
     args = (*c10d(endpoint, "2"), site.script(UNTIL_TOLD))
     host, guest = pair(site, args)
     spare = site.start(*args)
-    until_joined([host], 3)
+    site.joined(3)
     guest.signal(signal.SIGKILL)
     site.wait(4, "up", world=2)
     finish(site)
@@ -267,10 +267,6 @@ def pair(site, args) -> tuple:
 
 def number(site, agent) -> str:
     return str(site.agents.index(agent))
-
-
-def until_joined(agents, count: int) -> None:
-    wait_for(lambda: max(len(agent.events("coordinator.joined")) for agent in agents) >= count, agents[0])
 
 
 def wait_for(condition: Callable[[], object], agent) -> None:

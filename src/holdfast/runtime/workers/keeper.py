@@ -238,15 +238,19 @@ class Keeper:
     def _spawn(self, command: dict[str, Any], fds: list[int]) -> None:
         key = command["key"]
         read_end, write_end = os.pipe()
+        # The child ignores these as we do until it restores them: blocked, an early one waits and is not lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
         try:
             pid = os.fork()
+            if pid == 0:
+                self._become(command, fds, write_end)
         except OSError as error:
             os.close(read_end)
             os.close(write_end)
             self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
             return
-        if pid == 0:
-            self._become(command, fds, write_end)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(write_end)
         self._kept[pid] = Kept(key, bool(command["service"]))
         self._execs[read_end] = pid
