@@ -36,7 +36,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
 soak: $(VENV)/.dev
-	HOLDFAST_SIM_SEEDS=$(SOAK_SEEDS) $(BIN)/python -m pytest tests/simulation -n $(JOBS) --timeout 0
+	$(BIN)/python -m holdfast.testing.sweep 0:$(SOAK_SEEDS)
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format .

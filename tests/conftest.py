@@ -180,10 +180,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         for name in list(os.environ):
             # What a launcher around this test run left must not reach the launcher under test.
-            if name.startswith(("PET_", "TORCHELASTIC_", "HOLDFAST_", "SLURM_")) and name not in (
-                TEST_ID,
-                "HOLDFAST_SIM_SEEDS",
-            ):
+            if name.startswith(("PET_", "TORCHELASTIC_", "HOLDFAST_", "SLURM_")) and name not in (TEST_ID,):
                 patch.delenv(name)
         yield home
 

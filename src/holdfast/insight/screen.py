@@ -46,7 +46,7 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: str) -> str:
     row("no restart", verdict.gave_up)
     row("do", verdict.advice)
     if culprit is not None:
-        row("log", culprit.stderr_file)
+        row("log", f"{culprit.stderr_file} on {culprit.host}" if culprit.stderr_file else "")
         row("error file", culprit.error_file)
     row("run folder", folder)
     row("exit code", str(outcome.exit_code))

@@ -190,10 +190,12 @@ class CoordinatorMachine:
             case Prepared(generation, store_port):
                 self._on_prepared(member, generation, store_port)
             case WorkerDone(generation, local_rank):
-                if self._is_current(member, generation) and self.phase is Phase.RUNNING:
+                known = 0 <= local_rank < member.node.nproc
+                if known and self._is_current(member, generation) and self.phase is Phase.RUNNING:
                     self._world().done.setdefault(name, set()).add(local_rank)
             case WorkersFailed(generation, failures):
-                if self._is_current(member, generation) and self.phase in (Phase.RUNNING, Phase.STOPPING):
+                at_work = self.phase in (Phase.RUNNING, Phase.STOPPING)
+                if failures and at_work and self._is_current(member, generation):
                     self._world().failures.extend(failures)
                     self._note("workers_failed", member=name, ranks=[f.rank for f in failures])
                     self._stop(now, StopReason.WORKER_FAILED, f"rank {failures[0].rank} failed on {member.node.host}")
