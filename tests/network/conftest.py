@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from tests.network.fleet import Fleet
 from tests.network.hosts import PretendHosts, why_not
 

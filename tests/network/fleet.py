@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.network.hosts import Host, PretendHosts, Program
 
 WAIT_S = 40.0

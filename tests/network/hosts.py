@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 PREFIX_V4, PREFIX_V6 = "10.77.0.", "fd00:77::"
-TOOLS = ("ip", "nft", "nsenter", "unshare", "setpriv", "env")
+TOOLS = ("ip", "ss", "nft", "nsenter", "unshare", "setpriv", "env")
 END_S_MAX = 10.0
 
 _BOOT = """
@@ -245,9 +245,20 @@ class PretendHosts:
         """Nothing goes between the two groups any more."""
         self._between(some, others, "drop")
 
+    def one_way(self, some: Iterable[int], others: Iterable[int]) -> None:
+        """What the first group sends does not arrive at the other any more."""
+        senders = list(some)
+        for number in others:
+            self._rules(self[number], [f"in {family} saddr {address} drop" for family, address in self._of(senders)])
+
     def reject(self, some: Iterable[int], others: Iterable[int]) -> None:
-        """Between the two groups every TCP packet is answered with a reset, as firewalls do."""
-        self._between(some, others, "reject with tcp reset")
+        """As a firewall does it: every TCP connection between the two groups is reset, at both ends, now and later."""
+        groups = (list(some), list(others))
+        self._between(*groups, "tcp flags & rst == 0 reject with tcp reset")
+        for mine, theirs in (groups, groups[::-1]):
+            for number in mine:
+                for _, address in self._of(theirs):
+                    _run_in(self[number].network, ["ss", "--tcp", "--kill", "dst", f"[{address}]"], "")
 
     def blackhole(self, number: int, port: int) -> None:
         """The host drops what comes to this TCP port."""
@@ -308,14 +319,14 @@ class PretendHosts:
         groups = (list(some), list(others))
         for mine, theirs in (groups, groups[::-1]):
             for number in mine:
-                rules = [
-                    f"{chain} {family} {side} {address} {'' if verdict == 'drop' else 'tcp flags & rst == 0 '}{verdict}"
-                    for other in theirs
-                    for family, address in (("ip", self[other].v4), ("ip6", self[other].v6))
-                    for chain, side in (("in", "saddr"), ("out", "daddr"))
-                    if chain == "in" or verdict == "drop"
-                ]
+                rules = [f"in {family} saddr {address} {verdict}" for family, address in self._of(theirs)]
+                if verdict == "drop":
+                    rules += [f"out {family} daddr {address} drop" for family, address in self._of(theirs)]
                 self._rules(self[number], rules)
+
+    def _of(self, numbers: Iterable[int]) -> list[tuple[str, str]]:
+        """Families, as nft calls them, and addresses."""
+        return [each for number in numbers for each in (("ip", self[number].v4), ("ip6", self[number].v6))]
 
     def _rules(self, host: Host, rules: Iterable[str]) -> None:
         table = "table inet fault {\n" + "".join(

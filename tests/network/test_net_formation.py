@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import pytest
 
 
 @pytest.mark.parametrize("endpoint", ["node1", "10.77.0.1:29477", "[fd00:77::1]:29477"])
 def test_three_nodes_of_different_sizes_meet(fleet, endpoint: str) -> None:
+    if endpoint.startswith("[") and not os.path.exists("/proc/sys/net/ipv6"):
+        pytest.skip("this kernel has no IPv6")
     job = fleet(3)
     job.c10d("3", endpoint)
     agents = [
@@ -94,28 +96,3 @@ def test_token(fleet) -> None:
         assert "token" in agent.text
     job.finish_all(right)
     assert [generation.hosts for generation in job.generations] == [{"node1", "node2"}]
-
-
-GLOO = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-one = torch.ones(1)
-for _ in range(3):
-    total = one.clone()
-    dist.all_reduce(total)
-assert total.item() == dist.get_world_size() == 3, total
-open(os.environ["SITE"] + f"/done{dist.get_rank()}", "w").close()
-dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_gloo_over_the_network(fleet) -> None:
-    job = fleet(3)
-    job.c10d("3")
-    script: Path = job.folder / "gloo.py"
-    script.write_text(GLOO)
-    agents = [job.start(number, script=script) for number in (1, 2, 3)]
-    for agent in agents:
-        assert agent.end(90) == 0, job.story()
-    assert len(list(job.folder.glob("done*"))) == 3
