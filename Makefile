@@ -49,15 +49,19 @@ debian:
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
+# Compiled at once, as pip does for an ordinary install: an environment that forbids Python to write bytecode would
+# otherwise compile the launcher at every start.
 # The demo needs torch, numpy and scikit-learn; development needs the linters and the client libraries as well.
 $(VENV)/.demo: $(VENV)/.python $(PACKAGING)
 	@echo "installing what the demo needs into $(VENV) (once) ..."
 	@$(PIP) -e '.[demo]'
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python $(PACKAGING)
 	@echo "installing the development tools into $(VENV) (once) ..."
 	@$(PIP) -e '.[dev]'
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 $(VENV)/.python:

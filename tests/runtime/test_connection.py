@@ -11,7 +11,6 @@ import pytest
 
 from holdfast.core.errors import (
     CoordinatorUnreachableError,
-    NoAnswerError,
     PortInUseError,
     ProtocolError,
     RefusedError,
@@ -334,7 +333,7 @@ async def _broken_holdfast(reader: asyncio.StreamReader, writer: asyncio.StreamW
     ("talk", "error", "words"),
     [
         (_http, PortInUseError, r"an HTTP answer.*held by pid PID"),
-        (_silence, NoAnswerError, r"no answer within 0\.2 s.*held by pid PID"),
+        (_silence, PortInUseError, r"no answer within 0\.2 s.*held by pid PID"),
         (_hang_up, CoordinatorUnreachableError, "before the handshake was done"),
         (_old_holdfast, RefusedError, "version 0"),
         (_broken_holdfast, ProtocolError, "over the limit"),

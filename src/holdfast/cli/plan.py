@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from signal import Signals
 from typing import TYPE_CHECKING
 
@@ -129,11 +130,12 @@ def attempt_folder(options: RunOptions, job_id: str) -> str | None:
 
 def command_text(options: RunOptions, local_rank: int) -> str:
     """What runs, as torchrun would write it: without the bootstrap that holdfast puts around a script."""
-    from holdfast.runtime.workers.spawn import BOOTSTRAP, worker_argv
+    from holdfast.runtime.workers.spawn import bootstrap_for, worker_argv
 
     argv = worker_argv(options, local_rank)
-    if BOOTSTRAP in argv:
-        at = argv.index(BOOTSTRAP)
+    bootstrap = bootstrap_for(options.command.python or sys.executable)
+    if bootstrap in argv:
+        at = argv.index(bootstrap)
         argv[at : at + 2] = ["-m"] if options.command.kind is CommandKind.MODULE else []
     return shlex.join(argv)
 

@@ -168,7 +168,9 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    # By the code's own word: __file__ is the cached file where the program was started from that.
+    own = _without_own_frames.__code__.co_filename
+    while trace is not None and trace.tb_frame.f_code.co_filename == own:
         trace = trace.tb_next
     return trace
 

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits
-from holdfast.runtime.workers.spawn import BOOTSTRAP, worker_argv
+from holdfast.runtime.workers.spawn import BOOTSTRAP, bootstrap_for, worker_argv
 
 
 def argv(kind: CommandKind, target: str, *args: str, virtual: bool = False, **command: Any) -> list[str]:
@@ -35,8 +35,15 @@ def test_each_kind() -> None:
         "t.py",
         "-u",
     ]
-    assert argv(CommandKind.MODULE, "a.b", "x") == [sys.executable, "-u", BOOTSTRAP, "module", "a.b", "x"]
-    assert argv(CommandKind.RUN_PATH, "t.py") == [sys.executable, BOOTSTRAP, "run_path", "t.py"]
+    assert argv(CommandKind.MODULE, "a.b", "x") == [
+        sys.executable,
+        "-u",
+        bootstrap_for(sys.executable),
+        "module",
+        "a.b",
+        "x",
+    ]
+    assert argv(CommandKind.RUN_PATH, "t.py") == [sys.executable, bootstrap_for(sys.executable), "run_path", "t.py"]
     assert argv(CommandKind.PROGRAM, "prog", "x") == ["prog", "x"]
 
 

@@ -5,7 +5,10 @@ Knows the options and where the bootstrap lies; starts nothing.
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import cache_from_source
 from pathlib import Path
 from string import Template
 
@@ -31,7 +34,27 @@ def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
         return [command.target, *arguments]
     python = command.python or sys.executable
     unbuffered = [] if command.kind is CommandKind.RUN_PATH else ["-u"]
-    return [python, *unbuffered, BOOTSTRAP, command.kind.value, _fill_in(command.target, local_rank), *arguments]
+    return [
+        python,
+        *unbuffered,
+        bootstrap_for(python),
+        command.kind.value,
+        _fill_in(command.target, local_rank),
+        *arguments,
+    ]
+
+
+def bootstrap_for(python: str) -> str:
+    """The bootstrap to run under this interpreter: its bytecode where it is our own interpreter's.
+
+    A program that is run by its path is compiled at every start; that is several milliseconds of every restart.
+    """
+    if python != sys.executable:
+        return BOOTSTRAP
+    # The loader checks the cache against the source, and writes it anew where it is stale and can be written.
+    SourceFileLoader("holdfast.worker.bootstrap", BOOTSTRAP).get_code("holdfast.worker.bootstrap")
+    cached = cache_from_source(BOOTSTRAP)
+    return cached if os.path.isfile(cached) and not sys.dont_write_bytecode else BOOTSTRAP
 
 
 def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
