@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli.values import node_range
 from holdfast.core.errors import EndpointError, EnvironmentValueError, NodesError, RendezvousConfigError
-from holdfast.core.options import Endpoint
+from holdfast.core.options import Endpoint, EtcdOptions
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.endpoint import PORT_MAX, parse_endpoint
@@ -37,6 +37,7 @@ class Meeting(NamedTuple):
     is_host: bool | None
     token: bytes | None
     node_rank: int | None
+    etcd: EtcdOptions | None = None
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, notices: list[str]) -> Meeting:
@@ -54,6 +55,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, 
         conf = rdzv_conf.parse_conf(parsed.values.rdzv_conf)
         limits = rdzv_conf.limits_from_conf(backend, conf, Limits(stop_grace_s=stop_grace_s))
         is_host = None if standalone or backend != "c10d" else rdzv_conf.get_bool(conf, "is_host")
+        etcd = etcd_options(backend, conf, endpoint)
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
     notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
@@ -73,7 +75,17 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, 
         is_host=is_host,
         token=token(conf.get("token_file"), environ),
         node_rank=node_rank(parsed, standalone, fixed, most, notices),
+        etcd=etcd,
     )
+
+
+def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> EtcdOptions | None:
+    """None with any other backend. Raises RendezvousConfigError or EndpointError."""
+    if backend not in ("etcd", "etcd-v2"):
+        return None
+    from holdfast.rendezvous.etcd_conf import read_etcd_conf
+
+    return read_etcd_conf(backend, conf, endpoint)
 
 
 def nodes(parsed: Parsed) -> tuple[int, int]:

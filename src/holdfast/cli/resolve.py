@@ -61,6 +61,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         standalone=place.standalone,
         is_host=place.is_host,
         token=place.token,
+        etcd=place.etcd,
         role=given.role,
         node_rank=place.node_rank,
         local_addr=given.local_addr,

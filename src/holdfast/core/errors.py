@@ -163,6 +163,18 @@ class StoppedError(CallerError):
     code = "HF119"
 
 
+class EtcdError(CallerError):
+    """etcd cannot be used: it refuses user or password, lacks the API, or holds what holdfast did not write."""
+
+    code = "HF120"
+
+
+class EtcdUnreachableError(EtcdError):
+    """No etcd server answered before the join deadline."""
+
+    code = "HF121"
+
+
 class WorkerError(HoldfastError):
     """A training process failed."""
 

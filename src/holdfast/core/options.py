@@ -75,6 +75,22 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         return f"{host}:{self.port}"
 
 
+class EtcdOptions(Struct, frozen=True, kw_only=True):
+    """Where the coordinator's lease lives (backends etcd and etcd-v2)."""
+
+    api: str
+    """`v3` (falls to v2 where the servers have none) or `v2`."""
+    endpoints: tuple[Endpoint, ...]
+    prefix: str = "/holdfast"
+    lease_ttl_s: int = 5
+    tls: bool = False
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    user: str | None = None
+    password: str | None = None
+
+
 class CallFds(Struct, frozen=True, kw_only=True):
     """Descriptors of the agent that go on to its workers, for a function that runs instead of a script."""
 
@@ -96,6 +112,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     is_host: bool | None = None
     """rdzv-conf is_host: force or forbid hosting the coordinator; None: decided by binding."""
     token: bytes | None = None
+    etcd: EtcdOptions | None = None
+    """None: the coordinator is at the endpoint itself."""
     role: str = "default"
     node_rank: int | None = None
     local_addr: str | None = None

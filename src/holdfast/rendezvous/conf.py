@@ -20,6 +20,9 @@ STATIC_JOIN_S = 900.0
 FENCE_PER_LEASE = 2 / 3
 """An agent cut off ends its workers well before the coordinator counts it as lost."""
 PINGS_PER_LEASE = 6
+LEASE_TTL_S_MIN = 2
+"""What etcd grants at least, with its default election time-out."""
+LEASE_TTL_S_MAX = 60
 SECONDS_MAX = 366 * 24 * 3600.0
 
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
@@ -129,6 +132,14 @@ def get_protocol(conf: Conf, key: str) -> str | None:
     return value
 
 
+def get_lease_ttl(conf: Conf, key: str) -> int | None:
+    value = get_int(conf, key)
+    if value is not None and not LEASE_TTL_S_MIN <= value <= LEASE_TTL_S_MAX:
+        limits = f"{LEASE_TTL_S_MIN} to {LEASE_TTL_S_MAX}"
+        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: a lease in etcd lasts {limits} whole seconds")
+    return value
+
+
 Getter = Callable[[Conf, str], Value | None]
 
 _OURS: dict[str, Getter] = {"token_file": get_text, "lease": get_seconds}
@@ -141,12 +152,21 @@ _DYNAMIC: dict[str, Getter] = {
     "settle": get_seconds,
     **_OURS,
 }
+_ETCD: dict[str, Getter] = {
+    "protocol": get_protocol,
+    "endpoints": get_text,
+    "etcd_prefix": get_text,
+    "lease_ttl": get_lease_ttl,
+    "user": get_text,
+    "password": get_text,
+    "password_file": get_text,
+}
 KEYS: dict[str, dict[str, Getter]] = {
     "c10d": {**_DYNAMIC, "is_host": get_bool, "store_type": get_store_type},
     "static": {"timeout": get_whole_seconds, **_OURS},
     "etcd-v2": {
         **_DYNAMIC,
-        "protocol": get_protocol,
+        **_ETCD,
         "ssl_cert": get_text,
         "ssl_cert_key": get_text,
         "ca_cert": get_text,
@@ -154,11 +174,10 @@ KEYS: dict[str, dict[str, Getter]] = {
     "etcd": {
         "timeout": get_whole_seconds,
         "last_call_timeout": get_whole_seconds,
-        "protocol": get_protocol,
+        **_ETCD,
         "cert": get_text,
         "key": get_text,
         "cacert": get_text,
-        "etcd_prefix": get_text,
         "settle": get_seconds,
         **_OURS,
     },

@@ -16,8 +16,8 @@ class Backend(NamedTuple):
 BACKENDS = {
     "c10d": Backend(default_port=29400, available=True),
     "static": Backend(default_port=None, available=True),
-    "etcd": Backend(default_port=2379, available=False),
-    "etcd-v2": Backend(default_port=2379, available=False),
+    "etcd": Backend(default_port=2379, available=True),
+    "etcd-v2": Backend(default_port=2379, available=True),
 }
 
 

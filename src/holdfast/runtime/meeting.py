@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.core.agent.events import DialFailed
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.errors import HoldfastError, InternalError, NoAnswerError, PortInUseError, RefusedError
-from holdfast.core.options import RunOptions
+from holdfast.core.errors import (
+    EtcdError,
+    EtcdUnreachableError,
+    HoldfastError,
+    InternalError,
+    MissingPackageError,
+    NoAnswerError,
+    PortInUseError,
+    RefusedError,
+)
+from holdfast.core.options import EtcdOptions, RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.runtime.coordinator_service import CoordinatorService
@@ -21,6 +30,12 @@ from holdfast.runtime.journal import Journal
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.claim import Claim
+    from holdfast.runtime.etcd_meeting import EtcdMeeting
+
+
+FINAL = (PortInUseError, RefusedError, EtcdError, MissingPackageError)
+PASSING = (NoAnswerError, EtcdUnreachableError)
+"""Of these another attempt may help, whatever their class."""
 
 
 class Link(Protocol):
@@ -41,7 +56,9 @@ class Meeting:
         self._judge = judge
         self._journal = journal
         self._say = say
+        self._etcd: EtcdMeeting | None = None
         self.coordinator: CoordinatorService | None = None
+        """Bound to the endpoint, so that nobody can be in charge beside it. One elected by etcd is not here."""
 
     async def reach(self, node: NodeSpec) -> Link | DialFailed:
         """One attempt. The link has to be started; a DialFailed says whether another attempt can help."""
@@ -50,7 +67,7 @@ class Meeting:
         except InternalError:
             raise
         except HoldfastError as error:
-            final = isinstance(error, PortInUseError | RefusedError) and not isinstance(error, NoAnswerError)
+            final = isinstance(error, FINAL) and not isinstance(error, PASSING)
             return DialFailed(error.code, error.exit_code, str(error), final)
         except OSError as error:
             text = f"cannot bind the endpoint {self._options.endpoint}: {error.strerror or error}"
@@ -64,9 +81,13 @@ class Meeting:
     async def close(self) -> None:
         if self.coordinator is not None:
             await self.coordinator.close()
+        if self._etcd is not None:
+            await self._etcd.close()
 
     async def _reach(self, node: NodeSpec) -> Link:
         options = self._options
+        if options.etcd is not None:
+            return await self._meet_by_etcd(options.etcd, node)
         if self.coordinator is None:
             if options.standalone and options.job.max_nodes == 1:
                 await self._host(None)  # nobody can join: no socket at all
@@ -77,6 +98,13 @@ class Meeting:
         from holdfast.runtime.connection import dial
 
         return await dial(options.endpoint, options.job, node, options.token)
+
+    async def _meet_by_etcd(self, etcd: EtcdOptions, node: NodeSpec) -> Link:
+        if self._etcd is None:
+            from holdfast.runtime.etcd_meeting import EtcdMeeting
+
+            self._etcd = EtcdMeeting(self._options, etcd, self._judge, self._journal, self._say)
+        return await self._etcd.reach(node)
 
     async def _claim(self) -> Claim | None:
         """The endpoint, if it is ours; None: connect."""

@@ -1,0 +1,55 @@
+"""A coordinator whose authority is lent: the machine of machine.py, deaf once its lease is over, and heedful of a
+predecessor it may never hear of. Pure: whether the lease holds is asked through a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.core.coordinator.commands import Command
+from holdfast.core.coordinator.ending import Judge
+from holdfast.core.coordinator.events import Event
+from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.protocol import Join
+
+
+class ElectedCoordinator(CoordinatorMachine):
+    """Forms nothing before the predecessor's workers are gone, and nothing at all without the lease."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        limits: Limits,
+        judge: Judge,
+        now: float,
+        *,
+        holds: Callable[[], bool],
+        floor: int = 0,
+        tail_s: float = 0.0,
+    ) -> None:
+        """`floor`: the newest generation that a predecessor may have started; `tail_s`: how long from now its
+        workers may still live where nobody hears of them."""
+        super().__init__(job, limits, judge, now)
+        self._holds = holds
+        self._generation_floor = floor
+        self._told = floor
+        if floor:
+            self._not_before_s = now + tail_s
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        """Without the lease nothing is decided any more: the process may have slept, and somebody else be in charge."""
+        if not self._holds():
+            return []
+        return super().handle(now, event)
+
+    @property
+    def workers_may_live(self) -> bool:
+        """Of a member, in a generation of ours."""
+        return any(member.busy_generation for member in self.members.values())
+
+    def _heed_predecessor(self, now: float, join: Join) -> None:
+        """What etcd remembers tells when the predecessor's workers are gone: an agent's broken link does not, for it
+        may have broken before that coordinator ended."""
+        if join.last_generation > max(self.generation, self._told):
+            super()._heed_predecessor(now, join)

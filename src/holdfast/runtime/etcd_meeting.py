@@ -1,0 +1,227 @@
+"""How this process gets to the coordinator where etcd says who it is: by dialling whom the key names, or by taking the key.
+
+Binds first and publishes after. Knows the order of the attempts; when to try again, and when to give up, is the agent
+machine's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.core.coordinator.elected import ElectedCoordinator
+from holdfast.core.coordinator.ending import Judge
+from holdfast.core.errors import CoordinatorUnreachableError, EtcdError, EtcdUnreachableError, PortInUseError
+from holdfast.core.options import Endpoint, EtcdOptions, RunOptions
+from holdfast.core.policy import NodeSpec
+from holdfast.rendezvous.claim import Claim, claim
+from holdfast.rendezvous.etcd import CALL_S_MAX, Api, Leader, Tenure, open_api
+from holdfast.runtime.detached import run_detached
+from holdfast.runtime.etcd_office import Office, clock_s
+from holdfast.runtime.etcd_service import ElectedService
+from holdfast.runtime.journal import Journal
+
+if TYPE_CHECKING:
+    from holdfast.runtime.meeting import Link
+
+WATCH_INTERVAL_S = (0.15, 0.35)
+"""Between two looks at the key while its holder does not answer; drawn anew each time, so that agents do not march in step."""
+WATCH_S_MAX = 2.0
+"""After a failed dial: so long the key is watched before the attempt counts as failed."""
+TAIL_S_MAX = 60.0
+"""Whatever is remembered, a successor waits no longer."""
+TURNS_MAX = 8
+"""Leaders met and lost in one attempt."""
+
+
+class Won(NamedTuple):
+    """The key is ours, and the socket that it names listens."""
+
+    place: Claim
+    leader: Leader
+    office: Office
+
+
+class EtcdMeeting:
+    """One per agent. Holds the coordinator while this process is in office."""
+
+    def __init__(
+        self, options: RunOptions, etcd: EtcdOptions, judge: Judge, journal: Journal, say: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._etcd = etcd
+        self._judge = judge
+        self._journal = journal
+        self._say = say
+        self._service: ElectedService | None = None
+        self._office: Office | None = None
+        self._leaving: asyncio.Task[None] | None = None
+
+    async def reach(self, node: NodeSpec) -> Link:
+        """One attempt. Raises HoldfastError."""
+        if self._leaving is not None:
+            await asyncio.shield(self._leaving)
+        for _ in range(TURNS_MAX):
+            if self._service is not None:
+                return self._service.connect_locally()
+            found = await run_detached(self._seek)
+            if isinstance(found, Won):
+                await self._host(found)
+                continue
+            link = await self._dial_while_in_charge(found, node)
+            if link is not None:
+                return link
+        raise CoordinatorUnreachableError(f"the coordinator changed {TURNS_MAX} times while it was dialled")
+
+    async def close(self) -> None:
+        if self._service is not None and self._office is not None:
+            service, office = self._service, self._office
+            self._service = None
+            await service.close()
+            forget = service.machine.outcome is not None
+            words = service.last_words()
+            await run_detached(lambda: office.leave(words, forget=forget or words is None))
+        if self._leaving is not None:
+            await self._leaving
+
+    # ---------------------------------------------------------------- seeking: blocks, in a thread of its own
+
+    def _seek(self) -> Leader | Won:
+        """Who is in charge; if nobody is, we try to be."""
+        api = open_api(self._etcd, self._options.job.run_id)
+        kept = False
+        try:
+            leader = api.leader()
+            if leader is None:
+                taken = self._campaign(api)
+                if taken is not None:
+                    kept = True
+                    return taken
+                leader = api.leader()
+        finally:
+            if not kept:
+                api.close()
+        if leader is None:
+            raise EtcdUnreachableError("the coordinator's key in etcd changes hands")
+        return leader
+
+    def _campaign(self, api: Api) -> Won | None:
+        options = self._options
+        address = options.local_addr or own_address(self._etcd.endpoints)
+        place = claim(Endpoint(host=address, port=0), is_host=True)
+        tenure: Tenure | None = None
+        try:
+            me = Leader(run_id=options.job.run_id, address=address, port=place.port, identity=os.urandom(8).hex())
+            began_s = clock_s()
+            tenure = api.take(me)
+        finally:
+            if tenure is None:
+                place.close()
+        if tenure is None:
+            return None
+        return Won(place, me, Office(api, tenure, self._etcd.lease_ttl_s, began_s))
+
+    # ---------------------------------------------------------------- following
+
+    async def _dial_while_in_charge(self, leader: Leader, node: NodeSpec) -> Link | None:
+        """The link; None when somebody else is in charge meanwhile, or nobody. Raises HoldfastError."""
+        from holdfast.runtime.connection import dial
+
+        options = self._options
+        endpoint = Endpoint(host=leader.address, port=leader.port)
+        dialling = asyncio.ensure_future(dial(endpoint, options.job, node, options.token))
+        watching = asyncio.ensure_future(self._until_changed(leader))
+        try:
+            await asyncio.wait({dialling, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if dialling.done() and dialling.exception() is not None:
+                await asyncio.wait({watching}, timeout=WATCH_S_MAX)
+            if watching.done() and (not dialling.done() or dialling.exception() is not None):
+                return None
+            return dialling.result()
+        except PortInUseError as error:  # of a coordinator that is gone: its port is somebody else's now
+            raise CoordinatorUnreachableError(str(error)) from None
+        finally:
+            for task in (dialling, watching):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(dialling, watching, return_exceptions=True)
+
+    async def _until_changed(self, leader: Leader) -> None:
+        while True:
+            await asyncio.sleep(random.uniform(*WATCH_INTERVAL_S))
+            with contextlib.suppress(EtcdError):
+                if await run_detached(self._look) != leader:
+                    return
+
+    def _look(self) -> Leader | None:
+        api = open_api(self._etcd, self._options.job.run_id)
+        try:
+            return api.leader()
+        finally:
+            api.close()
+
+    # ---------------------------------------------------------------- in office
+
+    async def _host(self, won: Won) -> None:
+        options, office = self._options, won.office
+        before = office.predecessor
+        machine = ElectedCoordinator(
+            options.job,
+            options.limits,
+            self._judge,
+            asyncio.get_running_loop().time(),
+            holds=office.holds,
+            floor=before.generation if before is not None else 0,
+            tail_s=min(before.tail_s, TAIL_S_MAX) if before is not None else 0.0,
+        )
+        service = ElectedService(machine, office, self._journal, self._say, self._step_down)
+        self._service, self._office = service, office
+        await service.listen(won.place, options.token, static=False)
+        office.start(service.look)
+        self._journal.write(
+            "elected",
+            address=f"{won.leader.address}:{won.leader.port}",
+            identity=won.leader.identity,
+            floor=before.generation if before is not None else 0,
+        )
+        self._warn_of_loopback(won.leader)
+
+    def _warn_of_loopback(self, leader: Leader) -> None:
+        host = self._etcd.endpoints[0].host
+        if leader.address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+            self._say(
+                f"{host} is this machine, so this node is known as {leader.address}, which others cannot reach; "
+                "give --local-addr"
+            )
+
+    def _step_down(self, reason: str) -> None:
+        """The lease is not ours any more, or soon will not be: nobody is told anything, every link is closed."""
+        assert self._service is not None
+        assert self._office is not None
+        service, office = self._service, self._office
+        self._service = None
+        self._journal.write("steps_down", reason=reason)
+        self._say(f"this node is no longer the coordinator: {reason}")
+
+        async def leave() -> None:
+            await service.close()
+            await run_detached(lambda: office.leave(None))
+
+        self._leaving = asyncio.ensure_future(leave())
+
+
+def own_address(endpoints: tuple[Endpoint, ...]) -> str:
+    """The address from which this machine reaches etcd. Raises EtcdUnreachableError."""
+    why = ""
+    for endpoint in endpoints:
+        try:
+            with socket.create_connection((endpoint.host, endpoint.port), timeout=CALL_S_MAX) as probe:
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            why = error.strerror or str(error)
+    raise EtcdUnreachableError(f"no etcd answers at {endpoints[-1]}: {why}")

@@ -1,0 +1,175 @@
+"""Jobs whose coordinator is elected by a real etcd: forming, taking over, stepping down, ending."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.processes.conftest import is_alive, until
+
+LEASE_S = 5
+UNTIL_TOLD = "on_signal('SIGTERM', exit_code=0)\nmeet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\n"
+BOTH = pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+
+
+def by(backend: str, endpoint: str, nnodes: str, *conf: str) -> tuple[str, ...]:
+    patience = "timeout=30" if backend == "etcd" else "join_timeout=30"
+    settings = ",".join((patience, "settle=1", *conf))
+    return ("--nnodes", nnodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-conf", settings)
+
+
+def hosts(agents):
+    """The agents that were ever elected, the latest last."""
+    terms = [(each["monotonic"], agent) for agent in agents for each in agent.events("elected")]
+    return [agent for _, agent in sorted(terms, key=lambda term: term[0])]
+
+
+def finish(site) -> None:
+    (site.folder / "finish").touch()
+
+
+def keys(etcd) -> str:
+    return etcd.ctl("get", "--prefix", "/", "--keys-only").strip()
+
+
+def started(agents) -> list[int]:
+    """Generations that any coordinator started, in the order of time."""
+    notes = [each for agent in agents for each in agent.events("coordinator.started")]
+    return [each["generation"] for each in sorted(notes, key=lambda each: each["monotonic"])]
+
+
+@BOTH
+def test_three_meet_and_leave_nothing_behind(site, etcd, backend: str) -> None:
+    script = site.script("meet()")
+    agents = [site.start(*by(backend, etcd.endpoint, "3"), "--rdzv-id", "a/b c", script) for _ in range(3)]
+    assert [agent.end() for agent in agents] == [0, 0, 0], agents[0].text
+    assert sorted((each["rank"], each["world"]) for each in site.trail("up")) == [(0, 3), (1, 3), (2, 3)]
+    assert len(hosts(agents)) == 1
+    assert keys(etcd) == ""
+    assert etcd.ctl("ls", "--recursive", "/holdfast", api="2").strip() == ""
+
+
+@BOTH
+def test_another_takes_over_from_a_killed_leader(site, etcd, backend: str) -> None:
+    script = site.script(UNTIL_TOLD)
+    agents = [site.start(*by(backend, etcd.endpoint, "2:3"), script) for _ in range(3)]
+    site.wait(3, "up", world=3)
+    (leader,) = hosts(agents)
+    killed_s = time.monotonic()
+    leader.signal(signal.SIGKILL)
+    site.wait(2, "up", world=2)
+    assert time.monotonic() - killed_s < LEASE_S + 3
+    finish(site)
+    rest = [agent for agent in agents if agent is not leader]
+    assert [agent.end() for agent in rest] == [0, 0], rest[0].text
+    assert started(agents) == [1, 2]
+    assert keys(etcd) == ""
+    site.all_gone()
+
+
+def test_a_leader_that_slept_is_fenced(site, etcd) -> None:
+    script = site.script(UNTIL_TOLD)
+    agents = [site.start(*by("etcd", etcd.endpoint, "2:3"), script) for _ in range(3)]
+    first = site.wait(3, "up", world=3)
+    (leader,) = hosts(agents)
+    leader.signal(signal.SIGSTOP)
+    site.wait(2, "up", world=2)
+    old = {each["pid"] for each in first if site.agents[int(each["agent"])] is not leader}
+    assert not any(map(is_alive, old)), "two generations beside each other"
+    awake_s = time.monotonic()
+    leader.signal(signal.SIGCONT)
+    until(lambda: not any(is_alive(each["pid"]) for each in first), "the sleeper's workers are gone", 2)
+    site.wait(6, "up", world=3)
+    assert time.monotonic() - awake_s < 10
+    finish(site)
+    assert [agent.end() for agent in agents] == [0, 0, 0], leader.text
+    generations = started(agents)
+    assert generations == sorted(set(generations)), "a generation was started twice"
+    assert leader.events("steps_down")
+    assert len(hosts(agents)) == 2
+    assert hosts(agents)[1] is not leader
+
+
+def test_etcd_changes_its_leader_and_no_worker_notices(site, etcd_cluster) -> None:
+    etcd = etcd_cluster
+    script = site.script(UNTIL_TOLD)
+    args = by("etcd", etcd.endpoint, "3", f"endpoints={etcd.endpoints}")
+    agents = [site.start(*args, script) for _ in range(3)]
+    site.wait(3, "up", world=3)
+    etcd.kill(etcd.leader())
+    time.sleep(LEASE_S + 2)  # longer than the lease: it has been renewed by the servers that are left
+    finish(site)
+    assert [agent.end() for agent in agents] == [0, 0, 0], agents[0].text
+    assert len(site.trail("up")) == 3
+    assert not any(agent.events("steps_down") for agent in agents)
+
+
+def test_two_jobs_on_one_etcd(site, etcd) -> None:
+    script = site.script("meet()")
+    pairs = [[site.start(*by("etcd", etcd.endpoint, "2"), "--rdzv-id", job, script) for _ in range(2)] for job in "ab"]
+    assert [agent.end() for pair in pairs for agent in pair] == [0] * 4
+    assert [len(hosts(pair)) for pair in pairs] == [1, 1]
+    assert {each["world"] for each in site.trail("up")} == {2}
+
+
+def test_a_leader_that_is_asked_to_leave_hands_over(site, etcd) -> None:
+    script = site.script(UNTIL_TOLD)
+    agents = [site.start(*by("etcd", etcd.endpoint, "1:2"), script) for _ in range(2)]
+    site.wait(2, "up", world=2)
+    (leader,) = hosts(agents)
+    told_s = time.monotonic()
+    leader.signal(signal.SIGTERM)
+    assert leader.end() == 143
+    site.wait(1, "up", world=1)
+    assert time.monotonic() - told_s < LEASE_S + 2
+    finish(site)
+    assert next(agent for agent in agents if agent is not leader).end() == 0
+    assert keys(etcd) == ""
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_no_etcd(site, free_port, backend: str) -> None:
+    patience = "timeout=1" if backend == "etcd" else "join_timeout=1"
+    args = ("--rdzv-backend", backend, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", patience)
+    code, agent = site.run(*args, site.script("meet()"))
+    assert code == 2, agent.text
+    assert "HF121" in agent.text
+    assert "no etcd answers" in agent.text
+    assert "Traceback" not in agent.text
+
+
+@BOTH
+def test_garbage_under_the_key(site, etcd, backend: str) -> None:
+    put = ("put",) if backend == "etcd" else ("set",)
+    etcd.ctl(*put, "/holdfast/none/coordinator", "not ours", api="3" if backend == "etcd" else "2")
+    code, agent = site.run(*by(backend, etcd.endpoint, "1:2"), "--rdzv-id", "none", site.script("meet()"))
+    assert code == 2, agent.text
+    assert "HF120" in agent.text
+    assert "'not ours'" in agent.text
+
+
+def test_v2_disabled(site, etcd_without_v2) -> None:
+    code, agent = site.run(*by("etcd-v2", etcd_without_v2.endpoint, "1:2"), site.script("meet()"))
+    assert code == 2, agent.text
+    assert "--enable-v2" in agent.text
+
+
+def test_passwords(site, etcd_without_v2) -> None:
+    etcd = etcd_without_v2
+    etcd.ctl("user", "add", "root:secret")
+    etcd.ctl("user", "grant-role", "root", "root")
+    etcd.ctl("auth", "enable")
+    (site.folder / "good").write_text("secret\n")
+    (site.folder / "bad").write_text("wrong\n")
+    script = site.script("meet()")
+    for given in ((), ("user=root", "password_file=bad")):
+        code, agent = site.run(*by("etcd", etcd.endpoint, "1", *given), script)
+        assert code == 2, agent.text
+        assert "refuses user and password" in agent.text
+    code, agent = site.run(*by("etcd", etcd.endpoint, "1", "user=root", "password_file=good"), script)
+    assert code == 0, agent.text
