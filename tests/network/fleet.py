@@ -23,6 +23,7 @@ from tests.network.hosts import Host, PretendHosts, Program
 WAIT_S = 40.0
 """Long enough for a starved machine and any lease; where speed is promised the tests say so."""
 ALIVE_EVERY_S = 0.05
+PORT_AGAIN_S = 1.0
 
 WORKER = f"""
 import json, os, socket, sys, time
@@ -144,7 +145,8 @@ class Fleet:
         self._trail = folder / "trail.jsonl"
         self._trail.touch()
         self._read_bytes = 0
-        self._generations: dict[tuple[str, int, int], Generation] = {}
+        self._generations: list[Generation] = []
+        self._newest: dict[tuple[str, int, int], Generation] = {}
         self.script = folder / "train.py"
         self.script.write_text(WORKER)
         self.args: tuple[str, ...] = ()
@@ -199,12 +201,17 @@ class Fleet:
         self._read_bytes += whole
         for line in text[:whole].splitlines():
             self._take(json.loads(line))
-        return sorted(self._generations.values(), key=lambda generation: generation.born_s)
+        return sorted(self._generations, key=lambda generation: generation.born_s)
 
     def _take(self, note: dict[str, Any]) -> None:
         key = (note["master"], note["port"], note["restarts"])
-        generation = self._generations.setdefault(key, Generation(*key, note["world"]))
         who, now = (note["host"], note["pid"]), note["now"]
+        generation = self._newest.get(key)
+        # A port may be given again by chance, but the workers of one generation are not born after each other's end.
+        stale = generation and who not in generation.workers and note["born"] > generation.last_s() + PORT_AGAIN_S
+        if generation is None or stale:
+            generation = self._newest[key] = Generation(*key, note["world"])
+            self._generations.append(generation)
         worker = generation.workers.setdefault(who, Worker(*who, note["rank"], note["born"], now, now))
         worker.last_s = now
 
