@@ -12,9 +12,9 @@ BACK_S = 4.0
 AWAY_S = 5.0
 
 
-def started(fleet, endpoint: str = "node1") -> tuple[Fleet, float]:
+def started(fleet, endpoint: str = "node1", conf: str = "") -> tuple[Fleet, float]:
     job: Fleet = fleet(3)
-    job.c10d("2:3", endpoint)
+    job.c10d("2:3", endpoint, conf)
     job.start_all([1, 2, 3])
     first = job.trains([1, 2, 3])
     return job, first.born_s
@@ -63,7 +63,7 @@ def test_node_of_the_endpoint_crashes_and_returns_at_once(fleet) -> None:
 
 def test_cable_of_the_endpoint_pulled(fleet) -> None:
     """The node with the coordinator is alone and too few; the others stop; plugged back all three train."""
-    job, _ = started(fleet)
+    job, _ = started(fleet, conf="lease=3")
     job.hosts.unplug(1)
     job.agents[0].says("1 of 2 to 3 nodes")
     for agent in job.agents[1:]:
@@ -78,11 +78,11 @@ def test_cable_of_the_endpoint_pulled(fleet) -> None:
 
 def test_frozen_node_of_the_endpoint(fleet) -> None:
     """The coordinator stands still for longer than the lease and then goes on: the others have stopped, and rejoin."""
-    job, born_s = started(fleet)
+    job, born_s = started(fleet, conf="lease=3")
     job.hosts[1].freeze()
     for agent in job.agents[1:]:
         agent.says("stopping this node's workers")
-    time.sleep(3.0)
+    time.sleep(2.0)
     since_s = time.monotonic()
     job.hosts[1].thaw()
     after = job.trains([1, 2, 3], since_s)
