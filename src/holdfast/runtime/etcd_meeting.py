@@ -33,8 +33,6 @@ WATCH_INTERVAL_S = (0.15, 0.35)
 """Between two looks at the key while its holder does not answer; drawn anew each time, so that agents do not march in step."""
 WATCH_S_MAX = 2.0
 """After a failed dial: so long the key is watched before the attempt counts as failed."""
-TAIL_S_MAX = 60.0
-"""Whatever is remembered, a successor waits no longer."""
 TURNS_MAX = 8
 """Leaders met and lost in one attempt."""
 
@@ -177,7 +175,7 @@ class EtcdMeeting:
             asyncio.get_running_loop().time(),
             holds=office.holds,
             floor=before.generation if before is not None else 0,
-            tail_s=min(before.tail_s, TAIL_S_MAX) if before is not None else 0.0,
+            tail_s=before.tail_s if before is not None else 0.0,
         )
         service = ElectedService(machine, office, self._journal, self._say, self._step_down)
         self._service, self._office = service, office

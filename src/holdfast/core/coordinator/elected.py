@@ -10,7 +10,7 @@ from holdfast.core.coordinator.commands import Command
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.events import Event
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Join
 
 
@@ -29,13 +29,13 @@ class ElectedCoordinator(CoordinatorMachine):
         tail_s: float = 0.0,
     ) -> None:
         """`floor`: the newest generation that a predecessor may have started; `tail_s`: how long from now its
-        workers may still live where nobody hears of them."""
+        workers may still live where nobody hears of them (a fence at most)."""
         super().__init__(job, limits, judge, now)
         self._holds = holds
-        self._generation_floor = floor
         self._told = floor
-        if floor:
-            self._not_before_s = now + tail_s
+        if floor:  # as if an agent of the predecessor's came, which lost it so long ago that only the tail is left
+            unlinked_s = limits.fence_s + limits.kill_s - tail_s
+            super()._heed_predecessor(now, Join(NodeSpec(member="", host="", nproc=0), floor, unlinked_s))
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """Without the lease nothing is decided any more: the process may have slept, and somebody else be in charge."""
