@@ -10,7 +10,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 SOAK_SEEDS ?= 50000
-JOBS ?= 2
+JOBS ?= 4
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt

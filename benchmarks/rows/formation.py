@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.harness import BenchmarkError, Launcher, Metric, Row, Sample, environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_S = 300
+LIMIT_S = 150
 SIZES = (8, 32, 64, 128)
 COUNTS = (8, 32, 128, 512, 1000)
 PROCESSES = 2
@@ -62,7 +62,8 @@ def processes_row(count: int) -> Row:
         title=f"{count} agents, a process each, form one c10d generation",
         metrics=(Metric("seconds", "s", ratio_max=0.08 if count == 128 else None),),
         measure=partial(measure_processes, count),
-        repeat={"holdfast": 3, "torchrun": 3},
+        # Beyond 32, torchrun needs both cores for many seconds.
+        repeat={"holdfast": 3, "torchrun": 3 if count <= 32 else 1},
     )
 
 

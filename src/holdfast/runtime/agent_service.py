@@ -35,7 +35,6 @@ from holdfast.core.agent.commands import (
 from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled, Tick
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
-from holdfast.core.errors import InternalError
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
@@ -172,7 +171,6 @@ class AgentService:
             crew.on_store = self._meeting.store_opened
             self._driver = Driver(AgentMachine(node, self._options.limits, self._loop.time()), Tick(), self._execute)
             self._loop.set_exception_handler(self._crashed)
-            self._loop.set_exception_handler(self._crash)
             handled = self._install_signals()
             try:
                 self._feed(Tick())
@@ -192,14 +190,6 @@ class AgentService:
     def _feed(self, event: Event) -> None:
         assert self._driver is not None
         self._driver.feed(event)
-
-    def _crash(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A fault of ours in a callback must end the agent loudly, not be a line in a log."""
-        error = context.get("exception") or InternalError(str(context.get("message")))
-        if self._ended.done():
-            self._journal.write("fault_at_the_end", error=repr(error))
-        else:
-            self._ended.set_exception(error)
 
     def _install_signals(self) -> list[int]:
         """What was ignored when we were started (nohup's SIGHUP) stays ignored."""
