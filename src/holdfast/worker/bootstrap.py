@@ -196,6 +196,49 @@ def _hide_own_frames() -> None:
     sys.excepthook = hook
 
 
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def _ends_abruptly() -> bool:
+    """Whether the program is to leave without the interpreter's last phase.
+
+    In that phase Python ends every thread that asks for its lock, and a thread of torch's C++ side (autograd, DDP's
+    reducer, gloo) that happens to ask takes the whole process down: "terminate called without an active exception",
+    SIGABRT. Measured: 3 of 50 jobs that had finished their training on two cores "failed" so.
+    """
+    return "torch" in sys.modules
+
+
+def _exit_code(end: SystemExit) -> int:
+    """What the interpreter would make of it, its message on stderr included."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    import contextlib
+
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no usable stderr
+        sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def _leave(code: int) -> None:
+    """Do what the interpreter does before its last phase, in its order, then end: threads, atexit, buffers."""
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, ValueError):
+            continue  # replaced or closed by the program
+        except OSError:
+            code = code or 120  # the interpreter's own code for output that could not be written
+    os._exit(code)
+
+
 def main() -> None:
     """Turn into the program that the arguments name."""
     recorder = _Recorder()
@@ -213,7 +256,9 @@ def main() -> None:
         pass  # no usable stderr
     try:
         run()
-    except SystemExit:
+    except SystemExit as end:
+        if _ends_abruptly():
+            _leave(_exit_code(end))
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
@@ -221,6 +266,8 @@ def main() -> None:
             recorder.record(error)
         _hide_own_frames()
         raise
+    if _ends_abruptly():
+        _leave(0)
 
 
 if __name__ == "__main__":
