@@ -98,10 +98,17 @@ def _descriptors() -> dict[int, str]:
 
 
 def _until_empty(find: Callable[[], set[int]]) -> set[int]:
+    """What is still there after the grace. Nothing seen must be seen twice: a daemon that is just being forked can
+    slip between the list of processes and a look at each."""
     deadline = time.monotonic() + LEAK_GRACE_S
-    while (left := {pid for pid in find() if alive(pid)}) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
+    seen_empty = False
+    while True:
+        left = {pid for pid in find() if alive(pid)}
+        if (not left and seen_empty) or time.monotonic() >= deadline:
+            return left
+        seen_empty = not left
+        if left:
+            time.sleep(0.02)
 
 
 @dataclass(frozen=True)
