@@ -33,6 +33,8 @@ def python(arguments: list[str], folder: Path) -> str:
     ) as template:
         try:
             out, err = template.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise BenchmarkError(f"not done within {LIMIT_S} s") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(template.pid, signal.SIGKILL)
