@@ -115,14 +115,16 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10
     (processes stuck in the kernel), usually nothing.
     """
     deadline = time.monotonic() + limit_s
+    killed: set[int] = set()
     while living := descendants(root, spare):
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return living
         kill_each(living)
+        killed.update(living)
         _wait_for_ends(living, min(left_s, RESCAN_S))
-        if root == os.getpid():
-            _reap(living)
+    if root == os.getpid():
+        _reap(killed)  # not before: one that was still dying when it was waited for is a zombie by now
     return []
 
 
