@@ -14,28 +14,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="holdfast beside torchrun, in turn, on the same scripts"
     )
-    parser.add_argument(
-        "--only",
-        action="append",
-        metavar="NAME",
-        help="a row to run (again for more): " + ", ".join(r.name for r in ALL),
-    )
+    names = sorted({name for row in ALL for name in (row.name, row.group) if name})
+    parser.add_argument("rows", nargs="*", metavar="NAME", help="rows or groups to run: " + ", ".join(names))
+    parser.add_argument("--only", action="append", metavar="NAME", help="the same")
     parser.add_argument("--repeat", type=int, metavar="N", help="at most N repetitions of each")
     parser.add_argument("--no-write", action="store_true", help="print only, write no results")
     options = parser.parse_args()
-    if unknown := set(options.only or ()) - {row.name for row in ALL}:
+    only = {*options.rows, *(options.only or ())}
+    if unknown := only - set(names):
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
 
     about = report.facts()
     results = []
     for row in ALL:
-        if options.only and row.name not in options.only:
+        if only and not row.called(only):
             continue
         print(f"{row.name}: {row.title}", file=sys.stderr, flush=True)
         results.append(run_row(row, options.repeat, lambda text: print(text, file=sys.stderr, flush=True)))
     print("\n" + report.table(results) + report.errors(results))
     if not options.no_write:
-        print(f"written: {report.write(results, about)}")
+        print(f"written: {report.write(results, about, '-'.join(sorted(only)))}")
     return 0 if all(result.kept(metric) is not False for result in results for metric in result.row.metrics) else 1
 
 

@@ -6,6 +6,7 @@ Knows processes and clocks; knows nothing of what the rows measure.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import statistics
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,8 @@ BIN = Path(sys.executable).parent
 POLL_S = 0.01
 
 Sample = dict[str, float]
+HALF = "halfway"
+"""Marks the sample of a repetition that failed before its end."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,18 @@ class Launcher:
     name: str
     command: tuple[str, ...]
     """What stands before the flags."""
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 HOLDFAST = Launcher("holdfast", (str(BIN / "holdfast"), "run"))
 TORCHRUN = Launcher("torchrun", (str(BIN / "torchrun"),))
+TUNED = Launcher(
+    "torchrun tuned",
+    (str(BIN / "torchrun"), "--rdzv-conf", "last_call_timeout=1"),
+    {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+)
+"""torchrun as somebody sets it who knows what its defaults cost an elastic job."""
+LAUNCHERS = {launcher.name: launcher for launcher in (HOLDFAST, TORCHRUN, TUNED)}
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,15 @@ class Row:
     """One repetition in a folder of its own. Raises when the launcher did not do what the row is about."""
     repeat: Mapping[str, int]
     """Repetitions by launcher name; a launcher that is not named is not measured."""
+    group: str = ""
+    """Another name by which it is selected, together with others."""
+    strict: bool = False
+    """Every repetition has to succeed and to keep the bounds; the table shows the smallest, the median and the largest."""
+    why_not: Callable[[], str] = str
+    """Why this machine cannot run it; empty when it can."""
+
+    def called(self, names: Collection[str]) -> bool:
+        return self.name in names or self.group in names
 
 
 @dataclass
@@ -77,9 +97,19 @@ class Result:
     row: Row
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     errors: dict[str, list[str]] = field(default_factory=dict)
+    skipped: str = ""
+    """Why nothing was measured."""
+
+    def values(self, launcher: str, metric: Metric) -> list[float]:
+        return [sample[metric.name] for sample in self.samples.get(launcher, []) if metric.name in sample]
+
+    def runs(self, launcher: str) -> int:
+        """Repetitions, those that failed included. One that failed half-way has a sample of what came before."""
+        whole = sum(not sample.get(HALF) for sample in self.samples.get(launcher, []))
+        return whole + len(self.errors.get(launcher, []))
 
     def summary(self, launcher: str, metric: Metric) -> float | None:
-        values = [sample[metric.name] for sample in self.samples.get(launcher, []) if metric.name in sample]
+        values = self.values(launcher, metric)
         return metric.summary(values) if values else None
 
     def ratio(self, metric: Metric) -> float | None:
@@ -89,6 +119,8 @@ class Result:
     def kept(self, metric: Metric) -> bool | None:
         """Whether the bound is kept; None: there is no bound, or nothing to compare."""
         ours, ratio = self.summary(HOLDFAST.name, metric), self.ratio(metric)
+        if self.row.strict:
+            return self._kept_by_all(metric)
         if self.errors.get(HOLDFAST.name):
             return False
         checks = []
@@ -99,6 +131,15 @@ class Result:
         if metric.value_min is not None and ours is not None:
             checks.append(ours >= metric.value_min)
         return all(checks) if checks else None
+
+    def _kept_by_all(self, metric: Metric) -> bool | None:
+        runs = self.runs(HOLDFAST.name)
+        if not runs or (metric.value_max is None and metric.value_min is None):
+            return None
+        low = -math.inf if metric.value_min is None else metric.value_min
+        high = math.inf if metric.value_max is None else metric.value_max
+        values = self.values(HOLDFAST.name, metric)
+        return len(values) == runs and all(low <= value <= high for value in values)
 
 
 def turns(repeat: Mapping[str, int]) -> Iterator[str]:
@@ -111,14 +152,19 @@ def turns(repeat: Mapping[str, int]) -> Iterator[str]:
 def run_row(row: Row, repeat: int | None, say: Callable[[str], None]) -> Result:
     """All repetitions of one row. An error of a launcher is a result; it does not end the run."""
     counts = {name: count if repeat is None else min(repeat, count) for name, count in row.repeat.items()}
-    result = Result(row)
+    result = Result(row, skipped=row.why_not())
+    if result.skipped:
+        say(f"  NOT MEASURED: {result.skipped}")
+        return result
     for name in turns(counts):
-        launcher = HOLDFAST if name == HOLDFAST.name else TORCHRUN
+        launcher = LAUNCHERS[name]
         with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
             try:
                 sample = row.measure(launcher, Path(folder))
             except (BenchmarkError, OSError, subprocess.SubprocessError, ImportError) as error:
                 result.errors.setdefault(name, []).append(f"{type(error).__name__}: {error}")
+                if isinstance(error, HalfwayError):
+                    result.samples.setdefault(name, []).append({**error.sample, HALF: 1.0})
                 say(f"  {name}: {type(error).__name__}: {error}")
             else:
                 result.samples.setdefault(name, []).append(sample)
@@ -128,6 +174,14 @@ def run_row(row: Row, repeat: int | None, say: Callable[[str], None]) -> Result:
 
 class BenchmarkError(Exception):
     """A launcher did not do what the row is about."""
+
+
+class HalfwayError(BenchmarkError):
+    """It did some of it: `sample` holds what was measured until then."""
+
+    def __init__(self, text: str, sample: Sample) -> None:
+        super().__init__(text)
+        self.sample = sample
 
 
 # --- what rows are made of --------------------------------------------------------------------------------------------
@@ -161,7 +215,7 @@ def launched(
         began_ns = time.monotonic_ns()
         process = subprocess.Popen(
             command,
-            env=environment(folder, extra),
+            env=environment(folder, {**launcher.env, **(extra or {})}),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

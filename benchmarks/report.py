@@ -11,9 +11,10 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.harness import HOLDFAST, TORCHRUN, Result
+from benchmarks.harness import HOLDFAST, TORCHRUN, TUNED, Metric, Result
 
 FOLDER = Path(__file__).resolve().parent / "results"
 
@@ -59,7 +60,41 @@ def number(value: float | None, digits: int) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """Markdown: a line for each metric of each row."""
+    """Markdown: a line for each metric of each row; rows of which every repetition counts have a table of their own."""
+    plain = [result for result in results if not result.row.strict and not result.skipped]
+    strict = [result for result in results if result.row.strict and not result.skipped]
+    skipped = [f"- {result.row.name} NOT MEASURED: {result.skipped}" for result in results if result.skipped]
+    parts = ([_plain(plain)] if plain else []) + ([_strict(strict)] if strict else [])
+    return "\n".join([*parts, *skipped]) + ("\n" if skipped else "")
+
+
+def _strict(results: list[Result]) -> str:
+    """Median, (smallest – largest), and in how many of all repetitions it came to that."""
+    head = "| what | torchrun, defaults | torchrun, tuned | holdfast, defaults | bound, each time | kept |"
+    lines = [head, "|---|---:|---:|---:|---|---|"]
+    for result in results:
+        for index, metric in enumerate(result.row.metrics):
+            cells = [_spread(result, launcher.name, metric) for launcher in (TORCHRUN, TUNED, HOLDFAST)]
+            what = f"… {metric.name}" if index else f"{result.row.title}: {metric.name}"
+            kept = {True: "yes", False: "NO", None: ""}[result.kept(metric)]
+            lines.append(f"| {what} | {' | '.join(cells)} | {metric.bound()} | {kept} |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(result: Result, launcher: str, metric: Metric) -> str:
+    values, runs = result.values(launcher, metric), result.runs(launcher)
+    if not runs:
+        return "–"
+    if not values:
+        return f"0 of {runs}"
+    low, middle, high = (number(each, metric.digits) for each in (min(values), median(values), max(values)))
+    unit = f" {metric.unit}".rstrip()
+    if low == high:
+        return f"{middle}{unit}, {len(values)} of {runs}"
+    return f"{middle} ({low} – {high}){unit}, {len(values)} of {runs}"
+
+
+def _plain(results: list[Result]) -> str:
     lines = ["| what | torchrun | holdfast | ratio | bound | kept |", "|---|---:|---:|---:|---|---|"]
     for result in results:
         for index, metric in enumerate(result.row.metrics):
@@ -79,7 +114,7 @@ def table(results: list[Result]) -> str:
 
 def errors(results: list[Result]) -> str:
     lines = [
-        f"- {result.row.name}, {name}: {len(found)} of {len(found) + len(result.samples.get(name, []))} repetitions failed; first: {found[0]}"
+        f"- {result.row.name}, {name}: {len(found)} of {result.runs(name)} repetitions failed; first: {found[0]}"
         for result in results
         for name, found in result.errors.items()
     ]
@@ -93,6 +128,7 @@ def page(results: list[Result], about: dict[str, Any]) -> str:
         + ", ".join(f"{name} {len(result.samples.get(name, []))}" for name in result.row.repeat)
         + " repetitions\n"
         for result in results
+        if not result.row.strict
     )
     note = "\nMedians, unless the metric says otherwise; the two launchers took turns. Every sample is in the JSON file beside this one.\n"
     failed = errors(results)
@@ -101,17 +137,18 @@ def page(results: list[Result], about: dict[str, Any]) -> str:
     )
 
 
-def write(results: list[Result], about: dict[str, Any]) -> Path:
-    """The JSON and the page; returns the page's path."""
+def write(results: list[Result], about: dict[str, Any], part: str = "") -> Path:
+    """The JSON and the page; returns the page's path. `part` names a run of some rows only, which replaces no other."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     name = f"{about['date'][:10]}-" + re.sub(
-        r"[^a-z0-9]+", "-", f"{about['cpu']} {about['cores']}-cores".lower()
+        r"[^a-z0-9]+", "-", f"{about['cpu']} {about['cores']}-cores {part}".lower()
     ).strip("-")
     rows = {
         result.row.name: {
             "title": result.row.title,
             "samples": result.samples,
             "errors": result.errors,
+            "skipped": result.skipped,
             "metrics": [
                 {
                     "name": metric.name,
@@ -121,6 +158,7 @@ def write(results: list[Result], about: dict[str, Any]) -> Path:
                     "torchrun": result.summary(TORCHRUN.name, metric),
                     "ratio": result.ratio(metric),
                     "kept": result.kept(metric),
+                    "runs": {name: result.runs(name) for name in result.row.repeat},
                 }
                 for metric in result.row.metrics
             ],

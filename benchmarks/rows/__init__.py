@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.harness import Row
-from benchmarks.rows import formation, help_text, idle, orphans, recovery, restart, start, tee
+from benchmarks.rows import elastic, formation, help_text, idle, orphans, recovery, restart, simulated, start, tee
 
 ALL: tuple[Row, ...] = (
     help_text.ROW,
@@ -14,4 +14,6 @@ ALL: tuple[Row, ...] = (
     orphans.ROW,
     tee.ROW,
     *formation.ROWS,
+    *elastic.ROWS,
+    simulated.ROW,
 )
