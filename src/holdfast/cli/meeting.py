@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli.values import node_range
 from holdfast.core.errors import EndpointError, EnvironmentValueError, NodesError, RendezvousConfigError
-from holdfast.core.options import Endpoint, EtcdOptions
+from holdfast.core.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.endpoint import PORT_MAX, parse_endpoint
-from holdfast.rendezvous.registry import check_backend, default_port
+from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
+from holdfast.rendezvous.token import read_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from holdfast.cli.grammar import Parsed
 
 STATIC_PORT = 29500
-TOKEN_BYTES_MAX = 4096
-TOKEN_VARIABLE = "HOLDFAST_TOKEN"
 LOOPBACK = "localhost"
 
 
@@ -38,6 +37,7 @@ class Meeting(NamedTuple):
     token: bytes | None
     node_rank: int | None
     etcd: EtcdOptions | None = None
+    third_party: ThirdPartyOptions | None = None
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, notices: list[str]) -> Meeting:
@@ -46,23 +46,33 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, 
     check_backend_name(parsed)
     standalone = is_standalone(parsed, most)
     backend = "c10d" if standalone else parsed.values.rdzv_backend
+    foreign = not is_built_in(backend)
     if standalone:
         least, most = alone(parsed, least, most, notices)
         endpoint = Endpoint(host=LOOPBACK, port=0)
+    elif foreign:
+        say_idle_master(parsed, backend, notices)
+        endpoint = Endpoint(host="", port=0)
     else:
         endpoint = meeting_point(parsed, backend, least, most, notices)
+    job_id = run_id(parsed, standalone, most, notices)
+    third_party = None
     try:
         conf = rdzv_conf.parse_conf(parsed.values.rdzv_conf)
-        limits = rdzv_conf.limits_from_conf(backend, conf, Limits(stop_grace_s=stop_grace_s))
+        if foreign:
+            third_party = third_party_options(parsed, backend, job_id, conf, notices)
+        else:
+            notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
+        known = rdzv_conf.THIRD_PARTY if foreign else backend
+        limits = rdzv_conf.limits_from_conf(known, conf, Limits(stop_grace_s=stop_grace_s))
         is_host = None if standalone or backend != "c10d" else rdzv_conf.get_bool(conf, "is_host")
         etcd = etcd_options(backend, conf, endpoint)
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
-    notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
     fixed = backend == "static"
     return Meeting(
         job=JobSpec(
-            run_id=run_id(parsed, standalone, most, notices),
+            run_id=job_id,
             min_nodes=most if fixed else least,
             max_nodes=most,
             backend=backend,
@@ -73,9 +83,10 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, 
         endpoint=endpoint,
         standalone=standalone,
         is_host=is_host,
-        token=token(conf.get("token_file"), environ),
+        token=read_token(conf.get("token_file"), environ),
         node_rank=node_rank(parsed, standalone, fixed, most, notices),
         etcd=etcd,
+        third_party=third_party,
     )
 
 
@@ -86,6 +97,23 @@ def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> Etcd
     from holdfast.rendezvous.etcd_conf import read_etcd_conf
 
     return read_etcd_conf(backend, conf, endpoint)
+
+
+def third_party_options(
+    parsed: Parsed, backend: str, job_id: str, conf: rdzv_conf.Conf, notices: list[str]
+) -> ThirdPartyOptions:
+    """Loads the package that offers this backend and lets it judge what it is given. Raises CallerError."""
+    from holdfast.rendezvous.elections import read_third_party
+    from holdfast.rendezvous.registry import load_third_party
+
+    try:
+        loaded = load_third_party(backend)
+    except RendezvousConfigError as error:
+        raise of_variable(parsed, error, "rdzv_backend") from error.__cause__
+    options = read_third_party(backend, loaded, parsed.values.rdzv_endpoint.strip(), job_id, conf)
+    own = tuple(loaded.conf_keys)
+    notices.extend(rdzv_conf.unknown_key_notices(rdzv_conf.THIRD_PARTY, conf, name=backend, own=own))
+    return options
 
 
 def nodes(parsed: Parsed) -> tuple[int, int]:
@@ -141,12 +169,9 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
     given = parsed.values
     static = backend == "static"
     from_master = static and not given.rdzv_endpoint
-    idle = [parsed.said(dest) for dest in ("master_addr", "master_port") if parsed.given(dest)]
-    if idle and not from_master:
-        reason = "--rdzv-endpoint says where to meet" if static else f"only used with backend static, not {backend}"
-        notices.append(f"{', '.join(idle)} without effect: {reason}")
     if from_master:
         return master_endpoint(parsed, most)
+    say_idle_master(parsed, backend, notices)
     try:
         endpoint = parse_endpoint(given.rdzv_endpoint, default_port(backend))
     except EndpointError as error:
@@ -158,6 +183,14 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
     if endpoint.port == 0 and least > 1:
         raise parsed.error("rdzv_endpoint", EndpointError, "port 0 is any free port, which other nodes cannot know")
     return endpoint
+
+
+def say_idle_master(parsed: Parsed, backend: str, notices: list[str]) -> None:
+    idle = [parsed.said(dest) for dest in ("master_addr", "master_port") if parsed.given(dest)]
+    if idle:
+        given = backend == "static"
+        reason = "--rdzv-endpoint says where to meet" if given else f"only used with backend static, not {backend}"
+        notices.append(f"{', '.join(idle)} without effect: {reason}")
 
 
 def master_endpoint(parsed: Parsed, most: int) -> Endpoint:
@@ -207,32 +240,3 @@ def node_rank(parsed: Parsed, standalone: bool, fixed: bool, most: int, notices:
     reason = "this job has one node" if standalone else f"ranks are 0 to {most - 1}"
     notices.append(f"{parsed.said('node_rank')} without effect: {reason}")
     return None
-
-
-def token(path: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """The job's secret: the file that --rdzv-conf names, else HOLDFAST_TOKEN, else none.
-
-    Raises RendezvousConfigError or EnvironmentValueError when it is announced and empty: silence would mean no token.
-    """
-    if path is not None:
-        return token_from_file(path)
-    text = environ.get(TOKEN_VARIABLE)
-    if text is None:
-        return None
-    secret = text.rstrip("\r\n").encode(errors="surrogateescape")
-    if not secret:
-        raise EnvironmentValueError(f"{TOKEN_VARIABLE} is empty; unset it for a job without a token")
-    return secret
-
-
-def token_from_file(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            secret = file.read(TOKEN_BYTES_MAX + 1).rstrip(b"\r\n")
-    except OSError as error:
-        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: {error.strerror}") from None
-    if not secret:
-        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: the file is empty")
-    if len(secret) > TOKEN_BYTES_MAX:
-        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: longer than {TOKEN_BYTES_MAX} bytes")
-    return secret

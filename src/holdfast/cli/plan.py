@@ -83,7 +83,7 @@ def rendezvous_text(options: RunOptions) -> str:
     if options.standalone:
         return "none needed: standalone, on a free port of the loopback interface"
     patience = f"waits {options.limits.join_s:g} s for {options.job.min_nodes}"
-    return f"{options.job.backend} at {options.endpoint}, {patience}"
+    return f"{options.job.backend} at {options.meeting_point}, {patience}"
 
 
 def coordinator_text(options: RunOptions) -> str:
@@ -91,6 +91,8 @@ def coordinator_text(options: RunOptions) -> str:
         return "this agent"
     if options.is_host is not None:
         return "this agent, by is_host" if options.is_host else "another agent, by is_host"
+    if options.etcd is not None or options.third_party is not None:
+        return f"an agent that is elected through {options.job.backend}; another one when its node dies"
     return f"the agent on the machine that owns {options.endpoint.host}"
 
 

@@ -62,6 +62,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         is_host=place.is_host,
         token=place.token,
         etcd=place.etcd,
+        third_party=place.third_party,
         role=given.role,
         node_rank=place.node_rank,
         local_addr=given.local_addr,

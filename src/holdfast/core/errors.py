@@ -175,6 +175,18 @@ class EtcdUnreachableError(EtcdError):
     code = "HF121"
 
 
+class BackendError(EtcdError):
+    """A third party's rendezvous backend fails, or holds what holdfast did not write."""
+
+    code = "HF122"
+
+
+class BackendUnreachableError(EtcdUnreachableError):
+    """What a third party's rendezvous backend meets by did not answer before the join deadline."""
+
+    code = "HF123"
+
+
 class WorkerError(HoldfastError):
     """A training process failed."""
 

@@ -91,6 +91,16 @@ class EtcdOptions(Struct, frozen=True, kw_only=True):
     password: str | None = None
 
 
+class ThirdPartyOptions(Struct, frozen=True, kw_only=True):
+    """What a rendezvous backend of an installed package is opened with; its name is the job's `backend`."""
+
+    endpoint: str
+    """As given: its form is the backend's own."""
+    conf: dict[str, str]
+    """The backend's own keys of --rdzv-conf."""
+    lease_ttl_s: int = 5
+
+
 class CallFds(Struct, frozen=True, kw_only=True):
     """Descriptors of the agent that go on to its workers, for a function that runs instead of a script."""
 
@@ -113,7 +123,9 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """rdzv-conf is_host: force or forbid hosting the coordinator; None: decided by binding."""
     token: bytes | None = None
     etcd: EtcdOptions | None = None
-    """None: the coordinator is at the endpoint itself."""
+    """None: the coordinator is at the endpoint itself, or found by `third_party`."""
+    third_party: ThirdPartyOptions | None = None
+    """The coordinator is found by an installed package's backend; `endpoint` is not used then."""
     role: str = "default"
     node_rank: int | None = None
     local_addr: str | None = None
@@ -135,3 +147,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Only from Python (holdfast.launch): no command line says it."""
     notices: tuple[str, ...] = ()
     """Lines to say before the start: prefixes taken, flags without effect, nearest keys."""
+
+    @property
+    def meeting_point(self) -> str:
+        """--rdzv-endpoint in words."""
+        return self.third_party.endpoint or "(no endpoint)" if self.third_party is not None else str(self.endpoint)

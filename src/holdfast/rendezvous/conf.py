@@ -5,7 +5,7 @@ Knows which key means something for which backend, and what holdfast makes of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -142,6 +142,9 @@ def get_lease_ttl(conf: Conf, key: str) -> int | None:
 
 Getter = Callable[[Conf, str], Value | None]
 
+THIRD_PARTY = "third-party"
+"""Stands for every backend of an installed package: what it has beside its own keys."""
+
 _OURS: dict[str, Getter] = {"token_file": get_text, "lease": get_seconds}
 _DYNAMIC: dict[str, Getter] = {
     "join_timeout": get_whole_seconds,
@@ -181,6 +184,7 @@ KEYS: dict[str, dict[str, Getter]] = {
         "settle": get_seconds,
         **_OURS,
     },
+    THIRD_PARTY: {**_DYNAMIC, "lease_ttl": get_lease_ttl},
 }
 """Keys that mean something, by backend, and how to read them."""
 
@@ -193,6 +197,7 @@ _NEAREST = {
     "etcd-v2": {"timeout": "join_timeout", "heartbeat": "heartbeat_timeout"},
     "static": {"join_timeout": "timeout", "rank": "--node-rank", "is_host": "--node-rank"},
     "etcd": {"join_timeout": "timeout"},
+    THIRD_PARTY: {"timeout": "join_timeout", "heartbeat": "heartbeat_timeout"},
 }
 """Where the meaning and not the spelling is the nearest."""
 
@@ -207,9 +212,12 @@ def read_conf(backend: str, conf: Conf) -> dict[str, Value]:
     return values
 
 
-def unknown_key_notices(backend: str, conf: Conf) -> list[str]:
-    """One line for each key that does nothing under this backend, naming the nearest that does."""
-    known = KEYS[backend]
+def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collection[str] = ()) -> list[str]:
+    """One line for each key that does nothing under this backend, naming the nearest that does.
+
+    `name` and `own`: what a third party's backend is called, and its own keys.
+    """
+    known = {*KEYS[backend], *own}
     idle = _IDLE_BY_BACKEND.get(backend, {})
     notices = []
     for key in conf:
@@ -218,21 +226,21 @@ def unknown_key_notices(backend: str, conf: Conf) -> list[str]:
         if key in idle:
             notices.append(f"--rdzv-conf {key} has no effect: holdfast has nothing to wait for there")
             continue
-        nearest = _nearest(backend, key)
+        nearest = _nearest(backend, key, known)
         hint = f"; did you mean {nearest}?" if nearest else ""
-        notices.append(f"--rdzv-conf {key} has no effect with backend {backend}{hint}")
+        notices.append(f"--rdzv-conf {key} has no effect with backend {name or backend}{hint}")
     return notices
 
 
-def _nearest(backend: str, key: str) -> str | None:
+def _nearest(backend: str, key: str, known: Collection[str]) -> str | None:
     plain = key.strip("'\" ").lower().replace("-", "_")
-    if plain in KEYS[backend]:
+    if plain in known:
         return plain
     if plain in _NEAREST[backend]:
         return _NEAREST[backend][plain]
     import difflib  # only a key without effect pays for it
 
-    matches = difflib.get_close_matches(plain, KEYS[backend], n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 

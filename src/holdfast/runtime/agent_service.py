@@ -153,7 +153,7 @@ class AgentService:
             local_addr=self._options.local_addr,
         )
         self._journal.write(
-            "begins", member=node.member, run_id=self._options.job.run_id, endpoint=str(self._options.endpoint)
+            "begins", member=node.member, run_id=self._options.job.run_id, endpoint=self._options.meeting_point
         )
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks

@@ -1,4 +1,5 @@
-"""How this process gets to the coordinator where etcd says who it is: by dialling whom the key names, or by taking the key.
+"""How this process gets to the coordinator where a key under a lease (in etcd, or a third party's value) says who it is: by
+dialling whom the key names, or by taking the key.
 
 Binds first and publishes after. Knows the order of the attempts; when to try again, and when to give up, is the agent
 machine's business.
@@ -10,17 +11,17 @@ import asyncio
 import contextlib
 import os
 import random
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.core.coordinator.elected import ElectedCoordinator
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.errors import CoordinatorUnreachableError, EtcdError, EtcdUnreachableError, PortInUseError
-from holdfast.core.options import Endpoint, EtcdOptions, RunOptions
+from holdfast.core.options import Endpoint, RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.rendezvous.claim import Claim, claim
-from holdfast.rendezvous.etcd import CALL_S_MAX, Api, Leader, Tenure, open_api
+from holdfast.rendezvous.elections import Election
+from holdfast.rendezvous.etcd import Api, Leader, Tenure
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.etcd_office import Office, clock_s
 from holdfast.runtime.etcd_service import ElectedService
@@ -45,14 +46,14 @@ class Won(NamedTuple):
     office: Office
 
 
-class EtcdMeeting:
+class ElectedMeeting:
     """One per agent. Holds the coordinator while this process is in office."""
 
     def __init__(
-        self, options: RunOptions, etcd: EtcdOptions, judge: Judge, journal: Journal, say: Callable[[str], None]
+        self, options: RunOptions, election: Election, judge: Judge, journal: Journal, say: Callable[[str], None]
     ) -> None:
         self._options = options
-        self._etcd = etcd
+        self._election = election
         self._judge = judge
         self._journal = journal
         self._say = say
@@ -91,7 +92,7 @@ class EtcdMeeting:
 
     def _seek(self) -> Leader | Won:
         """Who is in charge; if nobody is, we try to be."""
-        api = open_api(self._etcd, self._options.job.run_id)
+        api = self._election.open_api()
         kept = False
         try:
             leader = api.leader()
@@ -105,12 +106,12 @@ class EtcdMeeting:
             if not kept:
                 api.close()
         if leader is None:
-            raise EtcdUnreachableError("the coordinator's key in etcd changes hands")
+            raise EtcdUnreachableError("the coordinator's key changes hands")
         return leader
 
     def _campaign(self, api: Api) -> Won | None:
         options = self._options
-        address = options.local_addr or own_address(self._etcd.endpoints)
+        address = options.local_addr or self._election.own_address()
         place = claim(Endpoint(host=address, port=0), is_host=True)
         tenure: Tenure | None = None
         try:
@@ -122,7 +123,7 @@ class EtcdMeeting:
                 place.close()
         if tenure is None:
             return None
-        return Won(place, me, Office(api, tenure, self._etcd.lease_ttl_s, began_s))
+        return Won(place, me, Office(api, tenure, self._election.lease_ttl_s, began_s))
 
     # ---------------------------------------------------------------- following
 
@@ -157,7 +158,7 @@ class EtcdMeeting:
                     return
 
     def _look(self) -> Leader | None:
-        api = open_api(self._etcd, self._options.job.run_id)
+        api = self._election.open_api()
         try:
             return api.leader()
         finally:
@@ -190,12 +191,9 @@ class EtcdMeeting:
         self._warn_of_loopback(won.leader)
 
     def _warn_of_loopback(self, leader: Leader) -> None:
-        host = self._etcd.endpoints[0].host
-        if leader.address.startswith("127.") and host != "localhost" and not host.startswith("127."):
-            self._say(
-                f"{host} is this machine, so this node is known as {leader.address}, which others cannot reach; "
-                "give --local-addr"
-            )
+        options, why = self._options, self._election.by_loopback
+        if why and leader.address.startswith("127.") and leader.address != options.local_addr:
+            self._say(f"{why}, so this node is known as {leader.address}, which others cannot reach; give --local-addr")
 
     def _step_down(self, reason: str) -> None:
         """The lease is not ours any more, or soon will not be: nobody is told anything, every link is closed."""
@@ -211,15 +209,3 @@ class EtcdMeeting:
             await run_detached(lambda: office.leave(None))
 
         self._leaving = asyncio.ensure_future(leave())
-
-
-def own_address(endpoints: tuple[Endpoint, ...]) -> str:
-    """The address from which this machine reaches etcd. Raises EtcdUnreachableError."""
-    why = ""
-    for endpoint in endpoints:
-        try:
-            with socket.create_connection((endpoint.host, endpoint.port), timeout=CALL_S_MAX) as probe:
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            why = error.strerror or str(error)
-    raise EtcdUnreachableError(f"no etcd answers at {endpoints[-1]}: {why}")

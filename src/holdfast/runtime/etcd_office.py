@@ -1,4 +1,5 @@
-"""A term of office: the thread that keeps the coordinator's lease in etcd, and what may be done on it at this moment.
+"""A term of office: the thread that keeps the coordinator's lease, in etcd or in a third party's value, and what may be
+done on it at this moment.
 
 A lease is measured on our own clock, from the start of the last call that renewed it; etcd counts from later, so ours
 is always over first. The clock goes on while the process is stopped or the machine sleeps. Decides nothing else.
@@ -65,7 +66,7 @@ class Office:
         with self._lock:
             age_s = self._clock() - self._renewed_s
             if not self._over and age_s >= HELD_PER_LEASE * self._ttl_s:
-                self._over = f"the lease in etcd could not be renewed for {age_s:.1f} s"
+                self._over = f"the coordinator's lease could not be renewed for {age_s:.1f} s"
             return self._over
 
     def holds(self) -> bool:
@@ -91,7 +92,7 @@ class Office:
             with contextlib.suppress(EtcdError):
                 written = self._tenure.remember(memory)
                 if not written:
-                    self._lose("the key in etcd is not ours any more")
+                    self._lose("the coordinator's key is not ours any more")
             self._tell(lambda: done(written))
 
         self._jobs.put(job)
@@ -135,7 +136,7 @@ class Office:
         except EtcdError:
             return self._clock() + RETRY_S
         if not ours:
-            self._lose("the lease in etcd has run out or was taken away")
+            self._lose("the coordinator's lease has run out or was taken away")
             return inf
         if self.over:  # the answer came too late to count
             return inf

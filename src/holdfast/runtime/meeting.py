@@ -21,8 +21,9 @@ from holdfast.core.errors import (
     NoAnswerError,
     PortInUseError,
     RefusedError,
+    RendezvousConfigError,
 )
-from holdfast.core.options import EtcdOptions, RunOptions
+from holdfast.core.options import RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.runtime.coordinator_service import CoordinatorService
@@ -30,10 +31,10 @@ from holdfast.runtime.journal import Journal
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.claim import Claim
-    from holdfast.runtime.etcd_meeting import EtcdMeeting
+    from holdfast.runtime.etcd_meeting import ElectedMeeting
 
 
-FINAL = (PortInUseError, RefusedError, EtcdError, MissingPackageError)
+FINAL = (PortInUseError, RefusedError, EtcdError, MissingPackageError, RendezvousConfigError)
 PASSING = (NoAnswerError, EtcdUnreachableError)
 """Of these another attempt may help, whatever their class."""
 
@@ -56,9 +57,9 @@ class Meeting:
         self._judge = judge
         self._journal = journal
         self._say = say
-        self._etcd: EtcdMeeting | None = None
+        self._elected: ElectedMeeting | None = None
         self.coordinator: CoordinatorService | None = None
-        """Bound to the endpoint, so that nobody can be in charge beside it. One elected by etcd is not here."""
+        """Bound to the endpoint, so that nobody can be in charge beside it. One that was elected is not here."""
 
     async def reach(self, node: NodeSpec) -> Link | DialFailed:
         """One attempt. The link has to be started; a DialFailed says whether another attempt can help."""
@@ -81,13 +82,13 @@ class Meeting:
     async def close(self) -> None:
         if self.coordinator is not None:
             await self.coordinator.close()
-        if self._etcd is not None:
-            await self._etcd.close()
+        if self._elected is not None:
+            await self._elected.close()
 
     async def _reach(self, node: NodeSpec) -> Link:
         options = self._options
-        if options.etcd is not None:
-            return await self._meet_by_etcd(options.etcd, node)
+        if options.etcd is not None or options.third_party is not None:
+            return await self._meet_by_election(node)
         if self.coordinator is None:
             if options.standalone and options.job.max_nodes == 1:
                 await self._host(None)  # nobody can join: no socket at all
@@ -99,12 +100,15 @@ class Meeting:
 
         return await dial(options.endpoint, options.job, node, options.token)
 
-    async def _meet_by_etcd(self, etcd: EtcdOptions, node: NodeSpec) -> Link:
-        if self._etcd is None:
-            from holdfast.runtime.etcd_meeting import EtcdMeeting
+    async def _meet_by_election(self, node: NodeSpec) -> Link:
+        if self._elected is None:
+            from holdfast.rendezvous.elections import election_for
+            from holdfast.runtime.etcd_meeting import ElectedMeeting
 
-            self._etcd = EtcdMeeting(self._options, etcd, self._judge, self._journal, self._say)
-        return await self._etcd.reach(node)
+            election = election_for(self._options)
+            assert election is not None
+            self._elected = ElectedMeeting(self._options, election, self._judge, self._journal, self._say)
+        return await self._elected.reach(node)
 
     async def _claim(self) -> Claim | None:
         """The endpoint, if it is ours; None: connect."""

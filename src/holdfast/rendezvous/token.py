@@ -1,0 +1,39 @@
+"""The job's secret: from the file that --rdzv-conf names, else from HOLDFAST_TOKEN. Reads; tells nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.core.errors import EnvironmentValueError, RendezvousConfigError
+
+TOKEN_BYTES_MAX = 4096
+TOKEN_VARIABLE = "HOLDFAST_TOKEN"
+
+
+def read_token(path: str | None, environ: Mapping[str, str]) -> bytes | None:
+    """The job's secret: the file that --rdzv-conf names, else HOLDFAST_TOKEN, else none.
+
+    Raises RendezvousConfigError or EnvironmentValueError when it is announced and empty: silence would mean no token.
+    """
+    if path is not None:
+        return _from_file(path)
+    text = environ.get(TOKEN_VARIABLE)
+    if text is None:
+        return None
+    secret = text.rstrip("\r\n").encode(errors="surrogateescape")
+    if not secret:
+        raise EnvironmentValueError(f"{TOKEN_VARIABLE} is empty; unset it for a job without a token")
+    return secret
+
+
+def _from_file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(TOKEN_BYTES_MAX + 1).rstrip(b"\r\n")
+    except OSError as error:
+        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: {error.strerror}") from None
+    if not secret:
+        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: the file is empty")
+    if len(secret) > TOKEN_BYTES_MAX:
+        raise RendezvousConfigError(f"--rdzv-conf token_file={path}: longer than {TOKEN_BYTES_MAX} bytes")
+    return secret

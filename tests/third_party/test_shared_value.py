@@ -1,0 +1,182 @@
+"""A lease made of a value that can only be compared and swapped: two nodes, one clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.errors import BackendError, BackendUnreachableError, HoldfastError
+from holdfast.rendezvous.etcd import Leader, Memory
+from holdfast.rendezvous.shared_value import ValueApi, ValueTenure, Watch
+from holdfast.rendezvous.third_party import SharedValue
+
+LEASE_S = 5.0
+
+
+class Storage(SharedValue):
+    """In memory. `lose_answers`: so many swaps are made and their answers lost."""
+
+    def __init__(self) -> None:
+        self.value: bytes | None = None
+        self.lose_answers = 0
+        self.history: list[bytes] = []
+
+    def read(self) -> bytes | None:
+        return self.value
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        if (self.value or None) != (old or None):
+            return False
+        self.value = new
+        self.history.append(new)
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise TimeoutError("timed out")
+        return True
+
+
+class Node:
+    def __init__(self, storage: SharedValue, name: str, run_id: str = "job") -> None:
+        self.now_s = 100.0
+        self.me = Leader(run_id=run_id, address="127.0.0.1", port=1, identity=name)
+        self.api = ValueApi("mine", storage, run_id, Watch(LEASE_S, lambda: self.now_s))
+
+    def take(self) -> ValueTenure | None:
+        return self.api.take(self.me)
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+def test_the_first_is_in_charge_and_the_second_sees_it(storage: Storage) -> None:
+    a, b = Node(storage, "a"), Node(storage, "b")
+    tenure = a.take()
+    assert tenure is not None
+    assert tenure.predecessor is None
+    assert b.take() is None
+    assert b.api.leader() == a.me
+
+
+def test_a_value_that_changes_is_never_taken(storage: Storage) -> None:
+    a, b = Node(storage, "a"), Node(storage, "b")
+    tenure = a.take()
+    assert tenure is not None
+    for _ in range(5):
+        b.now_s += LEASE_S - 0.1
+        assert b.api.leader() == a.me
+        assert b.take() is None
+        assert tenure.renew()
+    assert len(set(storage.history)) == len(storage.history), "no two values are alike"
+
+
+def test_a_lease_after_it_was_first_seen_unchanged_another_takes_over(storage: Storage) -> None:
+    a, b = Node(storage, "a"), Node(storage, "b")
+    tenure = a.take()
+    assert tenure is not None
+    assert tenure.remember(Memory(run_id="job", generation=7, tail_s=1.5))
+    b.now_s += 1000.0  # it has not looked: how old the value is it cannot know
+    assert b.api.leader() == a.me
+    b.now_s += LEASE_S
+    assert b.api.leader() is None
+    after = b.take()
+    assert after is not None
+    assert after.predecessor == Memory(run_id="job", generation=7, tail_s=1.5)
+    assert not tenure.renew()
+    assert not tenure.remember(Memory(run_id="job", generation=9, tail_s=0.0))
+    tenure.resign(None)
+    assert a.api.leader() == b.me, "whoever has lost it changes nothing any more"
+
+
+def test_of_two_that_see_it_expire_one_takes_it(storage: Storage) -> None:
+    a, b, c = Node(storage, "a"), Node(storage, "b"), Node(storage, "c")
+    assert a.take() is not None
+    for node in (b, c):
+        node.api.leader()
+        node.now_s += LEASE_S
+    assert [b.take() is not None, c.take() is not None] == [True, False]
+
+
+def test_given_back_it_is_free_at_once_and_remembered(storage: Storage) -> None:
+    a, b = Node(storage, "a"), Node(storage, "b")
+    tenure = a.take()
+    assert tenure is not None
+    tenure.resign(Memory(run_id="job", generation=3, tail_s=4.5))
+    assert b.api.leader() is None
+    after = b.take()
+    assert after is not None
+    assert after.predecessor == Memory(run_id="job", generation=3, tail_s=4.5)
+    after.resign(None)
+    assert not storage.value
+    assert b.api.leader() is None
+
+
+@pytest.mark.parametrize("again", ["renew", "remember", "resign"])
+def test_a_lost_answer_does_not_cost_the_office(storage: Storage, again: str) -> None:
+    tenure = Node(storage, "a").take()
+    assert tenure is not None
+    storage.lose_answers = 1
+    with pytest.raises(BackendUnreachableError):
+        tenure.renew()
+    if again == "renew":
+        assert tenure.renew()
+    if again == "remember":
+        assert tenure.remember(Memory(run_id="job", generation=2, tail_s=0.0))
+    assert again == "resign" or tenure.renew()
+    tenure.resign(None)
+    assert not storage.value
+
+
+def test_giving_back_with_a_lost_answer(storage: Storage) -> None:
+    tenure = Node(storage, "a").take()
+    assert tenure is not None
+    storage.lose_answers = 1
+    with pytest.raises(BackendUnreachableError):
+        tenure.resign(None)
+    tenure.resign(None)
+    assert not storage.value
+
+
+@pytest.mark.parametrize("value", [b"hello", b"{}", b"x" * 5000, b"\xff\xfe"])
+def test_garbage_is_named_and_left_alone(storage: Storage, value: bytes) -> None:
+    storage.value = value
+    for question in (Node(storage, "a").api.leader, Node(storage, "a").take):
+        with pytest.raises(BackendError, match="mine holds"):
+            question()
+    assert storage.value == value
+
+
+def test_another_jobs_value(storage: Storage) -> None:
+    assert Node(storage, "a", "other").take() is not None
+    with pytest.raises(BackendError, match="'other' to 'job'"):
+        Node(storage, "b").api.leader()
+
+
+class Broken(Storage):
+    def __init__(self, answer: object) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def read(self) -> bytes | None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer if not isinstance(self.answer, bool) else None  # type: ignore[return-value]
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        ("text", BackendError, r"read\(\) must return bytes or None, not 'text'"),
+        (True, BackendError, r"swap\(\) must return True or False, not None"),
+        (ZeroDivisionError("oh"), BackendError, "mine failed: ZeroDivisionError: oh"),
+        (ConnectionRefusedError(111, "Connection refused"), BackendUnreachableError, "mine: Connection refused"),
+        (TimeoutError(), BackendUnreachableError, "mine: TimeoutError"),
+    ],
+)
+def test_whose_fault_it_is(answer: object, kind: type[HoldfastError], words: str) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        Node(Broken(answer), "a").take()
+    assert type(caught.value) is kind

@@ -1,0 +1,198 @@
+"""`--rdzv-backend` of an installed package: what is said of a bad one, and real agents that meet by a good one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes.conftest import Site, is_alive, until
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLE = ROOT / "examples" / "shared_directory.py"
+LOCAL = ("--local-addr", "127.0.0.1")
+
+GOOD = """
+from holdfast.rendezvous.third_party import Backend, SharedValue
+
+class Value(SharedValue):
+    def read(self): return None
+    def swap(self, old, new): return True
+
+class Good(Backend):
+    conf_keys = ("zone",)
+    def open(self, place):
+        if place.conf.get("zone") == "moon":
+            raise ValueError(f"there is no zone moon at {place.endpoint}")
+        if place.conf.get("zone") == "port":
+            place.host_and_port(None)
+        return Value()
+"""
+
+
+@pytest.fixture
+def share(tmp_path: Path, install) -> Path:
+    """The example backend, installed, and its directory."""
+    install("shared_directory", EXAMPLE.read_text(), directory="shared_directory:DirectoryBackend")
+    folder = tmp_path / "share"
+    folder.mkdir()
+    return folder
+
+
+def at(share: Path, *more: str) -> list[str]:
+    return ["--rdzv-backend", "directory", "--rdzv-endpoint", str(share), "--rdzv-id", "j/1", *LOCAL, *more]
+
+
+# --- names and packages -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "offer", "words"),
+    [
+        ("import no_such_module", "bad:X", "cannot be loaded: ModuleNotFoundError"),
+        ("X = 1 / 0", "bad:X", "ZeroDivisionError: division by zero"),
+        ("", "bad:Missing", "Missing"),
+        ("class X:\n    def __init__(self): raise RuntimeError('no licence')", "bad:X", "RuntimeError: no licence"),
+        ("X = 3", "bad:X", "is a int, not a holdfast.rendezvous.third_party.Backend"),
+        ("def X(): return None", "bad:X", "is a NoneType, not a"),
+        (GOOD + "class X(Good): conf_keys = 'zone'", "bad:X", "conf_keys must be a collection of names"),
+        (GOOD + "class X(Good): conf_keys = ['lease_ttl']", "bad:X", "lease_ttl are holdfast's own"),
+        (GOOD + "class X(Good):\n    def open(self, place): return 7", "bad:X", "must return a SharedValue, not 7"),
+        (GOOD + "class X(Good):\n    def open(self, place): return place.x", "bad:X", "failed: AttributeError"),
+        ("from holdfast.rendezvous.third_party import Backend\nclass X(Backend): pass", "bad:X", "abstract"),
+    ],
+)
+def test_a_bad_package_is_one_line_and_exit_code_2(run_cli, install, source: str, offer: str, words: str) -> None:
+    install("bad", source, bad=offer)
+    for more in ((), ("--plan",)):
+        done = run_cli(["--rdzv-backend=bad", "--rdzv-endpoint=x", *more, "train.py"])
+        assert done.code == 2
+        assert words in done.err
+        assert "Traceback" not in done.err
+        assert done.err.count("\n") == 1
+        assert "HF106" in done.err or "HF122" in done.err
+        assert "bad" in done.err
+        assert not done.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--rdzv-backend=god"], "did you mean good?"),
+        (["--rdzv-backend=xyz"], "known are c10d, static, etcd, etcd-v2, good"),
+        (["--rdzv-backend=good", "--rdzv-conf=zone=moon", "--rdzv-endpoint=e"], "good: there is no zone moon at e"),
+        (["--rdzv-backend=good", "--rdzv-conf=zone=port", "--rdzv-endpoint=host"], "names no port"),
+        (["--rdzv-backend=good", "--rdzv-conf=lease_ttl=1"], "lease_ttl=1: a lease"),
+        (["--rdzv-backend=good", "--rdzv-conf=join_timeout=x"], "not a whole number"),
+    ],
+)
+def test_what_was_typed_wrong(run_cli, install, args: list[str], words: str) -> None:
+    install("good", GOOD, good="good:Good")
+    done = run_cli([*args, "train.py"])
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert words in done.err
+
+
+def test_plan_and_notices(run_cli, install, tmp_path: Path) -> None:
+    install("good", GOOD, good="good:Good")
+    (tmp_path / "train.py").touch()
+    conf = "--rdzv-conf=zone=mars,zon=1,join_timeout=7"
+    done = run_cli(["--plan", "--rdzv-backend=good", "--rdzv-endpoint=http://x/y", conf, "train.py"], cwd=tmp_path)
+    assert done.code == 0, done
+    assert "good at http://x/y, waits 7 s for 1" in done.out
+    assert "elected through good" in done.out
+    assert "zon has no effect with backend good; did you mean zone?" in done.out
+    assert "zone has no effect" not in done.out
+
+
+def test_nobody_takes_the_name_of_a_built_in_one(run_cli, install, tmp_path: Path) -> None:
+    install("thief", "raise SystemExit('loaded')", c10d="thief:X", static="thief:X")
+    (tmp_path / "train.py").write_text("print('ran')")
+    done = run_cli(
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--log-dir=/dev/null", "train.py"], cwd=tmp_path
+    )
+    assert done.code == 0, done
+    assert "ran" in done.out
+
+
+def test_two_packages_with_one_name(run_cli, install) -> None:
+    install("one", GOOD, good="one:Good")
+    install("two", GOOD, good="two:Good")
+    done = run_cli(["--rdzv-backend=good", "train.py"])
+    assert done.code == 2
+    assert "one:Good of one and two:Good of two; uninstall one of them" in done.err
+
+
+def test_installed_packages_are_not_looked_at_without_need(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    program = (
+        "import sys, holdfast.cli\n"
+        "code = holdfast.cli.main(['run', '--plan', '--rdzv-backend=c10d', '--rdzv-endpoint=h:1', 'train.py'])\n"
+        "assert code == 0\n"
+        "assert 'importlib.metadata' not in sys.modules\n"
+        "assert 'holdfast.rendezvous.third_party' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_meet_in_a_directory(site: Site, share: Path) -> None:
+    script = site.script("meet()")
+    agents = [site.start(*at(share, "--nnodes=2"), script) for _ in range(2)]
+    assert [agent.end() for agent in agents] == [0, 0]
+    assert {(note["rank"], note["world"]) for note in site.trail("up")} == {(0, 2), (1, 2)}
+    assert [path.name for path in share.iterdir()] == [".lock"], "a job that is over leaves no value"
+
+
+def test_when_the_node_in_charge_dies_another_takes_over(site: Site, share: Path) -> None:
+    script = site.script("meet()\nwhile WORLD == 2: time.sleep(0.05)")
+    conf = ("--rdzv-conf", "lease_ttl=2,lease=1.5,settle=0.3")
+    agents = [site.start(*at(share, "--nnodes=1:2", *conf), script) for _ in range(2)]
+    site.wait(2, "up", world=2)
+    chief, other = agents if agents[0].events("elected") else reversed(agents)
+    began_s = time.monotonic()
+    chief.signal(9)
+    site.wait(1, "up", world=1)
+    assert time.monotonic() - began_s < 2 + 3, "lease + 3 s"
+    assert other.end() == 0
+    site.all_gone()
+
+
+def test_a_dead_jobs_value_is_taken_after_a_lease(site: Site, share: Path) -> None:
+    script = site.script("note('up')\nwhile ROUND == 0 and 'STAY' in os.environ: time.sleep(0.05)")
+    conf = ("--rdzv-conf", "lease_ttl=2")
+    first = site.start(*at(share, *conf), script, env={"STAY": "1"})
+    site.wait(1, "up")
+    first.signal(9)
+    until(lambda: not is_alive(first.pid), "the agent is gone")
+    site.all_gone()
+    assert any(share.glob("j*"))
+    code, again = site.run(*at(share, *conf), script)
+    assert code == 0, again.text
+    assert again.events("coordinator.started")[0]["generation"] == 2, "numbers only grow, also over a crash"
+
+
+def test_a_value_that_is_not_ours(site: Site, share: Path) -> None:
+    (share / "j%2F1").write_text("somebody's")
+    code, agent = site.run(*at(share), site.script("note('up')"))
+    assert code == 2
+    assert "HF122" in agent.text
+    assert 'holds what holdfast did not write: "somebody\'s"' in agent.text
+    assert not site.trail("up")
+
+
+def test_what_it_meets_by_is_away(site: Site, install) -> None:
+    """Said while it is waited for, then one message."""
+    away = "class Away(Value):\n    def read(self): raise ConnectionRefusedError(111, 'Connection refused')\n"
+    install("away", f"{GOOD}\n{away}\nclass X(Good):\n    def open(self, place): return Away()", away="away:X")
+    code, agent = site.run("--rdzv-backend=away", *LOCAL, "--rdzv-conf=join_timeout=1", site.script("note('up')"))
+    assert code == 2
+    assert "HF123" in agent.text
+    assert "rendezvous backend away: Connection refused (tried for 1 s)" in agent.text
+    assert not site.trail("up")
