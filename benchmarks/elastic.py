@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ class Job:
         self._trail = folder / "steps.jsonl"
         self._trail.touch()
         self._read_bytes = 0
-        self._stamps: list[dict[str, Any]] = []
 
     def start(self, number: int) -> float:
         """Start an agent on this host; when (monotonic)."""
@@ -75,8 +74,11 @@ class Job:
 
     def trains(self, world: int, since_s: float, limit_s: float) -> Trained:
         """Wait for a step of every rank of such a world. Raises BenchmarkError after `limit_s`, or when no agent is left."""
+        firsts: dict[int, dict[str, Any]] = {}
         while True:
-            firsts = self._first_steps(world, since_s)
+            for stamp in self._fresh_stamps():
+                if stamp["world"] == world and stamp["now"] > since_s:
+                    firsts.setdefault(stamp["rank"], stamp)
             if len(firsts) == world:
                 return self._trained(max(firsts.values(), key=lambda stamp: stamp["now"]), since_s)
             waited_s = time.monotonic() - since_s
@@ -123,21 +125,14 @@ class Job:
         parts = {part: last[key] - since_s for part, key in PARTS.items() if last["main"] > since_s}
         return Trained(last["now"] - since_s, parts)
 
-    def _first_steps(self, world: int, since_s: float) -> dict[int, dict[str, Any]]:
-        self._read()
-        firsts: dict[int, dict[str, Any]] = {}
-        for stamp in self._stamps:
-            if stamp["world"] == world and stamp["now"] > since_s:
-                firsts.setdefault(stamp["rank"], stamp)
-        return firsts
-
-    def _read(self) -> None:
+    def _fresh_stamps(self) -> list[dict[str, Any]]:
+        """Those written since the last call."""
         with self._trail.open("rb") as file:
             file.seek(self._read_bytes)
             text = file.read()
         whole = text.rfind(b"\n") + 1
         self._read_bytes += whole
-        self._stamps += map(json.loads, text[:whole].splitlines())
+        return list(map(json.loads, text[:whole].splitlines()))
 
     def _logs(self, number: int) -> Path:
         return self.folder / f"logs{number}"
@@ -158,7 +153,11 @@ def job(
     prepare: Callable[[PretendHosts], None] = lambda _: None,
 ) -> Iterator[Job]:
     """Hosts and a job to start on them; all is gone at the end. `prepare` gets the hosts before any agent is started."""
-    with PretendHosts(hosts, folder / "hosts") as pretended:
-        prepare(pretended)
+    with ExitStack() as stack:
+        try:
+            pretended = stack.enter_context(PretendHosts(hosts, folder / "hosts"))
+            prepare(pretended)
+        except (RuntimeError, AssertionError) as error:
+            raise BenchmarkError(f"the pretend hosts do not stand: {error}") from error
         flags = ("--nnodes", nnodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "elastic")
         yield Job(launcher, pretended, folder, flags)

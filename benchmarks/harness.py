@@ -61,6 +61,10 @@ class Metric:
     summary: Callable[[list[float]], float] = statistics.median
     """What stands for all samples."""
 
+    @property
+    def bound_given(self) -> bool:
+        return any(each is not None for each in (self.ratio_max, self.value_max, self.value_min))
+
     def bound(self) -> str:
         parts = [
             "" if self.ratio_max is None else f"≤ {self.ratio_max:g}×",
@@ -134,7 +138,7 @@ class Result:
 
     def _kept_by_all(self, metric: Metric) -> bool | None:
         runs = self.runs(HOLDFAST.name)
-        if not runs or (metric.value_max is None and metric.value_min is None):
+        if not runs or not metric.bound_given:
             return None
         low = -math.inf if metric.value_min is None else metric.value_min
         high = math.inf if metric.value_max is None else metric.value_max

@@ -74,6 +74,8 @@ def _strict(results: list[Result]) -> str:
     lines = [head, "|---|---:|---:|---:|---|---|"]
     for result in results:
         for index, metric in enumerate(result.row.metrics):
+            if not metric.bound_given and not any(result.values(name, metric) for name in result.row.repeat):
+                continue  # what would only explain a number that is not there
             cells = [_spread(result, launcher.name, metric) for launcher in (TORCHRUN, TUNED, HOLDFAST)]
             what = f"… {metric.name}" if index else f"{result.row.title}: {metric.name}"
             kept = {True: "yes", False: "NO", None: ""}[result.kept(metric)]

@@ -100,7 +100,10 @@ def measure_etcd(backend: str, launcher: Launcher, folder: Path) -> Sample:
     prepare = partial(start_etcd, folder)
     with job(launcher, folder, "1:2", hosts=3, backend=backend, endpoint=endpoint, prepare=prepare) as running:
         two(running)
-        leader, _ = running.events("elected")[-1]
+        elected = running.events("elected")
+        if not elected:
+            raise BenchmarkError("nobody says that it was elected")
+        leader, _ = elected[-1]
         since_s = time.monotonic()
         running.hosts[leader].kill()
         running.forget(leader)
