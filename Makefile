@@ -4,12 +4,18 @@
 #   make test    every check and every test
 #   make check   format, lint, types, import rules, tidiness
 #   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
-#   make soak    many more simulated jobs than `make test` runs (SOAK_SEEDS=50000)
+#   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
+#                SOAK_SEED=1, SOAK_LAUNCHERS), then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
+#                soak-patience are the parts; the last two need root on Linux
 #   make fmt     format the code and regenerate docs/errors.md
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 SOAK_SEEDS ?= 50000
+SOAK_SEED ?= 1
+SOAK_MINUTES ?= 20
+SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
+SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
 
 BIN := $(VENV)/bin
@@ -17,7 +23,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench soak fmt debian clean
+.PHONY: demo test check bench soak soak-seeds soak-chaos soak-patience fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -35,8 +41,20 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
-soak: $(VENV)/.dev
+# One after the other, also with -j: they would spoil each other's times.
+soak:
+	$(MAKE) soak-seeds
+	$(MAKE) soak-chaos
+	$(MAKE) soak-patience
+
+soak-seeds: $(VENV)/.dev
 	$(BIN)/python -m holdfast.testing.sweep 0:$(SOAK_SEEDS)
+
+soak-chaos: $(VENV)/.dev debian
+	$(BIN)/python -m soak chaos --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED) --launchers $(SOAK_LAUNCHERS)
+
+soak-patience: $(VENV)/.dev debian
+	$(BIN)/python -m soak patience --minutes $(SOAK_PATIENCE_MINUTES)
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -274,6 +274,15 @@ class PretendHosts:
             self.plug(host.number)
             _run_in(host.network, ["nft", "-f", "-"], "add table inet fault\ndelete table inet fault\n")
 
+    def on_switch(self, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
+        """Start a program in the network of the bridge `br0`, where the cable of each host is the device `v<number>`."""
+        return subprocess.Popen(
+            [*_in_network(self._switch), "setpriv", "--pdeathsig", "KILL", *map(str, command)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(self._switch,),
+            env=_bare_environment(),
+        )
+
     # ---------------------------------------------------------------- how
 
     def _build(self) -> None:

@@ -1,0 +1,72 @@
+"""The soaks' command line: takes a mount namespace of its own, so that nothing stays on the machine, and runs one of them.
+
+python -m soak chaos --minutes 20 --seed 1 --launchers holdfast,torchrun-tuned,torchrun
+python -m soak patience --minutes 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from soak import disk
+from soak.launchers import ALL
+from soak.schedule import MEAN_GAP_S
+from tests.network import hosts
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+INSIDE = "SOAK_IN_OWN_MOUNTS"
+EXIT_SKIPPED = 77
+"""As automake has it: this machine cannot run it."""
+
+
+def main() -> int:
+    arguments = _arguments()
+    if why := hosts.why_not() or disk.why_not():
+        print(f"skipped: {why}")
+        return EXIT_SKIPPED
+    if INSIDE not in os.environ:
+        # A new process, because unshare(2) of mounts needs nothing else, and the children find it done.
+        line = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "soak", *sys.argv[1:]]
+        return subprocess.run(line, env={**os.environ, INSIDE: "1"}, check=False).returncode
+    del os.environ[INSIDE]
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="holdfast-soak-"))
+    if arguments.soak == "chaos":
+        from soak.chaos import soak
+
+        launchers = [ALL[name] for name in arguments.launchers.split(",")]
+        results = None if arguments.results == "none" else Path(arguments.results)
+        status = soak(launchers, arguments.seed, arguments.minutes, arguments.gap, folder, results)
+    else:
+        from soak.patience import patience
+
+        status = patience(arguments.minutes, folder / "patience")
+    if status == 0 and arguments.folder is None:
+        shutil.rmtree(folder)
+    elif status:
+        print(f"the story is in {folder}")
+    return status
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m soak")
+    parser.add_argument("--folder", type=Path, help="keep everything here (default: a temporary one, kept on failure)")
+    soaks = parser.add_subparsers(dest="soak", required=True)
+    chaos = soaks.add_parser("chaos")
+    chaos.add_argument("--minutes", type=float, default=20.0)
+    chaos.add_argument("--seed", type=int, default=1)
+    chaos.add_argument("--gap", type=float, default=MEAN_GAP_S, help="mean seconds between two faults")
+    chaos.add_argument("--launchers", default=",".join(ALL), help=f"of {', '.join(ALL)}")
+    chaos.add_argument("--results", default=str(RESULTS), help="folder of the result files; none for no file")
+    patience = soaks.add_parser("patience")
+    patience.add_argument("--minutes", type=float, default=60.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""How much of the time was training that lasts, and how long each kind of fault stopped it. PURE."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+
+from soak import checker
+from soak.ledger import Event, Record
+
+EFFECT_S = 10.0
+"""A fault's effect may begin this long after it is over (a lease, and the time to notice)."""
+
+
+@dataclass
+class Figures:
+    wall_s: float = 0.0
+    """From the start of the first agent to the end of the last."""
+    effective_s: float = 0.0
+    """In steps that are part of the surviving history."""
+    steps: int = 0
+    """Of the surviving history."""
+    steps_lost: int = 0
+    """Trained, and not part of it."""
+    generations: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    """Kind -> how many there were."""
+    missed: dict[str, int] = field(default_factory=dict)
+    """Kind -> how many found nothing to hit (a torchrun has no keeper)."""
+    pauses_s: dict[str, list[float]] = field(default_factory=dict)
+    """Kind -> for each fault the longest time without a step that it caused: from the last before it to the next."""
+    gave_up: int = 0
+    """Agents that ended by themselves before their time."""
+    job_deaths: int = 0
+    """Times that no agent was left, and the last had ended by itself."""
+    standstills: int = 0
+    """Times that somebody had to end the job on all nodes and start it again."""
+    left_behind: int = 0
+    """Processes that outlived their agent."""
+
+    @property
+    def share(self) -> float:
+        return self.effective_s / self.wall_s if self.wall_s else 0.0
+
+
+def figures(record: Record) -> Figures:
+    begun = [event.t for event in record.events if event.name == "start"]
+    ended = [event.t for event in record.events if event.name in {"finished", "end"}]
+    links, _ = checker.surviving(record)
+    effective_s, steps = 0.0, 0
+    for _, parts, _ in checker.surviving_steps(record, links):
+        first = parts.get(0)
+        steps += 1
+        if first is not None and first.ended_s is not None:
+            effective_s += first.ended_s - first.began_s
+    trained = [step for life in record.lives if life.rank == 0 for step in life.steps.values() if step.ended_s]
+    events = Counter(event.name for event in record.events)
+    gave_up = [
+        e for e in record.events if e.name == "agent ended" and not e.fields["told"] and not _late(e, record.events)
+    ]
+    return Figures(
+        wall_s=min(ended) - min(begun) if begun and ended else 0.0,
+        effective_s=effective_s,
+        steps=steps,
+        steps_lost=len(trained) - steps,
+        generations=len(checker.generations(record)),
+        faults=dict(Counter(event.fields["kind"] for event in _hits(record.events))),
+        missed=dict(Counter(event.fields["kind"] for event in record.events if event.name == "missed")),
+        pauses_s=pauses(_hits(record.events), sorted(step.ended_s for step in trained if step.ended_s)),
+        gave_up=len(gave_up),
+        job_deaths=sum(event.name == "no agent left" and not event.fields["told"] for event in record.events),
+        standstills=events["stands still"],
+        left_behind=sum(len(event.fields["processes"]) for event in record.events if event.name == "left behind"),
+    )
+
+
+def _late(event: Event, events: list[Event]) -> bool:
+    """The agents end when the training has: that is no giving up."""
+    return any(other.name == "reunion" and other.t < event.t for other in events)
+
+
+def _hits(events: list[Event]) -> list[Event]:
+    """The faults that found something."""
+    missed = {event.fields["at_s"] for event in events if event.name == "missed"}
+    return [event for event in events if event.name == "fault" and event.fields["at_s"] not in missed]
+
+
+def pauses(faults: list[Event], trained_s: list[float]) -> dict[str, list[float]]:
+    """A pause counts for a fault if it begins before the next fault, or goes on at the fault."""
+    found: dict[str, list[float]] = defaultdict(list)
+    gaps = list(pairwise(trained_s))
+    for fault, following in zip_longest(faults, faults[1:]):
+        over_s = fault.t + fault.fields["lasts_s"] + fault.fields["pause_s"] + EFFECT_S
+        until_s = min(over_s, following.t) if following is not None else over_s
+        own = [end - max(begin, fault.t) for begin, end in gaps if end > fault.t and begin < until_s]
+        if own:
+            found[fault.fields["kind"]].append(max(own))
+    return dict(found)
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value that this share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,85 @@
+"""How an agent of each launcher is started, and which process on a host is what.
+
+Knows command lines; knows nothing of faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NNODES = "2:4"
+"""At least two: of a partition 2|2 exactly one side may go on, and a node that is left alone must wait."""
+SCRIPT = Path(__file__).resolve().parent / "train.py"
+HOSTS_OWN = b"sleep\x003600\x00"
+AGENT_MODULES = (b"holdfast.run", b"torch.distributed.run")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    name: str
+    module: str
+    options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, log_dir: Path, site: Path) -> list[str]:
+        job = ("--nnodes", NNODES, "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29400", "--rdzv-id", "soak")
+        patience = ("--max-restarts", "100000", "--log-dir", str(log_dir))
+        return [sys.executable, "-m", self.module, *job, *patience, *self.options, str(SCRIPT), str(site)]
+
+
+HOLDFAST = Launcher("holdfast", "holdfast.run")
+TORCHRUN = Launcher("torchrun", "torch.distributed.run")
+TUNED = Launcher(
+    "torchrun-tuned",
+    "torch.distributed.run",
+    ("--rdzv-conf", "last_call_timeout=1"),
+    {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+)
+"""What makes a change of members work at all with torch 2.13, and its answer quick."""
+ALL = {launcher.name: launcher for launcher in (HOLDFAST, TUNED, TORCHRUN)}
+
+
+def command_line(pid: int) -> bytes:
+    """Empty for a process that is gone or a zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def left(pids: Iterable[int]) -> list[int]:
+    """Those that run and are not the host's own."""
+    return [pid for pid in pids if runs(pid) and command_line(pid) != HOSTS_OWN]
+
+
+def runs(pid: int) -> bool:
+    """Whether it is neither gone nor a zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
+
+
+def workers(pids: Iterable[int]) -> list[int]:
+    """The agents have the script on their lines as well."""
+    lines = {pid: command_line(pid) for pid in pids}
+    return [
+        pid
+        for pid, line in lines.items()
+        if str(SCRIPT).encode() in line and not any(module in line for module in AGENT_MODULES)
+    ]
+
+
+def keepers(pids: Iterable[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "holdfast-keeper":
+                found.append(pid)
+    return found
+
+
+def store_hosts(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if b"store_server" in command_line(pid)]

@@ -1,0 +1,89 @@
+"""The table of a chaos soak, for people, and the file under benchmarks/results.
+
+Knows how to say it; the figures are made elsewhere. Machine and versions come from the benchmarks' own report.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from soak.checker import Violation
+from soak.figures import Figures, quantile
+
+
+@dataclass
+class Outcome:
+    """One launcher's run."""
+
+    launcher: str
+    figures: Figures
+    violations: list[Violation]
+
+
+def page(outcomes: list[Outcome], about: dict[str, Any]) -> str:
+    head = "# Chaos soak\n\n" + "".join(f"- {key}: {value}\n" for key, value in about.items())
+    note = (
+        "\nFour pretend hosts, one rank each, DDP on gloo, `--nnodes 2:4`; every launcher suffered the same schedule."
+        "\nA pause is the longest time without a step that a fault caused, p50 / p95 / max in seconds. Faults with nothing"
+        "\nto hit (a torchrun has no keeper and no store host) are not counted.\n\n"
+    )
+    return head + note + table(outcomes) + "\n" + _violations(outcomes)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    names = [outcome.launcher for outcome in outcomes]
+    lines = [f"| | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+
+    def row(what: str, cells: list[str]) -> None:
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+
+    each = [outcome.figures for outcome in outcomes]
+    row("effective training time", [f"{f.share:.1%}" for f in each])
+    row("… seconds, of", [f"{f.effective_s:.0f} of {f.wall_s:.0f}" for f in each])
+    row("steps in the surviving history", [str(f.steps) for f in each])
+    row("steps trained and lost", [str(f.steps_lost) for f in each])
+    row("generations that trained", [str(f.generations) for f in each])
+    row("faults", [str(sum(f.faults.values())) for f in each])
+    row("agents that gave up", [str(f.gave_up) for f in each])
+    row("times the whole job died", [str(f.job_deaths) for f in each])
+    row("times it stood still and was restarted by hand", [str(f.standstills) for f in each])
+    row("processes left by dead agents", [str(f.left_behind) for f in each])
+    row("**violations**", [f"**{len(outcome.violations)}**" for outcome in outcomes])
+    for kind in sorted({kind for f in each for kind in f.faults}):
+        row(f"pause: {kind}", [_pauses(f, kind) for f in each])
+    return "\n".join(lines) + "\n"
+
+
+def _pauses(figures: Figures, kind: str) -> str:
+    values = figures.pauses_s.get(kind, [])
+    if not values:
+        return "–" if not figures.faults.get(kind) else f"never ({figures.faults[kind]}×)"
+    return f"{quantile(values, 0.5):.1f} / {quantile(values, 0.95):.1f} / {max(values):.1f} ({len(values)}×)"
+
+
+def _violations(outcomes: list[Outcome]) -> str:
+    shown = [(outcome.launcher, violation) for outcome in outcomes for violation in outcome.violations]
+    return "".join(f"- {launcher}: {str(violation)[:300]}\n" for launcher, violation in shown[:40])
+
+
+def write(outcomes: list[Outcome], about: dict[str, Any], folder: Path) -> Path:
+    """The JSON and the page; returns the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = re.sub(r"[^a-z0-9]+", "-", f"{about['cpu']} {about['cores']}-cores".lower()).strip("-")
+    name = f"{about['date'][:10]}-{machine}-soak"
+    runs = {
+        outcome.launcher: {
+            **asdict(outcome.figures),
+            "share": outcome.figures.share,
+            "violations": [str(violation) for violation in outcome.violations],
+        }
+        for outcome in outcomes
+    }
+    (folder / f"{name}.json").write_text(json.dumps({"facts": about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    path = folder / f"{name}.md"
+    path.write_text(page(outcomes, about), encoding="utf-8")
+    return path
