@@ -1,0 +1,140 @@
+"""torch's rendezvous interface over a Membership: real stores, fresh for each generation, and torch's own errors.
+
+Knows torch; knows nothing of asyncio, sockets' protocols or the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from holdfast.core.errors import JoinTimeoutError
+from holdfast.core.outcome import OutcomeKind
+from holdfast.torchrun_handler.member import Formed, OverError
+from holdfast.torchrun_handler.membership import Membership
+from holdfast.torchrun_handler.settings import BACKEND, options_from
+
+CONNECT_S = 3.0
+"""One attempt to reach a generation's store; between two we look whether the generation is still wanted."""
+CONNECT_S_MAX = 60.0
+STORE_S_MAX = 300.0
+"""One operation on the store; torch's own default."""
+
+log = logging.getLogger(__name__)
+
+
+class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's types are skipped
+    """One per torchrun agent."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        options = options_from(params)
+        for notice in options.notices:
+            log.warning("holdfast: %s", notice)
+        self._run_id = options.job.run_id
+        self._membership = Membership(options, lambda text: log.warning("holdfast: %s", text))
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The store of each generation is the workers' too, as with c10d; torch's own switch turns it off."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        deadline_s = time.monotonic() + CONNECT_S_MAX
+        while True:
+            formed = self._next()
+            store = self._open(formed, deadline_s)
+            if store is not None:
+                return self._info(formed, store)
+
+    def num_nodes_waiting(self) -> int:
+        """1 when this generation is to be stopped, whatever the reason: torchrun knows no other way to be told."""
+        return 1 if self._membership.regroup else 0
+
+    def is_closed(self) -> bool:
+        return self._membership.over
+
+    def set_closed(self) -> None:
+        self._membership.end("the rendezvous was closed")
+
+    def shutdown(self) -> bool:
+        """torchrun calls this after success and after failure alike: what tells them apart is the exception under way."""
+        error = sys.exception()
+        return self._membership.end("" if error is None else f"{type(error).__name__}")
+
+    def _next(self) -> Formed:
+        try:
+            return self._membership.next()
+        except OverError as error:
+            raise _as_torchs(error) from None
+
+    def _open(self, formed: Formed, deadline_s: float) -> Store | None:
+        """The generation's store. None when the generation was given up meanwhile. Raises RendezvousConnectionError."""
+        if formed.listening is not None:
+            return TCPStore(
+                "127.0.0.1",
+                formed.master_port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_S_MAX),
+                master_listen_fd=formed.listening.detach(),
+            )
+        while True:
+            try:
+                store = TCPStore(
+                    formed.master_addr,
+                    formed.master_port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=CONNECT_S),
+                )
+            except DistError as error:
+                if self._membership.regroup:
+                    return None
+                if time.monotonic() >= deadline_s:
+                    place = f"{formed.master_addr}:{formed.master_port}"
+                    raise RendezvousConnectionError(f"holdfast: no store at {place} (rank 0's node): {error}") from None
+                continue
+            store.set_timeout(timedelta(seconds=STORE_S_MAX))
+            return store
+
+    def _info(self, formed: Formed, store: Store) -> RendezvousInfo:
+        own = PrefixStore(f"holdfast/agents/{formed.generation}", store)
+        if self.use_agent_store:
+            place = RendezvousStoreInfo(formed.master_addr, formed.master_port)
+        else:
+            place = RendezvousStoreInfo.build(formed.group_rank, own, formed.master_addr)
+        return RendezvousInfo(own, formed.group_rank, formed.group_world_size, place)
+
+
+def _as_torchs(error: OverError) -> RendezvousError:
+    outcome = error.outcome
+    match outcome.kind:
+        case OutcomeKind.NO_QUORUM if outcome.code == JoinTimeoutError.code:
+            return RendezvousTimeoutError(f"holdfast: {outcome.code}: {outcome.message}")
+        case OutcomeKind.NO_QUORUM | OutcomeKind.REFUSED:
+            return RendezvousConnectionError(f"holdfast: {outcome.code}: {outcome.message}")
+        case OutcomeKind.SUCCEEDED:
+            return RendezvousClosedError("holdfast: the job is over, it has succeeded")
+    last = f" (last: {error.last_stop})" if error.last_stop else ""
+    return RendezvousClosedError(f"holdfast: the job is over: a torchrun of it has ended with a failure{last}")

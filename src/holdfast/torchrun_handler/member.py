@@ -1,0 +1,312 @@
+"""One torchrun agent as a member of a job: our agent's machine and meeting, with torchrun in the place of our crew.
+
+    StartWorkers    ─►  what next_rendezvous returns
+    SignalWorkers   ─►  `regroup` is True, which torchrun asks for ten times a second; it then stops its workers
+    KillTree        ─►  the same; answered with TreeGone when torchrun has stopped them
+    next_rendezvous ─►  torchrun has no worker alive: WorkerEnded, a failure unless the machine had ordered the stop
+
+Lives on a loop in a thread of its own (membership.py); imports no torch. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from holdfast.core.agent import commands as do
+from holdfast.core.agent.events import (
+    Dialed,
+    DialFailed,
+    Event,
+    LinkLost,
+    NodePrepared,
+    PrepareFailed,
+    Received,
+    Signalled,
+    Tick,
+    TreeGone,
+    WorkerEnded,
+)
+from holdfast.core.agent.machine import AgentMachine
+from holdfast.core.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
+from holdfast.core.options import RunOptions
+from holdfast.core.outcome import Failure, Outcome
+from holdfast.core.policy import NodeSpec
+from holdfast.core.protocol import Assign, FromCoordinator, Start, Stop
+from holdfast.insight.verdicts import judge
+from holdfast.runtime.driver import Driver
+from holdfast.runtime.journal import Journal
+from holdfast.runtime.meeting import Link, Meeting
+
+INCARNATION_BYTES = 4
+BACKLOG = 4096
+"""Workers that may connect to the store before torchrun serves it; the kernel has its own maximum."""
+END_S_MAX = 5.0
+"""At the end: how long to wait for the others' ends when the coordinator is elsewhere."""
+HOST_END_S_MAX = 300.0
+"""The same where the coordinator is here, and would go with us. torchrun's own exit barrier is as patient."""
+
+
+class Formed(NamedTuple):
+    """This node's place in a new generation."""
+
+    generation: int
+    group_rank: int
+    group_world_size: int
+    master_addr: str
+    master_port: int
+    listening: socket.socket | None
+    """On the node that hosts the store: already listens at master_port; belongs to whoever gets this."""
+
+
+class OverError(HoldfastError):
+    """There will be no further generation for this node; says how the job, or its part in it, ended."""
+
+    code = "HF300"
+
+    def __init__(self, outcome: Outcome, last_stop: str) -> None:
+        super().__init__(outcome.message or outcome.kind.value)
+        self.outcome = outcome
+        self.last_stop = last_stop
+
+
+class Member:
+    """All methods but `regroup` and `over` belong to the loop's thread."""
+
+    def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._host = socket.gethostname().partition(".")[0]
+        self._options = options
+        self._say = say
+        self._meeting = Meeting(options, judge, Journal(None), say)
+        self._link: Link | None = None
+        self._dialing: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[Outcome] = self._loop.create_future()
+        self._listening: socket.socket | None = None
+        self._assign: Assign | None = None
+        """Of the generation whose workers torchrun may have alive; None: it has none."""
+        self._kill_asked = False
+        self._waiter: Future[Formed] | None = None
+        self._ending = False
+        self._last_stop = ""
+        self.regroup = False
+        """torchrun is to stop its workers and ask for the next generation. May be read by any thread."""
+        self._driver: Driver[Event, do.Command] = Driver(
+            AgentMachine(self._node(), options.limits, self._loop.time()), Tick(), self._execute
+        )
+
+    async def live(self) -> None:
+        """Until this node's part is over."""
+        self._loop.set_exception_handler(self._crashed)
+        try:
+            self._feed(Tick())
+            await asyncio.wait([self._ended])
+        finally:
+            self._driver.stop()
+            self.regroup = True
+            if self._dialing is not None:
+                self._dialing.cancel()
+            self._refuse_waiter()
+            self._drop_listening()
+            await self._meeting.close()
+
+    @property
+    def over(self) -> bool:
+        return self._ended.done()
+
+    def want(self, waiter: Future[Formed]) -> None:
+        """torchrun has no worker alive and asks for the next generation. The waiter gets OverError when there is none."""
+        self._waiter = waiter
+        if self._ended.done():
+            self._refuse_waiter()
+            return
+        self._workers_gone(EXIT_FAILURE, "its torchrun starts its workers anew")
+
+    def end(self, failure: str) -> None:
+        """torchrun has no worker alive and will not ask again: they have done their work, or (`failure`) the job is to end."""
+        if self._ended.done() or self._ending:
+            return
+        self._ending = True
+        if self._assign is None:
+            self.leave()
+            return
+        # 75 ends the job for all, whatever else is going on, as closing a rendezvous of torchrun's does.
+        self._workers_gone(EXIT_REQUEUE if failure else 0, failure)
+        here = self._meeting.coordinator is not None
+        self._loop.call_later(HOST_END_S_MAX if here else END_S_MAX, self.leave)
+
+    def leave(self) -> None:
+        """Go, and let the others form without us."""
+        if not self._ended.done():
+            self._ending = True
+            self._feed(Signalled(signal.SIGTERM, "its torchrun has ended"))
+            self._workers_gone(EXIT_FAILURE, "its torchrun has ended")
+
+    # ---------------------------------------------------------------- towards the machine
+
+    def _feed(self, event: Event) -> None:
+        try:
+            self._driver.feed(event)
+        except Exception as error:  # noqa: BLE001 - a fault of ours, which torchrun has to hear of
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _crashed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            self._fail(error)
+        else:
+            loop.default_exception_handler(context)
+
+    def _workers_gone(self, exit_code: int, text: str) -> None:
+        """No worker of torchrun's is alive. `exit_code` 0: they have done their work."""
+        assign, self._assign = self._assign, None
+        if assign is None:
+            return
+        failure = None
+        if exit_code:
+            failure = Failure(
+                rank=assign.group_rank,
+                local_rank=0,
+                host=self._host,
+                pid=os.getpid(),
+                exit_code=exit_code,
+                message=text,
+                after_stop=self.regroup and exit_code != EXIT_REQUEUE,
+            )
+        self._feed(WorkerEnded(assign.generation, 0, failure))
+        if self._kill_asked:
+            self._kill_asked = False
+            self._feed(TreeGone(assign.generation))
+
+    # ---------------------------------------------------------------- commands of the machine
+
+    def _execute(self, command: do.Command) -> None:
+        match command:
+            case do.Dial(node):
+                self._dialing = self._loop.create_task(self._dial(node))
+            case do.Send(message):
+                if self._link is not None:
+                    self._link.send(message)
+            case do.HangUp(reason):
+                if self._link is not None:
+                    link, self._link = self._link, None
+                    link.close(reason)
+            case do.Prepare(assign):
+                self._prepare(assign)
+            case do.StartWorkers(assign, start):
+                self._start(assign, start)
+            case do.SignalWorkers(_, to_end):
+                self.regroup = self.regroup or to_end
+            case do.KillTree(generation):
+                self.regroup = True
+                self._kill_asked = self._assign is not None
+                if not self._kill_asked:
+                    self._loop.call_soon(self._feed, TreeGone(generation))
+            case do.Say(text):
+                self._say(text)
+            case do.Exit(outcome):
+                if not self._ended.done():
+                    self._ended.set_result(outcome)
+            case _:
+                pass  # notes are for a journal
+
+    def _prepare(self, assign: Assign) -> None:
+        self._drop_listening()
+        if self._ending:
+            self._loop.call_soon(self.leave)
+            return
+        port = None
+        if assign.hosts_store:
+            try:
+                self._listening = listen(loopback_only=assign.local_world)
+            except OSError as error:
+                text = f"cannot open the store's port: {error.strerror or error}"
+                self._feed(PrepareFailed(assign.generation, PeerError.code, PeerError.exit_code, text))
+                return
+            port = self._listening.getsockname()[1]
+        self._feed(NodePrepared(assign.generation, port))
+
+    def _start(self, assign: Assign, start: Start) -> None:
+        self._assign, self._kill_asked, self.regroup = assign, False, False
+        listening, self._listening = self._listening, None
+        formed = Formed(
+            assign.generation,
+            assign.group_rank,
+            assign.group_world_size,
+            start.master_addr,
+            start.master_port,
+            listening,
+        )
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or not waiter.set_running_or_notify_cancel():
+            if listening is not None:
+                listening.close()
+            self._loop.call_soon(self.leave)  # whoever asked was interrupted, and is about to end
+            return
+        waiter.set_result(formed)
+
+    async def _dial(self, node: NodeSpec) -> None:
+        try:
+            answer = await self._meeting.reach(node)
+        except Exception as error:  # noqa: BLE001 - as in _feed
+            self._fail(error)
+            return
+        if isinstance(answer, DialFailed):
+            self._feed(answer)
+            return
+        self._link = answer
+        answer.start(self._received, lambda reason: self._link_lost(answer, reason))
+        self._feed(Dialed(local=self._meeting.coordinator is not None))
+
+    def _received(self, message: FromCoordinator) -> None:
+        if isinstance(message, Stop):
+            self._last_stop = message.text
+        self._feed(Received(message))
+
+    def _link_lost(self, link: Link, reason: str) -> None:
+        if self._link is link:
+            self._link = None
+            self._feed(LinkLost(reason))
+
+    # ---------------------------------------------------------------- small steps
+
+    def _node(self) -> NodeSpec:
+        return NodeSpec(
+            member=f"{self._host}#{os.urandom(INCARNATION_BYTES).hex()}",
+            host=self._host,
+            nproc=1,
+            local_addr=self._options.local_addr,
+        )
+
+    def _refuse_waiter(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is None:
+            return
+        error = self._ended.exception() if self._ended.done() else None
+        with suppress(InvalidStateError):
+            if error is not None:
+                waiter.set_exception(error)
+            elif self._ended.done():
+                waiter.set_exception(OverError(self._ended.result(), self._last_stop))
+
+    def _drop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+
+
+def listen(*, loopback_only: bool) -> socket.socket:
+    """A listening socket for the store, at a free port. Raises OSError."""
+    if loopback_only or not socket.has_dualstack_ipv6():
+        return socket.create_server(("127.0.0.1" if loopback_only else "", 0), backlog=BACKLOG)
+    return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
