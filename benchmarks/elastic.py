@@ -25,7 +25,7 @@ START_S_MAX = 90.0
 """From the start of two agents to the first common step: torchrun's defaults need half of it."""
 COMPLAINT = re.compile(r"[\w.]*Error: ")
 COMPLAINT_CHARS_MAX = 160
-PARTS = {"script begins": "main", "torch imported": "torch", "group stands": "group"}
+PARTS = {"script begins": "main", "torch imported": "torch", "DDP built": "built"}
 """Their names in the table, and in the stamps of scripts/ddp_steps.py."""
 
 
@@ -35,7 +35,7 @@ class Trained:
 
     step_s: float
     parts: Sample
-    """When that rank's script began, had imported torch, and had its process group."""
+    """When that rank's script began, had imported torch, and had built its DDP model (which imports torch._dynamo)."""
 
     def sample(self, name: str) -> Sample:
         return {name: self.step_s, **{f"{name}: {part}": value for part, value in self.parts.items()}}

@@ -135,6 +135,11 @@ class Node:
                 play.soon(lambda: self.give(ev.TreeGone(stopped)))
             case do.Say() | do.Note():
                 pass
+            case do.HoldWorkers(held):
+                # It asks for no safe point, as most scripts.
+                play.soon(lambda: self.give(ev.WorkersHeld(held, 0)))
+            case do.ReleaseWorkers():
+                pass
             case _:
                 raise AssertionError(f"an agent is not to do this here: {command}")
 

@@ -35,7 +35,7 @@ SILENCE_LIMIT_S = 60.0
 RETURN_LIMIT_S = 30.0
 AWAY_S = 5.0
 """So long the endpoint's node is away."""
-SETTLED_S = 1.0
+SETTLED_S = 0.5
 """A job trains undisturbed for so long before something is done to it."""
 ETCD_LEASE_S = 5
 """The default of `lease_ttl`."""
@@ -142,7 +142,7 @@ ROWS = (
         title="`--nnodes 1:3`",
         metrics=(*metrics("two come", 3.5), *metrics("a third joins", 3.5)),
         measure=measure_join,
-        repeat={HOLDFAST.name: 20, TUNED.name: 3, TORCHRUN.name: 2},
+        repeat={HOLDFAST.name: 20, TUNED.name: 2, TORCHRUN.name: 2},
         group="elastic",
         strict=True,
         why_not=why_not,
@@ -152,7 +152,7 @@ ROWS = (
         title="SIGKILL of a whole node, agent and workers at once",
         metrics=metrics("survivor", 1.5),
         measure=measure_kill,
-        repeat={HOLDFAST.name: 20, TUNED.name: 3, TORCHRUN.name: 2},
+        repeat={HOLDFAST.name: 20, TUNED.name: 2, TORCHRUN.name: 2},
         group="elastic",
         strict=True,
         why_not=why_not,

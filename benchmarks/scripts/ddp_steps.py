@@ -20,10 +20,10 @@ PAUSE_S = 0.02
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-GROUP_S = time.monotonic()
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-about = {"host": socket.gethostname(), "rank": rank, "world": world, "main": MAIN_S, "torch": TORCH_S, "group": GROUP_S}
+about = {"host": socket.gethostname(), "rank": rank, "world": world}
+about |= {"main": MAIN_S, "torch": TORCH_S, "built": time.monotonic()}
 trail = os.open(f"{os.environ['BENCH_OUT']}/steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 step = 0
 while True:
