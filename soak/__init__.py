@@ -15,7 +15,8 @@
 | checker.py | what must be true of it (PURE; knows nothing of holdfast) |
 | figures.py | effective training time, pauses by kind of fault (PURE) |
 | report.py | the table and the result file |
-| patience.py | the second soak |
+| story.py | all that was written in a run, in one order |
+| patience.py, chatty.py | the second soak, and its worker |
 
 The checker believes only what the workers wrote about themselves and what the rig did: never a journal of the system
 under test. Needs root on Linux, the tools of tests/network/hosts.py, losetup, mkfs.ext4 and /dev/net/tun.

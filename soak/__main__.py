@@ -27,6 +27,11 @@ EXIT_SKIPPED = 77
 
 def main() -> int:
     arguments = _arguments()
+    if arguments.soak == "story":
+        from soak.story import story
+
+        print(story(arguments.site), end="")
+        return 0
     if why := hosts.why_not() or disk.why_not():
         print(f"skipped: {why}")
         return EXIT_SKIPPED
@@ -65,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     chaos.add_argument("--results", default=str(RESULTS), help="folder of the result files; none for no file")
     patience = soaks.add_parser("patience")
     patience.add_argument("--minutes", type=float, default=60.0)
+    soaks.add_parser("story").add_argument("site", type=Path, help="what the chaos soak of one launcher left")
     return parser.parse_args()
 
 
