@@ -39,7 +39,7 @@ TORCHS_OWN = "torchinductor_"
 """A cache that torch keeps among the temporary files, for ever."""
 DELAY_MS, JITTER_MS, LOSS_PERCENT = 20, 5, 2.0
 
-_WORKER_SIGNALS = {
+WORKER_SIGNALS = {
     "worker killed": signal.SIGKILL,
     "worker exits with 3": signal.SIGUSR2,
     "worker raises": signal.SIGUSR1,
@@ -71,6 +71,8 @@ class Rig:
         self._delay: subprocess.Popen[bytes] | None = None
         self._events = (site / "rig.jsonl").open("a", buffering=1)
         self._finishing = False
+        self._stalled_s = 0.0
+        """When the disk was last seen to stand still."""
         self._calm_s = 0.0
         """The watch over standstills begins anew here."""
         for name in ("ledger", "screens", "tmp", "disk/snapshots", "disk/logs"):
@@ -151,6 +153,8 @@ class Rig:
 
     def _mind_the_agents(self) -> None:
         now = time.monotonic()
+        if self.disk.stalled:
+            self._stalled_s = now
         for place in self._places.values():
             if place.program is not None and not place.program.running:
                 self.note("agent ended", node=place.number, code=self._code(place), told=place.told)
@@ -165,8 +169,8 @@ class Rig:
 
     def _may_start(self, place: Place, now: float) -> bool:
         """Not before all of the last agent must be gone; what waits for a stalled disk cannot go."""
-        due_s = max(place.again_s, place.ended_s + LEFT_S_MAX)
-        return place.up and place.again_s > 0 and due_s <= now and not (self._finishing or self.disk.stalled)
+        due_s = max(place.again_s, max(place.ended_s, self._stalled_s) + LEFT_S_MAX)
+        return place.up and place.again_s > 0 and due_s <= now and not self._finishing
 
     def _clean(self, place: Place) -> None:
         """End what a dead agent left on its node."""
@@ -226,8 +230,8 @@ class Rig:
         self.note("fault", **fault.as_json())
         before = len(self._due)
         match fault.kind:
-            case kind if kind in _WORKER_SIGNALS:
-                hit = self._signal(launchers.workers(self._pids(fault.node)), _WORKER_SIGNALS[kind], fault.lasts_s)
+            case kind if kind in WORKER_SIGNALS:
+                hit = self._signal(launchers.workers(self._pids(fault.node)), WORKER_SIGNALS[kind], fault.lasts_s)
             case "agent killed" | "agent told to leave" | "agent stopped":
                 hit = place is not None and self._fault_of_agent(place, fault)
             case "keeper killed":

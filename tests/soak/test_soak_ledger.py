@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from soak import ledger, schedule
-from soak.rig import _WORKER_SIGNALS
+from soak.rig import WORKER_SIGNALS
 
 BORN = {"is": "born", "t": 5.0, "host": "node2", "pid": 7, "rank": 1, "world": 2, "restarts": 0, "master": "m:1"}
 JOINED = {
@@ -78,6 +78,6 @@ def test_events(tmp_path: Path) -> None:
 def test_the_rig_knows_every_kind() -> None:
     source = (Path(schedule.__file__).parent / "rig.py").read_text()
     unknown = [
-        kind.name for kind in schedule.KINDS if kind.name not in _WORKER_SIGNALS and f'"{kind.name}"' not in source
+        kind.name for kind in schedule.KINDS if kind.name not in WORKER_SIGNALS and f'"{kind.name}"' not in source
     ]
     assert not unknown
