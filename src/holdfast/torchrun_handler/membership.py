@@ -47,10 +47,11 @@ class Membership:
 
         Raises OverError when there will be none, or InternalError.
         """
-        if self._thread is None:
-            self._begin()
         waiter: Future[Formed] = Future()
-        self._post(lambda member: member.want(waiter), otherwise=waiter.cancel)
+        if self._thread is None:
+            self._begin(waiter)
+        else:
+            self._post(lambda member: member.want(waiter), otherwise=waiter.cancel)
         try:
             return waiter.result()
         except BaseException:  # a signal: nobody will take what still comes
@@ -73,22 +74,27 @@ class Membership:
         self._post(lambda member: member.leave())
         self._join(LEAVE_S_MAX)
 
-    def _begin(self) -> None:
+    def _begin(self, waiter: Future[Formed]) -> None:
         # A daemon: where torchrun just ends, nobody waits for us longer than LEAVE_S_MAX.
-        self._thread = threading.Thread(target=self._run, name="holdfast-member", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(waiter,), name="holdfast-member", daemon=True)
         self._thread.start()
         self._ready.wait()
         atexit.register(self._leave)
 
-    def _run(self) -> None:
+    def _run(self, waiter: Future[Formed]) -> None:
         try:
-            asyncio.run(self._live())
+            asyncio.run(self._live(waiter))
+        except Exception as error:
+            if not waiter.done():  # not even a member could be made
+                waiter.set_exception(error)
+            raise
         finally:
             self._ready.set()
 
-    async def _live(self) -> None:
+    async def _live(self, waiter: Future[Formed]) -> None:
         self._loop = asyncio.get_running_loop()
         self._member = Member(self._options, self._say)
+        self._member.want(waiter)  # before the first dial: a place may be there at once
         self._ready.set()
         await self._member.live()
 
