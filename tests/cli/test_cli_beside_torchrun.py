@@ -16,7 +16,7 @@ from holdfast.core.errors import CallerError, UsageError
 torch_run = pytest.importorskip("torch.distributed.run")
 torch_launch = pytest.importorskip("torch.distributed.launch")
 
-OWN = {"help", "plan", "version"}
+OWN = {"help", "plan", "preload", "version"}
 """Options of ours that torchrun does not have (argparse keeps no value of --help)."""
 
 LINES = """

@@ -72,6 +72,15 @@ OPTIONS: tuple[Option, ...] = (
         "METHOD",
         choices=("spawn", "fork", "forkserver"),
     ),
+    Option(
+        "--preload",
+        TEXT,
+        "none",
+        PROGRAM,
+        "import once per node and fork the workers: auto, none or modules",
+        "auto|none|MODULE,...",
+        ours=True,
+    ),
     Option("--max-restarts", INT, 0, LIFE, "so many worker failures are answered by a restart", "N"),
     Option("--monitor-interval", FLOAT, 0.1, LIFE, "accepted as in torchrun; nothing here polls", "SECONDS"),
     Option(

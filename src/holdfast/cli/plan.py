@@ -50,6 +50,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         ("token", "yes, agents prove that they know it" if options.token else "none"),
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
+        ("preload", preload_text(options)),
         ("stop", stop_text(options)),
         ("logs", log_text(options, job_id)),
     ]
@@ -110,6 +111,12 @@ def threads_text(resolution: Resolution, environ: Mapping[str, str]) -> str:
     if "OMP_NUM_THREADS" in environ:
         return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} as it is set"
     return "OMP_NUM_THREADS stays unset: one worker may use all CPUs"
+
+
+def preload_text(options: RunOptions) -> str:
+    preload = options.preload
+    later = f"; {', '.join(preload.later)} once they run" if preload.later else ""
+    return f"{', '.join(preload.modules) or 'none'}{later} ({preload.why})"
 
 
 def stop_text(options: RunOptions) -> str:

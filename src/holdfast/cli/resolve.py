@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import meeting, values
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
+from holdfast.cli.preload import preload
 from holdfast.cli.program import worker_command
 from holdfast.core.errors import (
     BindingError,
@@ -51,11 +52,13 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     cpus = count_cpus(probes).number
     check_virtual_local_rank(parsed, environ, devices.number)
     signals = signals_to_handle(parsed, notices)
+    command = worker_command(parsed, environ, notices)
+    threads = omp_num_threads(environ, devices.number, cpus)
     options = RunOptions(
         job=place.job,
         limits=place.limits,
         nproc=devices.number,
-        command=worker_command(parsed, environ, notices),
+        command=command,
         logs=log_options(parsed, environ, devices.number, notices),
         endpoint=place.endpoint,
         standalone=place.standalone,
@@ -71,7 +74,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         virtual_local_rank=given.virtual_local_rank,
         numa_binding=given.numa_binding,
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
-        omp_num_threads=omp_num_threads(environ, devices.number, cpus),
+        omp_num_threads=threads,
+        preload=preload(parsed, command, place.job, counted="OMP_NUM_THREADS" in environ or threads is not None),
         start_method=given.start_method,
         event_log_handler=given.event_log_handler,
         monitor_interval_s=given.monitor_interval,

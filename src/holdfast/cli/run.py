@@ -46,6 +46,9 @@ def execute(parsed: Parsed) -> int:
         options = resolve(parsed, os.environ)
         for notice in options.notices:
             print(f"holdfast: {notice}", file=sys.stderr)
+        from holdfast.runtime.workers import preload
+
+        preload.begin(keeper, options)  # before our own heavy modules: it imports while we do
         from holdfast.insight.screen import render
         from holdfast.insight.verdicts import judge
         from holdfast.runtime.agent_service import run_job

@@ -110,6 +110,16 @@ class CallFds(Struct, frozen=True, kw_only=True):
     """By local rank: where that worker writes what became of it."""
 
 
+class Preload(Struct, frozen=True, kw_only=True):
+    """What a node imports once, so that its workers are forked with it (--preload)."""
+
+    modules: tuple[str, ...] = ()
+    """Before the first worker is forked, in this order; empty: every worker is started by exec."""
+    later: tuple[str, ...] = ()
+    """Once the workers run, for those of a restart."""
+    why: str = "not asked for"
+
+
 class RunOptions(Struct, frozen=True, kw_only=True):
     job: JobSpec
     limits: Limits
@@ -143,6 +153,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     event_log_handler: str = "null"
     monitor_interval_s: float = 0.1
     """Accepted for compatibility; nothing polls."""
+    preload: Preload = Preload()
     call_fds: CallFds | None = None
     """Only from Python (holdfast.launch): no command line says it."""
     notices: tuple[str, ...] = ()

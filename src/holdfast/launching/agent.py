@@ -58,13 +58,16 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.cli.resolve import resolve
         from holdfast.core.options import CallFds
         from holdfast.insight.verdicts import judge
-        from holdfast.runtime.agent_service import Finished, run_job
+        from holdfast.runtime.workers import preload
 
         options = structs.replace(
             resolve(parsed, os.environ).options, call_fds=CallFds(call=call_fd, results=result_fds)
         )
+        preload.begin(keeper, options)
         for notice in options.notices:
             sys.stderr.write(f"holdfast: {notice}\n")
+
+        from holdfast.runtime.agent_service import Finished, run_job
 
         def tell(end: Finished) -> str:
             """The caller's exception says it; the console need not."""

@@ -1,6 +1,7 @@
 """Runs a user's Python program as `python` itself would, and writes down the exception that ends it.
 
     python -u bootstrap.py script|module|run_path TARGET [arguments…]
+    python -u bootstrap.py nursery …       the process that others of these are forked from, see nursery.py
 
 Standard library only and nothing of holdfast: it is run by its path, by whatever Python the user chose. The program
 must not be able to tell: `__main__`, `sys.argv`, `sys.path[0]`, tracebacks and exit codes are those of a plain
@@ -239,8 +240,33 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def _serve_as_nursery() -> None:
+    """Returns in each worker that is forked, where everything is as after its own start.
+
+    Here, so that workers have the same frames below them however they were started.
+    """
+    folder, control_fd = sys.argv[2:4]
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+    birth = _load(os.path.join(folder, "birth.py"))
+    nursery = _load(os.path.join(folder, "nursery.py"), birth=birth)
+    nursery.serve(int(control_fd))
+
+
+def _load(path: str, **given: Any) -> Any:
+    """A module of ours by its path, which no other module can find."""
+    machinery: Any = sys.modules["_frozen_importlib_external"]
+    name = os.path.basename(path).removesuffix(".py")
+    module = type(sys)(name)
+    module.__dict__.update(given)
+    exec(machinery.SourceFileLoader(name, path).get_code(name), module.__dict__)
+    return module
+
+
 def main() -> None:
     """Turn into the program that the arguments name."""
+    if sys.argv[1] == "nursery":
+        _serve_as_nursery()
     recorder = _Recorder()
     mode, target = sys.argv[1:3]
     if hasattr(sys, "orig_argv"):

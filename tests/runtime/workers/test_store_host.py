@@ -15,7 +15,8 @@ import pytest
 
 from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
-from holdfast.runtime.workers.store_host import StoreHost, wants_store
+from holdfast.runtime.workers.sources import wants_store
+from holdfast.runtime.workers.store_host import StoreHost
 
 OnBench = Callable[..., None]
 

@@ -29,8 +29,10 @@ from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
+from holdfast.runtime.workers.preload import order_for, script_argv
+from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
-from holdfast.runtime.workers.store_host import StoreHost, wants_store
+from holdfast.runtime.workers.store_host import StoreHost
 
 SIGKILL = 9
 
@@ -67,6 +69,7 @@ class Crew:
         self._environ = dict(os.environ)
         self._loop = asyncio.get_running_loop()
         self._keeper = KeeperClient(keeper, self._on_keeper)
+        journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
         self._store: StoreHost | None = None
@@ -135,9 +138,10 @@ class Crew:
             return _free_port(assign.local_world)
         if self._store is None:
             python = self._options.command.python
-            eager = await asyncio.to_thread(wants_store, self._options.command)
+            warm = script_argv(self._options) if "torch" in self._options.preload.modules else []
+            eager = not warm and await asyncio.to_thread(wants_store, self._options.command)
             await self._keeper_ready.wait()
-            self._store = StoreHost(self._keeper, python, self._on_store_lost, eager=eager)
+            self._store = StoreHost(self._keeper, python, self._on_store_lost, eager=eager, warm_argv=warm)
         port = self._store.open(assign.generation, loopback_only=assign.local_world)
         self.on_store(port)
         return port
@@ -186,6 +190,7 @@ class Crew:
             env_set=environment,
             fds={number: fd for number, fd in wanted.items() if fd is not None},
             cpus=self._cpus.get(worker.local_rank),
+            warm=bool(self._options.preload.modules),
         )
         worker.began_s = self._loop.time()
         self._router.started(worker.local_rank)
@@ -215,6 +220,8 @@ class Crew:
                     self._ended(ended, pid, exit_code)
             case kept.TreeGone(leftover):
                 self._tree_gone(leftover)
+            case kept.PreloadTold(text, trouble):
+                self._journal.write("preload", text=text, trouble=trouble)
             case kept.KeeperDied():
                 self._tasks.create_task(self._revive())
 
@@ -299,6 +306,9 @@ class Crew:
                 self._emit(StoreDied(self._generation))
         handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
         self._keeper = KeeperClient(handle, self._on_keeper)
+        order = order_for(self._options, self._environ)
+        if order is not None:
+            self._keeper.nurse(order)
         self._keeper_ready.set()
         for worker in lost.values():
             self._ended(worker, worker.pid, -SIGKILL)

@@ -7,13 +7,15 @@ Standard library only. Knows processes, signals and descriptors; knows nothing o
 
 Commands that come over the lifeline (see lifeline.py for the frames); a spawn brings one descriptor for each number:
 
-    {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus"}
+    {"do": "nurse", …}                     start the nursery (preload.py); from then on it is asked for "warm" workers
+    {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus",
+     "warm"}
     {"do": "signal", "key", "signum"}      to the leader alone
     {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
     {"do": "exit"}                         as if the agent were gone
 
 Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
-{"is": "ended", key, pid, exit_code}, {"is": "tree_gone", leftover}.
+{"is": "ended", key, pid, exit_code}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble}.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from holdfast.runtime.workers import lifeline, processes
+from holdfast.runtime.workers import lifeline, nursery, processes
 
 NAME = b"holdfast-keeper"
 END_LIMIT_S = 10.0
@@ -38,6 +40,8 @@ END_LIMIT_S = 10.0
 
 _TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
+_HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
+"""Signals that do nothing to a process that has not asked for them."""
 _EXEC_FAILED = 127
 
 
@@ -169,6 +173,7 @@ class Keeper:
         self._wake = self._wake_at_child_end()
         self._poller.register(self._wake, select.POLLIN)
         self._agent_end = self._watch_agent(agent)
+        self._nursery = nursery.Nursery(self._poller, self._spawn, self._born, self._out.add)
 
     def _wake_at_child_end(self) -> int:
         wake_read, wake_write = os.pipe()
@@ -210,6 +215,8 @@ class Keeper:
             self._leaving = True
         elif fd in self._execs:
             self._settle_exec(fd)
+        elif self._nursery.owns(fd):
+            self._nursery.serve(fd)
         elif fd == self._sock.fileno() and mask & ~select.POLLOUT:
             commands = self._in.receive(self._sock)
             if commands is None:
@@ -220,6 +227,10 @@ class Keeper:
 
     def _obey(self, command: dict[str, Any], fds: list[int]) -> None:
         match command["do"]:
+            case "nurse":
+                self._nursery.begin(command)
+            case "spawn" if self._nursery.takes(command):
+                self._nursery.ask(command, fds)
             case "spawn":
                 try:
                     self._spawn(command, fds)
@@ -229,6 +240,7 @@ class Keeper:
             case "signal":
                 self._signal(command["key"], command["signum"])
             case "kill_tree":
+                self._nursery.cancel(None, signal.SIGKILL)
                 self._kill_deadline = time.monotonic() + command["limit_s"]
             case "exit":
                 self._leaving = True
@@ -255,6 +267,11 @@ class Keeper:
         self._kept[pid] = Kept(key, bool(command["service"]))
         self._execs[read_end] = pid
         self._poller.register(read_end, select.POLLIN)
+
+    def _born(self, command: dict[str, Any], pid: int) -> None:
+        """A worker was forked by the nursery, fell to us, and waits for leave to run."""
+        self._kept[pid] = Kept(command["key"], bool(command["service"]))
+        self._out.add({"is": "started", "key": command["key"], "pid": pid})
 
     def _become(self, command: dict[str, Any], fds: list[int], report: int) -> NoReturn:
         """In the child: turn into the program, or report why not. Every other descriptor closes itself at exec."""
@@ -300,11 +317,16 @@ class Keeper:
             return
         number, _, text = told.decode(errors="replace").partition(" ")
         key = self._kept.pop(pid).key
+        if key == nursery.KEY:
+            self._nursery.ended(_EXEC_FAILED)
+            return
         self._out.add({"is": "spawn_failed", "key": key, "errno": int(number), "text": text})
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def _signal(self, key: str, signum: int) -> None:
+        if signum not in self._ignored and signum not in _HARMLESS:
+            self._nursery.cancel(key, signum)
         for pid, kept in self._kept.items():
             if kept.key == key:
                 with contextlib.suppress(ProcessLookupError):
@@ -319,9 +341,14 @@ class Keeper:
     def _ended(self, pid: int, status: int) -> None:
         for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
             self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
+        if pid not in self._kept:
+            self._nursery.settle_all()
         kept = self._kept.pop(pid, None)
         if kept is not None:
             code = os.waitstatus_to_exitcode(status)
+            if kept.key == nursery.KEY:
+                self._nursery.ended(code)
+                return
             self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})
 
     def _kill_pass(self, deadline: float) -> None:

@@ -55,11 +55,19 @@ class TreeGone(Struct, frozen=True):
     """Processes that did not die within the limit: stuck in the kernel. Usually empty."""
 
 
+class PreloadTold(Struct, frozen=True):
+    """News of what is imported ahead for the workers."""
+
+    text: str
+    trouble: bool
+    """Workers start more slowly than was asked for."""
+
+
 class KeeperDied(Struct, frozen=True):
     """The keeper is gone without having been asked; its workers die with it. See `revive_keeper`."""
 
 
-KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | KeeperDied
+KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | PreloadTold | KeeperDied
 
 
 class KeeperClient:
@@ -83,6 +91,10 @@ class KeeperClient:
         """Whether the keeper still takes commands; those given to a dead one have no effect."""
         return not self._ended.is_set()
 
+    def nurse(self, order: lifeline.Message) -> None:
+        """Import ahead, as `preload.order_for` says, for all that is spawned `warm` from here on."""
+        self._send(order)
+
     def spawn(
         self,
         key: str,
@@ -94,12 +106,14 @@ class KeeperClient:
         fds: Mapping[int, int] | None = None,
         service: bool = False,
         cpus: Sequence[int] | None = None,
+        warm: bool = False,
     ) -> None:
-        """Start a program: ProcessStarted or SpawnFailed follows.
+        """Start a program: ProcessStarted or SpawnFailed follows, or ProcessEnded if it is ended before it has begun.
 
         `fds`: number in the child -> descriptor of ours (which stays ours, and may be closed at once); 0, 1 and 2 are
         the agent's own where not named, and nothing else is inherited. `env_set` and `env_unset` alter the environment
         that the agent was started with. `service`: survives kill_tree. `cpus`: CPU numbers to run on.
+        `warm`: a program under our bootstrap, to be forked from the nursery if there is one.
         """
         wanted = fds or {}
         command = {
@@ -112,6 +126,7 @@ class KeeperClient:
             "fds": list(wanted),
             "service": service,
             "cpus": list(cpus) if cpus is not None else None,
+            "warm": warm,
         }
         self._send(command, list(wanted.values()))
 
@@ -184,6 +199,8 @@ def _event(message: lifeline.Message) -> KeeperEvent:
             return ProcessEnded(message["key"], message["pid"], message["exit_code"])
         case "tree_gone":
             return TreeGone(tuple(message["leftover"]))
+        case "preload":
+            return PreloadTold(message["text"], message["trouble"])
         case other:
             raise ValueError(f"the keeper told of {other!r}")
 

@@ -1,9 +1,9 @@
 """The store host: serves a generation's TCPStore at MASTER_ADDR:MASTER_PORT, from a process of its own.
 
 The agent binds the listening socket first and publishes its port after; nothing else can take it. The server process
-(train/store_server.py, the only one here that loads torch) is started when the script is seen to import torch, or else
-when the first client connects: its connection waits in the socket's backlog and is handed over with it. The process
-lives on over generations; each gets a fresh store, so no key of an earlier one can be read.
+(train/store_server.py) is started when the first client connects, whose connection waits in the socket's backlog and is
+handed over with it; it is forked from the nursery where torch is preloaded. Where it has to load torch for itself it is
+started at once if the script is seen to import torch. The process lives on over generations; each gets a fresh store, so no key of an earlier one can be read.
 
 Knows sockets and the keeper; must not know torch.
 """
@@ -11,15 +11,12 @@ Knows sockets and the keeper; must not know torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import re
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent, ProcessEnded, SpawnFailed
 
 KEY = "store#"
@@ -28,36 +25,6 @@ SERVER = str(Path(__file__).resolve().parents[2] / "train" / "store_server.py")
 BACKLOG = 16_384
 """Connections that may wait for the server to come up: all ranks of a large job; the kernel has its own maximum."""
 PACKET_BYTES_MAX = 4096
-SOURCE_BYTES_MAX = 2_000_000
-"""A script above this is not looked into."""
-
-STORE_USERS = frozenset(
-    [
-        "torch",
-        "accelerate",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "transformers",
-        "deepspeed",
-        "fairscale",
-        "composer",
-        "trl",
-        "peft",
-        "ignite",
-        "catalyst",
-        "fastai",
-        "torchvision",
-        "torchaudio",
-        "torchtext",
-        "megatron",
-        "colossalai",
-        "horovod",
-        "nemo",
-        "torchtune",
-    ]
-)
-"""Packages whose users most likely open a process group."""
 
 LostCallback = Callable[[int, str], None]
 
@@ -65,15 +32,25 @@ LostCallback = Callable[[int, str], None]
 class StoreHost:
     """The store of one node, over all generations. Every event of the keeper has to be passed to `handle`."""
 
-    def __init__(self, keeper: KeeperClient, python: str, on_lost: LostCallback, *, eager: bool = False) -> None:
+    def __init__(
+        self,
+        keeper: KeeperClient,
+        python: str,
+        on_lost: LostCallback,
+        *,
+        eager: bool = False,
+        warm_argv: Sequence[str] = (),
+    ) -> None:
         """`python`: interpreter that has torch; empty: ours. `on_lost(generation, why)`: the store of an open generation is gone.
 
-        `eager`: start the server with the first `open`, not with the first client.
+        `eager`: start the server with the first `open`, not with the first client. `warm_argv`: how the nursery runs a
+        script of a worker's Python; empty: there is no nursery.
         """
         self._keeper = keeper
         self._python = python or sys.executable
         self._on_lost = on_lost
         self._eager = eager
+        self._warm_argv = list(warm_argv)
         self._loop = asyncio.get_running_loop()
         self._generation: int | None = None
         self._listening: socket.socket | None = None
@@ -138,9 +115,10 @@ class StoreHost:
             control = 3
             self._keeper.spawn(
                 self._key,
-                [self._python, "-u", SERVER, str(control)],
+                [*(self._warm_argv or [self._python, "-u"]), SERVER, str(control)],
                 fds={0: null.fileno(), 1: null.fileno(), 2: null.fileno(), control: theirs.fileno()},
                 service=True,
+                warm=bool(self._warm_argv),
             )
         ours.setblocking(False)
         self._control = ours
@@ -209,58 +187,3 @@ def _bound(family: socket.AddressFamily, address: str) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-# --- does the script want a store? ------------------------------------------------------------------------------------
-
-
-def wants_store(command: WorkerCommand) -> bool:
-    """Whether the program's source imports torch or something built on it, itself or through a module beside it.
-
-    A guess that costs nothing when it is wrong: then the server starts when the first client connects.
-    """
-    source = _source_of(command)
-    if source is None:
-        return False
-    names = _imported(source)
-    beside = [path for name in sorted(names) if (path := _module_beside(source, name)) is not None]
-    return bool(STORE_USERS & names.union(*(_imported(path) for path in beside)))
-
-
-def _source_of(command: WorkerCommand) -> Path | None:
-    if command.kind is CommandKind.PROGRAM:
-        return None
-    if command.kind is not CommandKind.MODULE:
-        path = Path(command.target)
-        return path / "__main__.py" if path.is_dir() else path
-    place = Path(*command.target.split("."))
-    candidates = (place.with_suffix(".py"), place / "__main__.py")
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _module_beside(source: Path, name: str) -> Path | None:
-    candidates = (source.parent / f"{name}.py", source.parent / name / "__init__.py")
-    return next((path for path in candidates if path != source and path.is_file()), None)
-
-
-_IMPORT = re.compile(
-    rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b[ \t]*\(?([^#\n]*)|import[ \t]+([^#\n;]+))", re.MULTILINE
-)
-
-
-def _imported(path: Path) -> set[str]:
-    """Top-level names of what a source file seems to import, anywhere in it; nothing for what cannot be read.
-
-    Lines are enough for a guess; a syntax tree would cost every start ten milliseconds.
-    """
-    names: set[str] = set()
-    with contextlib.suppress(OSError):
-        if not path.is_file() or path.stat().st_size > SOURCE_BYTES_MAX:
-            return names
-        for origin, members, modules in _IMPORT.findall(path.read_bytes()):
-            listed = members if origin == b"." else origin or modules
-            for item in listed.split(b","):
-                name = item.strip().partition(b" ")[0].lstrip(b".").partition(b".")[0]
-                names.add(name.decode("ascii", "ignore"))
-    names.discard("")
-    return names

@@ -1,0 +1,265 @@
+"""The keeper's side of the nursery: starts it, asks it for workers, and starts them by exec where it has none.
+
+The nursery (worker/nursery.py) imports the heavy modules once; it is a process of its own, so that the keeper stays
+small and nothing that an import does can end it. Workers forked there fall to the keeper, who hears each one's pid,
+notes it, and only then lets it run: no worker runs that the keeper does not know. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+KEY = "nursery"
+CONTROL_FD = 3
+REBUILDS_MAX = 3
+PACKET_BYTES_MAX = 65_536
+WISH_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
+
+Command = dict[str, Any]
+
+
+class Fork:
+    """A worker that was asked for. Owns its descriptors, for it may have to be started by exec after all."""
+
+    def __init__(self, command: Command, fds: list[int]) -> None:
+        self.command = command
+        self.fds = fds
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ours.setblocking(False)
+
+    def packet(self, keeper: int) -> tuple[bytes, list[int]]:
+        """The request, and the descriptors that go with it: 0, 1 and 2 are the keeper's own where not named."""
+        numbers = list(self.command["fds"])
+        own = [number for number in (0, 1, 2) if number not in numbers]
+        wish = {name: self.command[name] for name in WISH_FIELDS}
+        packet = json.dumps({**wish, "fds": numbers + own, "keeper": keeper}).encode("ascii")
+        return packet, [self.theirs.fileno(), *self.fds, *own]
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+class Nursery:
+    """At most one process at a time. All that it is asked for ends in `born`, in `spawn`, or in an `ended` event."""
+
+    def __init__(
+        self,
+        poller: select.poll,
+        spawn: Callable[[Command, list[int]], None],
+        born: Callable[[Command, int], None],
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`spawn` starts a program by exec, `born` notes a worker that was forked, `tell` passes an event on."""
+        self._poller = poller
+        self._spawn = spawn
+        self._born = born
+        self._tell = tell
+        self._order: Command | None = None
+        self._control: socket.socket | None = None
+        self._ready = False
+        self._rebuilds = 0
+        self._unfit = False
+        self._queue: deque[tuple[bytes, list[int], Fork | None]] = deque()
+        self._forks: dict[int, Fork] = {}
+        """By descriptor of our end of the answer."""
+        self._told: set[str] = set()
+
+    def begin(self, order: Command) -> None:
+        """Start the process; `order` is runtime/workers/preload.py's."""
+        self._order = order
+        self._start(order)
+
+    def takes(self, command: Command) -> bool:
+        """Whether it is to be asked: not while it is built for a second time, exec is faster then."""
+        return bool(command.get("warm")) and self._control is not None and (self._ready or self._rebuilds == 0)
+
+    def ask(self, command: Command, fds: list[int]) -> None:
+        """Ask for a worker; `fds` are ours from here on."""
+        fork = Fork(command, fds)
+        self._forks[fork.ours.fileno()] = fork
+        self._poller.register(fork.ours, select.POLLIN)
+        self._queue.append((*fork.packet(os.getpid()), fork))
+        self._flush()
+
+    def owns(self, fd: int) -> bool:
+        return fd in self._forks or (self._control is not None and fd == self._control.fileno())
+
+    def serve(self, fd: int) -> None:
+        """One of its descriptors is ready."""
+        if fd in self._forks:
+            self._settle(self._forks[fd])
+        else:
+            self._flush()
+            self._listen()
+
+    def settle_all(self) -> None:
+        """Take notice of every answer that is there already."""
+        for fork in list(self._forks.values()):
+            self._settle(fork)
+
+    def cancel(self, key: str | None, signum: int) -> None:
+        """A signal for workers that are not there yet ends them as it would end a Python that is starting.
+
+        `key`: that one; None: all but services.
+        """
+        self.settle_all()
+        for fork in list(self._forks.values()):
+            if fork.command["key"] == key or (key is None and not fork.command["service"]):
+                self._forget(fork)
+                fork.close()
+                self._tell({"is": "ended", "key": fork.command["key"], "pid": 0, "exit_code": -signum})
+
+    def ended(self, exit_code: int) -> None:
+        """The process has ended: build another one, unless that would end in the same way."""
+        self._listen()
+        self._close()
+        assert self._order is not None
+        was_ready, self._ready = self._ready, False
+        if self._unfit:
+            self._unfit = False
+            again = bool(self._order["modules"])
+        else:
+            again = was_ready or exit_code == -signal.SIGKILL
+            self._say(f"the nursery ended with exit code {exit_code}", "it is built again" if again else "")
+        if again and self._rebuilds < REBUILDS_MAX:
+            self._rebuilds += 1
+            self._start(self._order)
+
+    # --- the process --------------------------------------------------------------------------------------------------
+
+    def _start(self, order: Command) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self._poller.register(self._control, select.POLLIN)
+        program = {
+            "key": KEY,
+            "argv": order["argv"],
+            "env_set": order["env_set"],
+            "env_unset": [],
+            "cwd": None,
+            "fds": [0, 1, 2, CONTROL_FD],
+            "service": True,
+            "cpus": None,
+        }
+        # What is printed while modules are imported belongs to the workers, each of which repeats it.
+        fds = [os.open(os.devnull, os.O_RDWR), os.memfd_create("stdout"), os.memfd_create("stderr"), theirs.fileno()]
+        try:
+            self._spawn(program, fds)
+        finally:
+            for fd in fds[:3]:
+                os.close(fd)
+            theirs.close()
+        first = {"modules": order["modules"], "later": order["later"], **order["worker"]}
+        self._queue.appendleft((json.dumps(first).encode("ascii"), [], None))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._queue and self._control is not None:
+            packet, fds, fork = self._queue[0]
+            try:
+                socket.send_fds(self._control, [packet], fds)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._queue.popleft()  # too long a packet, or its end is on the way as an event
+                if fork is not None:
+                    self._exec(fork, os.strerror(error.errno or 0))
+                continue
+            self._queue.popleft()
+            if fork is not None:
+                fork.theirs.close()
+        if self._control is not None:
+            self._poller.modify(self._control, select.POLLIN | (select.POLLOUT if self._queue else 0))
+
+    def _listen(self) -> None:
+        """Take what the process tells of itself."""
+        while self._control is not None:
+            try:
+                packet = self._control.recv(PACKET_BYTES_MAX)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._close()
+                return
+            self._hear(json.loads(packet))
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        assert self._order is not None
+        match message["is"]:
+            case "unfit":
+                self._unfit = True
+                for kind in ("modules", "later"):
+                    self._order[kind] = [name for name in self._order[kind] if name != message["module"]]
+                if not message["module"]:
+                    self._order["modules"] = []
+                self._say(message["text"], "left out" if self._order["modules"] else "")
+            case "left_out":
+                self._tell({"is": "preload", "text": message["text"], "trouble": True})
+            case "ready":
+                self._ready = True
+                self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
+            case "later":
+                self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
+
+    def _say(self, why: str, then: str) -> None:
+        self._tell({"is": "preload", "text": f"{why}; {then or 'workers are started by exec'}", "trouble": True})
+
+    def _close(self) -> None:
+        """Whoever waits in the queue is started by exec; those it knew of find the end of their answers."""
+        if self._control is None:
+            return
+        self._poller.unregister(self._control)
+        self._control.close()
+        self._control = None
+        queued, self._queue = self._queue, deque()
+        for _, _, fork in queued:
+            if fork is not None:
+                self._exec(fork, "")
+
+    # --- the workers --------------------------------------------------------------------------------------------------
+
+    def _settle(self, fork: Fork) -> None:
+        try:
+            answer = fork.ours.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            answer = b""
+        word, _, rest = answer.decode(errors="replace").partition(" ")
+        if word != "pid":
+            self._exec(fork, rest)
+            return
+        self._forget(fork)
+        self._born(fork.command, int(rest))
+        with contextlib.suppress(OSError):  # it has been killed
+            fork.ours.send(b"go")
+        fork.close()
+
+    def _exec(self, fork: Fork, why: str) -> None:
+        if why and why not in self._told:
+            self._told.add(why)
+            self._say(why, "")
+        self._forget(fork)
+        try:
+            self._spawn(fork.command, fork.fds)
+        finally:
+            fork.close()
+
+    def _forget(self, fork: Fork) -> None:
+        del self._forks[fork.ours.fileno()]
+        self._poller.unregister(fork.ours)
+        self._queue = deque(item for item in self._queue if item[2] is not fork)

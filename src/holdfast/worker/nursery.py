@@ -1,0 +1,324 @@
+"""The nursery: imports a node's heavy modules once and forks workers, which cannot tell it from a start of their own.
+
+    bootstrap.py nursery THIS_FOLDER CONTROL_FD
+
+CONTROL_FD is one end of a SOCK_SEQPACKET socketpair, the keeper has the other (runtime/workers/nursery.py). Packets:
+
+    first     {"modules", "later", "first_path", "argv"}: what to import, and a worker's command line
+    then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "keeper"}: a worker is wanted; descriptors: its
+              answer's socket, then one for each number in "fds"
+    to keeper {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}, after which it ends
+
+On its answer's socket a worker says `pid N`, once it is the keeper's own child, and runs when it hears `go`; or somebody
+says `no WHY`. End of file from the keeper means that nobody wants it any more.
+
+Workers are forked twice, so that they fall to the keeper, which is a subreaper: it stays everybody's parent.
+Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
+birth.py; the tests compare a forked worker with one that was started by exec.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import gc
+import json
+import os
+import select
+import socket
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    # The bootstrap puts it here: there is no holdfast to import it from.
+    from holdfast.worker import birth  # noqa: TC004
+
+PACKET_BYTES_MAX = 1_000_000
+DESCRIPTORS_MAX = 64
+LATER_QUIET_S = 1.0
+"""So long after the last worker was forked, what only restarts need is imported: not while the workers start."""
+BATCH_MAX = 64
+"""Workers that share one process between; their descriptors are open at once."""
+THREADS_END_S_MAX = 0.1
+"""A thread that was joined may be listed for a moment still."""
+NAME = b"hf-nursery"
+
+READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_")
+"""Variables that libraries read when they are loaded, and not through os.environ."""
+
+
+class UnfitError(Exception):
+    """This process must not be forked into workers; the text says why."""
+
+
+def serve(control_fd: int) -> None:
+    """Import and serve. Returns in each worker, as the process that its command line describes; never in the nursery."""
+    control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, birth.FD_MIN))
+    os.close(control_fd)
+    nursery = Nursery(control)
+    try:
+        nursery.run()
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the keeper is gone
+
+
+# --- importing --------------------------------------------------------------------------------------------------------
+
+
+class Watched(dict):  # type: ignore[type-arg]
+    """Stands in for the data of os.environ and notes which variables were asked for."""
+
+    def __init__(self, data: dict[bytes, bytes], asked: set[str]) -> None:
+        super().__init__(data)
+        self.asked = asked
+
+    def __getitem__(self, key: bytes) -> bytes:
+        self.asked.add(os.fsdecode(key))
+        value: bytes = super().__getitem__(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, bytes):
+            self.asked.add(os.fsdecode(key))
+        return super().__contains__(key)
+
+
+class Importer:
+    """Imports modules, and knows what that changed and asked for in the environment."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+        self.given = dict(os.environ)
+        self.changed: dict[str, str | None] = {}
+
+    def load(self, module: str) -> str:
+        """Import one module; returns why it could not be imported. Raises UnfitError when what it did cannot be forked."""
+        data = os.environ._data  # type: ignore[attr-defined]
+        before = dict(os.environ)
+        os.environ._data = Watched(data, self.asked)  # type: ignore[attr-defined]
+        try:
+            __import__(module)
+            trouble = ""
+        except BaseException as error:  # noqa: BLE001 - whatever a module raises, SystemExit too
+            trouble = f"{module} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            os.environ._data = dict(os.environ._data)  # type: ignore[attr-defined]
+        after = dict(os.environ)
+        self.changed |= {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
+        check_forkable()
+        return trouble
+
+    def environment(self, wanted: dict[str, str]) -> dict[str, str]:
+        """What becomes of an environment by the same imports. Raises UnfitError when they would have gone otherwise."""
+        differing = {name for name in wanted.keys() | self.given.keys() if wanted.get(name) != self.given.get(name)}
+        for name in sorted(differing):
+            if name in self.asked or name.startswith(READ_BY_LIBRARIES):
+                raise UnfitError(f"{name} is the worker's own and is read while modules are imported")
+        mended = dict(wanted)
+        for name, value in self.changed.items():
+            if value is None:
+                mended.pop(name, None)
+            else:
+                mended[name] = value
+        return mended
+
+
+def check_forkable() -> None:
+    """Raises UnfitError for threads, children, devices and tracers, none of which a fork takes along."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        # OpenBLAS ends its threads before each fork and starts them again when they are needed; others stay.
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        deadline = time.monotonic() + THREADS_END_S_MAX
+        while (threads := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if threads:
+            raise UnfitError(f"it has started {threads} thread{'s' if threads > 1 else ''}, which a fork would lose")
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if name.startswith("/dev/nvidia"):
+            raise UnfitError(f"it has opened {name}, and a CUDA context cannot be forked")
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        raise UnfitError("it has initialised CUDA, and a CUDA context cannot be forked")
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        pass
+    else:
+        raise UnfitError("it has started a process, which would not be the worker's own")
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        raise UnfitError("a tracer is at work")
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+class Nursery:
+    """One process, single-threaded: imports, then waits for requests; the rest is imported when none has come."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._program_at = len(sys.orig_argv) - len(sys.argv)
+        self._start = list(sys.orig_argv[: self._program_at + 1])
+        self._importer = Importer()
+        with open("/proc/self/comm", "rb") as file:
+            self._comm = file.read().rstrip(b"\n")
+        self._opened: set[int] = set()
+        """Descriptors that imports have opened and kept."""
+
+    def run(self) -> None:
+        """Returns in each worker, never here."""
+        birth.set_name(NAME)
+        order, _ = self._receive()
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path.insert(0, order["first_path"])
+        sys.argv = order["argv"][self._program_at + 2 :]
+        self._import_all(order["modules"])
+        later = list(order["later"])
+        served = False
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while True:
+            if not poller.poll(LATER_QUIET_S * 1000 if later and served else None):
+                self._import_later(later.pop(0))
+                continue
+            if self._bear(self._requests(poller)):
+                return
+            served = True
+
+    def _import_all(self, modules: list[str]) -> None:
+        began = time.monotonic()
+        done = []
+        for module in modules:
+            trouble = self._import(module)
+            if trouble:
+                self._tell("left_out", trouble)
+            else:
+                done.append(module)
+        if not done:
+            self._end_unfit("", "no module is left to be imported ahead")
+        self._settle()
+        self._tell("ready", f"{', '.join(done)} in {time.monotonic() - began:.2f} s")
+
+    def _import_later(self, module: str) -> None:
+        began = time.monotonic()
+        trouble = self._import(module)
+        self._settle()
+        self._tell("later", trouble or f"{module} in {time.monotonic() - began:.2f} s, for restarts")
+
+    def _import(self, module: str) -> str:
+        try:
+            return self._importer.load(module)
+        except UnfitError as unfit:
+            self._end_unfit(module, f"{module}: {unfit}")
+
+    def _settle(self) -> None:
+        """What lives now lives on in all workers: no page of it is copied because the collector looked at it."""
+        gc.collect()
+        gc.freeze()
+        self._opened = {int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2} - {self._control.fileno()}
+        self._opened = {fd for fd in self._opened if is_open(fd)}
+
+    def _end_unfit(self, module: str, text: str) -> NoReturn:
+        self._tell("unfit", text, module=module)
+        os._exit(0)
+
+    def _tell(self, what: str, text: str, **more: str) -> None:
+        self._control.sendall(json.dumps({"is": what, "text": text, **more}).encode())
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        packet, fds, _flags, _address = receive(self._control)
+        if not packet:
+            os._exit(0)  # the keeper is gone
+        wish: dict[str, Any] = json.loads(packet)
+        return wish, fds
+
+    def _requests(self, poller: select.poll) -> list[birth.Request]:
+        """All that wait: they share the first of the two forks."""
+        requests = [birth.Request(*self._receive())]
+        while poller.poll(0) and len(requests) < BATCH_MAX:
+            requests.append(birth.Request(*self._receive()))
+        return requests
+
+    def _bear(self, requests: list[birth.Request]) -> bool:
+        """Fork a worker for each. True in a worker."""
+        ready = [(request, newborn) for request in requests if (newborn := self._newborn(request, requests))]
+        try:
+            between = os.fork() if ready else -1
+        except OSError as error:
+            between = -1
+            for request, _ in ready:
+                request.refuse(f"fork failed: {error.strerror}")
+        if between == 0:
+            self._control.detach()  # closed by number in the workers
+            for request, newborn in ready:
+                if fork_from(os.getpid(), request, newborn):
+                    return True
+            os._exit(0)
+        if between > 0:
+            os.waitpid(between, 0)
+        for request in requests:
+            request.close()
+        return False
+
+    def _newborn(self, request: birth.Request, requests: list[birth.Request]) -> birth.Newborn | None:
+        if request.argv[: len(self._start)] != self._start:
+            request.refuse("another interpreter is wanted")
+            return None
+        if self._opened & request.fds.keys():
+            request.refuse(f"an import keeps descriptor {min(self._opened & request.fds.keys())} open")
+            return None
+        given = {**self._importer.given, **request.env_set}
+        for name in request.env_unset:
+            given.pop(name, None)
+        try:
+            environment = self._importer.environment(given)
+        except UnfitError as unfit:
+            request.refuse(str(unfit))
+            return None
+        foreign = [self._control.fileno()]
+        foreign += [fd for other in requests for fd in (other.answer, *other.fds.values()) if other is not request]
+        return birth.Newborn(request, given, environment, foreign, self._program_at, self._comm)
+
+
+def fork_from(between: int, request: birth.Request, newborn: birth.Newborn) -> bool:
+    """In the process between: fork one worker. True in the worker, when everything about it is its own."""
+    try:
+        if os.fork() != 0:
+            return False
+    except OSError as error:
+        request.refuse(f"fork failed: {error.strerror}")
+        return False
+    try:
+        newborn.begin(between)
+    except BaseException as error:  # noqa: BLE001 - the child must not live on as a second nursery
+        request.refuse(f"{type(error).__name__}: {error}")
+        os._exit(1)
+    return True
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int], int, Any]:
+    numbers = array.array("i")
+    space = socket.CMSG_SPACE(DESCRIPTORS_MAX * numbers.itemsize)
+    packet, ancillary, flags, address = sock.recvmsg(PACKET_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
+    return packet, list(numbers), flags, address
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
