@@ -10,6 +10,7 @@ what the rig did. The surviving history is the chain of snapshots that leads to 
 | chain | every snapshot grew from one that exists, and by the steps in between |
 | alone | no step of a generation lies in the time of another; no worker of it lives on when another trains |
 | late | no generation saves once a later one trains |
+| drain | ranks that leave on purpose leave after the same step, and it is saved (unless the disk was full) |
 | leak | nothing is left of a dead agent, of the run in /dev/shm or among the temporary files |
 | stands | the job does not stand still, ends when it is told to, with all nodes together and with 0 |
 """
@@ -80,6 +81,7 @@ def check(record: Record) -> list[Violation]:
         *_order(record),
         *_alone(record),
         *_late(record),
+        *_drain(record),
         *_leaks(record.events),
         *_stands(record.events),
     ]
@@ -236,6 +238,18 @@ def _late(record: Record) -> Iterator[Violation]:
             began_s, name = min(later)
             text = f"snapshot {snapshot.id} of generation {snapshot.generation} was written {snapshot.written_s - began_s:.3f} s after {name} trained"
             yield Violation("late", text)
+
+
+def _drain(record: Record) -> Iterator[Violation]:
+    saved = {(snapshot.generation, snapshot.step) for snapshot in record.snapshots}
+    for generation in generations(record):
+        last = {max(life.steps) for life in generation.lives if life.finished and life.steps}
+        if len(last) > 1:
+            yield Violation("drain", f"ranks of generation {generation.id} left after different steps: {sorted(last)}")
+        unsaved = {step for life in generation.lives for step in life.unsaved}
+        for step in last - unsaved:
+            if (generation.id, step) not in saved:
+                yield Violation("drain", f"generation {generation.id} left after step {step} and had not saved it")
 
 
 def _leaks(events: list[Event]) -> Iterator[Violation]:

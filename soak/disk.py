@@ -22,7 +22,7 @@ from pathlib import Path
 
 FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
 TOOLS = ("mount", "umount", "losetup", "mkfs.ext4")
-CHUNK = bytes(1 << 20)
+CHUNKS = (bytes(1 << 20), bytes(1 << 16), bytes(1 << 12))
 
 
 def why_not() -> str:
@@ -47,10 +47,16 @@ class Disk:
         return any(each.poll() is None for each in self._stalls)
 
     def fill(self) -> None:
-        """No byte is left, as far as this can be said of a disk that others write to and clean."""
-        with contextlib.suppress(OSError), (self.path / "filler").open("ab") as file:
-            while True:
-                file.write(CHUNK)
+        """No block is left, as far as this can be said of a disk that others write to and clean."""
+        file = os.open(self.path / "filler", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            for chunk in CHUNKS:
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.write(file, chunk)
+                os.fsync(file)  # what was only promised is given or taken back
+        finally:
+            os.close(file)
 
     def empty(self) -> None:
         """What `fill` took is free again."""

@@ -47,7 +47,10 @@ class Life:
     looked_s: float = 0.0
     """When rank 0 began to look for it."""
     steps: dict[int, Step] = field(default_factory=dict)
+    unsaved: list[int] = field(default_factory=list)
+    """Steps after which it could not save."""
     finished: bool = False
+    """It left on purpose, after the last of its steps."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ def read_life(path: Path) -> Life | None:
         elif what == "end":
             step = life.steps[line["step"]]
             step.ended_s, step.seen = now, (line["seen"][0], line["seen"][1])
+        elif what == "not saved":
+            life.unsaved.append(max(life.steps))
         elif what == "finished":
             life.finished = True
     if life is not None:

@@ -191,6 +191,35 @@ def test_a_snapshot_of_a_side_that_should_have_stopped(story: Story) -> None:
     assert story.broken() == {"late"}
 
 
+def leave(story: Story, after: int) -> list[Life]:
+    """The second generation leaves on purpose."""
+    lives = story.record.lives[2:]
+    for life in lives:
+        life.steps = {number: step for number, step in life.steps.items() if number <= after}
+        life.finished = True
+    story.record.snapshots = [each for each in story.record.snapshots if each.step <= after]
+    return lives
+
+
+def test_ranks_that_leave_together_with_what_they_have_done(story: Story) -> None:
+    leave(story, after=9)
+    assert checker.check(story.record) == []
+
+
+def test_a_rank_that_leaves_a_step_ahead(story: Story) -> None:
+    first, second, _ = leave(story, after=9)
+    first.steps[10] = replace(first.steps[9], number=10)
+    second.finished = False
+    assert story.broken() == {"drain"}
+
+
+def test_ranks_that_leave_without_saving(story: Story) -> None:
+    first, *_ = leave(story, after=10)
+    assert story.broken() == {"drain"}
+    first.unsaved.append(10)
+    assert checker.check(story.record) == [], "the disk was full"
+
+
 @pytest.mark.parametrize(
     ("event", "rule"),
     [
