@@ -145,7 +145,8 @@ class Member:
         """Go, and let the others form without us."""
         if not self._ended.done():
             self._ending = True
-            self._feed(Signalled(signal.SIGTERM, "its torchrun has ended"))
+            # As Ctrl-C: at once. There is no safe point to wait for.
+            self._feed(Signalled(signal.SIGINT, "its torchrun has ended"))
             self._workers_gone(EXIT_FAILURE, "its torchrun has ended")
 
     # ---------------------------------------------------------------- towards the machine
