@@ -48,7 +48,7 @@ class SharedValue(ABC):
 
     @abstractmethod
     def read(self) -> bytes | None:
-        """The newest value; None or empty when there is none. Must never be older than a swap that has succeeded."""
+        """The newest value; None or empty when there is none. One that is a little old costs time, never safety."""
 
     @abstractmethod
     def swap(self, old: bytes | None, new: bytes) -> bool:
