@@ -125,3 +125,18 @@ def test_a_holdfast_agent_is_no_peer_of_torchruns(site: Site, endpoint: str) -> 
     assert "HF111" in stranger.text
     assert "backend 'holdfast'" in stranger.text or "backend holdfast" in stranger.text
     assert torchrun.end(LIMIT_S) == 0
+
+
+def test_sigterm_to_one_is_told_to_the_other(site: Site, endpoint: str) -> None:
+    """Without torch in the workers, and without waiting for anything to run out."""
+    script = site.script("meet()\nif WORLD == 2: hold()")
+    agents = [start(site, endpoint, "--nnodes=1:2", script) for _ in range(2)]
+    site.wait(2, "up", LIMIT_S, world=2)
+    host = int(site.trail("up", world=2, rank=0)[0]["agent"])
+    leaver, other = agents[1 - host], agents[host]
+    leaver.signal(15)
+    site.wait(1, "up", LIMIT_S, world=1)
+    assert leaver.end(LIMIT_S) != 0
+    assert other.end(LIMIT_S) == 0
+    assert "is leaving" in other.text
+    site.all_gone()

@@ -30,6 +30,9 @@ class Membership:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
+        self._lock = threading.Lock()
+        self._gone = False
+        """The loop takes nothing more: what is asked of the member now, it can answer in any thread."""
         self._closed = False
 
     @property
@@ -96,17 +99,23 @@ class Membership:
         self._member = Member(self._options, self._say)
         self._member.want(waiter)  # before the first dial: a place may be there at once
         self._ready.set()
-        await self._member.live()
+        try:
+            await self._member.live()
+        finally:
+            with self._lock:
+                self._gone = True
+            await asyncio.sleep(0)  # for what was posted until now
 
     def _post(self, action: Callable[[Member], None], otherwise: Callable[[], object] = lambda: None) -> None:
         member, loop = self._member, self._loop
         if member is None or loop is None:
             otherwise()
             return
-        try:
-            loop.call_soon_threadsafe(action, member)
-        except RuntimeError:  # the loop has ended, and the member with it
-            action(member)
+        with self._lock:
+            if not self._gone:
+                loop.call_soon_threadsafe(action, member)
+                return
+        action(member)
 
     def _join(self, limit_s: float) -> bool:
         if self._thread is None:
