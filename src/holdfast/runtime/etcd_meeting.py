@@ -34,6 +34,8 @@ WATCH_INTERVAL_S = (0.15, 0.35)
 """Between two looks at the key while its holder does not answer; drawn anew each time, so that agents do not march in step."""
 WATCH_S_MAX = 2.0
 """After a failed dial: so long the key is watched before the attempt counts as failed."""
+SEEK_S_MAX = 15.0
+"""One look at who is in charge, with all the calls it takes: a third party's may hang for ever."""
 TURNS_MAX = 8
 """Leaders met and lost in one attempt."""
 
@@ -68,7 +70,11 @@ class ElectedMeeting:
         for _ in range(TURNS_MAX):
             if self._service is not None:
                 return self._service.connect_locally()
-            found = await run_detached(self._seek)
+            try:
+                async with asyncio.timeout(SEEK_S_MAX):
+                    found = await run_detached(self._seek)
+            except TimeoutError:
+                raise EtcdUnreachableError(f"who is in charge could not be learnt within {SEEK_S_MAX:g} s") from None
             if isinstance(found, Won):
                 await self._host(found)
                 continue
