@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
@@ -102,4 +103,4 @@ def pauses(faults: list[Event], trained_s: list[float]) -> dict[str, list[float]
 def quantile(values: list[float], share: float) -> float:
     """The value that this share of them does not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -54,7 +54,7 @@ def table(outcomes: list[Outcome]) -> str:
     row("processes left by dead agents", [str(f.left_behind) for f in each])
     row("**violations**", [f"**{len(outcome.violations)}**" for outcome in outcomes])
     for kind in sorted({kind for f in each for kind in f.faults}):
-        row(f"pause: {kind}", [_pauses(f, kind) for f in each])
+        row(f"pause: {kind}".replace("|", "\\|"), [_pauses(f, kind) for f in each])
     return "\n".join(lines) + "\n"
 
 

@@ -38,6 +38,7 @@ LEFT_S_MAX = 1.0
 LOOK_EVERY_S = 0.05
 TORCHS_OWN = "torchinductor_"
 """A cache that torch keeps among the temporary files, for ever."""
+WORDS_MAX = 120
 DELAY_MS, JITTER_MS, LOSS_PERCENT = 20, 5, 2.0
 
 WORKER_SIGNALS = {
@@ -335,4 +336,6 @@ def _go_on(program: Program) -> None:
 
 
 def _words(pid: int) -> str:
-    return launchers.command_line(pid).replace(b"\0", b" ").decode(errors="replace").strip()[:160]
+    """Its command line, without the folders of this machine."""
+    words = launchers.command_line(pid).decode(errors="replace").split("\0")
+    return " ".join(word.rpartition("/")[2] for word in words)[:WORDS_MAX].strip()

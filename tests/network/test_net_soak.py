@@ -17,6 +17,7 @@ LIMIT_S = 400.0
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("torch")
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_short_soak(tmp_path: Path) -> None:
     pytest.importorskip("torch")
