@@ -31,14 +31,21 @@ PARTS = {"script begins": "main", "torch imported": "torch", "DDP built": "built
 
 @dataclass(frozen=True)
 class Trained:
-    """The first step that all ranks of a world have done, by the rank that was last. Seconds since the event in question."""
+    """The first step that all ranks of a world have done. Seconds since the event in question, always by the last rank."""
 
     step_s: float
     parts: Sample
-    """When that rank's script began, had imported torch, and had built its DDP model (which imports torch._dynamo)."""
+    """When the scripts began, had imported torch, and had built their DDP models (which imports torch._dynamo)."""
 
     def sample(self, name: str) -> Sample:
         return {name: self.step_s, **{f"{name}: {part}": value for part, value in self.parts.items()}}
+
+
+def trained(firsts: list[dict[str, Any]], since_s: float) -> Trained:
+    """From the first steps of all ranks. A worker that was there before has nothing to tell of how it began."""
+    fresh = [stamp for stamp in firsts if stamp["main"] > since_s]
+    parts = {part: max(stamp[key] for stamp in fresh) - since_s for part, key in PARTS.items()} if fresh else {}
+    return Trained(max(stamp["now"] for stamp in firsts) - since_s, parts)
 
 
 class Job:
@@ -59,11 +66,10 @@ class Job:
         """Start an agent on this host; when (monotonic)."""
         began_s = time.monotonic()
         env = environment(self.folder, {**self._launcher.env, "OMP_NUM_THREADS": "1"})
-        command = [*self._launcher.command, *self._flags, "--log-dir", str(self._logs(number))]
+        clean = ("env", "--ignore-environment", *(f"{name}={value}" for name, value in env.items()))
+        command = (*self._launcher.command, *self._flags, "--log-dir", self._logs(number), SCRIPTS / "ddp_steps.py")
         with self._screen(number).open("ab") as screen:
-            self.agents[number] = self.hosts[number].start(
-                [*command, SCRIPTS / "ddp_steps.py"], cwd=self.folder, env=env, stdout=screen
-            )
+            self.agents[number] = self.hosts[number].start([*clean, *command], cwd=self.folder, stdout=screen)
         return began_s
 
     def two_train(self) -> Trained:
@@ -80,7 +86,7 @@ class Job:
                 if stamp["world"] == world and stamp["now"] > since_s:
                     firsts.setdefault(stamp["rank"], stamp)
             if len(firsts) == world:
-                return self._trained(max(firsts.values(), key=lambda stamp: stamp["now"]), since_s)
+                return trained(list(firsts.values()), since_s)
             waited_s = time.monotonic() - since_s
             if not any(agent.running for agent in self.agents.values()):
                 raise BenchmarkError(f"job dead: every agent had ended after {waited_s:.1f} s: {self.said()}")
@@ -119,11 +125,6 @@ class Job:
         ]
         complaints = [line for line in lines if COMPLAINT.match(line)]
         return complaints[-1][:COMPLAINT_CHARS_MAX] if complaints else "nobody complained"
-
-    def _trained(self, last: dict[str, Any], since_s: float) -> Trained:
-        # A worker that was there before has nothing to tell of how it began.
-        parts = {part: last[key] - since_s for part, key in PARTS.items() if last["main"] > since_s}
-        return Trained(last["now"] - since_s, parts)
 
     def _fresh_stamps(self) -> list[dict[str, Any]]:
         """Those written since the last call."""

@@ -1,7 +1,7 @@
 """Nodes come, die, fall silent; the endpoint's node and etcd's leader die: until the job trains (again), on pretend hosts.
 
 One worker a node, DDP on gloo. All launchers run the same script on the same hosts with the same names. Times end with
-the first step that every rank has done; beside them stands how far that rank's script had come by when.
+the first step that every rank has done; beside them stands when the last rank's script had come how far.
 """
 
 from __future__ import annotations
