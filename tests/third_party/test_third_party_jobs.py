@@ -67,15 +67,14 @@ def at(share: Path, *more: str) -> list[str]:
 )
 def test_a_bad_package_is_one_line_and_exit_code_2(run_cli, install, source: str, offer: str, words: str) -> None:
     install("bad", source, bad=offer)
-    for more in ((), ("--plan",)):
-        done = run_cli(["--rdzv-backend=bad", "--rdzv-endpoint=x", *more, "train.py"])
-        assert done.code == 2
-        assert words in done.err
-        assert "Traceback" not in done.err
-        assert done.err.count("\n") == 1
-        assert "HF106" in done.err or "HF122" in done.err
-        assert "bad" in done.err
-        assert not done.out
+    done = run_cli(["--rdzv-backend=bad", "--rdzv-endpoint=x", "train.py"])
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert done.err.count("\n") == 1
+    assert "HF106" in done.err or "HF122" in done.err
+    assert "bad" in done.err
+    assert not done.out
 
 
 @pytest.mark.parametrize(
@@ -106,6 +105,13 @@ def test_plan_and_notices(run_cli, install, tmp_path: Path) -> None:
     assert "elected through good" in done.out
     assert "zon has no effect with backend good; did you mean zone?" in done.out
     assert "zone has no effect" not in done.out
+
+
+def test_plan_loads_the_package_too(run_cli, install) -> None:
+    install("bad", "X = 1 / 0", bad="bad:X")
+    done = run_cli(["--plan", "--rdzv-backend=bad", "train.py"])
+    assert (done.code, done.out) == (2, "")
+    assert "ZeroDivisionError" in done.err
 
 
 def test_nobody_takes_the_name_of_a_built_in_one(run_cli, install, tmp_path: Path) -> None:
@@ -166,7 +172,7 @@ def test_when_the_node_in_charge_dies_another_takes_over(site: Site, share: Path
 
 def test_a_dead_jobs_value_is_taken_after_a_lease(site: Site, share: Path) -> None:
     script = site.script("note('up')\nwhile ROUND == 0 and 'STAY' in os.environ: time.sleep(0.05)")
-    conf = ("--rdzv-conf", "lease_ttl=2")
+    conf = ("--rdzv-conf", "lease_ttl=2,lease=1.5")
     first = site.start(*at(share, *conf), script, env={"STAY": "1"})
     site.wait(1, "up")
     first.signal(9)

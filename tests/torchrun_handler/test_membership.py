@@ -181,6 +181,7 @@ def test_another_job_at_the_endpoint(start: Start) -> None:
     assert error.outcome.kind is OutcomeKind.REFUSED
     assert "--nnodes 1" in error.outcome.message
     assert "--nnodes 2" in error.outcome.message
+    assert "holdfast" in error.outcome.message, "an agent of `holdfast run` names another backend, so it is refused too"
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,19 +114,6 @@ def test_nobody_at_the_endpoint(site: Site, endpoint: str) -> None:
     assert "connection refused (tried for 2 s)" in agent.text
 
 
-def test_a_holdfast_agent_is_no_peer_of_torchruns(site: Site, endpoint: str) -> None:
-    """They divide the work differently: refused, with both sides named."""
-    script = site.script("meet()\ntime.sleep(2)")
-    torchrun = start(site, endpoint, "--nnodes=1:2", "--rdzv-conf=settle=0.2", script)
-    site.wait(1, "up", LIMIT_S)
-    more = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=1:2")
-    code, stranger = site.run(*more, script)
-    assert code == 2
-    assert "HF111" in stranger.text
-    assert "backend 'holdfast'" in stranger.text or "backend holdfast" in stranger.text
-    assert torchrun.end(LIMIT_S) == 0
-
-
 def test_sigterm_to_one_is_told_to_the_other(site: Site, endpoint: str) -> None:
     """Without torch in the workers, and without waiting for anything to run out."""
     script = site.script("meet()\nif WORLD == 2: hold()")
