@@ -6,12 +6,15 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
+from statistics import median
 
 from soak import checker
 from soak.ledger import Event, Record
 
 EFFECT_S = 10.0
 """A fault's effect may begin this long after it is over (a lease, and the time to notice)."""
+WAITED = 2.0
+"""No step counts for more than so many times the median: what it took longer, it waited for a fault to pass."""
 
 
 @dataclass
@@ -19,7 +22,7 @@ class Figures:
     wall_s: float = 0.0
     """From the start of the first agent to the end of the last."""
     effective_s: float = 0.0
-    """In steps that are part of the surviving history."""
+    """In steps that are part of the surviving history, without what they waited in vain."""
     steps: int = 0
     """Of the surviving history."""
     steps_lost: int = 0
@@ -49,12 +52,10 @@ def figures(record: Record) -> Figures:
     begun = [event.t for event in record.events if event.name == "start"]
     ended = [event.t for event in record.events if event.name in {"finished", "end"}]
     links, _ = checker.surviving(record)
-    effective_s, steps = 0.0, 0
-    for _, parts, _ in checker.surviving_steps(record, links):
-        first = parts.get(0)
-        steps += 1
-        if first is not None and first.ended_s is not None:
-            effective_s += first.ended_s - first.began_s
+    firsts = [parts.get(0) for _, parts, _ in checker.surviving_steps(record, links)]
+    lasted_s = [each.ended_s - each.began_s for each in firsts if each is not None and each.ended_s is not None]
+    longest_s = WAITED * median(lasted_s) if lasted_s else 0.0
+    steps = len(firsts)
     trained = [step for life in record.lives if life.rank == 0 for step in life.steps.values() if step.ended_s]
     events = Counter(event.name for event in record.events)
     gave_up = [
@@ -62,7 +63,7 @@ def figures(record: Record) -> Figures:
     ]
     return Figures(
         wall_s=min(ended) - min(begun) if begun and ended else 0.0,
-        effective_s=effective_s,
+        effective_s=sum(min(each, longest_s) for each in lasted_s),
         steps=steps,
         steps_lost=len(trained) - steps,
         generations=len(checker.generations(record)),

@@ -24,6 +24,8 @@ class Launcher:
     module: str
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    store_in: str = "a process of its own"
+    """Who serves the workers' store: that, or `agent` or `worker`, those of rank 0."""
 
     def command(self, log_dir: Path, site: Path) -> list[str]:
         job = ("--nnodes", NNODES, "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29400", "--rdzv-id", "soak")
@@ -32,12 +34,13 @@ class Launcher:
 
 
 HOLDFAST = Launcher("holdfast", "holdfast.run")
-TORCHRUN = Launcher("torchrun", "torch.distributed.run")
+TORCHRUN = Launcher("torchrun", "torch.distributed.run", store_in="agent")
 TUNED = Launcher(
     "torchrun-tuned",
     "torch.distributed.run",
     ("--rdzv-conf", "last_call_timeout=1"),
     {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    store_in="worker",
 )
 """What makes a change of members work at all with torch 2.13, and its answer quick."""
 ALL = {launcher.name: launcher for launcher in (HOLDFAST, TUNED, TORCHRUN)}

@@ -239,8 +239,7 @@ class Rig:
             case "keeper killed":
                 hit = self._signal(launchers.keepers(self._pids(fault.node)), signal.SIGKILL)
             case "store host killed":
-                everywhere = [pid for place in self._places.values() for pid in self._pids(place.number)]
-                hit = self._signal(launchers.store_hosts(everywhere), signal.SIGKILL)
+                hit = self._kill_store()
             case "node killed" | "node crashed" | "coordinator's node killed":
                 assert place is not None
                 hit = self._fault_of_node(place, fault)
@@ -261,6 +260,24 @@ class Rig:
         if pids and signum == signal.SIGSTOP:
             self._after(lasts_s, lambda: self._signal(pids, signal.SIGCONT) and None)
         return bool(pids)
+
+    def _kill_store(self) -> bool:
+        """Whoever serves it: with torchrun that is rank 0's agent or worker."""
+        if self.launcher.store_in not in {"agent", "worker"}:
+            everywhere = [pid for number in self._places for pid in self._pids(number)]
+            return self._signal(launchers.store_hosts(everywhere), signal.SIGKILL)
+        firsts = [life for life in ledger.recent(self.site / "ledger", STANDSTILL_S) if life.rank == 0]
+        if not firsts:
+            return False
+        name = max(firsts, key=lambda life: life.born_s).host
+        place = next(place for place in self._places.values() if self.hosts[place.number].name == name)
+        if self.launcher.store_in == "worker":
+            return self._signal(launchers.workers(self._pids(place.number)), signal.SIGKILL)
+        if place.program is None or not place.program.running:
+            return False
+        place.program.signal(signal.SIGKILL)
+        place.told, place.again_s = True, time.monotonic() + self._rng.uniform(*PAUSE_S)
+        return True
 
     def _fault_of_agent(self, place: Place, fault: Fault) -> bool:
         program = place.program

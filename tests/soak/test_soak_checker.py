@@ -92,6 +92,12 @@ def test_what_did_not_survive_is_told_from_what_did(story: Story) -> None:
     assert told.effective_s == pytest.approx(12 * 0.9 * STEP_S)
 
 
+def test_a_step_that_waited_for_a_fault_to_pass_was_not_all_training(story: Story) -> None:
+    for life in story.record.lives[2:]:
+        life.steps[12].ended_s = life.steps[12].began_s + 100.0
+    assert figures(story.record).effective_s == pytest.approx((11 + 2) * 0.9 * STEP_S)
+
+
 def test_a_lost_sample(story: Story) -> None:
     story.record.lives[2].steps[5].ids.pop()
     assert "once" in story.broken()
