@@ -44,7 +44,7 @@ coordinator   the agent on the machine that owns h
 token         none
 workers here  2
 threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers
-preload       none (not asked for)
+preload       none (train.py imports nothing that is built on torch)
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
 logs          /l/none_<random>/attempt_0/<local rank>/
 notice        --nnode taken as --nnodes

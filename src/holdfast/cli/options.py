@@ -75,7 +75,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--preload",
         TEXT,
-        "none",
+        "auto",
         PROGRAM,
         "import once per node and fork the workers: auto, none or modules",
         "auto|none|MODULE,...",

@@ -56,7 +56,7 @@ def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bo
     """What --preload comes to. `counted`: OMP_NUM_THREADS is set for the workers. Raises UsageError."""
     wish: str = parsed.values.preload
     if wish == NONE:
-        return Preload(why="as asked for" if parsed.given("preload") else "not asked for")
+        return Preload(why="as asked for")
     if wish != AUTO:
         modules = tuple(name.strip() for name in wish.split(","))
         if not all(part.isidentifier() for name in modules for part in name.split(".")):
@@ -224,6 +224,8 @@ class Reader(ast.NodeVisitor):
 
     def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._functions[node.name] = node
+        users = (name for inner in ast.walk(node) for name in imported_names(inner)[:1] if name in TORCH_USERS)
+        self._late_user = self._late_user or next(users, "")
         for decorator in node.decorator_list:
             self.visit(decorator)
 
@@ -247,22 +249,26 @@ class Reader(ast.NodeVisitor):
 
     def _look_around(self, tree: ast.Module, path: Path) -> None:
         for node in ast.walk(tree):
-            names: list[str] = []
             match node:
-                case ast.Import(names=aliases):
-                    names = [part for alias in aliases for part in alias.name.split(".")]
-                case ast.ImportFrom(module=module, names=aliases, level=0):
-                    names = [*(module or "").split("."), *(alias.name for alias in aliases)]
                 case ast.Attribute(value=ast.Name(id="torch"), attr="compile"):
                     self.training = self.training or "torch.compile"
                 case ast.Attribute(attr=word) | ast.Name(id=word) if word in TRAINING_WORDS:
                     self.training = self.training or word
-            if names:
-                self._late_user = self._late_user or next(iter(TORCH_USERS & {names[0]}), "")
-                heavy = (TORCH_USERS - LIGHT_USERS) & {names[0]} or TRAINING_WORDS & set(names)
-                self.training = self.training or next(iter(sorted(heavy)), "")
+            names = imported_names(node)
+            heavy = {*names[:1]} & (TORCH_USERS - LIGHT_USERS) or {*names} & TRAINING_WORDS
+            self.training = self.training or next(iter(sorted(heavy)), "")
             if not self._late_setting and (what := change(node)):
                 self._late_setting = f"{path.name} line {getattr(node, 'lineno', 0)} {what}"
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """All words of an import, the package first; empty for anything else and for modules of the program's own."""
+    match node:
+        case ast.Import(names=aliases):
+            return [part for alias in aliases for part in alias.name.split(".")]
+        case ast.ImportFrom(module=str(module), names=aliases, level=0):
+            return [*module.split("."), *(alias.name for alias in aliases)]
+    return []
 
 
 def change(node: ast.AST) -> str:

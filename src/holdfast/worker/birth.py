@@ -128,15 +128,14 @@ def renew_streams() -> None:
 
 
 def renew_stream(fd: int, stream: Any) -> None:
-    encoding, errors, buffer = stream.encoding, stream.errors, stream.buffer
+    encoding, errors, buffer, unbuffered = stream.encoding, stream.errors, stream.buffer, stream.write_through
     raw = getattr(buffer, "raw", buffer)
-    buffered = buffer is not raw
     raw.__init__(fd, "wb" if fd else "rb", closefd=False)
     raw.name = ("<stdin>", "<stdout>", "<stderr>")[fd]
-    if buffered:
+    if buffer is not raw:
         buffer.__init__(raw, raw._blksize)
-    lines = buffered and (raw.isatty() or fd == 2)
-    stream.__init__(buffer, encoding, errors, newline="\n", line_buffering=lines, write_through=not buffered)
+    lines = not unbuffered and (raw.isatty() or fd == 2)
+    stream.__init__(buffer, encoding, errors, newline="\n", line_buffering=lines, write_through=unbuffered)
     stream.mode = "w" if fd else "r"
 
 
@@ -155,6 +154,8 @@ def renew_modules() -> None:
     modules = sys.modules
     if "numpy.random" in modules:
         modules["numpy.random"].seed()  # `random` does it by itself
+    if "torch" in modules:
+        modules["torch"].default_generator.seed()  # drawn from the system at the first import; CUDA's are constant
     if "multiprocessing.process" in modules:
         process: Any = modules["multiprocessing.process"].current_process()
         process.authkey = os.urandom(32)

@@ -313,7 +313,8 @@ class Keeper:
         told = os.read(fd, 4096)
         os.close(fd)
         if not told:
-            self._out.add({"is": "started", "key": self._kept[pid].key, "pid": pid})
+            if self._kept[pid].key != nursery.KEY:  # our own affair
+                self._out.add({"is": "started", "key": self._kept[pid].key, "pid": pid})
             return
         number, _, text = told.decode(errors="replace").partition(" ")
         key = self._kept.pop(pid).key

@@ -190,8 +190,8 @@ class Nursery:
                 packet = self._control.recv(PACKET_BYTES_MAX)
             except BlockingIOError:
                 return
-            except OSError:
-                packet = b""
+            except ConnectionResetError:
+                continue  # it has ended without reading all; what it said before is still to come
             if not packet:
                 self._close()
                 return
