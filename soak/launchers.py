@@ -6,6 +6,7 @@ Knows command lines; knows nothing of faults.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ NNODES = "2:4"
 """At least two: of a partition 2|2 exactly one side may go on, and a node that is left alone must wait."""
 SCRIPT = Path(__file__).resolve().parent / "train.py"
 HOSTS_OWN = b"sleep\x003600\x00"
-AGENT_MODULES = (b"holdfast.run", b"torch.distributed.run")
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,19 @@ def runs(pid: int) -> bool:
     return False
 
 
-def workers(pids: Iterable[int]) -> list[int]:
-    """The agents have the script on their lines as well."""
-    lines = {pid: command_line(pid) for pid in pids}
-    return [
-        pid
-        for pid, line in lines.items()
-        if str(SCRIPT).encode() in line and not any(module in line for module in AGENT_MODULES)
-    ]
+def workers(pids: Iterable[int], site: Path) -> list[int]:
+    """Those that hold a ledger open: a command line says nothing of a worker that was forked."""
+    ledger = str(site / "ledger")
+    return [pid for pid in pids if any(name.startswith(ledger) for name in _open_files(pid))]
+
+
+def _open_files(pid: int) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return found
 
 
 def keepers(pids: Iterable[int]) -> list[int]:

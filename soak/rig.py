@@ -233,7 +233,9 @@ class Rig:
         before = len(self._due)
         match fault.kind:
             case kind if kind in WORKER_SIGNALS:
-                hit = self._signal(launchers.workers(self._pids(fault.node)), WORKER_SIGNALS[kind], fault.lasts_s)
+                hit = self._signal(
+                    launchers.workers(self._pids(fault.node), self.site), WORKER_SIGNALS[kind], fault.lasts_s
+                )
             case "agent killed" | "agent told to leave" | "agent stopped":
                 hit = place is not None and self._fault_of_agent(place, fault)
             case "keeper killed":
@@ -272,7 +274,7 @@ class Rig:
         name = max(firsts, key=lambda life: life.born_s).host
         place = next(place for place in self._places.values() if self.hosts[place.number].name == name)
         if self.launcher.store_in == "worker":
-            return self._signal(launchers.workers(self._pids(place.number)), signal.SIGKILL)
+            return self._signal(launchers.workers(self._pids(place.number), self.site), signal.SIGKILL)
         if place.program is None or not place.program.running:
             return False
         place.program.signal(signal.SIGKILL)
