@@ -216,8 +216,12 @@ def _alone(record: Record) -> Iterator[Violation]:
 def _stopped_agents(events: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Host, from when, until when."""
     for event in events:
-        if event.name == "fault" and event.fields["kind"] == "agent stopped":
+        if _is_fault(event, "agent stopped"):
             yield f"node{event.fields['node']}", event.t, event.t + event.fields["lasts_s"] + STOPPED_AGENT_GRACE_S
+
+
+def _is_fault(event: Event, kind: str) -> bool:
+    return event.name == "fault" and bool(event.fields["kind"] == kind)
 
 
 def _excused(life: Life, trains_s: float, excuses: list[tuple[str, float, float]]) -> bool:
@@ -263,12 +267,18 @@ def _leaks(events: list[Event]) -> Iterator[Violation]:
 
 
 def _stands(events: list[Event]) -> Iterator[Violation]:
+    full = [(each.t, each.t + each.fields["lasts_s"]) for each in events if _is_fault(each, "disk full")]
+    started_s: dict[int, float] = {}
     for event in events:
-        if event.name == "not in time":
+        if event.name == "agent started":
+            started_s[event.fields["node"]] = event.t
+        elif event.name == "not in time":
             yield Violation("stands", f"not within {event.fields['limit_s']:g} s: {event.fields['what']}")
         elif event.name == "stands still":
             yield Violation("stands", f"no step for {event.fields['limit_s']:g} s")
         elif event.name == "agent ended" and not event.fields["told"] and event.fields["code"]:
+            if any(since <= started_s.get(event.fields["node"], 0.0) <= until for since, until in full):
+                continue  # whoever is started on a full disk may refuse; whoever is at work may not
             yield Violation(
                 "stands", f"the agent of node{event.fields['node']} ended by itself with {event.fields['code']}"
             )

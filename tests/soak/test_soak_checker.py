@@ -243,6 +243,15 @@ def test_what_the_rig_saw(story: Story, event: Event, rule: str) -> None:
     assert story.broken() == {rule}
 
 
+def test_an_agent_may_refuse_to_start_on_a_full_disk_but_not_end_on_one(story: Story) -> None:
+    full = {"kind": "disk full", "node": 0, "at_s": 1.0, "lasts_s": 5.0, "pause_s": 0.0}
+    ended = Event(7.0, "agent ended", {"node": 2, "told": False, "code": 2})
+    story.record.events[1:1] = [Event(4.0, "fault", full), Event(6.0, "agent started", {"node": 2}), ended]
+    assert checker.check(story.record) == []
+    story.record.events[2] = Event(3.0, "agent started", {"node": 2})
+    assert story.broken() == {"stands"}
+
+
 def test_a_run_that_was_cut_short(story: Story) -> None:
     story.record.events.pop()
     assert story.broken() == {"stands"}
