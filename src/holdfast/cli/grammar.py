@@ -165,10 +165,13 @@ def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Optio
 
 
 def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
-    """The spelling itself, or all long ones that begin like it."""
+    """The spelling itself, or all long ones that begin like it: torchrun's if there are any, else ours."""
     if name in spellings:
         return [name]
-    return [spelling for spelling in spellings if spelling.startswith(name)] if name.startswith("--") else []
+    if not name.startswith("--"):
+        return []
+    alike = [spelling for spelling in spellings if spelling.startswith(name)]
+    return [spelling for spelling in alike if not spellings[spelling].ours] or alike
 
 
 def nearest(word: str, spellings: Mapping[str, Option]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.cli.values import node_range
 from holdfast.core.errors import EndpointError, EnvironmentValueError, NodesError, RendezvousConfigError
 from holdfast.core.options import Endpoint, EtcdOptions, ThirdPartyOptions
-from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.endpoint import PORT_MAX, parse_endpoint
 from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
@@ -40,7 +40,7 @@ class Meeting(NamedTuple):
     third_party: ThirdPartyOptions | None = None
 
 
-def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, notices: list[str]) -> Meeting:
+def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> Meeting:
     """Raises NodesError, EndpointError, RendezvousConfigError or EnvironmentValueError."""
     least, most = nodes(parsed)
     check_backend_name(parsed)
@@ -64,7 +64,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, 
         else:
             notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
         known = rdzv_conf.THIRD_PARTY if foreign else backend
-        limits = rdzv_conf.limits_from_conf(known, conf, Limits(stop_grace_s=stop_grace_s))
+        limits = rdzv_conf.limits_from_conf(known, conf, patience)
         is_host = None if standalone or backend != "c10d" else rdzv_conf.get_bool(conf, "is_host")
         etcd = etcd_options(backend, conf, endpoint)
     except RendezvousConfigError as error:
@@ -78,6 +78,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, stop_grace_s: float, 
             backend=backend,
             max_restarts=parsed.values.max_restarts,
             fixed_ranks=fixed,
+            grow=Grow(parsed.values.grow),
+            exclude_after=parsed.values.exclude_after,
         ),
         limits=limits,
         endpoint=endpoint,

@@ -92,6 +92,27 @@ OPTIONS: tuple[Option, ...] = (
         "NAME,...",
     ),
     Option("--shutdown-timeout", INT, None, LIFE, "from SIGTERM to SIGKILL when workers are stopped, 30", "SECONDS"),
+    Option(
+        "--grow",
+        TEXT,
+        "drain",
+        LIFE,
+        "what a node that arrives does to a running job: now, drain (where the script can) or never",
+        "HOW",
+        choices=("now", "drain", "never"),
+        ours=True,
+    ),
+    Option("--drain-timeout", FLOAT, 60.0, LIFE, "how long workers may take to their next safe point", "S", ours=True),
+    Option(
+        "--preempt-signal",
+        TEXT,
+        None,
+        LIFE,
+        "a signal that announces the end of this node: drain, leave with 75; workers ignore it",
+        "NAME",
+        ours=True,
+    ),
+    Option("--exclude-after", INT, 0, LIFE, "shut out a host blamed so often, for a while; 0: never", "N", ours=True),
     Option("--event-log-handler", TEXT, "null", LIFE, "where events go: null or console", "NAME"),
     Option("--log-dir", TEXT, None, LOGS, "folder of the run folders; /dev/null for no files", "DIR"),
     Option(
@@ -120,7 +141,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("--plan", FLAG, False, OURS, "print who would run what, and exit", ours=True),
     Option("--version", FLAG, False, OURS, "print the version, and exit", env=False, ours=True),
 )
-"""torchrun's options, then ours. None of ours may begin like one of torchrun's: that would make a prefix ambiguous."""
+"""torchrun's options and ours. A prefix that fits one of torchrun's never means one of ours."""
 
 USE_ENV = Option("--use-env", FLAG, False, PROGRAM, "do not add --local-rank=N to the script's arguments", env=False)
 LAUNCH_OPTIONS = (*OPTIONS, USE_ENV)

@@ -52,6 +52,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         ("threads", threads_text(resolution, environ)),
         ("preload", preload_text(options)),
         ("stop", stop_text(options)),
+        ("drain", drain_text(options)),
         ("logs", log_text(options, job_id)),
     ]
     lines = ["holdfast would run this; nothing was started.", ""]
@@ -122,6 +123,15 @@ def preload_text(options: RunOptions) -> str:
 def stop_text(options: RunOptions) -> str:
     names = ", ".join(Signals(number).name for number in options.signals) or "no signal"
     return f"on {names}: SIGTERM to the workers, SIGKILL after {options.limits.stop_grace_s:g} s"
+
+
+def drain_text(options: RunOptions) -> str:
+    """What happens where the script asks `should_stop()`; nothing of it matters to one that does not."""
+    signal = "any of these but SIGINT and SIGQUIT"
+    if options.preempt_signal is not None:
+        signal += f", and on {Signals(options.preempt_signal).name}"
+    wait_s = options.limits.drain_s
+    return f"scripts that ask should_stop(): to their next safe point within {wait_s:g} s, on {signal}"
 
 
 def log_text(options: RunOptions, job_id: str) -> str:

@@ -22,6 +22,7 @@ from holdfast.core.errors import (
     UsageError,
 )
 from holdfast.core.options import LogOptions, RunOptions, Std, StreamChoice
+from holdfast.core.policy import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     given = parsed.values
     notices = list(parsed.notices)
     check_plain_values(parsed)
-    place = meeting.resolve(parsed, environ, stop_grace_s=stop_grace_s(parsed, environ), notices=notices)
+    patience = Limits(stop_grace_s=stop_grace_s(parsed, environ), drain_s=given.drain_timeout)
+    place = meeting.resolve(parsed, environ, patience=patience, notices=notices)
     devices = node_size(parsed, environ, probes)
     cpus = count_cpus(probes).number
     check_virtual_local_rank(parsed, environ, devices.number)
@@ -71,6 +73,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         local_addr=given.local_addr,
         signals=signals,
         signals_text=given.signals_to_handle,
+        preempt_signal=preempt_signal(parsed),
         virtual_local_rank=given.virtual_local_rank,
         numa_binding=given.numa_binding,
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
@@ -90,6 +93,10 @@ def check_plain_values(parsed: Parsed) -> None:
         raise parsed.error("max_restarts", UsageError, "must be 0 or more")
     if not 0 < given.monitor_interval < float("inf"):
         raise parsed.error("monitor_interval", UsageError, "must be a positive number of seconds")
+    if not 0 < given.drain_timeout < float("inf"):
+        raise parsed.error("drain_timeout", UsageError, "must be a positive number of seconds")
+    if given.exclude_after < 0:
+        raise parsed.error("exclude_after", UsageError, "must be 0 or more")
     if given.event_log_handler not in EVENT_HANDLERS:
         raise parsed.error("event_log_handler", UsageError, f"must be one of {', '.join(EVENT_HANDLERS)}")
     if given.logs_specs is not None and given.logs_specs != "default":
@@ -134,6 +141,21 @@ def signals_to_handle(parsed: Parsed, notices: list[str]) -> tuple[int, ...]:
         raise parsed.error("signals_to_handle", UsageError, str(error)) from None
     notices.extend(f"{parsed.said('signals_to_handle')}: {name} is no signal and is left out" for name in unknown)
     return numbers
+
+
+def preempt_signal(parsed: Parsed) -> int | None:
+    """`USR1` is as good as `SIGUSR1`."""
+    text = parsed.values.preempt_signal
+    if text is None:
+        return None
+    name = text.strip().upper()
+    try:
+        numbers, _ = values.signal_numbers(name if name.startswith("SIG") else f"SIG{name}")
+    except ValueError as error:
+        raise parsed.error("preempt_signal", UsageError, str(error)) from None
+    if len(numbers) != 1:
+        raise parsed.error("preempt_signal", UsageError, f"{text!r} is no signal")
+    return numbers[0]
 
 
 def check_virtual_local_rank(parsed: Parsed, environ: Mapping[str, str], nproc: int) -> None:

@@ -154,6 +154,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     monitor_interval_s: float = 0.1
     """Accepted for compatibility; nothing polls."""
     preload: Preload = Preload()
+    preempt_signal: int | None = None
+    """A signal to the agent that announces a preemption; workers ignore it. None: there is none."""
     call_fds: CallFds | None = None
     """Only from Python (holdfast.launch): no command line says it."""
     notices: tuple[str, ...] = ()

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from msgspec import Struct
+
+
+class Grow(Enum):
+    """What a node that arrives at a running job does to it (--grow)."""
+
+    NOW = "now"
+    """The job is regrouped at once, as torchrun does."""
+    DRAIN = "drain"
+    """The job is regrouped at the next safe point; at once where the workers ask for none."""
+    NEVER = "never"
+    """It stands by until the job is regrouped for another reason."""
 
 
 class JobSpec(Struct, frozen=True, kw_only=True):
@@ -15,6 +28,9 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     max_restarts: int = 0
     fixed_ranks: bool = False
     """Static rendezvous: exactly max_nodes nodes, each at the group rank it names."""
+    grow: Grow = Grow.DRAIN
+    exclude_after: int = 0
+    """A host blamed so often is excluded for a while (--exclude-after); 0: never."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -37,6 +53,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     """SIGKILL to nothing left, on a machine that is not in trouble."""
     prepare_s: float = 30.0
     """Phase one (store bound, folders made) must end within this on every node."""
+    drain_s: float = 60.0
+    """From the wish to drain until every worker has left at its safe point (--drain-timeout)."""
     stop_grace_s: float = 30.0
     """SIGTERM to SIGKILL (--shutdown-timeout)."""
     stop_slack_s: float = 15.0
@@ -51,6 +69,14 @@ class Limits(Struct, frozen=True, kw_only=True):
     backoff_max_s: float = 30.0
     healthy_s: float = 60.0
     """A generation that ran this long ends a streak of quick failures."""
+    flap_s: float = 1.0
+    """A node lost so soon after its workers were started, or before, strikes its host."""
+    flap_first_s: float = 2.0
+    """From the second strike in a row a host's agents must stay this long before others are regrouped for them; doubles."""
+    flap_max_s: float = 60.0
+    exclude_first_s: float = 60.0
+    """How long the first exclusion of a host lasts; each later one doubles."""
+    exclude_max_s: float = 3600.0
     identical_failures_max: int = 8
     """So many identical quick failures in a row end the job whatever the budget says."""
 

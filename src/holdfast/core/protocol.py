@@ -32,12 +32,25 @@ class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
     """From an agent to the coordinator."""
 
 
+class Running(Struct, frozen=True, array_like=True):
+    """A generation that is at work on a node whose coordinator went away."""
+
+    generation: int
+    group_rank: int
+    group_world_size: int
+    restart_count: int
+    done: tuple[int, ...] = ()
+    """Local ranks that have ended with 0."""
+
+
 class Join(AgentMessage, frozen=True, tag="join"):
     node: NodeSpec
     last_generation: int = 0
     """The newest generation this agent ever took part in; numbers only grow, so the coordinator goes above it."""
     unlinked_s: float = 0.0
     """How long ago, by the agent's clock, it lost the link to the coordinator of last_generation."""
+    running: Running | None = None
+    """Its workers are alive. Resume lets them go on; without it they die at the agent's fence."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
@@ -74,6 +87,16 @@ class Leave(AgentMessage, frozen=True, tag="leave"):
     """This node is about to go, on notice. Its Stopped follows when its workers are gone."""
 
     reason: str
+    drain: bool = False
+    """Its workers ask for safe points: everybody's are to stop at the next one, before it goes."""
+
+
+class Held(AgentMessage, frozen=True, tag="held"):
+    """Answer to Drain: no worker of this node passes another safe point until DrainTo or Stop comes."""
+
+    generation: int
+    reached: int
+    """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one yet."""
 
 
 class Ping(AgentMessage, frozen=True, tag="ping"):
@@ -120,6 +143,32 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     master_port: int
 
 
+class Drain(CoordinatorMessage, frozen=True, tag="drain"):
+    """Hold the workers at their next safe point, and tell which one they have reached."""
+
+    generation: int
+    text: str = ""
+
+
+class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):
+    """The workers pass all safe points before this one, and stop there."""
+
+    generation: int
+    safe_point: int
+
+
+class Resume(CoordinatorMessage, frozen=True, tag="resume"):
+    """The coordinator is new and its predecessor's generation is whole: it goes on."""
+
+    generation: int
+
+
+class Abandon(CoordinatorMessage, frozen=True, tag="abandon"):
+    """The generation this agent said to be running is not whole: kill its workers."""
+
+    generation: int
+
+
 class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     generation: int
     reason: StopReason
@@ -143,5 +192,5 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
     text: str
 
 
-FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Ping
-FromCoordinator = Joined | Waiting | Assign | Start | Stop | Finish | Pong | Refuse
+FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Ping
+FromCoordinator = Joined | Waiting | Assign | Start | Drain | DrainTo | Resume | Abandon | Stop | Finish | Pong | Refuse

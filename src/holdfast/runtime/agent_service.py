@@ -24,9 +24,11 @@ from holdfast.core.agent.commands import (
     Dial,
     Exit,
     HangUp,
+    HoldWorkers,
     KillTree,
     Note,
     Prepare,
+    ReleaseWorkers,
     Say,
     Send,
     SignalWorkers,
@@ -169,6 +171,7 @@ class AgentService:
             )
             self._crew = crew
             crew.on_store = self._meeting.store_opened
+            crew.on_notice = self._console.say
             self._driver = Driver(AgentMachine(node, self._options.limits, self._loop.time()), Tick(), self._execute)
             self._loop.set_exception_handler(self._crashed)
             handled = self._install_signals()
@@ -194,13 +197,15 @@ class AgentService:
     def _install_signals(self) -> list[int]:
         """What was ignored when we were started (nohup's SIGHUP) stays ignored."""
         handled: list[int] = []
-        for signum in self._options.signals:
+        own = {*self._options.signals, *([self._options.preempt_signal] if self._options.preempt_signal else [])}
+        for signum in sorted(own):
             if signum not in self._keeper.ignored:
                 name = signal.Signals(signum).name
-                self._loop.add_signal_handler(signum, self._feed, Signalled(signum, name))
+                event = Signalled(signum, name, preempt=signum == self._options.preempt_signal)
+                self._loop.add_signal_handler(signum, self._feed, event)
                 handled.append(signum)
         for passed in PASSED_SIGNALS:
-            if passed not in self._options.signals and passed not in self._keeper.ignored:
+            if passed not in own and passed not in self._keeper.ignored:
                 self._loop.add_signal_handler(passed, self._feed, PassSignal(passed))
                 handled.append(passed)
         self._loop.add_signal_handler(signal.SIGWINCH, self._resized)
@@ -249,6 +254,10 @@ class AgentService:
                 self._crew.start(assign, start)
             case SignalWorkers(signum, to_end):
                 self._crew.signal(signum, to_end=to_end)
+            case HoldWorkers(generation):
+                self._crew.hold(generation)
+            case ReleaseWorkers(generation, safe_point):
+                self._crew.release(generation, safe_point)
             case KillTree():
                 self._crew.kill_tree()
             case Say(text):

@@ -20,6 +20,8 @@ class WorldChecker:
     alive: dict[str, int] = field(default_factory=dict)
     """Host -> the generation whose workers are alive on it."""
     newest: int = 0
+    safe_points: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(coordinator, generation) -> where its workers stop."""
 
     def assigned(self, coordinator: int, host: str, nproc: int, assign: Assign) -> None:
         world = self.worlds.setdefault((coordinator, assign.generation), {})
@@ -51,6 +53,12 @@ class WorldChecker:
 
     def ended(self, host: str) -> None:
         self.alive.pop(host, None)
+
+    def told(self, coordinator: int, generation: int, reached: int, safe_point: int) -> None:
+        """A worker that has reached this safe point is told to stop at that one."""
+        agreed = self.safe_points.setdefault((coordinator, generation), safe_point)
+        self._require(agreed == safe_point, f"generation {generation} stops at {agreed} here and at {safe_point} there")
+        self._require(reached < safe_point, f"a worker is to stop at {safe_point}, which it may have passed")
 
     def _require(self, condition: bool, text: str) -> None:
         if not condition:

@@ -17,7 +17,7 @@ from random import Random
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
-from holdfast.core.policy import JobSpec, Limits, NodeSpec
+from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.testing.checkers import BrokenPromiseError, WorldChecker
 from holdfast.testing.clock import Agenda, ManualClock
 from holdfast.testing.faults import FaultOptions, plan_faults
@@ -38,9 +38,12 @@ class SimOptions:
     work_s: float = 20.0
     """How long undisturbed workers need to finish the job."""
     fixed_ranks: bool = False
+    asks: bool = False
+    """The workers ask for safe points."""
+    grow: Grow = Grow.DRAIN
     delay_s_max: float = 0.005
     """The slowest message on a network that works."""
-    limits: Limits = field(default_factory=lambda: Limits(join_s=120.0, stop_grace_s=5.0))
+    limits: Limits = field(default_factory=lambda: Limits(join_s=120.0, stop_grace_s=5.0, drain_s=20.0))
     faults: FaultOptions = field(default_factory=FaultOptions)
     settle_s_max: float = 600.0
     """After the last fault every agent must have ended within this."""
@@ -80,7 +83,9 @@ class SimCluster:
             backend="static" if options.fixed_ranks else "c10d",
             max_restarts=options.max_restarts,
             fixed_ranks=options.fixed_ranks,
+            grow=options.grow,
         )
+        self.asks = options.asks
         self.hosts = [f"n{i}" for i in range(nodes)]
         self.nproc = {host: self.random.randint(1, options.nproc_max) for host in self.hosts}
         self.agents: dict[str, SimAgent] = {}
@@ -156,6 +161,14 @@ class SimCluster:
         agent.die(silent=silent)
         if self.coordinator is not None and self.coordinator.host == host:
             self.coordinator.die(silent=silent)
+            self.coordinator_died_s = self.clock.now
+            self.coordinator = None
+
+    def end_coordinator(self) -> None:
+        """The coordinator is gone, its agent is not."""
+        if self.coordinator is not None:
+            self.log("coordinator", "ends")
+            self.coordinator.die(silent=False)
             self.coordinator_died_s = self.clock.now
             self.coordinator = None
 

@@ -33,6 +33,8 @@ class FaultOptions:
     """A worker exits with 75."""
     coordinator_pauses: int = 0
     """The coordinator's process is stopped for a while, as by a debugger or a starved machine, and comes back."""
+    coordinator_deaths: int = 0
+    """The coordinator ends, no agent does, and another one begins, as when it loses its lease in etcd."""
 
 
 def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
@@ -47,6 +49,7 @@ def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
     faults.plan(options.store_deaths, faults.kill_store)
     faults.plan(options.requeues, faults.requeue)
     faults.plan(options.coordinator_pauses, faults.pause_coordinator)
+    faults.plan(options.coordinator_deaths, faults.end_coordinator)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class _Faults:
         coordinator = self.cluster.coordinator
         if coordinator is not None:
             coordinator.pause(self._later([0.5, 3.0, 5.0, 8.0, 20.0]))
+
+    def end_coordinator(self) -> None:
+        self.cluster.end_coordinator()
 
     def crash(self, *, silent: bool) -> None:
         host = self._some_host()

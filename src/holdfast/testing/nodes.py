@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from holdfast.testing.cluster import SimCluster
 
 SIGKILL = 9
+STEP_S = 0.5
+"""From one safe point of a pretend worker to the next."""
 
 
 class SimCoordinator:
@@ -139,6 +141,8 @@ class SimAgent:
         self.coordinator_number = 0
         self.workers: set[int] = set()
         self.generation = 0
+        self._started_s = 0.0
+        self._held_s: float | None = None
         self._armed_s: float | None = None
 
     def begin(self) -> None:
@@ -173,6 +177,10 @@ class SimAgent:
             case do.SignalWorkers(signum):
                 for local_rank in sorted(self.workers):
                     self._worker_ends_soon(local_rank, -signum, self.cluster.random.choice([0.002, 0.05, 2.0, 60.0]))
+            case do.HoldWorkers(generation):
+                self._hold(generation)
+            case do.ReleaseWorkers(generation, safe_point):
+                self._release(generation, safe_point)
             case do.KillTree(generation):
                 self.cluster.agenda.after(0.01, lambda: self._kill_tree(generation))
             case do.Say(text):
@@ -224,6 +232,7 @@ class SimAgent:
         cluster.checker.started(self.coordinator_number, self.host, assign.generation, cut_off=cut_off)
         self.generation = assign.generation
         self._assign = assign
+        self._started_s, self._held_s = cluster.clock.now, None
         self.workers = set(range(cluster.nproc[self.host]))
         for local_rank in sorted(self.workers):
             self._worker_ends_soon(local_rank, 0, cluster.options.work_s + cluster.random.uniform(0.0, 0.5))
@@ -232,7 +241,37 @@ class SimAgent:
         generation = self.generation
         self.cluster.agenda.after(delay_s, lambda: self.worker_ends(generation, local_rank, exit_code))
 
-    def worker_ends(self, generation: int, local_rank: int, exit_code: int) -> None:
+    # Pretend workers that ask for safe points reach one every STEP_S; each is a little out of step with the others.
+
+    def _reached(self, local_rank: int, at_s: float) -> int:
+        """The newest safe point this worker has reached by then, if nobody holds it."""
+        if not self.cluster.asks:
+            return 0
+        return max(0, int((at_s - self._started_s - 0.1 * local_rank) / STEP_S))
+
+    def _hold(self, generation: int) -> None:
+        self._held_s = self.cluster.clock.now
+        reached = max((self._reached(rank, self._held_s) for rank in self.workers), default=0)
+        self.cluster.agenda.after(0.02, lambda: self.handle(ev.WorkersHeld(generation, reached)))
+
+    def _release(self, generation: int, safe_point: int) -> None:
+        if generation != self.generation or self._held_s is None:
+            return
+        cluster, held_s, self._held_s = self.cluster, self._held_s, None
+        if safe_point == 0:
+            return
+        for local_rank in sorted(self.workers):
+            reached = self._reached(local_rank, held_s)
+            cluster.checker.told(self.coordinator_number, generation, reached, safe_point)
+            delay_s = (safe_point - reached) * STEP_S + cluster.random.uniform(0.0, 0.5)
+            cluster.agenda.after(delay_s, lambda rank=local_rank: self._drained(generation, rank, safe_point))  # type: ignore[misc]
+
+    def _drained(self, generation: int, local_rank: int, safe_point: int) -> None:
+        if generation == self.generation and local_rank in self.workers:
+            self.cluster.log(self.host, f"worker {local_rank} leaves at safe point {safe_point}")
+            self.worker_ends(generation, local_rank, 0, drained=True)
+
+    def worker_ends(self, generation: int, local_rank: int, exit_code: int, *, drained: bool = False) -> None:
         """One pretend worker ends, if it is still there."""
         if generation != self.generation or local_rank not in self.workers:
             return
@@ -252,7 +291,7 @@ class SimAgent:
                 exit_code=exit_code,
                 after_stop=self.machine.work in (Work.STOPPING, Work.KILLING),
             )
-        self.handle(ev.WorkerEnded(generation, local_rank, failure))
+        self.handle(ev.WorkerEnded(generation, local_rank, failure, drained))
 
     def _kill_tree(self, generation: int) -> None:
         for local_rank in sorted(self.workers):

@@ -46,6 +46,10 @@ class PairAgent:
     """Phase one takes until `prepared` is called."""
     stubborn: bool = False
     """Its workers ignore signals other than SIGKILL."""
+    reached: int = 0
+    """The newest safe point its workers have reached; 0: they ask for none."""
+    safe_point: int = 0
+    """Where they were told to stop; 0: nowhere."""
 
 
 class Pair:
@@ -125,8 +129,15 @@ class Pair:
         self._to_agent(agent, ev.PrepareFailed(agent.assign.generation, "HF108", 2, reason))
         self._settle()
 
-    def send_signal(self, host: str, signum: int) -> None:
-        self._to_agent(self.agents[host], ev.Signalled(signum, signal.Signals(signum).name))
+    def drained(self, host: str) -> None:
+        """All workers of a leave at the safe point they were told."""
+        agent = self.agents[host]
+        assert agent.safe_point, f"the workers of {host} were not told to stop anywhere"
+        self._all_workers_gone(agent, 0, drained=True)
+        self._settle()
+
+    def send_signal(self, host: str, signum: int, *, preempt: bool = False) -> None:
+        self._to_agent(self.agents[host], ev.Signalled(signum, signal.Signals(signum).name, preempt))
         self._settle()
 
     def store_dies(self, host: str) -> None:
@@ -270,7 +281,11 @@ class Pair:
                 if not agent.holds_prepare:
                     self._queue.append(lambda: self._prepared(agent, assign))
             case do.StartWorkers(assign):
-                agent.assign, agent.workers = assign, set(range(agent.nproc))
+                agent.assign, agent.workers, agent.safe_point = assign, set(range(agent.nproc)), 0
+            case do.HoldWorkers(generation):
+                self._queue.append(lambda: self._to_agent(agent, ev.WorkersHeld(generation, agent.reached)))
+            case do.ReleaseWorkers(_, safe_point):
+                agent.safe_point = safe_point
             case do.SignalWorkers(signum):
                 if not agent.stubborn:
                     self._queue.append(lambda: self._all_workers_gone(agent, -signum))
@@ -316,7 +331,9 @@ class Pair:
         port = 40_000 + assign.generation if assign.hosts_store else None
         self._to_agent(agent, ev.NodePrepared(assign.generation, port))
 
-    def _worker_gone(self, agent: PairAgent, local_rank: int, exit_code: int, error_type: str = "") -> None:
+    def _worker_gone(
+        self, agent: PairAgent, local_rank: int, exit_code: int, error_type: str = "", *, drained: bool = False
+    ) -> None:
         assert agent.assign is not None
         agent.workers.discard(local_rank)
         failure = None
@@ -330,11 +347,11 @@ class Pair:
                 error_type=error_type,
                 after_stop=agent.machine.work in (Work.STOPPING, Work.KILLING),
             )
-        self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, failure))
+        self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, failure, drained))
 
-    def _all_workers_gone(self, agent: PairAgent, exit_code: int) -> None:
+    def _all_workers_gone(self, agent: PairAgent, exit_code: int, *, drained: bool = False) -> None:
         for local_rank in sorted(agent.workers):
-            self._worker_gone(agent, local_rank, exit_code)
+            self._worker_gone(agent, local_rank, exit_code, drained=drained)
 
     def _kill_tree(self, agent: PairAgent, generation: int) -> None:
         self._all_workers_gone(agent, -signal.SIGKILL)

@@ -1,6 +1,6 @@
 """Golden scenarios: a tiny language whose lines make things happen, and the trace of what follows from them.
 
-    job 2:3 restarts=1          one job; also fixed, and in seconds join=60 last_call=30 grace=5; then, in any order:
+    job 2:3 restarts=1          one job; also fixed, grow=never, exclude=3, seconds join=60 last_call=30 grace=5 drain=20; then, in any order:
     boot a b c nproc=2          start agents (the first host is the endpoint's); also rank=1 role=x slow stubborn
     advance 2s                  let time pass
     done a                      all workers of a end with 0; `done a 1`: local rank 1 alone
@@ -10,7 +10,9 @@
     kill b / power b            its agent is killed / the machine loses power and nobody is told
     silence c / heal            nothing passes to and from c / what was held back arrives
     reset c                     its connection breaks
-    signal a SIGTERM            the agent gets a signal
+    reached a 7                 the workers of a ask for safe points and have reached the 7th
+    drained a                   they leave at the one they were told
+    signal a SIGTERM            the agent gets a signal; also preempt
     store a                     the store host on a dies
     # a comment
 
@@ -27,10 +29,14 @@ from holdfast.core.agent import commands as do
 from holdfast.core.coordinator import commands as cdo
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Outcome
-from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.core.protocol import (
+    Abandon,
     Assign,
+    Drain,
+    DrainTo,
     Finish,
+    Held,
     Join,
     Joined,
     Leave,
@@ -38,6 +44,7 @@ from holdfast.core.protocol import (
     Pong,
     Prepared,
     Refuse,
+    Resume,
     Start,
     Stop,
     Stopped,
@@ -117,7 +124,11 @@ class _Scenario:
             case "reset":
                 pair.reset(plain[0])
             case "signal":
-                pair.send_signal(plain[0], signal.Signals[plain[1]])
+                pair.send_signal(plain[0], signal.Signals[plain[1]], preempt="preempt" in plain)
+            case "reached":
+                pair.agents[plain[0]].reached = int(plain[1])
+            case "drained":
+                pair.drained(plain[0])
             case "store":
                 pair.store_dies(plain[0])
             case _:
@@ -143,11 +154,14 @@ def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object],
         backend="static" if fixed else "c10d",
         max_restarts=int(named.get("restarts", "0")),
         fixed_ranks=fixed,
+        grow=Grow(named.get("grow", "drain")),
+        exclude_after=int(named.get("exclude", "0")),
     )
     limits = Limits(
         join_s=float(named.get("join", "60")),
         last_call_s=float(named.get("last_call", "30")),
         stop_grace_s=float(named.get("grace", "5")),
+        drain_s=float(named.get("drain", "20")),
     )
     return Pair(job, limits, trace)
 
@@ -178,6 +192,10 @@ def _describe(who: str, what: object) -> str:
             return f"{who}: starts workers of {_place(assign)}"
         case do.SignalWorkers(signum):
             return f"{who}: {signal.Signals(signum).name} to the workers"
+        case do.HoldWorkers():
+            return f"{who}: holds the workers"
+        case do.ReleaseWorkers(_, safe_point):
+            return f"{who}: the workers go on" + (f" to {safe_point}" if safe_point else "")
         case do.KillTree(generation):
             return f"{who}: kills what is left of generation {generation}"
         case do.HangUp(reason):
@@ -192,11 +210,15 @@ def _describe(who: str, what: object) -> str:
 
 
 def _message(message: object) -> str:
+    if isinstance(message, Ping | Pong):
+        return ""
+    return _from_agent(message) or _from_coordinator(message)
+
+
+def _from_agent(message: object) -> str:
     match message:
-        case Ping() | Pong():
-            return ""
-        case Join(node):
-            return f"join {node.member}"
+        case Join(node, _, _, running):
+            return f"join {node.member}" + (f" running {running.generation}" if running is not None else "")
         case Prepared(generation, port):
             return f"prepared {generation}" + (f" port={port}" if port else "")
         case WorkerDone(generation, local_rank):
@@ -207,8 +229,23 @@ def _message(message: object) -> str:
             return f"stopped {generation}"
         case StoreLost(generation):
             return f"store lost {generation}"
-        case Leave(reason):
-            return f"leave: {reason}"
+        case Leave(reason, drain):
+            return f"leave: {reason}" + (", to drain" if drain else "")
+        case Held(generation, reached):
+            return f"held {generation} at {reached}"
+    return ""
+
+
+def _from_coordinator(message: object) -> str:
+    match message:
+        case Drain(generation, text):
+            return f"drain {generation}: {text}"
+        case DrainTo(generation, safe_point):
+            return f"drain {generation} to {safe_point}"
+        case Resume(generation):
+            return f"resume {generation}"
+        case Abandon(generation):
+            return f"abandon {generation}"
         case Joined():
             return "joined"
         case Waiting(text):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from holdfast.core.errors import EXIT_FAILURE, EXIT_USAGE
-from holdfast.core.policy import Limits
+from holdfast.core.policy import Grow, Limits
 from holdfast.testing.checkers import BrokenPromiseError
 from holdfast.testing.cluster import SimCluster, SimOptions
 from holdfast.testing.faults import FaultOptions
@@ -71,6 +71,7 @@ def draw(seed: int) -> Draw:
         lease_s=lease_s,
         fence_s=fence_s,
         ping_interval_s=ping_interval_s,
+        drain_s=20.0,
     )
     options = SimOptions(
         min_nodes=min_nodes,
@@ -81,6 +82,8 @@ def draw(seed: int) -> Draw:
         delay_s_max=random.choice([0.005, 0.005, 0.05, 0.4]),
         limits=limits,
         faults=_faults(random, must_succeed=must_succeed),
+        asks=random.random() < 0.5,
+        grow=random.choice([Grow.DRAIN, Grow.DRAIN, Grow.NOW, Grow.NEVER]),
     )
     return Draw(seed, nodes, options, must_succeed)
 
@@ -97,6 +100,7 @@ def _faults(random: Random, *, must_succeed: bool) -> FaultOptions:
         store_deaths=random.choice([0, 0, 0, 1, 3]),
         requeues=0 if must_succeed else random.choice([0, 0, 0, 0, 1]),
         coordinator_pauses=random.choice([0, 0, 0, 1, 2]),
+        coordinator_deaths=random.choice([0, 0, 0, 1, 2]),
         reboots=must_succeed or random.random() < 0.8,
     )
 

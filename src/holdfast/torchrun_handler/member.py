@@ -32,6 +32,7 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkersHeld,
 )
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
@@ -208,6 +209,8 @@ class Member:
                 self._start(assign, start)
             case do.SignalWorkers(_, to_end):
                 self.regroup = self.regroup or to_end
+            case do.HoldWorkers(generation):  # torchrun's workers know no safe point: they are stopped where they are
+                self._feed(WorkersHeld(generation, reached=0))
             case do.KillTree(generation):
                 self.regroup = True
                 self._kill_asked = self._assign is not None

@@ -143,10 +143,6 @@ def put_environment(environment: dict[str, str]) -> None:
     """For os.environ, for the C library's getenv and for the children, in the order that exec would give."""
     os.environ.clear()
     os.environ.update(environment)
-    posix: Any = sys.modules.get("posix")
-    if posix is not None:
-        posix.environ.clear()
-        posix.environ.update(os.environ._data)  # type: ignore[attr-defined]
 
 
 def renew_modules() -> None:

@@ -96,16 +96,19 @@ class Importer:
 
     def load(self, module: str) -> str:
         """Import one module; returns why it could not be imported. Raises UnfitError when what it did cannot be forked."""
-        data = os.environ._data  # type: ignore[attr-defined]
         before = dict(os.environ)
-        os.environ._data = Watched(data, self.asked)  # type: ignore[attr-defined]
+        data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+        watched = Watched(data, self.asked)
+        os.environ._data = os.environb._data = watched  # type: ignore[attr-defined]
         try:
             __import__(module)
             trouble = ""
         except BaseException as error:  # noqa: BLE001 - whatever a module raises, SystemExit too
             trouble = f"{module} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
         finally:
-            os.environ._data = dict(os.environ._data)  # type: ignore[attr-defined]
+            data.clear()
+            data.update(watched)
+            os.environ._data = os.environb._data = data  # type: ignore[attr-defined]
         after = dict(os.environ)
         self.changed |= {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
         check_forkable()

@@ -18,12 +18,15 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkersHeld,
 )
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Limits, NodeSpec
 from holdfast.core.protocol import (
     Assign,
+    Drain,
+    DrainTo,
     Finish,
     FromAgent,
     FromCoordinator,
@@ -135,6 +138,24 @@ def running() -> Desk:
     return desk
 
 
+def holding() -> Desk:
+    desk = running()
+    desk.hear(Drain(1, "z is leaving"))
+    return desk
+
+
+def held() -> Desk:
+    desk = holding()
+    desk.give(WorkersHeld(1, 6))
+    return desk
+
+
+def draining() -> Desk:
+    desk = held()
+    desk.hear(DrainTo(1, 9))
+    return desk
+
+
 def stopping() -> Desk:
     desk = running()
     desk.hear(Stop(1, StopReason.WORKER_FAILED, "rank 7 failed on z"))
@@ -170,6 +191,14 @@ def cut_off_running() -> Desk:
 def leaving() -> Desk:
     desk = running()
     desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.give(WorkersHeld(1, 0))
+    return desk
+
+
+def leaving_drained() -> Desk:
+    desk = running()
+    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.give(WorkersHeld(1, 6))
     return desk
 
 

@@ -11,6 +11,7 @@ from holdfast.core.agent.commands import (
     Exit,
     HangUp,
     KillTree,
+    ReleaseWorkers,
     SignalWorkers,
 )
 from holdfast.core.agent.events import (
@@ -23,16 +24,24 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkersHeld,
 )
 from holdfast.core.agent.state import Link, Work
 from holdfast.core.outcome import OutcomeKind
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import (
+    Abandon,
+    Drain,
+    DrainTo,
     Finish,
+    Held,
     Join,
+    Joined,
     Leave,
     Ping,
     Pong,
+    Resume,
+    Running,
     Stop,
     Stopped,
     StopReason,
@@ -44,16 +53,21 @@ from tests.core.agent.agent_desk import (
     LIMITS,
     NPROC,
     SUCCESS,
+    Desk,
     cut_off_running,
     dialing,
+    draining,
     failure,
     joining,
     leaving,
+    leaving_drained,
     running,
     stopping,
     sweeping,
     swept,
 )
+
+JOINED = Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s)
 
 # --- link and lease ---------------------------------------------------------------------------------------------------
 
@@ -68,13 +82,142 @@ def test_it_joins_with_an_identity_never_used_before() -> None:
     assert (again.node.member, again.node.agent) == ("a#1.1", "a#1")
 
 
-def test_it_joins_only_with_empty_hands() -> None:
+def rejoined() -> Desk:
+    """Linked again, to a coordinator that has not vouched for the generation yet."""
     desk = cut_off_running()
+    desk.give(Dialed())
+    return desk
+
+
+def test_it_joins_with_its_workers_alive_and_says_so() -> None:
+    desk = rejoined()
+    (join,) = desk.sent()
+    assert isinstance(join, Join)
+    assert (join.node.member, join.last_generation, join.running) == ("a#1.1", 1, Running(1, 0, 1, 0))
+    assert desk.machine.work is Work.RUNNING
+
+
+def test_workers_that_are_being_stopped_are_killed_before_it_joins() -> None:
+    desk = stopping()
+    desk.give(LinkLost("reset"))
     desk.give(Dialed())
     assert desk.done == [KillTree(1)]
     desk.give(TreeGone(1))
     joins = [message for message in desk.sent() if isinstance(message, Join)]
-    assert [(join.node.member, join.last_generation) for join in joins] == [("a#1.1", 1)]
+    assert [(join.last_generation, join.running) for join in joins] == [(1, None)]
+
+
+def test_workers_on_their_way_to_a_safe_point_get_there_before_it_joins() -> None:
+    desk = draining()
+    desk.give(LinkLost("reset"))
+    desk.give(Dialed())
+    assert not desk.done
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None, drained=True))
+    desk.give(TreeGone(1))
+    assert [type(message) for message in desk.sent()] == [Stopped, Join]
+
+
+def test_what_its_workers_ended_with_meanwhile_is_told_once_somebody_vouches() -> None:
+    desk = rejoined()
+    desk.hear(JOINED)
+    desk.give(WorkerEnded(1, 0, None))
+    assert not desk.sent()
+    desk.hear(Resume(1))
+    assert desk.sent() == [WorkerDone(1, 0)]
+
+
+def test_a_failure_that_nobody_can_be_told_ends_the_generation_here() -> None:
+    desk = cut_off_running()
+    desk.give(WorkerEnded(1, 1, failure()))
+    assert desk.done == [KillTree(1)]
+
+
+def test_nobody_vouches_and_the_old_fence_stands() -> None:
+    """Neither being linked again nor being answered lets workers live that nobody has vouched for."""
+    desk = cut_off_running()
+    desk.wait(1.0)
+    desk.give(Dialed())
+    desk.hear(JOINED)
+    desk.wait(LIMITS.fence_s - 1.0 - 0.01)
+    assert desk.machine.work is Work.RUNNING
+    assert KillTree(1) in desk.wait(0.02)
+
+
+def test_resumed_workers_live_on() -> None:
+    desk = rejoined()
+    desk.hear(JOINED)
+    desk.hear(Resume(1))
+    desk.wait(10 * LIMITS.fence_s)
+    assert desk.machine.work is Work.RUNNING
+
+
+def test_abandoned_workers_are_killed() -> None:
+    desk = rejoined()
+    desk.hear(JOINED)
+    assert desk.hear(Abandon(2)) == []
+    assert desk.hear(Abandon(1)) == [KillTree(1)]
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def exit_codes(desk: Desk) -> list[int]:
+    return [command.outcome.exit_code for command in desk.done if isinstance(command, Exit)]
+
+
+def test_a_notice_drains_where_the_workers_ask_for_safe_points() -> None:
+    desk = leaving_drained()
+    assert desk.sent() == [Leave("SIGTERM", drain=True)]
+    desk.hear(Drain(1, "a is leaving"))
+    assert desk.sent() == [Held(1, 6)]
+    assert desk.hear(DrainTo(1, 9)) == [ReleaseWorkers(1, 9)]
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None, drained=True))
+    desk.give(TreeGone(1))
+    assert desk.sent() == [Stopped(1)]
+    assert exit_codes(desk) == [75]
+
+
+def test_a_notice_stops_at_once_where_they_ask_for_none() -> None:
+    desk = leaving()
+    assert desk.sent() == [Leave("SIGTERM")]
+    assert SignalWorkers(signal.SIGTERM) in desk.done
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGQUIT])
+def test_the_keyboard_does_not_wait_for_a_safe_point(signum: signal.Signals) -> None:
+    desk = running()
+    desk.give(Signalled(signum, signum.name))
+    assert SignalWorkers(signum) in desk.done
+
+
+def test_a_preempted_node_asks_to_be_requeued_either_way() -> None:
+    desk = running()
+    desk.give(Signalled(signal.SIGUSR1, "SIGUSR1", preempt=True))
+    desk.give(WorkersHeld(1, 0))
+    assert SignalWorkers(signal.SIGTERM) in desk.done, "the workers ignore the signal itself"
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, failure(after_stop=True)))
+    desk.give(TreeGone(1))
+    assert exit_codes(desk) == [75]
+
+
+def test_a_job_that_ends_while_a_node_drains_has_ended_well() -> None:
+    desk = leaving_drained()
+    desk.hear(Finish(SUCCESS))
+    desk.give(TreeGone(1))
+    assert exit_codes(desk) == [0]
+
+
+def test_a_drain_nobody_answers_is_given_up() -> None:
+    desk = leaving_drained()
+    assert SignalWorkers(signal.SIGTERM) in desk.wait(LIMITS.drain_s + 0.01)
+
+
+def test_a_second_signal_kills_what_drains() -> None:
+    desk = leaving_drained()
+    assert KillTree(1) in desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
 
 
 def test_it_says_how_long_ago_it_lost_its_world() -> None:

@@ -10,8 +10,10 @@ import pytest
 from holdfast.core.agent.commands import (
     Dial,
     Exit,
+    HoldWorkers,
     KillTree,
     Prepare,
+    ReleaseWorkers,
     Say,
     SignalWorkers,
     StartWorkers,
@@ -30,17 +32,23 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkersHeld,
 )
 from holdfast.core.agent.machine import WORK_TRANSITIONS
 from holdfast.core.agent.state import Link, Work
 from holdfast.core.protocol import (
+    Abandon,
     CoordinatorMessage,
+    Drain,
+    DrainTo,
     Finish,
     FromCoordinator,
+    Held,
     Joined,
     Pong,
     Prepared,
     Refuse,
+    Resume,
     Start,
     Stop,
     Stopped,
@@ -49,18 +57,23 @@ from holdfast.core.protocol import (
 )
 from tests.core.agent.agent_desk import (
     LIMITS,
+    NPROC,
     SUCCESS,
     Desk,
     assign,
     cut_off_running,
     dialing,
     down,
+    draining,
     ended,
     failure,
+    held,
+    holding,
     idle,
     joining,
     killing,
     leaving,
+    leaving_drained,
     prepared,
     preparing,
     running,
@@ -82,7 +95,11 @@ STATES: list[Callable[[], Desk]] = [
     sweeping,
     swept,
     cut_off_running,
+    holding,
+    held,
+    draining,
     leaving,
+    leaving_drained,
     ended,
 ]
 IN_WORK: dict[Work, Callable[[], Desk]] = {
@@ -90,6 +107,7 @@ IN_WORK: dict[Work, Callable[[], Desk]] = {
     Work.PREPARING: preparing,
     Work.PREPARED: prepared,
     Work.RUNNING: running,
+    Work.DRAINING: held,
     Work.STOPPING: stopping,
     Work.KILLING: killing,
 }
@@ -138,6 +156,34 @@ def is_fenced(desk: Desk) -> None:
     assert KillTree(1) in desk.done
 
 
+def is_asked_to_drain(desk: Desk) -> None:
+    assert desk.hear(Drain(1, "z is leaving")) == [HoldWorkers(1)]
+    desk.give(WorkersHeld(1, 6))
+    assert desk.sent() == [Held(1, 6)]
+
+
+def loses_the_link_while_held(desk: Desk) -> None:
+    desk.give(LinkLost("reset"))
+    assert ReleaseWorkers(1, 0) in desk.done
+
+
+def drain_is_given_up(desk: Desk) -> None:
+    desk.hear(Stop(1, StopReason.MEMBER_LOST, "z was lost"))
+    assert [c for c in desk.done if isinstance(c, ReleaseWorkers | SignalWorkers)] == [
+        ReleaseWorkers(1, 0),
+        SignalWorkers(signal.SIGTERM),
+    ]
+
+
+def all_leave_at_the_safe_point(desk: Desk) -> None:
+    assert desk.hear(DrainTo(1, 9)) == [ReleaseWorkers(1, 9)]
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None, drained=True))
+    assert desk.done == [KillTree(1)]
+    assert desk.machine.term is not None
+    assert not desk.machine.term.done
+
+
 def grace_is_over(desk: Desk) -> None:
     desk.wait(LIMITS.stop_grace_s - 0.01)
     assert desk.machine.work is Work.STOPPING
@@ -163,6 +209,10 @@ WAYS: dict[tuple[Work, Work], tuple[Callable[[], Desk], Callable[[Desk], None]]]
     (Work.PREPARED, Work.RUNNING): (prepared, is_started),
     (Work.PREPARING, Work.IDLE): (preparing, loses_the_link),
     (Work.PREPARED, Work.IDLE): (prepared, loses_the_link),
+    (Work.RUNNING, Work.DRAINING): (running, is_asked_to_drain),
+    (Work.DRAINING, Work.RUNNING): (held, loses_the_link_while_held),
+    (Work.DRAINING, Work.STOPPING): (held, drain_is_given_up),
+    (Work.DRAINING, Work.KILLING): (held, all_leave_at_the_safe_point),
     (Work.RUNNING, Work.STOPPING): (running, is_stopped),
     (Work.RUNNING, Work.KILLING): (running, is_fenced),
     (Work.STOPPING, Work.KILLING): (stopping, grace_is_over),
@@ -204,6 +254,10 @@ MESSAGES: list[FromCoordinator] = [
             assign(generation),
             Start(generation, "10.0.0.1", 40_000),
             Stop(generation, StopReason.MEMBER_LEFT, "z is leaving"),
+            Drain(generation, "z is leaving"),
+            DrainTo(generation, 9),
+            Resume(generation),
+            Abandon(generation),
         )
     ),
 ]
@@ -221,11 +275,16 @@ EVENTS: list[Event] = [
             PrepareFailed(generation, "HF108", 2, "disk full"),
             WorkerEnded(generation, 0, None),
             WorkerEnded(generation, 1, failure()),
+            WorkerEnded(generation, 0, None, drained=True),
+            WorkersHeld(generation, 0),
+            WorkersHeld(generation, 6),
             TreeGone(generation),
             StoreDied(generation),
         )
     ),
     Signalled(signal.SIGINT, "SIGINT"),
+    Signalled(signal.SIGTERM, "SIGTERM"),
+    Signalled(signal.SIGUSR1, "SIGUSR1", preempt=True),
     PassSignal(signal.SIGUSR1),
     Tick(),
 ]
@@ -271,7 +330,8 @@ def test_a_signal_ends_it_from_every_state(state: Callable[[], Desk]) -> None:
     desk = state()
     desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
     for _ in range(2):
-        desk.wait(30.0)
+        desk.give(WorkersHeld(1, 6))
+        desk.wait(LIMITS.drain_s)
         desk.give(TreeGone(1))
     assert desk.machine.outcome is not None
     assert desk.give(Tick()) == []

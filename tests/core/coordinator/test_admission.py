@@ -19,7 +19,7 @@ def join(name: str, rank: int | None = None, nproc: int = 1) -> Join:
 
 
 def member(joined: Join, *, link: int = 1, last_heard_s: float = 0.0, leaving: str = "") -> Member:
-    return Member(joined.node, link, "10.0.0.7", "10.0.0.0", 1, last_heard_s, leaving)
+    return Member(joined.node, link, "10.0.0.7", "10.0.0.0", 1, 0.0, last_heard_s, leaving)
 
 
 def test_an_identity_is_used_once() -> None:

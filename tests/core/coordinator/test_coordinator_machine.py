@@ -6,132 +6,47 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.coordinator.commands import Conclude, DropLink, Tell
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
-from holdfast.core.coordinator.machine import TRANSITIONS, CoordinatorMachine
+from holdfast.core.coordinator.machine import TRANSITIONS
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Failure, OutcomeKind
-from holdfast.core.policy import JobSpec, Limits, NodeSpec
+from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import (
     AgentMessage,
     Assign,
+    Drain,
     Finish,
     FromAgent,
-    FromCoordinator,
+    Held,
     Join,
-    Joined,
     Leave,
     Ping,
-    Pong,
     Prepared,
-    Refuse,
+    Resume,
+    Running,
     Start,
     Stop,
     Stopped,
     StopReason,
     StoreLost,
-    Waiting,
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.testing.cluster import simple_judge
-
-LIMITS = Limits(join_s=60.0, settle_s=2.0, prepare_s=30.0, stop_grace_s=5.0, stop_slack_s=15.0)
-
-
-class Desk:
-    """A coordinator, and hands that speak for the agents on links 1, 2, 3 …"""
-
-    def __init__(self, least: int = 2, most: int = 2, *, max_restarts: int = 0, fixed_ranks: bool = False) -> None:
-        job = JobSpec(
-            run_id="t",
-            min_nodes=least,
-            max_nodes=most,
-            backend="c10d",
-            max_restarts=max_restarts,
-            fixed_ranks=fixed_ranks,
-        )
-        self.now = 0.0
-        self.machine = CoordinatorMachine(job, LIMITS, simple_judge, self.now)
-        self.told: list[tuple[int, FromCoordinator]] = []
-        self.dropped: list[int] = []
-        self.concluded = 0
-
-    def give(self, event: Event) -> None:
-        for command in self.machine.handle(self.now, event):
-            match command:
-                case Tell(link, message):
-                    self.told.append((link, message))
-                case DropLink(link):
-                    self.dropped.append(link)
-                case Conclude():
-                    self.concluded += 1
-        self.machine.check_invariants()
-
-    def say(self, link: int, message: FromAgent) -> None:
-        self.give(Heard(link, message))
-
-    def join(self, *links: int, last_generation: int = 0, address: str = "10.0.0.") -> None:
-        for link in links:
-            self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
-            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
-            self.say(link, Join(node, last_generation))
-
-    def prepare(self, *links: int) -> None:
-        for link in links:
-            self.say(link, Prepared(self.machine.generation, 40_000 if link == 1 else None))
-
-    def wait(self, seconds: float) -> None:
-        """Time passes; everybody who is a member pings, and Ticks come when they are due."""
-        until = self.now + seconds
-        while (due := self.machine.next_deadline()) is not None and due <= until:
-            self.now = max(self.now, due)
-            for link in [member.link for member in self.machine.members.values()]:
-                self.say(link, Ping(1))
-            self.give(Tick())
-        self.now = until
-
-    def last(self, link: int) -> FromCoordinator:
-        return [message for to, message in self.told if to == link and not isinstance(message, Pong)][-1]
-
-    def fail(self, link: int, exit_code: int = 1) -> None:
-        failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code)
-        self.say(link, WorkersFailed(self.machine.generation, (failure,)))
-
-
-def gathering(**options: int) -> Desk:
-    return Desk(**options)
-
-
-def preparing(**options: int) -> Desk:
-    desk = Desk(**options)
-    desk.join(1, 2)
-    return desk
-
-
-def running(**options: int) -> Desk:
-    desk = preparing(**options)
-    desk.prepare(1, 2)
-    return desk
-
-
-def stopping(**options: int) -> Desk:
-    desk = running(**options)
-    desk.fail(2)
-    return desk
-
-
-def over() -> Desk:
-    desk = running()
-    for link in (1, 2):
-        desk.say(link, WorkerDone(1, 0))
-    return desk
-
+from tests.core.coordinator.coordinator_desk import (
+    Desk,
+    draining,
+    gathering,
+    over,
+    preparing,
+    running,
+    stopping,
+)
 
 IN_PHASE: dict[Phase, Callable[[], Desk]] = {
     Phase.GATHERING: gathering,
     Phase.PREPARING: preparing,
     Phase.RUNNING: running,
+    Phase.DRAINING: draining,
     Phase.STOPPING: stopping,
     Phase.OVER: over,
 }
@@ -177,6 +92,22 @@ def every_rank_is_done(desk: Desk) -> None:
     assert desk.machine.outcome.kind is OutcomeKind.SUCCEEDED
 
 
+def a_whole_generation_comes(desk: Desk) -> None:
+    desk.join_running(1, 2)
+    assert [desk.last(link) for link in (1, 2)] == [Resume(7), Resume(7)]
+
+
+def one_wants_to_leave(desk: Desk) -> None:
+    desk.say(2, Leave("SIGTERM", drain=True))
+    assert [desk.last(link) for link in (1, 2)] == [Drain(1, "n2 is leaving (SIGTERM)")] * 2
+
+
+def nobody_asks_for_safe_points(desk: Desk) -> None:
+    for link in (1, 2):
+        desk.say(link, Held(1, 0))
+    assert desk.last(1) == Stop(1, StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM)")
+
+
 def all_stopped_budget_left(desk: Desk) -> None:
     desk.machine.budget.max_restarts = 1
     desk.give(LinkClosed(1, "reset"))
@@ -192,6 +123,10 @@ def all_stopped_budget_spent(desk: Desk) -> None:
 WAYS: dict[tuple[Phase, Phase], Callable[[Desk], None]] = {
     (Phase.GATHERING, Phase.PREPARING): all_here,
     (Phase.GATHERING, Phase.OVER): too_few,
+    (Phase.GATHERING, Phase.RUNNING): a_whole_generation_comes,
+    (Phase.RUNNING, Phase.DRAINING): one_wants_to_leave,
+    (Phase.DRAINING, Phase.STOPPING): nobody_asks_for_safe_points,
+    (Phase.DRAINING, Phase.OVER): every_rank_is_done,
     (Phase.PREPARING, Phase.RUNNING): all_prepared,
     (Phase.PREPARING, Phase.GATHERING): dies_in_phase_one,
     (Phase.RUNNING, Phase.STOPPING): a_worker_fails,
@@ -219,7 +154,9 @@ MESSAGES: list[FromAgent] = [
     Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
     Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
     Ping(3),
+    Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, Running(1, 0, 1, 0)),
     Leave("SIGTERM"),
+    Leave("SIGTERM", drain=True),
     *(
         message
         for generation in (0, 1, 2)
@@ -230,6 +167,8 @@ MESSAGES: list[FromAgent] = [
             WorkersFailed(generation, (FAILURE,)),
             Stopped(generation),
             StoreLost(generation),
+            Held(generation, 0),
+            Held(generation, 5),
         )
     ),
 ]
@@ -271,133 +210,3 @@ def test_left_alone_it_ends_or_waits_for_workers(phase: Phase) -> None:
     desk = IN_PHASE[phase]()
     desk.wait(300.0)
     assert desk.machine.phase is (Phase.RUNNING if phase is Phase.RUNNING else Phase.OVER)
-
-
-# --- what the tables do not show --------------------------------------------------------------------------------------
-
-
-def test_numbers_go_above_all_that_any_agent_has_seen() -> None:
-    desk = Desk()
-    desk.join(1)
-    desk.join(2, last_generation=41)
-    desk.wait(10.0)
-    assert desk.machine.generation == 42
-    assert desk.machine.knows_predecessor
-
-
-def test_a_stranger_speaks_in_vain() -> None:
-    desk = running()
-    desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
-    for message in MESSAGES[2:]:
-        desk.say(9, message)
-    assert desk.machine.phase is Phase.RUNNING
-    assert not [message for link, message in desk.told if link == 9]
-
-
-def test_whoever_comes_after_the_end_is_told_of_it() -> None:
-    desk = over()
-    desk.join(9)
-    assert desk.last(9) == desk.last(1)
-
-
-def test_two_joins_on_one_link_lose_it() -> None:
-    desk = running()
-    desk.say(1, Join(NodeSpec(member="n1#2", host="n1", nproc=1)))
-    assert desk.dropped == [1]
-    assert desk.machine.phase is Phase.STOPPING
-
-
-def test_a_used_identity_is_refused() -> None:
-    desk = Desk()
-    desk.join(1)
-    desk.give(LinkClosed(1, "reset"))
-    desk.join(1)
-    assert isinstance(desk.last(1), Refuse)
-
-
-def test_who_waits_is_told_for_what() -> None:
-    desk = Desk()
-    desk.join(1)
-    desk.wait(6.0)
-    assert desk.last(1) == Waiting("waiting: 1 of 2 nodes are here (n1)")
-
-
-def test_stale_words_change_nothing() -> None:
-    desk = running(max_restarts=1)
-    desk.fail(2)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    desk.prepare(1, 2)
-    assert desk.machine.generation == 2
-    desk.say(1, WorkerDone(1, 0))
-    desk.say(1, Stopped(1))
-    desk.say(2, StoreLost(1))
-    desk.say(2, WorkersFailed(1, (FAILURE,)))
-    assert desk.machine.phase is Phase.RUNNING
-    assert desk.machine.world is not None
-    assert not desk.machine.world.done
-
-
-def test_a_stale_stopped_does_not_stand_for_a_newer_one() -> None:
-    """It may have been on its way since before the node took part in the present generation."""
-    desk = running(max_restarts=2)
-    desk.fail(2)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    desk.prepare(1, 2)
-    desk.fail(2)
-    desk.say(1, Stopped(1))
-    desk.say(2, Stopped(2))
-    assert desk.machine.phase is Phase.STOPPING
-    desk.say(1, Stopped(2))
-    assert desk.machine.phase is Phase.GATHERING, "the second restart in a row is not immediate"
-
-
-def test_a_quorum_that_comes_after_the_back_off_waits_for_the_future() -> None:
-    """The coordinator once asked for a Tick at the end of a back-off that was long over, again and again."""
-    desk = Desk(least=2, most=3)
-    desk.join(1, last_generation=1)
-    desk.wait(10.0)
-    desk.join(2)
-    assert desk.machine.phase is Phase.GATHERING
-    due = desk.machine.next_deadline()
-    assert due is not None
-    assert due > desk.now
-    desk.wait(LIMITS.settle_s)
-    assert desk.machine.phase is Phase.PREPARING
-
-
-def test_one_that_does_not_stop_in_time_is_dropped() -> None:
-    desk = stopping(max_restarts=1)
-    desk.say(1, Stopped(1))
-    desk.wait(LIMITS.stop_grace_s + LIMITS.stop_slack_s)
-    assert desk.dropped == [2]
-    assert desk.machine.phase is Phase.GATHERING
-
-
-def test_it_never_forms_while_workers_may_live() -> None:
-    desk = stopping(max_restarts=1)
-    desk.say(1, Stopped(1))
-    assert desk.machine.phase is Phase.STOPPING
-    desk.say(2, Stopped(1))
-    assert desk.machine.phase is Phase.PREPARING
-
-
-@pytest.mark.parametrize(
-    ("addresses", "local", "master"),
-    [("127.0.0.", True, "127.0.0.1"), ("10.0.0.", False, "10.0.0.1")],
-)
-def test_a_world_on_one_machine_is_local(addresses: str, local: bool, master: str) -> None:
-    desk = Desk()
-    desk.join(1, 2, address=addresses)
-    assign = desk.last(1)
-    assert isinstance(assign, Assign)
-    assert assign.local_world is local
-    desk.prepare(1, 2)
-    assert desk.last(1) == Start(1, master, 40_000)
-
-
-def test_members_are_told_the_lease() -> None:
-    desk = Desk()
-    desk.join(1)
-    assert desk.told == [(1, Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s))]

@@ -10,7 +10,7 @@ LIMITS = Limits(lease_s=6.0, ping_interval_s=1.0)
 
 
 def member(name: str, last_heard_s: float) -> Member:
-    return Member(NodeSpec(member=name, host=name, nproc=1), 1, "10.0.0.1", "10.0.0.0", 1, last_heard_s)
+    return Member(NodeSpec(member=name, host=name, nproc=1), 1, "10.0.0.1", "10.0.0.0", 1, 0.0, last_heard_s)
 
 
 def names(members: list[Member]) -> list[str]:
@@ -20,8 +20,9 @@ def names(members: list[Member]) -> list[str]:
 def test_a_lease_runs_out_only_after_its_whole_length() -> None:
     liveness = Liveness(LIMITS, looked_s=100.0)
     members = [member("talks", 100.0), member("silent", 95.0)]
-    assert names(liveness.silent(members, 101.0)) == []
-    assert names(liveness.silent(members, 101.1)) == ["silent"]
+    assert names(liveness.silent(members, 100.9)) == []
+    assert liveness.next_look_s() == 101.0, "the next look is when its lease runs out, not later"
+    assert names(liveness.silent(members, 101.0)) == ["silent"]
 
 
 def test_it_looks_four_times_in_a_lease() -> None:

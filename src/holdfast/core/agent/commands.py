@@ -46,6 +46,19 @@ class SignalWorkers(Struct, frozen=True):
     """False: a signal that is only passed on. Whoever fails after it fails by itself."""
 
 
+class HoldWorkers(Struct, frozen=True):
+    """No worker passes its next safe point until ReleaseWorkers. Ends in WorkersHeld."""
+
+    generation: int
+
+
+class ReleaseWorkers(Struct, frozen=True):
+    """The workers pass every safe point before this one, and stop there; 0: they pass all of them."""
+
+    generation: int
+    safe_point: int
+
+
 class KillTree(Struct, frozen=True):
     """SIGKILL whatever this generation left alive, leaders and all. Ends in TreeGone, after the last WorkerEnded."""
 
@@ -71,4 +84,17 @@ class Exit(Struct, frozen=True):
     outcome: Outcome
 
 
-Command = Dial | Send | HangUp | Prepare | StartWorkers | SignalWorkers | KillTree | Say | Note | Exit
+Command = (
+    Dial
+    | Send
+    | HangUp
+    | Prepare
+    | StartWorkers
+    | SignalWorkers
+    | HoldWorkers
+    | ReleaseWorkers
+    | KillTree
+    | Say
+    | Note
+    | Exit
+)

@@ -55,6 +55,16 @@ class WorkerEnded(Struct, frozen=True):
     generation: int
     local_rank: int
     failure: Failure | None
+    drained: bool = False
+    """It had been told to stop at a safe point: that it ended does not mean that its work is done."""
+
+
+class WorkersHeld(Struct, frozen=True):
+    """Answer to HoldWorkers."""
+
+    generation: int
+    reached: int
+    """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one."""
 
 
 class TreeGone(Struct, frozen=True):
@@ -74,6 +84,8 @@ class Signalled(Struct, frozen=True):
 
     signum: int
     name: str
+    preempt: bool = False
+    """The one that announces a preemption (--preempt-signal)."""
 
 
 class PassSignal(Struct, frozen=True):
@@ -94,6 +106,7 @@ Event = (
     | NodePrepared
     | PrepareFailed
     | WorkerEnded
+    | WorkersHeld
     | TreeGone
     | StoreDied
     | Signalled

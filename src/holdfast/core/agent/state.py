@@ -21,6 +21,8 @@ class Work(Enum):
     PREPARING = "preparing"
     PREPARED = "prepared"
     RUNNING = "running"
+    DRAINING = "draining"
+    """The workers are held at their next safe point, or on their way to the one at which they stop."""
     STOPPING = "stopping"
     """The ladder is on: first signal sent, leaders may still be saving."""
     KILLING = "killing"
@@ -37,6 +39,16 @@ class Term:
     """Local ranks whose leader is gone."""
     done: set[int] = field(default_factory=set)
     """Local ranks that ended with 0."""
+    vouched: bool = True
+    """The coordinator we are linked to knows this generation; else it has to Resume it before our fence."""
+    asked: bool = False
+    """The coordinator has ordered a drain."""
+    reached: int | None = None
+    """The newest safe point that a worker had reached when they were held; None: not held."""
+    safe_point: int | None = None
+    """Where they stop; None: not agreed."""
+    drained: set[int] = field(default_factory=set)
+    """Local ranks that have left at the safe point."""
     kill_at_s: float = 0.0
     """While STOPPING: when SIGKILL is due."""
     swept: bool = False

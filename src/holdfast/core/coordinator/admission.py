@@ -56,6 +56,8 @@ class Admission:
     def settle(self, members: Iterable[Member]) -> Admit | Deny | None:
         """The next claim that can be decided: a holder that has spoken since makes it a duplicate, one that is gone
         makes it a replacement."""
+        if not self.claims:
+            return None
         members = list(members)
         for link, (join, since_s) in self.claims.items():
             holder = self._holder(join.node, members)

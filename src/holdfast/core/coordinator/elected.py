@@ -10,8 +10,7 @@ from holdfast.core.coordinator.commands import Command
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.events import Event
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.policy import JobSpec, Limits, NodeSpec
-from holdfast.core.protocol import Join
+from holdfast.core.policy import JobSpec, Limits
 
 
 class ElectedCoordinator(CoordinatorMachine):
@@ -34,8 +33,8 @@ class ElectedCoordinator(CoordinatorMachine):
         self._holds = holds
         self._told = floor
         if floor:  # as if an agent of the predecessor's came, which lost it so long ago that only the tail is left
-            unlinked_s = limits.fence_s + limits.kill_s - tail_s
-            super()._heed_predecessor(now, Join(NodeSpec(member="", host="", nproc=0), floor, unlinked_s))
+            self._predecessor.generation = floor
+            super()._outwait_predecessor(now - (limits.fence_s + limits.kill_s - tail_s), floor)
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """Without the lease nothing is decided any more: the process may have slept, and somebody else be in charge."""
@@ -46,10 +45,10 @@ class ElectedCoordinator(CoordinatorMachine):
     @property
     def workers_may_live(self) -> bool:
         """Of a member, in a generation of ours."""
-        return any(member.busy_generation for member in self.members.values())
+        return self._membership.anybody_busy
 
-    def _heed_predecessor(self, now: float, join: Join) -> None:
+    def _outwait_predecessor(self, died_s: float, generation: int) -> None:
         """What etcd remembers tells when the predecessor's workers are gone: an agent's broken link does not, for it
         may have broken before that coordinator ended."""
-        if join.last_generation > max(self.generation, self._told):
-            super()._heed_predecessor(now, join)
+        if generation > self._told:
+            super()._outwait_predecessor(died_s, generation)

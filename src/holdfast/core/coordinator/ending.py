@@ -29,6 +29,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     | a node was lost                         | again, free: it explains the failures of its peers |
     | the store host died                     | again, free, with back-off                        |
     | no worker failed (arrival, leave)       | again, free                                       |
+    | it was drained                          | again, free, whatever its workers ended with      |
     | a worker failed                         | again if the budget allows, else over             |
     """
     lived_s = world.stop_began_s - (world.started_s if world.started_s is not None else world.stop_began_s)
@@ -38,7 +39,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
         text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
     decision: Retry | GiveUp = Retry(0.0)
-    if not world.lost_nodes:
+    if not (world.lost_nodes or world.drained):
         if world.stop_reason is StopReason.STORE_LOST:
             decision = budget.pause("the store host died", lived_s)
         elif own:

@@ -93,38 +93,36 @@ def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec)
     """
     if job.fixed_ranks:
         return sorted((c.node for c in candidates), key=lambda node: node.node_rank or 0)
-    incumbents = [name for name in previous if any(c.node.member == name for c in candidates)]
     by_name = {c.node.member: c.node for c in candidates}
-    newcomers = sorted(
-        (c for c in candidates if c.node.member not in incumbents),
-        key=lambda c: c.arrival,
-    )
+    index = {name: i for i, name in enumerate(previous)}
+    incumbents = [name for name in previous if name in by_name]
+    newcomers = sorted((c for c in candidates if c.node.member not in index), key=lambda c: c.arrival)
     free = max(0, job.max_nodes - len(incumbents))
     chosen = [by_name[name] for name in incumbents[: job.max_nodes]] + [c.node for c in newcomers[:free]]
     seats: list[NodeSpec | None] = [None] * len(chosen)
-    arrival = {c.node.member: c.arrival for c in candidates}
-    rest = list(chosen)
+    seated: set[str] = set()
 
     def place(node: NodeSpec, at: int) -> None:
-        if at < len(seats) and seats[at] is None:
+        if node.member not in seated and at < len(seats) and seats[at] is None:
             seats[at] = node
-            rest.remove(node)
+            seated.add(node.member)
 
-    index = {name: i for i, name in enumerate(previous)}
-    for node in list(rest):
+    for node in chosen:
         if node.member in index:
             place(node, index[node.member])
-    for node in list(rest):
+    for node in chosen:
         if node.node_rank is not None and node.member not in index:
             place(node, node.node_rank)
-    for node in list(rest):
+    for node in chosen:
         if node.hosts_coordinator:
             place(node, 0)
-    rest.sort(key=lambda node: (node.member not in index, natural(node.host), arrival[node.member]))
-    for at, taken in enumerate(seats):
-        if taken is None:
-            seats[at] = rest.pop(0)
-    return [node for node in seats if node is not None]
+    arrival = {c.node.member: c.arrival for c in candidates}
+    rest = sorted(
+        (node for node in chosen if node.member not in seated),
+        key=lambda node: (node.member not in index, natural(node.host), arrival[node.member]),
+    )
+    others = iter(rest)
+    return [node if node is not None else next(others) for node in seats]
 
 
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:

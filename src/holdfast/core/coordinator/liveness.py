@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from holdfast.core.coordinator.state import Member
 from holdfast.core.policy import Limits
@@ -15,9 +16,11 @@ class Liveness:
     looked_s: float
     pardoned_s: float = 0.0
     """Nobody counts as silent since before this."""
+    next_expiry_s: float = inf
+    """When the first of the leases seen at the last look runs out."""
 
     def next_look_s(self) -> float:
-        return self.looked_s + self.limits.lease_s / 4
+        return min(self.looked_s + self.limits.lease_s / 4, self.next_expiry_s)
 
     def silent(self, members: Iterable[Member], now: float) -> list[Member]:
         """Members whose lease has run out.
@@ -28,6 +31,8 @@ class Liveness:
         gap = now - self.looked_s
         self.looked_s = now
         if gap > self.limits.lease_s / 2:
-            self.pardoned_s = now - self.limits.ping_interval_s
+            self.pardoned_s, self.next_expiry_s = now - self.limits.ping_interval_s, inf
             return []
-        return [m for m in members if now - max(m.last_heard_s, self.pardoned_s) > self.limits.lease_s]
+        expiries = [(max(member.last_heard_s, self.pardoned_s) + self.limits.lease_s, member) for member in members]
+        self.next_expiry_s = min((expiry for expiry, _ in expiries if expiry > now), default=inf)
+        return [member for expiry, member in expiries if expiry <= now]

@@ -2,9 +2,9 @@
 
                  ┌────────────────────────── back-off over, enough members ──────────────┐
                  ▼                                                                       │
-    GATHERING ──► PREPARING ──► RUNNING ──► STOPPING ──► GATHERING …            (until OVER)
-       ▲             │                         ▲
-       └─ a death ───┘   failure, loss, leave, arrival
+    GATHERING ──► PREPARING ──► RUNNING ──► DRAINING ──► STOPPING ──► GATHERING … (until OVER)
+       ▲             │             └── failure, loss ──────▲
+       └─ a death ───┘                leave or arrival: by way of DRAINING where the workers ask for safe points
 
 A shell owes it: every LinkOpened before anything heard on that link, LinkClosed once unless the machine dropped the
 link itself, and a Tick when `next_deadline()` has passed.
@@ -12,32 +12,24 @@ link itself, and a Tick when `next_deadline()` has passed.
 
 from __future__ import annotations
 
-from msgspec import structs
+from math import inf
 
-from holdfast.core.coordinator.admission import Admission, Admit, Deny
-from holdfast.core.coordinator.budget import Budget
-from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
-from holdfast.core.coordinator.ending import Again, Judge, after_stop
+from holdfast.core.coordinator.admission import Admit, Deny
+from holdfast.core.coordinator.base import TRANSITIONS, CoordinatorBase
+from holdfast.core.coordinator.commands import Command, DropLink, Tell
+from holdfast.core.coordinator.ending import Again, after_stop
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
-from holdfast.core.coordinator.formation import (
-    Candidate,
-    FormNow,
-    Gathering,
-    NoQuorum,
-    WaitUntil,
-    assignments,
-    decide,
-    seat,
-)
-from holdfast.core.coordinator.liveness import Liveness
-from holdfast.core.coordinator.state import Member, Pending, Phase, World, is_loopback, master_address, names
-from holdfast.core.errors import JoinTimeoutError, NodesError
-from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
-from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
+from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
+from holdfast.core.errors import NodesError
+from holdfast.core.outcome import Failure, Outcome, OutcomeKind
+from holdfast.core.policy import Grow
 from holdfast.core.protocol import (
+    Drain,
+    DrainTo,
     Finish,
     FromAgent,
-    FromCoordinator,
+    Held,
     Join,
     Joined,
     Leave,
@@ -45,6 +37,7 @@ from holdfast.core.protocol import (
     Pong,
     Prepared,
     Refuse,
+    Resume,
     Start,
     Stop,
     Stopped,
@@ -55,75 +48,25 @@ from holdfast.core.protocol import (
     WorkersFailed,
 )
 
-TRANSITIONS: dict[tuple[Phase, Phase], str] = {
-    (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
-    (Phase.GATHERING, Phase.OVER): "too few nodes before the join deadline",
-    (Phase.PREPARING, Phase.RUNNING): "every member is prepared and the store has a port; Start is sent",
-    (Phase.PREPARING, Phase.GATHERING): "a member of the new world was lost or left; nothing was started yet",
-    (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived; Stop is sent",
-    (Phase.RUNNING, Phase.OVER): "every rank is done",
-    (Phase.STOPPING, Phase.GATHERING): "no worker of the generation is alive; another generation follows",
-    (
-        Phase.STOPPING,
-        Phase.OVER,
-    ): "no worker of the generation is alive; the budget is spent or a requeue was asked for",
-}
+__all__ = ["TRANSITIONS", "CoordinatorMachine"]
 
 
-class CoordinatorMachine:
-    """Decides membership, generations, ranks and the end of one job."""
-
-    def __init__(
-        self,
-        job: JobSpec,
-        limits: Limits,
-        judge: Judge,
-        now: float,
-        *,
-        fixed_master: tuple[str, int] | None = None,
-    ) -> None:
-        """`fixed_master`: the address and port every generation announces (static rendezvous), else rank 0's own."""
-        self.job = job
-        self.limits = limits
-        self._judge = judge
-        self._fixed_master = fixed_master
-        self.phase = Phase.GATHERING
-        self.members: dict[str, Member] = {}
-        self.world: World | None = None
-        self.generation = 0
-        self._generation_floor = 0
-        """The newest generation any agent told us of: an earlier coordinator's, perhaps."""
-        self.outcome: Outcome | None = None
-        self.budget = Budget(job.max_restarts, limits)
-        self._liveness = Liveness(limits, now)
-        self._pending: dict[int, Pending] = {}
-        self._admission = Admission(job)
-        self._by_link: dict[int, str] = {}
-        self._arrivals = 0
-        self._born_s = now
-        self._handled_s = now
-        self._gathering = Gathering(
-            present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
-        )
-        self._gather_until_s: float | None = None
-        self._phase_since_s = now
-        self._say_at_s = now + limits.say_interval_s
-        self._reason = ""
-        self._out: list[Command] = []
+class CoordinatorMachine(CoordinatorBase):
+    """Decides membership, generations, ranks and the end of one job. `TRANSITIONS` lists every change of phase."""
 
     # ---------------------------------------------------------------- surface
 
     def handle(self, now: float, event: Event) -> list[Command]:
+        self._now = now
         match event:
             case LinkOpened(link, address, reached_at, local):
-                self._pending[link] = Pending(address, reached_at, local)
+                self._membership.pending[link] = Pending(address, reached_at, local)
             case LinkClosed(link, reason):
                 self._on_link_closed(now, link, reason)
             case Heard(link, message):
                 self._on_message(now, link, message)
             case Tick():
                 pass
-        self._handled_s = now
         self._advance(now)
         out, self._out = self._out, []
         return out
@@ -135,54 +78,37 @@ class CoordinatorMachine:
         deadlines = [self._liveness.next_look_s()]
         if self.phase is Phase.GATHERING:
             deadlines.append(self._say_at_s)
-            decision = decide(self.job, self.limits, self._gathering, self._handled_s)
+            decision = decide(self.job, self.limits, self._gathering, self._now)
             if isinstance(decision, WaitUntil):
                 deadlines.append(decision.deadline_s)
+            deadlines.append(self._membership.next_change_s(self._now))
         elif self.phase is Phase.PREPARING:
             deadlines.append(self._phase_since_s + self.limits.prepare_s)
         elif self.phase is Phase.STOPPING:
             deadlines.append(self._stop_deadline_s())
+        elif self.phase is Phase.DRAINING:
+            deadlines.append(self._phase_since_s + self.limits.drain_s)
         elif self._gather_until_s is not None:
             deadlines.append(self._gather_until_s)
+        elif self._has_room():
+            deadlines.append(self._membership.next_change_s(self._now))
         return min(deadlines)
-
-    @property
-    def knows_predecessor(self) -> bool:
-        """Some agent has told of a generation that another coordinator formed."""
-        return self._generation_floor > 0
-
-    def check_invariants(self) -> None:
-        """Cheap enough to run after every event in tests and simulations."""
-        assert self.budget.used <= self.job.max_restarts, "the restart budget is overdrawn"
-        assert (self.outcome is not None) == (self.phase is Phase.OVER)
-        assert len(self._by_link) == len(self.members)
-        for name, member in self.members.items():
-            assert self._by_link[member.link] == name
-            assert member.busy_generation <= self.generation
-        if self.phase in (Phase.PREPARING, Phase.RUNNING, Phase.STOPPING):
-            world = self.world
-            assert world is not None
-            assert world.generation == self.generation
-            assert len(set(world.order)) == len(world.order) <= self.job.max_nodes
-        if self.phase in (Phase.GATHERING, Phase.PREPARING):
-            assert all(m.busy_generation == 0 for m in self.members.values()), "forming while workers may live"
 
     # ---------------------------------------------------------------- links and messages
 
     def _on_link_closed(self, now: float, link: int, reason: str) -> None:
-        self._pending.pop(link, None)
+        self._membership.pending.pop(link, None)
         self._admission.withdraw(link)
-        name = self._by_link.get(link)
-        if name is not None:
-            self._lose(now, self.members[name], reason)
+        member = self._membership.by_link(link)
+        if member is not None:
+            self._lose(now, member, reason)
 
     def _on_message(self, now: float, link: int, message: FromAgent) -> None:
-        name = self._by_link.get(link)
-        if name is None:
-            if isinstance(message, Join) and link in self._pending:
+        member = self._membership.by_link(link)
+        if member is None:
+            if isinstance(message, Join) and link in self._membership.pending:
                 self._on_join(now, link, message)
             return
-        member = self.members[name]
         member.last_heard_s = now
         match message:
             case Ping(number):
@@ -190,23 +116,21 @@ class CoordinatorMachine:
             case Prepared(generation, store_port):
                 self._on_prepared(member, generation, store_port)
             case WorkerDone(generation, local_rank):
-                known = 0 <= local_rank < member.node.nproc
-                if known and self._is_current(member, generation) and self.phase is Phase.RUNNING:
-                    self._world().done.setdefault(name, set()).add(local_rank)
+                if self._is_current(member, generation) and self._at_work():
+                    self._world().mark_done(member.name, local_rank)
             case WorkersFailed(generation, failures):
-                at_work = self.phase in (Phase.RUNNING, Phase.STOPPING)
-                if failures and at_work and self._is_current(member, generation):
-                    self._world().failures.extend(failures)
-                    self._note("workers_failed", member=name, ranks=[f.rank for f in failures])
-                    self._stop(now, StopReason.WORKER_FAILED, f"rank {failures[0].rank} failed on {member.node.host}")
+                if failures and self._is_current(member, generation) and self.phase is not Phase.PREPARING:
+                    self._on_failures(now, member, failures)
+            case Held(generation, reached):
+                if self.phase is Phase.DRAINING and self._is_current(member, generation):
+                    self._draining().heard(member.name, reached)
             case Stopped(generation):
-                if member.busy_generation <= generation:
-                    member.busy_generation = 0
+                self._on_stopped(now, member, generation)
             case StoreLost(generation):
                 if self._is_current(member, generation):
                     self._member_gone(now, StopReason.STORE_LOST, f"the store host on {member.node.host} died")
-            case Leave(reason):
-                self._on_leave(now, member, reason)
+            case Leave(reason, drain):
+                self._on_leave(now, member, reason, drain=drain)
             case Join():
                 self._drop(member, "a member cannot join twice")
                 self._lose(now, member, "a member cannot join twice")
@@ -220,43 +144,62 @@ class CoordinatorMachine:
     def _welcome(self, now: float, decision: Admit | Deny | None) -> None:
         match decision:
             case Admit(link, join):
-                pending = self._pending.pop(link)
-                node = structs.replace(join.node, hosts_coordinator=pending.local)
-                self._arrivals += 1
-                member = Member(node, link, pending.address, pending.reached_at, self._arrivals, decision.heard_s)
-                self.members[node.member] = member
-                self._by_link[link] = node.member
-                self._heed_predecessor(now, join)
+                member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
                 self._gathering.last_arrival_s = now
                 limits = self.limits
                 self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s))
-                self._note("joined", member=node.member, address=pending.address, nproc=node.nproc)
-                if self.phase is not Phase.GATHERING:
+                self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
+                self._heed_predecessor(now, member, join)
+                wait_s = self.probation.until_s(member.node.host, now) - now
+                if wait_s > 0:
+                    self._tell(member, Waiting(f"{member.node.host} failed too often: it has to wait {wait_s:.0f} s"))
+                elif self.phase is not Phase.GATHERING:
                     self._tell(member, Waiting(self._standby_text()))
             case Deny(link, join, problem):
-                self._pending.pop(link)
+                self._membership.pending.pop(link)
                 self._note("refused", member=join.node.member, reason=problem)
                 self._out.append(Tell(link, Refuse(NodesError.code, problem)))
                 self._out.append(DropLink(link, problem))
             case None:
                 pass
 
-    def _standby_text(self) -> str:
-        size = len(self._world().order)
-        full = size >= self.job.max_nodes
-        fate = "this one stands by as a spare" if full else "this one will be taken in"
-        return f"generation {self.generation} is at work on {size} of at most {self.job.max_nodes} nodes; {fate}"
-
-    def _heed_predecessor(self, now: float, join: Join) -> None:
-        """An agent comes from a world we never formed: an earlier coordinator's. Others of that world may not have
-        noticed yet; they will have killed their workers a fence after it died, which was before we were born and
-        before this agent lost it."""
-        if join.last_generation > max(self.generation, self._generation_floor):
-            self._generation_floor = join.last_generation
+    def _heed_predecessor(self, now: float, member: Member, join: Join) -> None:
+        """It may come from a world we never formed, an earlier coordinator's, and that may even be whole."""
+        if join.running is not None:
+            self._membership.set_busy(member, join.running.generation)
         if join.last_generation > self.generation:
-            died_s = min(self._born_s, now - join.unlinked_s)
-            gone_s = died_s + self.limits.fence_s + self.limits.kill_s
-            self._gathering.not_before_s = max(self._gathering.not_before_s, gone_s)
+            self._outwait_predecessor(min(self._born_s, now - join.unlinked_s), join.last_generation)
+        if self.world is None and not self.job.fixed_ranks:
+            self._abandon(self._predecessor.heed(member, join))
+        else:  # with fixed ranks the workers' store went down with the coordinator that piped them to it
+            self._predecessor.generation = max(self._predecessor.generation, join.last_generation)
+            if join.running is not None:
+                self._abandon([member])
+
+    def _outwait_predecessor(self, died_s: float, generation: int) -> None:  # noqa: ARG002 — an elected one asks
+        """Others of that world may not have noticed yet; they will have killed their workers a fence after it died,
+        which was before we were born and before the agent that told us lost it."""
+        gone_s = died_s + self.limits.fence_s + self.limits.kill_s
+        self._gathering.not_before_s = max(self._gathering.not_before_s, gone_s)
+
+    def _resume(self, now: float) -> None:
+        """All nodes of the predecessor's generation are here, their workers alive: it goes on as ours."""
+        parts = [part for _, part in sorted(self._predecessor.parts.items())]
+        self.generation = self._predecessor.generation
+        self.budget.used = min(max(running.restart_count for _, running in parts), self.job.max_restarts)
+        self.world = World(
+            generation=self.generation,
+            order=tuple(member.name for member, _ in parts),
+            nproc={member.name: member.node.nproc for member, _ in parts},
+            started_s=now,
+        )
+        self._enter(now, Phase.RUNNING)
+        for member, running in parts:
+            member.first_started_s = now
+            for local_rank in running.done:
+                self.world.mark_done(member.name, local_rank)
+            self._tell(member, Resume(self.generation))
+        self._note("resumed", generation=self.generation, order=list(self.world.order))
 
     def _on_prepared(self, member: Member, generation: int, store_port: int | None) -> None:
         if self.phase is not Phase.PREPARING or not self._is_current(member, generation):
@@ -266,35 +209,60 @@ class CoordinatorMachine:
         if store_port is not None and member.name == world.order[0]:
             world.store_port = store_port
 
-    def _on_leave(self, now: float, member: Member, reason: str) -> None:
-        if member.leaving:
+    def _on_stopped(self, now: float, member: Member, generation: int) -> None:
+        if member.busy_generation > generation:
             return
-        member.leaving = reason or "asked to"
-        self._note("leaving", member=member.name, reason=reason)
-        if self._in_world(member) and not self._world().finished(member.name):
-            self._member_gone(now, StopReason.MEMBER_LEFT, f"{member.node.host} is leaving ({reason})")
+        self._membership.set_busy(member, 0)
+        self._abandon(self._predecessor.lost(member))
+        current = self._at_work() and self._is_current(member, generation)
+        if current and not self._world().drained and not self._world().finished(member.name):
+            self._stop(now, StopReason.FENCED, f"{member.node.host} had to stop its workers")
+
+    def _on_failures(self, now: float, member: Member, failures: tuple[Failure, ...]) -> None:
+        world = self._world()
+        world.failures.extend(failures)
+        self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
+        text = f"rank {failures[0].rank} failed on {member.node.host}"
+        self._stop(now, self._draining().reason if world.drained else StopReason.WORKER_FAILED, text)
+
+    def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
+        if not member.leaving:
+            member.leaving = reason or "asked to"
+            self._membership.changed()
+            self._note("leaving", member=member.name, reason=reason, drain=drain)
+        if not self._in_world(member) or self._world().finished(member.name):
+            return
+        text = f"{member.node.host} is leaving ({reason})"
+        if not drain:
+            self._member_gone(now, StopReason.MEMBER_LEFT, text)
+        elif self.phase is Phase.RUNNING:
+            self._drain(now, StopReason.MEMBER_LEFT, text)
 
     def _lose(self, now: float, member: Member, reason: str) -> None:
         """The member is gone: link closed, lease run out, or dropped."""
-        in_world = self._in_world(member)
-        del self.members[member.name]
-        del self._by_link[member.link]
-        if member.leaving:
+        in_world, was_busy = self._in_world(member), member.busy_generation != 0
+        self._membership.remove(member)
+        self._abandon(self._predecessor.lost(member))
+        if member.leaving and not (self.phase is Phase.DRAINING and in_world and was_busy):
             self._note("left", member=member.name)
             return
         self._note("lost", member=member.name, reason=reason)
+        self.probation.lost(member.node.host, lived_s=now - member.began_s)
         if not in_world:
             return
         world = self._world()
-        if self.phase is Phase.RUNNING and world.finished(member.name):
+        if self._at_work() and world.finished(member.name):
+            if world.drain is not None:
+                world.drain.heard(member.name, 0)
             return
         world.lost_nodes.append(f"{member.node.host} ({reason})")
+        world.lost_hosts.append(member.node.host)
         self._member_gone(now, StopReason.MEMBER_LOST, f"{member.node.host} was lost: {reason}")
 
     def _member_gone(self, now: float, reason: StopReason, text: str) -> None:
         if self.phase is Phase.PREPARING:
             self._gather(now, text, not_before_s=now)
-        elif self.phase is Phase.RUNNING:
+        elif self._at_work():
             self._stop(now, reason, text)
 
     # ---------------------------------------------------------------- what follows from the state
@@ -309,7 +277,7 @@ class CoordinatorMachine:
                 self._lose(now, member, f"silent for more than {self.limits.lease_s:g} s")
         while (decision := self._admission.settle(self.members.values())) is not None:
             self._welcome(now, decision)
-        self._gathering.count(len(self._candidates()), self.job.min_nodes, now)
+        self._count_candidates(now)
         before = None
         while before is not self.phase and not self._is_over():
             before = self.phase
@@ -320,6 +288,8 @@ class CoordinatorMachine:
                     self._advance_preparing(now)
                 case Phase.RUNNING:
                     self._advance_running(now)
+                case Phase.DRAINING:
+                    self._advance_draining(now)
                 case Phase.STOPPING:
                     self._advance_stopping(now)
 
@@ -327,7 +297,14 @@ class CoordinatorMachine:
         return self.phase is Phase.OVER
 
     def _advance_gathering(self, now: float) -> None:
+        if self.world is None and self._predecessor.whole:
+            self._resume(now)
+            return
         decision = decide(self.job, self.limits, self._gathering, now)
+        if isinstance(decision, FormNow) and self._membership.anybody_busy:
+            # Workers of a predecessor's generation: they die by Abandon, or at their agent's fence.
+            hosts = names(list(self._membership.busy()))
+            decision = WaitUntil(inf, f"workers of an earlier generation are still alive on {hosts}")
         if decision.reason != self._reason:
             self._reason = decision.reason
             self._note("gathering", reason=decision.reason)
@@ -339,14 +316,14 @@ class CoordinatorMachine:
             case WaitUntil():
                 if now >= self._say_at_s:
                     self._say_at_s = now + self.limits.say_interval_s
-                    text = f"waiting: {decision.reason} ({names(self._candidates())})"
+                    text = f"waiting: {decision.reason} ({self._who_is_here()})"
                     for member in self.members.values():
                         self._tell(member, Waiting(text))
 
     def _form(self, now: float) -> None:
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
-        self.generation = max(self.generation, self._generation_floor) + 1
+        self.generation = max(self.generation, self._predecessor.generation) + 1
         self.world = World(
             generation=self.generation,
             order=tuple(node.member for node in seats),
@@ -371,7 +348,8 @@ class CoordinatorMachine:
             self._enter(now, Phase.RUNNING)
             for name in world.order:
                 member = self.members[name]
-                member.busy_generation = world.generation
+                self._membership.set_busy(member, world.generation)
+                member.first_started_s = member.first_started_s or now
                 self._tell(member, Start(world.generation, address, port))
             self._note("started", generation=world.generation, master=f"{address}:{port}")
         elif now >= self._phase_since_s + self.limits.prepare_s:
@@ -387,43 +365,76 @@ class CoordinatorMachine:
         if world.done_count == world.size:
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
             return
-        room = len(world.order) < self.job.max_nodes and not world.done
-        if not (room and any(not self._in_world(m) for m in self._candidates())):
+        if not self._has_room() or not self._newcomers():
             self._gather_until_s = None
         elif self._gather_until_s is None:
             self._gather_until_s = now + self.limits.gather_s
         elif now >= self._gather_until_s:
-            hosts = ", ".join(m.node.host for m in self._candidates() if not self._in_world(m))
-            self._stop(now, StopReason.MEMBER_JOINED, f"regrouping to take in {hosts}")
+            self._gather_until_s = None
+            text = f"regrouping to take in {names(self._newcomers())}"
+            if self.job.grow is Grow.DRAIN:
+                self._drain(now, StopReason.MEMBER_JOINED, text)
+            else:
+                self._stop(now, StopReason.MEMBER_JOINED, text)
+
+    def _has_room(self) -> bool:
+        """Whether the running world would take in somebody who came now."""
+        world = self._world()
+        return self.job.grow is not Grow.NEVER and len(world.order) < self.job.max_nodes and not world.done
+
+    def _drain(self, now: float, reason: StopReason, text: str) -> None:
+        """Ask everybody how far the workers are; where they stop follows from the answers."""
+        world = self._world()
+        world.drain = Draining(reason, text, awaited={name for name in world.order if name in self.members})
+        world.stop_began_s = now
+        self._enter(now, Phase.DRAINING)
+        self._tell_world(world, Drain(world.generation, text))
+        self._note("draining", generation=world.generation, reason=reason.value, text=text)
+
+    def _advance_draining(self, now: float) -> None:
+        world = self._world()
+        drain = self._draining()
+        if world.done_count == world.size:
+            self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
+        elif now >= self._phase_since_s + self.limits.drain_s:
+            self._stop(now, drain.reason, f"{drain.text}; the workers did not stop within {self.limits.drain_s:g} s")
+        elif drain.safe_point is not None:
+            if not any(self._in_world(m) and not world.finished(m.name) for m in self._membership.busy()):
+                self._stop(now, drain.reason, drain.text)
+        elif not drain.awaited and drain.newest == 0:
+            self._stop(now, drain.reason, drain.text)
+        elif not drain.awaited:
+            # Whoever has reached the newest safe point may have passed it already.
+            drain.safe_point = drain.newest + 1
+            self._tell_world(world, DrainTo(world.generation, drain.safe_point))
+            self._note("drain_to", generation=world.generation, safe_point=drain.safe_point)
 
     def _stop(self, now: float, reason: StopReason, text: str) -> None:
-        """Begin to end the running generation; a later, graver reason while stopping replaces a lighter one."""
+        """Begin to end the running generation."""
         world = self._world()
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
+        self._gather_until_s = None
         self._enter(now, Phase.STOPPING)
-        for name in world.order:
-            if name in self.members:
-                self._tell(self.members[name], Stop(world.generation, reason, text))
+        self._tell_world(world, Stop(world.generation, reason, text))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _stop_deadline_s(self) -> float:
         return self._phase_since_s + self.limits.stop_grace_s + self.limits.stop_slack_s
 
     def _advance_stopping(self, now: float) -> None:
-        busy = [m for m in self.members.values() if m.busy_generation]
-        if busy and now >= self._stop_deadline_s():
-            for member in busy:
+        if self._membership.anybody_busy and now >= self._stop_deadline_s():
+            for member in list(self._membership.busy()):
                 self._drop(member, "did not stop its workers in time")
                 self._lose(now, member, "did not stop its workers in time")
-            busy = []
-        if busy:
+        if self._membership.anybody_busy:
             return
         world = self._world()
         match after_stop(world, self.budget, self._judge):
             case Again(backoff_s, verdict):
                 self._note("verdict", generation=world.generation, cause=verdict.cause, code=verdict.code)
+                self._blame(now, world, verdict)
                 self._gather(now, world.stop_text, not_before_s=now + backoff_s)
             case Outcome() as outcome:
                 self._finish(outcome)
@@ -435,55 +446,5 @@ class CoordinatorMachine:
         gathering = self._gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
         self._say_at_s = now + self.limits.say_interval_s
-        gathering.count(len(self._candidates()), self.job.min_nodes, now)
+        self._count_candidates(now)
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))
-
-    def _no_quorum(self, reason: str) -> None:
-        hosts = names(self._candidates()) or "nobody"
-        text = f"{reason}; here: {hosts}"
-        verdict = Verdict(code=JoinTimeoutError.code, cause=text, generation=self.generation, restarts=self.budget.used)
-        self._finish(
-            Outcome(
-                kind=OutcomeKind.NO_QUORUM,
-                exit_code=JoinTimeoutError.exit_code,
-                code=JoinTimeoutError.code,
-                message=text,
-                verdict=verdict,
-            )
-        )
-
-    def _finish(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        self._enter(self._handled_s, Phase.OVER)
-        for member in self.members.values():
-            self._tell(member, Finish(outcome))
-        self._note("over", kind=outcome.kind.value, exit_code=outcome.exit_code)
-        self._out.append(Conclude(outcome))
-
-    def _enter(self, now: float, phase: Phase) -> None:
-        assert (self.phase, phase) in TRANSITIONS, f"no transition {self.phase} -> {phase}"
-        self.phase = phase
-        self._phase_since_s = now
-
-    def _candidates(self) -> list[Member]:
-        return [m for m in self.members.values() if not m.leaving]
-
-    def _world(self) -> World:
-        assert self.world is not None
-        return self.world
-
-    def _in_world(self, member: Member) -> bool:
-        active = self.phase in (Phase.PREPARING, Phase.RUNNING, Phase.STOPPING)
-        return active and self.world is not None and member.name in self.world.nproc
-
-    def _is_current(self, member: Member, generation: int) -> bool:
-        return generation == self.generation and self._in_world(member)
-
-    def _tell(self, member: Member, message: FromCoordinator) -> None:
-        self._out.append(Tell(member.link, message))
-
-    def _drop(self, member: Member, reason: str) -> None:
-        self._out.append(DropLink(member.link, reason))
-
-    def _note(self, event: str, **fields: object) -> None:
-        self._out.append(Note(event, fields))

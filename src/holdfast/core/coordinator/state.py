@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,6 +15,8 @@ class Phase(Enum):
     GATHERING = "gathering"
     PREPARING = "preparing"
     RUNNING = "running"
+    DRAINING = "draining"
+    """The workers are on their way to the safe point at which all of them stop."""
     STOPPING = "stopping"
     OVER = "over"
 
@@ -29,15 +31,23 @@ class Member:
     reached_at: str
     arrival: int
     """Position in the order of all arrivals."""
+    joined_s: float
     last_heard_s: float
     leaving: str = ""
     """Why it is about to go; empty while it stays."""
     busy_generation: int = 0
-    """The generation whose worker processes may be alive on this node; 0: none."""
+    """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
+    first_started_s: float | None = None
+    """When its first workers were started."""
 
     @property
     def name(self) -> str:
         return self.node.member
+
+    @property
+    def began_s(self) -> float:
+        """When its part in the job began: with its first workers, or else when it joined."""
+        return self.joined_s if self.first_started_s is None else self.first_started_s
 
 
 @dataclass(slots=True)
@@ -50,6 +60,24 @@ class Pending:
 
 
 @dataclass(slots=True)
+class Draining:
+    """The way of a generation to the safe point at which all its workers stop."""
+
+    reason: StopReason
+    text: str
+    awaited: set[str]
+    """Members that have not said yet how far their workers are."""
+    newest: int = 0
+    """The newest safe point that any worker has reached; 0: none has asked for one."""
+    safe_point: int | None = None
+    """Where they stop; None: not agreed yet."""
+
+    def heard(self, member: str, reached: int) -> None:
+        self.awaited.discard(member)
+        self.newest = max(self.newest, reached)
+
+
+@dataclass(slots=True)
 class World:
     """One generation: who is in it, and how far it has come."""
 
@@ -57,24 +85,35 @@ class World:
     order: tuple[str, ...]
     """Member names by group rank."""
     nproc: dict[str, int]
+    size: int = field(init=False)
+    """Of all ranks."""
     prepared: set[str] = field(default_factory=set)
     store_port: int | None = None
     done: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that ended with 0, per member. Outlives the member."""
+    done_count: int = 0
     started_s: float | None = None
     failures: list[Failure] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
+    lost_hosts: list[str] = field(default_factory=list)
+    drain: Draining | None = None
     stop_reason: StopReason | None = None
     stop_text: str = ""
     stop_began_s: float = 0.0
 
-    @property
-    def size(self) -> int:
-        return sum(self.nproc.values())
+    def __post_init__(self) -> None:
+        self.size = sum(self.nproc.values())
+
+    def mark_done(self, member: str, local_rank: int) -> None:
+        ranks = self.done.setdefault(member, set())
+        if 0 <= local_rank < self.nproc[member] and local_rank not in ranks:
+            ranks.add(local_rank)
+            self.done_count += 1
 
     @property
-    def done_count(self) -> int:
-        return sum(len(ranks) for ranks in self.done.values())
+    def drained(self) -> bool:
+        """Its workers were told where to stop: whatever they ended with after that is no fault of theirs."""
+        return self.drain is not None and self.drain.safe_point is not None
 
     def finished(self, member: str) -> bool:
         """All workers of this member have ended with 0."""
@@ -97,7 +136,7 @@ def master_address(world: Sequence[Member]) -> str:
     return first.address
 
 
-def names(members: Sequence[Member], most: int = 8) -> str:
+def names(members: Collection[Member], most: int = 8) -> str:
     """Host names for a message, cut short."""
     hosts = [member.node.host for member in members]
     return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")

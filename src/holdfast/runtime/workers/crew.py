@@ -15,7 +15,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from holdfast.core.agent.events import Event, NodePrepared, PrepareFailed, StoreDied, TreeGone, WorkerEnded
+from holdfast.core.agent.events import (
+    Event,
+    NodePrepared,
+    PrepareFailed,
+    StoreDied,
+    TreeGone,
+    WorkerEnded,
+    WorkersHeld,
+)
+from holdfast.core.board import BOARD_VARIABLE
 from holdfast.core.errors import HoldfastError, LogDirError, PeerError
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Failure
@@ -23,6 +32,7 @@ from holdfast.core.protocol import Assign, Start
 from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers import keeper_client as kept
+from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
 from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
@@ -79,9 +89,12 @@ class Crew:
         self._generation = 0
         self._assign: Assign | None = None
         self._workers: dict[str, _Worker] = {}
+        self._board: Board | None = None
         self._stopping = False
         self._killing = False
         self._inquests: set[asyncio.Task[None]] = set()
+        self.on_notice: Callable[[str], None] = lambda _: None
+        """Told what the user should know."""
         self.on_store: Callable[[int], None] = lambda _: None
         """Told the port of each generation's store that is hosted here."""
 
@@ -99,6 +112,21 @@ class Crew:
         for key in self._workers:
             self._keeper.signal(key, signum)
 
+    def hold(self, generation: int) -> None:
+        """Stop the workers at their next safe point; answers with WorkersHeld."""
+        if self._board is not None:
+            self._board.hold()
+        self._loop.call_later(HOLD_SETTLES_S, self._held, generation)
+
+    def _held(self, generation: int) -> None:
+        current = self._board is not None and generation == self._generation
+        self._emit(WorkersHeld(generation, self._board.reached() if self._board is not None and current else 0))
+
+    def release(self, generation: int, safe_point: int) -> None:
+        """Let them go on to this safe point, where they stop; 0: let them go on."""
+        if self._board is not None and generation == self._generation:
+            self._board.release(safe_point)
+
     def kill_tree(self) -> None:
         self._stopping = True
         self._killing = True
@@ -110,6 +138,8 @@ class Crew:
         if self._store is not None:
             self._store.close()
         await self._keeper.close()
+        if self._board is not None:
+            self._board.close()
 
     # ---------------------------------------------------------------- phase one
 
@@ -167,6 +197,9 @@ class Crew:
                     WorkerEnded(assign.generation, slot.local_rank, self._unstarted(slot.local_rank, 0, str(error)))
                 )
             return
+        if self._board is not None:
+            self._board.close()
+        self._board = Board(self._options.nproc)
         self._workers = {
             self._key(slot.local_rank): _Worker(slot.local_rank, streams[slot.local_rank]) for slot in slots
         }
@@ -179,6 +212,8 @@ class Crew:
         environment = worker_environment(
             self._options, assign, start, worker.local_rank, error_file=error_file, parent=self._environ
         )
+        assert self._board is not None
+        environment[BOARD_VARIABLE] = self._board.address(worker.local_rank)
         wanted = {
             1: streams.fds.stdout,
             2: streams.fds.stderr,
@@ -222,17 +257,22 @@ class Crew:
                 self._tree_gone(leftover)
             case kept.PreloadTold(text, trouble):
                 self._journal.write("preload", text=text, trouble=trouble)
+                if trouble:
+                    self.on_notice(f"preload: {text}")
             case kept.KeeperDied():
                 self._tasks.create_task(self._revive())
 
     def _ended(self, worker: _Worker, pid: int, exit_code: int) -> None:
         self._journal.write("worker_ended", local_rank=worker.local_rank, pid=pid, exit_code=exit_code)
+        told = self._board is not None and self._board.told(worker.local_rank)
         if exit_code == 0:
-            self._emit(WorkerEnded(self._generation, worker.local_rank, None))
+            self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=told))
             return
         lived_s = self._loop.time() - worker.began_s
         inquest = self._tasks.create_task(
-            self._inquire(worker, pid, exit_code, lived_s, self._generation, tuple(self._inquests), self._stopping)
+            self._inquire(
+                worker, pid, exit_code, lived_s, self._generation, tuple(self._inquests), self._stopping or told
+            )
         )
         self._inquests.add(inquest)
         inquest.add_done_callback(self._inquests.discard)

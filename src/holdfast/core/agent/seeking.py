@@ -1,0 +1,58 @@
+"""The search for the coordinator: when to try again, when to give up, and what to say meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.core.agent.events import DialFailed
+from holdfast.core.errors import CoordinatorLostError, CoordinatorUnreachableError
+from holdfast.core.outcome import Outcome, OutcomeKind
+from holdfast.core.policy import Limits
+
+
+@dataclass(slots=True)
+class Seeking:
+    limits: Limits
+    since_s: float
+    dial_at_s: float
+    say_at_s: float
+    pause_s: float
+    error: DialFailed | None = None
+    """Why the newest attempt failed."""
+
+    @classmethod
+    def begin(cls, limits: Limits, now: float) -> Seeking:
+        return cls(limits, now, now, now + limits.say_interval_s, limits.connect_retry_s)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.since_s + self.limits.join_s
+
+    def failed(self, now: float, error: DialFailed) -> None:
+        self.error = error
+        self.dial_at_s = now + self.pause_s
+        self.pause_s = min(2 * self.pause_s, self.limits.connect_retry_max_s)
+
+    def connected(self) -> None:
+        self.error, self.pause_s = None, self.limits.connect_retry_s
+
+    def progress(self, now: float) -> str:
+        """What to tell the person at the console now; empty: nothing yet."""
+        if now < self.say_at_s:
+            return ""
+        self.say_at_s = now + self.limits.say_interval_s
+        why = self.error.reason if self.error is not None else "no answer yet"
+        left_s = max(0.0, self.deadline_s - now)
+        return f"waiting for the coordinator: {why} (giving up in {left_s:.0f} s)"
+
+    def gave_up(self, *, knew_one: bool) -> Outcome:
+        """`knew_one`: there was a coordinator once."""
+        code, exit_code = CoordinatorUnreachableError.code, CoordinatorUnreachableError.exit_code
+        text = f"nobody answered within {self.limits.join_s:g} s"
+        if knew_one:
+            code = CoordinatorLostError.code
+            text = f"the coordinator did not come back within {self.limits.join_s:g} s"
+        elif self.error is not None:
+            code, exit_code = self.error.code, self.error.exit_code
+            text = f"{self.error.reason} (tried for {self.limits.join_s:g} s)"
+        return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text)
