@@ -172,6 +172,7 @@ class AgentService:
             self._crew = crew
             crew.on_store = self._meeting.store_opened
             crew.on_notice = self._console.say
+            crew.on_notice = self._console.say
             self._driver = Driver(AgentMachine(node, self._options.limits, self._loop.time()), Tick(), self._execute)
             self._loop.set_exception_handler(self._crashed)
             handled = self._install_signals()

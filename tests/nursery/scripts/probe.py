@@ -92,6 +92,7 @@ def environment():
         "kind": [type(os.environ).__name__, type(os.environ._data).__name__],
         "names": sorted(os.environ),
         "c": all(libc.getenv(name) == value for name, value in os.environb.items()),
+        "bytes": os.environb._data is os.environ._data,
         "posix": posix.environ == os.environ._data,
         "shown": shown == dict(os.environb),
     }

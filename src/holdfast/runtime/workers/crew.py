@@ -95,6 +95,8 @@ class Crew:
         self._inquests: set[asyncio.Task[None]] = set()
         self.on_notice: Callable[[str], None] = lambda _: None
         """Told what the user should know."""
+        self.on_notice: Callable[[str], None] = lambda _: None
+        """Told what the user should know."""
         self.on_store: Callable[[int], None] = lambda _: None
         """Told the port of each generation's store that is hosted here."""
 
@@ -257,6 +259,8 @@ class Crew:
                 self._tree_gone(leftover)
             case kept.PreloadTold(text, trouble):
                 self._journal.write("preload", text=text, trouble=trouble)
+                if trouble:
+                    self.on_notice(f"preload: {text}")
                 if trouble:
                     self.on_notice(f"preload: {text}")
             case kept.KeeperDied():
