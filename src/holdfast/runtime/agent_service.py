@@ -172,8 +172,8 @@ class AgentService:
             self._crew = crew
             crew.on_store = self._meeting.store_opened
             crew.on_notice = self._console.say
-            crew.on_notice = self._console.say
-            self._driver = Driver(AgentMachine(node, self._options.limits, self._loop.time()), Tick(), self._execute)
+            machine = AgentMachine(node, self._options.limits, self._loop.time())
+            self._driver = Driver(machine, Tick(), self._execute, after=lambda: crew.fence(machine.fence_at_s))
             self._loop.set_exception_handler(self._crashed)
             handled = self._install_signals()
             try:

@@ -34,13 +34,21 @@ class Machine(Protocol[In_contra, Out_co]):
 class Driver(Generic[Event, Command]):
     """Runs one machine on the running loop, by the loop's clock."""
 
-    def __init__(self, machine: Machine[Event, Command], tick: Event, execute: Callable[[Command], None]) -> None:
+    def __init__(
+        self,
+        machine: Machine[Event, Command],
+        tick: Event,
+        execute: Callable[[Command], None],
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """`after` is called when the commands that an event brought about have been given."""
         self.machine = machine
+        self._after = after
         self._tick = tick
         self._execute = execute
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Event] = deque()
-        self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
+        self._story: deque[tuple[float, Event]] = deque(maxlen=STORY_EVENTS_MAX)
         self._busy = False
         self._stopped = False
         self._timer: asyncio.TimerHandle | None = None
@@ -68,14 +76,16 @@ class Driver(Generic[Event, Command]):
 
     def _step(self, event: Event) -> None:
         now = self._loop.time()
-        self._story.append(f"{now:.6f} {event!r:.300}")
+        self._story.append((now, event))
         try:
             commands = self.machine.handle(now, event)
         except AssertionError as error:
-            story = "\n  ".join(self._story)
+            story = "\n  ".join(f"{when:.6f} {what!r:.300}" for when, what in self._story)
             raise InternalError(f"{type(self.machine).__name__} broke an invariant: {error}\n  {story}") from error
         for command in commands:
             self._execute(command)
+        if self._after is not None:
+            self._after()
 
     def _arm(self) -> None:
         if self._stopped:

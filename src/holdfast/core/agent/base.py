@@ -99,6 +99,14 @@ class AgentBase:
     def _workers_fence_at_s(self) -> float:
         return self._fence_at_s() if self._term().vouched else self._unvouched_fence_at_s
 
+    @property
+    def fence_at_s(self) -> float | None:
+        """When the workers die unless something is heard before; None: never, or there are none."""
+        if self.work not in (Work.RUNNING, Work.DRAINING, Work.STOPPING):
+            return None
+        at_s = self._workers_fence_at_s()
+        return None if at_s == inf else at_s
+
     def _awaits_answer(self) -> bool:
         """Joined or about to be: an answer to something we sent is outstanding at every moment."""
         return self.link is Link.UP and self._join_sent_s is not None

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 from msgspec import Struct
 
@@ -45,6 +44,8 @@ from holdfast.runtime.workers.spawn import worker_argv, worker_fds
 from holdfast.runtime.workers.store_host import StoreHost
 
 SIGKILL = 9
+GUARD_S = 0.25
+"""The keeper kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""
 
 
 class _Worker(Struct):
@@ -80,8 +81,9 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._keeper = KeeperClient(keeper, self._on_keeper)
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
+        self._guard_s: float | None = None
         self._keeper_ready = asyncio.Event()
-        self._keeper_ready.set()
+        self._keeper_begins()
         self._store: StoreHost | None = None
         self._oom: OomWatch | None = None
         self._cpus: dict[int, list[int]] = {}
@@ -89,12 +91,13 @@ class Crew:
         self._generation = 0
         self._assign: Assign | None = None
         self._workers: dict[str, _Worker] = {}
+        self._streams: dict[int, WorkerStreams] = {}
+        """Of the generation that is prepared or runs, by local rank."""
+        self._logs_in_hand = asyncio.Lock()
         self._board: Board | None = None
         self._stopping = False
         self._killing = False
         self._inquests: set[asyncio.Task[None]] = set()
-        self.on_notice: Callable[[str], None] = lambda _: None
-        """Told what the user should know."""
         self.on_notice: Callable[[str], None] = lambda _: None
         """Told what the user should know."""
         self.on_store: Callable[[int], None] = lambda _: None
@@ -129,11 +132,25 @@ class Crew:
         if self._board is not None and generation == self._generation:
             self._board.release(safe_point)
 
+    def fence(self, at_s: float | None) -> None:
+        """The keeper kills the workers then, should this process be stopped or starved; None: it does not."""
+        guard_s = None if at_s is None else at_s + GUARD_S
+        if guard_s != self._guard_s:
+            self._guard_s = guard_s
+            self._keeper.fence(guard_s)
+
     def kill_tree(self) -> None:
         self._stopping = True
         self._killing = True
         if self._keeper_ready.is_set():
             self._keeper.kill_tree()
+
+    def _keeper_begins(self) -> None:
+        if self._options.preempt_signal is not None:
+            self._keeper.ignore(self._options.preempt_signal)
+        if self._guard_s is not None:
+            self._keeper.fence(self._guard_s)
+        self._keeper_ready.set()
 
     async def close(self) -> None:
         """Nothing of ours is alive afterwards."""
@@ -148,8 +165,8 @@ class Crew:
     async def _prepare(self, assign: Assign) -> None:
         generation = assign.generation
         try:
-            attempt = await asyncio.to_thread(self._folder.attempt, generation, assign.restart_count)
-            self._attempt = attempt
+            async with self._logs_in_hand:
+                self._streams = await asyncio.to_thread(self._open_logs, assign)
             if self._oom is None:
                 self._oom = OomWatch()
             if self._options.numa_binding and not self._cpus:
@@ -163,7 +180,21 @@ class Crew:
         else:
             self._emit(NodePrepared(generation, port))
 
-    _attempt: Path | None = None
+    def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
+        """In a thread, and before the workers are due: a disk that stalls must not silence this node.
+
+        Raises LogDirError for the first generation; a later one goes on without files rather than end the job.
+        """
+        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in range(self._options.nproc)]
+        try:
+            attempt = self._folder.attempt(assign.generation, assign.restart_count)
+            streams = self._router.open(attempt, slots)
+        except LogDirError as error:
+            if not self._generation:
+                raise
+            self._router.say(f"{error} Generation {assign.generation} goes on without log files.")
+            return self._router.open(None, slots)
+        return streams
 
     async def _open_store(self, assign: Assign) -> int:
         if not self._options.share_store:
@@ -190,21 +221,10 @@ class Crew:
         self._stopping = self._killing = False
         if self._oom is not None:
             self._oom.renew()
-        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in range(self._options.nproc)]
-        try:
-            streams = self._router.open(self._attempt, slots)
-        except LogDirError as error:
-            for slot in slots:
-                self._emit(
-                    WorkerEnded(assign.generation, slot.local_rank, self._unstarted(slot.local_rank, 0, str(error)))
-                )
-            return
         if self._board is not None:
             self._board.close()
         self._board = Board(self._options.nproc)
-        self._workers = {
-            self._key(slot.local_rank): _Worker(slot.local_rank, streams[slot.local_rank]) for slot in slots
-        }
+        self._workers = {self._key(rank): _Worker(rank, streams) for rank, streams in self._streams.items()}
         for key, worker in self._workers.items():
             self._spawn(key, worker, assign, start)
 
@@ -259,8 +279,6 @@ class Crew:
                 self._tree_gone(leftover)
             case kept.PreloadTold(text, trouble):
                 self._journal.write("preload", text=text, trouble=trouble)
-                if trouble:
-                    self.on_notice(f"preload: {text}")
                 if trouble:
                     self.on_notice(f"preload: {text}")
             case kept.KeeperDied():
@@ -353,7 +371,7 @@ class Crew:
         order = order_for(self._options, self._environ)
         if order is not None:
             self._keeper.nurse(order)
-        self._keeper_ready.set()
+        self._keeper_begins()
         for worker in lost.values():
             self._ended(worker, worker.pid, -SIGKILL)
         if self._killing:

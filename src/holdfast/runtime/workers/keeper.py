@@ -12,6 +12,8 @@ Commands that come over the lifeline (see lifeline.py for the frames); a spawn b
      "warm"}
     {"do": "signal", "key", "signum"}      to the leader alone
     {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
+    {"do": "ignore", "signum"}             whatever is spawned from here on ignores it
+    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock, unless another fence comes before
     {"do": "exit"}                         as if the agent were gone
 
 Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
@@ -30,11 +32,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any, NamedTuple, NoReturn
 
 from holdfast.runtime.workers import lifeline, nursery, processes
 
 NAME = b"holdfast-keeper"
+FENCE_KILL_LIMIT_S = 10.0
+"""At the fence: how long processes stuck in the kernel are waited for."""
 END_LIMIT_S = 10.0
 """After the agent is gone: how long the keeper waits for processes stuck in the kernel before it gives up."""
 
@@ -166,6 +171,8 @@ class Keeper:
         self._kill_deadline: float | None = None
         self._rescan_at = 0.0
         self._victims: set[int] = set()
+        self._fence_at_s = inf
+        """When the workers die unless the agent says something else before; by the clock that all processes share."""
         self._leaving = False
         self._poller = select.poll()
         sock.setblocking(False)
@@ -199,13 +206,26 @@ class Keeper:
     def run(self) -> None:
         """Serve until the agent is gone or asks to end."""
         while not self._leaving:
-            killing = self._kill_deadline is not None
-            for fd, mask in self._poller.poll(int(processes.RESCAN_S * 1000) if killing else None):
+            for fd, mask in self._poller.poll(self._patience_ms()):
                 self._ready(fd, mask)
             self._reap()
+            if time.monotonic() >= self._fence_at_s:
+                self._fence_at_s = inf
+                self._kill_tree(FENCE_KILL_LIMIT_S)
             if self._kill_deadline is not None:
                 self._kill_pass(self._kill_deadline)
             self._flush()
+
+    def _patience_ms(self) -> int | None:
+        if self._kill_deadline is not None:
+            return int(processes.RESCAN_S * 1000)
+        if self._fence_at_s == inf:
+            return None
+        return max(0, int((self._fence_at_s - time.monotonic()) * 1000) + 1)
+
+    def _kill_tree(self, limit_s: float) -> None:
+        self._nursery.cancel(None, signal.SIGKILL)
+        self._kill_deadline = time.monotonic() + limit_s
 
     def _ready(self, fd: int, mask: int) -> None:
         if fd == self._wake:
@@ -240,8 +260,11 @@ class Keeper:
             case "signal":
                 self._signal(command["key"], command["signum"])
             case "kill_tree":
-                self._nursery.cancel(None, signal.SIGKILL)
-                self._kill_deadline = time.monotonic() + command["limit_s"]
+                self._kill_tree(command["limit_s"])
+            case "fence":
+                self._fence_at_s = inf if command["at_s"] is None else command["at_s"]
+            case "ignore":
+                self._ignored = (*self._ignored, command["signum"])
             case "exit":
                 self._leaving = True
 

@@ -134,6 +134,15 @@ class KeeperClient:
         """Signal the leader alone; nothing happens when it ended already."""
         self._send({"do": "signal", "key": key, "signum": int(signum)})
 
+    def ignore(self, signum: int) -> None:
+        """Whatever is spawned from here on starts with this signal ignored."""
+        self._send({"do": "ignore", "signum": signum})
+
+    def fence(self, at_s: float | None) -> None:
+        """Everything but services is killed at this time of `time.monotonic()`, be the agent stopped or not; TreeGone
+        follows then. None: nothing is. Holds until it is said anew."""
+        self._send({"do": "fence", "at_s": at_s})
+
     def kill_tree(self, limit_s: float = KILL_LIMIT_S) -> None:
         """SIGKILL everything below the keeper but services and theirs: TreeGone follows."""
         self._send({"do": "kill_tree", "limit_s": limit_s})

@@ -53,7 +53,7 @@ class FilteredFile:
 
 
 class LogRouter:
-    """The log files and console lines of one agent's workers, attempt after attempt. For one thread (the agent's)."""
+    """The log files and console lines of one agent's workers, attempt after attempt. For one thread at a time."""
 
     def __init__(self, options: LogOptions, folder: RunFolder, *, node: str, role: str, console: Console) -> None:
         """`node` is this host's short name, for the prefix."""
@@ -94,6 +94,10 @@ class LogRouter:
             self._attached = True
             self._console.attach(self._tail)
         return streams
+
+    def say(self, text: str) -> None:
+        """A line of the launcher about the logs."""
+        self._console.say(text)
 
     def started(self, local_rank: int) -> None:
         """The worker has its descriptors (or will never start): the agent closes its copies."""

@@ -25,6 +25,8 @@ def begin(keeper: KeeperHandle, options: RunOptions) -> None:
     order = order_for(options, os.environ)
     if order is not None:
         out = lifeline.Outbox()
+        if options.preempt_signal is not None:
+            out.add({"do": "ignore", "signum": options.preempt_signal})
         out.add(order)
         out.flush(keeper.sock)
 
