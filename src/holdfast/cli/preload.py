@@ -79,8 +79,8 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
         reader = Reader()
         for source in sources:
             reader.read(source)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return Preload(why=f"{command.target} cannot be read: {type(error).__name__}")
+    except UnreadableError as error:
+        return Preload(why=str(error))
     name = os.path.basename(sources[-1])
     user, setting = reader.verdict()
     if not user:
@@ -100,13 +100,8 @@ def sources_of(command: WorkerCommand) -> list[Path]:
     if command.kind is not CommandKind.MODULE:
         path = Path(command.target)
         path = path / "__main__.py" if path.is_dir() else path
-        return [path] if path.suffix == ".py" or not is_binary(path) else []
+        return [path]
     return list(module_sources(command.target, ours=command.python in ("", sys.executable)))
-
-
-def is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" in file.read(512)
 
 
 def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
@@ -131,6 +126,10 @@ def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
             return
         found.append(main)
     yield from found
+
+
+class UnreadableError(Exception):
+    """Nothing can be told from the source; the text says why."""
 
 
 class Reader(ast.NodeVisitor):
@@ -158,20 +157,29 @@ class Reader(ast.NodeVisitor):
         return self._late_user, self._setting or self._late_setting
 
     def read(self, path: Path) -> None:
-        """Raises OSError, SyntaxError, ValueError for what is no Python or too much of it."""
+        """Raises UnreadableError for what is no Python or too much of it."""
         self._seen.add(path)
-        size = path.stat().st_size
-        self._bytes_left -= size
-        if self._bytes_left < 0:
-            raise ValueError(f"{path} is too long")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes(), str(path))
+        tree = self._tree(path)
         self._look_around(tree, path)
         before, self._file = self._file, path
         for statement in tree.body:
             self.visit(statement)
         self._file = before
+
+    def _tree(self, path: Path) -> ast.Module:
+        try:
+            self._bytes_left -= path.stat().st_size
+            if self._bytes_left < 0:
+                raise UnreadableError(f"with {path.name} it is more than {SOURCE_BYTES_MAX:,} bytes of source to read")
+            source = path.read_bytes()
+        except OSError as error:
+            raise UnreadableError(f"{path.name} cannot be read: {error.strerror}") from None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return ast.parse(source, str(path))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise UnreadableError(f"{path.name} is not Python") from None
 
     # --- in the order of execution ------------------------------------------------------------------------------------
 

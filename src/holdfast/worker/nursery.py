@@ -40,6 +40,8 @@ PACKET_BYTES_MAX = 1_000_000
 DESCRIPTORS_MAX = 64
 LATER_QUIET_S = 1.0
 """So long after the last worker was forked, what only restarts need is imported: not while the workers start."""
+TEXT_MAX = 500
+"""Of what is told to people; the error of an import may be longer."""
 BATCH_MAX = 64
 """Workers that share one process between; their descriptors are open at once."""
 THREADS_END_S_MAX = 0.1
@@ -236,7 +238,7 @@ class Nursery:
         os._exit(0)
 
     def _tell(self, what: str, text: str, **more: str) -> None:
-        self._control.sendall(json.dumps({"is": what, "text": text, **more}).encode())
+        self._control.sendall(json.dumps({"is": what, "text": text[:TEXT_MAX], **more}).encode())
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
         packet, fds, _flags, _address = receive(self._control)

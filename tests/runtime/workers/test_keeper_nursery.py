@@ -57,12 +57,12 @@ class Site:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(text))
 
-    def nurse(self, *modules: str, later: tuple[str, ...] = ()) -> None:
+    def nurse(self, *modules: str, later: tuple[str, ...] = (), threads: int = 1) -> None:
         self.bench.keeper.nurse(
             {
                 "do": "nurse",
                 "argv": [sys.executable, "-u", BOOTSTRAP, "nursery", FOLDER, "3"],
-                "env_set": {"OMP_NUM_THREADS": "1"},
+                "env_set": {"OMP_NUM_THREADS": str(threads)},
                 "modules": list(modules),
                 "later": list(later),
                 "worker": {"argv": self.argv(), "first_path": str(self.folder)},
@@ -213,14 +213,35 @@ def test_later_modules_are_there_for_a_restart(on_site: Any) -> None:
     on_site(scenario)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="OpenBLAS starts no thread for one CPU")
+def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(on_site: Any) -> None:
+    pytest.importorskip("numpy")
+
+    async def scenario(site: Site) -> None:
+        site.write("pool.py", "import os, numpy\ntasks = len(os.listdir('/proc/self/task'))\n")
+        site.write(
+            "uses.py",
+            """
+            import os, pool, numpy
+            before = len(os.listdir("/proc/self/task"))
+            matrix = numpy.ones((600, 600))
+            print(pool.tasks, before, float((matrix @ matrix).sum()), len(os.listdir("/proc/self/task")))
+            """,
+        )
+        site.nurse("pool", threads=2)
+        site.spawn("w", "uses.py", env_set={"OMP_NUM_THREADS": "2"})
+        assert await site.end_of("w") == [0]
+        assert site.output("w") == "2 1 216000000.0 2\n"
+        assert [text.partition(" in ")[0] for text in site.told] == ["imported pool"]
+
+    on_site(scenario)
+
+
 # --- ended before it has begun ----------------------------------------------------------------------------------------
 
 
 def slow_import(site: Site) -> Callable[[], None]:
     """Makes the heavy module wait for leave; returns what gives it."""
-    leave, wait = os.pipe()
-    os.close(leave)
-    os.close(wait)
     gate = site.folder / "gate"
     os.mkfifo(gate)
     site.write("heavy.py", f"{HEAVY}\n    open({str(gate)!r}).read()\n")

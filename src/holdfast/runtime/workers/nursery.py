@@ -79,7 +79,7 @@ class Nursery:
     def begin(self, order: Command) -> None:
         """Start the process; `order` is runtime/workers/preload.py's."""
         self._order = order
-        self._start(order)
+        self._try_start(order)
 
     def takes(self, command: Command) -> bool:
         """Whether it is to be asked: not while it is built for a second time, exec is faster then."""
@@ -87,7 +87,13 @@ class Nursery:
 
     def ask(self, command: Command, fds: list[int]) -> None:
         """Ask for a worker; `fds` are ours from here on."""
-        fork = Fork(command, fds)
+        try:
+            fork = Fork(command, fds)
+        except OSError:  # no descriptors left
+            self._spawn(command, fds)
+            for fd in fds:
+                os.close(fd)
+            return
         self._forks[fork.ours.fileno()] = fork
         self._poller.register(fork.ours, select.POLLIN)
         self._queue.append((*fork.packet(os.getpid()), fork))
@@ -135,9 +141,16 @@ class Nursery:
             self._say(f"the nursery ended with exit code {exit_code}", "it is built again" if again else "")
         if again and self._rebuilds < REBUILDS_MAX:
             self._rebuilds += 1
-            self._start(self._order)
+            self._try_start(self._order)
 
     # --- the process --------------------------------------------------------------------------------------------------
+
+    def _try_start(self, order: Command) -> None:
+        try:
+            self._start(order)
+        except OSError as error:
+            self._close()
+            self._say(f"the nursery cannot be started: {error.strerror}", "")
 
     def _start(self, order: Command) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -153,14 +166,16 @@ class Nursery:
             "service": True,
             "cpus": None,
         }
-        # What is printed while modules are imported belongs to the workers, each of which repeats it.
-        fds = [os.open(os.devnull, os.O_RDWR), os.memfd_create("stdout"), os.memfd_create("stderr"), theirs.fileno()]
+        fds: list[int] = []
         try:
-            self._spawn(program, fds)
+            fds.append(os.open(os.devnull, os.O_RDWR))
+            # What is printed while modules are imported belongs to the workers, each of which repeats it.
+            fds += (os.memfd_create(name) for name in ("stdout", "stderr"))
+            self._spawn(program, [*fds, theirs.fileno()])
         finally:
-            for fd in fds[:3]:
-                os.close(fd)
             theirs.close()
+            for fd in fds:
+                os.close(fd)
         first = {"modules": order["modules"], "later": order["later"], **order["worker"]}
         self._queue.appendleft((json.dumps(first).encode("ascii"), [], None))
         self._flush()
@@ -195,7 +210,7 @@ class Nursery:
             if not packet:
                 self._close()
                 return
-            self._hear(json.loads(packet))
+            self._hear(json.loads(packet))  # its texts are short, so a packet is never cut
 
     def _hear(self, message: dict[str, Any]) -> None:
         assert self._order is not None
