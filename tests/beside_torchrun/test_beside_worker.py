@@ -120,7 +120,16 @@ def test_c10d_on_two_nodes(launchers: Launchers, free_port) -> None:
     assert worlds[0] == worlds[1]
 
 
-RANKS = {"RANK", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PROBE_DIR", "TORCHELASTIC_ERROR_FILE"}
+RANKS = {
+    "HOLDFAST_BOARD",
+    "RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PROBE_DIR",
+    "TORCHELASTIC_ERROR_FILE",
+}
 
 
 def world(environments: list[dict[str, str]]) -> list[dict[str, str]]:

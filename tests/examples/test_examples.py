@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,24 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"going on after epoch 5, step 115", done.stdout), done.stdout
     assert re.search(r"Lost: [\d.]+ s; 11 steps were done again", done.stdout), done.stdout
     assert re.search(r"exit code 0, test accuracy 0\.9[5-9]", done.stdout), done.stdout
+
+
+def test_draining_goes_on_at_the_step_where_it_stopped(tmp_path: Path) -> None:
+    """SIGTERM to the launcher, and the same line again."""
+    line = [sys.executable, "-m", "holdfast.run", *TWO_RANKS, "--log-dir", str(tmp_path / "logs")]
+    line += [str(EXAMPLES / "draining.py"), "--steps", "200", "--snapshot", str(tmp_path / "d.pt")]
+    environ = {**os.environ, **ON_CPU}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ) as job:
+        assert job.stdout is not None
+        first = next(text for text in job.stdout if "begins at step 0" in text)
+        time.sleep(0.5)
+        job.terminate()
+        rest = job.stdout.read()
+    assert job.returncode == 75, first + rest
+    left = re.findall(r"leaves after step (\d+)", rest)
+    assert len(left) == 2
+    assert left[0] == left[1]
+    done = subprocess.run(line, capture_output=True, text=True, env=environ, timeout=200)
+    assert done.returncode == 0, done
+    assert f"begins at step {int(left[0]) + 1}" in done.stdout
+    assert "done after step 200" in done.stdout

@@ -164,6 +164,11 @@ class Pair:
         self._lose_link(link, host, "connection reset")
         self._settle()
 
+    def end_coordinator(self) -> None:
+        """The coordinator ends and no agent does, as when it loses its lease in etcd."""
+        self._coordinator_goes_with(self._hosts[0])
+        self._settle()
+
     def silence(self, host: str) -> None:
         """Nothing passes between this host and the coordinator, and nobody is told."""
         self._silent.add(host)

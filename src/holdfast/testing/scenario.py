@@ -14,6 +14,7 @@
     drained a                   they leave at the one they were told
     signal a SIGTERM            the agent gets a signal; also preempt
     store a                     the store host on a dies
+    coordinator                 the coordinator ends and no agent does; the next one is on the same host
     # a comment
 
 A scenario file holds these lines, and below each, indented, what came of it: messages that arrive (`a <`) or are sent
@@ -129,6 +130,8 @@ class _Scenario:
                 pair.agents[plain[0]].reached = int(plain[1])
             case "drained":
                 pair.drained(plain[0])
+            case "coordinator":
+                pair.end_coordinator()
             case "store":
                 pair.store_dies(plain[0])
             case _:

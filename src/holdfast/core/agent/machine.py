@@ -387,7 +387,8 @@ class AgentMachine(AgentBase):
     def _advance_joining(self, now: float) -> None:
         """The link stands but the coordinator does not know us: join with empty hands, or with workers that it may
         let go on. Workers on their way to a safe point get there first (or to their fence)."""
-        if self.work is Work.STOPPING:
+        broken = self.work is Work.RUNNING and self._term().ended != self._term().done
+        if self.work is Work.STOPPING or broken:
             self._kill()
         elif self.work in (Work.IDLE, Work.RUNNING) and self._join_sent_s is None:
             self._join_sent_s = now

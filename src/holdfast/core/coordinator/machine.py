@@ -199,6 +199,7 @@ class CoordinatorMachine(CoordinatorBase):
             for local_rank in running.done:
                 self.world.mark_done(member.name, local_rank)
             self._tell(member, Resume(self.generation))
+        self._predecessor.parts.clear()
         self._note("resumed", generation=self.generation, order=list(self.world.order))
 
     def _on_prepared(self, member: Member, generation: int, store_port: int | None) -> None:
