@@ -19,7 +19,8 @@ from typing import Any
 
 KEY = "nursery"
 CONTROL_FD = 3
-REBUILDS_MAX = 3
+REBUILDS_MAX = 10
+"""In the life of a job; one that is killed so often has no place on this machine."""
 PACKET_BYTES_MAX = 65_536
 WISH_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
 
@@ -133,13 +134,12 @@ class Nursery:
         self._close()
         assert self._order is not None
         was_ready, self._ready = self._ready, False
-        if self._unfit:
-            self._unfit = False
-            again = bool(self._order["modules"])
-        else:
-            again = was_ready or exit_code == -signal.SIGKILL
+        unfit, self._unfit = self._unfit, False
+        again = bool(self._order["modules"]) if unfit else was_ready or exit_code == -signal.SIGKILL
+        again = again and self._rebuilds < REBUILDS_MAX
+        if not unfit:
             self._say(f"the nursery ended with exit code {exit_code}", "it is built again" if again else "")
-        if again and self._rebuilds < REBUILDS_MAX:
+        if again:
             self._rebuilds += 1
             self._try_start(self._order)
 
