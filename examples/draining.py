@@ -1,8 +1,8 @@
 """A job that can be preempted, grown and shrunk at any moment and does no step twice.
 
-    holdfast run --standalone --nproc-per-node 2 examples/draining.py
-    kill -TERM <pid of holdfast>      # all ranks stop at the same step, the snapshot is saved, exit code 75
-    holdfast run --standalone --nproc-per-node 2 examples/draining.py      # goes on where it stopped
+holdfast run --standalone --nproc-per-node 2 examples/draining.py
+kill -TERM <pid of holdfast>      # all ranks stop at the same step, the snapshot is saved, exit code 75
+holdfast run --standalone --nproc-per-node 2 examples/draining.py      # goes on where it stopped
 """
 
 from __future__ import annotations

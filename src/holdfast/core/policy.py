@@ -61,7 +61,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Added to the grace before the coordinator gives up on a member that does not report Stopped."""
     connect_retry_s: float = 0.1
     """First pause between attempts to reach the coordinator; doubles up to connect_retry_max_s."""
-    connect_retry_max_s: float = 1.0
+    connect_retry_max_s: float = 0.5
     say_interval_s: float = 5.0
     """How often somebody who waits is told for what."""
     backoff_first_s: float = 0.25
