@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import time
 import urllib.error
@@ -22,10 +23,14 @@ READY_S = 30.0
 
 
 class Etcd:
-    """One or three servers; `kill(i)` ends one, `leader()` is its index."""
+    """One or three servers; `kill(i)` ends one, `leader()` is its index. `tls`: how to ask servers that speak TLS."""
 
-    def __init__(self, folder: Path, ports: list[tuple[int, int]], *more: str) -> None:
+    def __init__(
+        self, folder: Path, ports: list[tuple[int, int]], *more: str, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.folder = folder
+        self.tls = tls
+        self.scheme = "http" if tls is None else "https"
         self.ports = [client for client, _ in ports]
         cluster = ",".join(f"n{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(ports))
         self.servers = [
@@ -37,7 +42,7 @@ class Etcd:
             time.sleep(0.05)
 
     def _start(self, i: int, client: int, peer: int, *more: str) -> subprocess.Popen[bytes]:
-        here, there = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+        here, there = f"{self.scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
         command = [
             *("etcd", "--name", f"n{i}", "--data-dir", str(self.folder / f"n{i}"), "--logger", "zap"),
             *("--listen-client-urls", here, "--advertise-client-urls", here),
@@ -54,8 +59,9 @@ class Etcd:
             return False
 
     def _http(self, port: int, path: str, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=body)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2) as answer:
+        request = urllib.request.Request(f"{self.scheme}://127.0.0.1:{port}{path}", data=body)
+        direct = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.tls))
+        with urllib.request.build_opener(*direct).open(request, timeout=2) as answer:
             return answer.read()
 
     @property
@@ -94,10 +100,16 @@ class Etcd:
             server.wait(10)
 
 
-def _made(factory: pytest.TempPathFactory, free_port: Callable[[], int], count: int, *more: str) -> Iterator[Etcd]:
+def serving(
+    factory: pytest.TempPathFactory,
+    free_port: Callable[[], int],
+    count: int,
+    *more: str,
+    tls: ssl.SSLContext | None = None,
+) -> Iterator[Etcd]:
     if shutil.which("etcd") is None or shutil.which("etcdctl") is None:
         pytest.skip("NOT TESTED: etcd-server and etcd-client are not installed (sh tools/debian.sh installs them)")
-    made = Etcd(factory.mktemp("etcd"), [(free_port(), free_port()) for _ in range(count)], *more)
+    made = Etcd(factory.mktemp("etcd"), [(free_port(), free_port()) for _ in range(count)], *more, tls=tls)
     try:
         yield made
     finally:
@@ -108,18 +120,18 @@ def _made(factory: pytest.TempPathFactory, free_port: Callable[[], int], count: 
 def etcd(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Iterator[Etcd]:
     """One server with both APIs."""
     more = ("--enable-v2=true", "--heartbeat-interval", "50", "--election-timeout", "500")
-    yield from _made(tmp_path_factory, free_port, 1, *more)
+    yield from serving(tmp_path_factory, free_port, 1, *more)
 
 
 @pytest.fixture
 def etcd_without_v2(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Iterator[Etcd]:
-    yield from _made(tmp_path_factory, free_port, 1)
+    yield from serving(tmp_path_factory, free_port, 1)
 
 
 @pytest.fixture
 def etcd_cluster(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Iterator[Etcd]:
     """Three servers at etcd's own intervals."""
-    yield from _made(tmp_path_factory, free_port, 3)
+    yield from serving(tmp_path_factory, free_port, 3)
 
 
 @pytest.fixture

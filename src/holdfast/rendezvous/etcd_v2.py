@@ -27,6 +27,7 @@ from holdfast.rendezvous.etcd import (
     read_record,
     write_record,
 )
+from holdfast.rendezvous.etcd_tls import open_context, why_closed
 
 if TYPE_CHECKING:
     from holdfast.core.options import Endpoint, EtcdOptions
@@ -52,7 +53,7 @@ class ApiV2:
         self._options = options
         self._run_id = run_id
         self._servers = Servers(options.endpoints)
-        self._tls = _tls(options) if options.tls else None
+        self._tls = open_context(options)
         self._headers = {"Content-Type": "application/x-www-form-urlencoded"}
         if options.user is not None:
             secret = f"{options.user}:{options.password or ''}".encode()
@@ -111,12 +112,13 @@ class ApiV2:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
             status, text = response.status, response.read(ANSWER_BYTES_MAX)
-        except ssl.SSLError as error:
-            raise EtcdError(f"no TLS with etcd at {endpoint}: {error.reason or error}") from None
-        except http.client.HTTPException as error:
-            raise EtcdError(f"what listens at {endpoint} does not speak HTTP: {error!r}") from None
         except TimeoutError:
             raise EtcdUnreachableError(f"no answer within {CALL_S_MAX:g} s") from None
+        except (ssl.SSLError, ConnectionResetError, BrokenPipeError, http.client.IncompleteRead) as error:
+            passing = EtcdUnreachableError(f"it closes the connection ({type(error).__name__})")
+            raise why_closed(endpoint, self._tls) or passing from None
+        except http.client.HTTPException as error:
+            raise EtcdError(f"what listens at {endpoint} does not speak HTTP: {error!r}") from None
         except OSError as error:
             raise EtcdUnreachableError((error.strerror or str(error)).lower()) from None
         finally:
@@ -245,13 +247,3 @@ def _decode(endpoint: Endpoint, status: int, text: bytes) -> dict[str, Any]:
             raise EtcdUnreachableError(f"HTTP status {status}")
         raise EtcdError(f"what listens at {endpoint} does not answer as etcd does (HTTP status {status})")
     return answer
-
-
-def _tls(options: EtcdOptions) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=options.ca_file)
-        if options.cert_file is not None:
-            context.load_cert_chain(options.cert_file, options.key_file)
-    except (OSError, ssl.SSLError) as error:
-        raise EtcdError(f"the TLS files for etcd cannot be used: {error}") from None
-    return context

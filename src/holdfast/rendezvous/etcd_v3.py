@@ -193,6 +193,8 @@ class ApiV3:
         errors = self._module.exceptions
         try:
             return call()
+        except errors.ConnectionFailedError as error:
+            raise self._unconnected(endpoint, str(error.detail_text or error)) from None
         except errors.Etcd3Exception as error:
             raise _translated(endpoint, error, errors) from None
         except ValueError:  # requests' JSONDecodeError is one
@@ -201,6 +203,16 @@ class ApiV3:
             raise EtcdUnreachableError(f"{error}") from None
         except OSError as error:
             raise EtcdError(f"the TLS files for etcd cannot be used: {error}") from None
+
+    def _unconnected(self, endpoint: Endpoint, detail: str) -> EtcdError:
+        if "connection refused" in detail.lower():
+            return EtcdUnreachableError("connection refused")
+        from holdfast.rendezvous.etcd_tls import open_context, untrusted, why_closed
+
+        _, failed, why = detail.partition("certificate verify failed: ")
+        if failed:  # not asked again: without a CA file requests trusts others than Python does
+            return untrusted(endpoint, why.partition(" (_ssl")[0])
+        return why_closed(endpoint, open_context(self._options)) or EtcdUnreachableError(_shortened(detail))
 
 
 class TenureV3:
@@ -265,13 +277,8 @@ def _first(answer: dict[str, Any]) -> bytes | None:
 def _translated(endpoint: Endpoint, error: Any, errors: Any) -> EtcdError:
     detail = str(error.detail_text or error)
     text = detail.lower()
-    if "ssl" in text or "certificate" in text or "http request to an https server" in text:
-        return EtcdError(f"no TLS with etcd at {endpoint}: {_shortened(detail)}")
     if isinstance(error, errors.ConnectionTimeoutError):
         return EtcdUnreachableError(f"no answer within {CALL_S_MAX:g} s")
-    if isinstance(error, errors.ConnectionFailedError):
-        refused = "connection refused" in text
-        return EtcdUnreachableError("connection refused" if refused else _shortened(detail))
     if "authentication is not enabled" in text:
         return _NoAuthError(f"etcd at {endpoint} has no users")
     if "invalid auth token" in text or "invalid auth revision" in text or "revision of auth store is old" in text:

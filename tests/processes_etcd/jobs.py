@@ -1,0 +1,35 @@
+"""What the tests of jobs by etcd share: the options, the script, and what the agents noted."""
+
+from __future__ import annotations
+
+import pytest
+
+LEASE_S = 5
+UNTIL_TOLD = "on_signal('SIGTERM', exit_code=0)\nmeet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\n"
+BOTH = pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+
+
+def by(backend: str, endpoint: str, nnodes: str, *conf: str) -> tuple[str, ...]:
+    patience = "timeout=30" if backend == "etcd" else "join_timeout=30"
+    settings = ",".join((patience, "settle=1", *conf))
+    return ("--nnodes", nnodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-conf", settings)
+
+
+def hosts(agents):
+    """The agents that were ever elected, the latest last."""
+    terms = [(each["monotonic"], agent) for agent in agents for each in agent.events("elected")]
+    return [agent for _, agent in sorted(terms, key=lambda term: term[0])]
+
+
+def finish(site) -> None:
+    (site.folder / "finish").touch()
+
+
+def keys(etcd) -> str:
+    return etcd.ctl("get", "--prefix", "/", "--keys-only").strip()
+
+
+def started(agents) -> list[int]:
+    """Generations that any coordinator started, in the order of time."""
+    notes = [each for agent in agents for each in agent.events("coordinator.started")]
+    return [each["generation"] for each in sorted(notes, key=lambda each: each["monotonic"])]
