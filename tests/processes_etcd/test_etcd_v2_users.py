@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import time
-import urllib.error
-import urllib.request
+from http import HTTPStatus
 from typing import Any
 
 from tests.processes_etcd.conftest import READY_S, Etcd
@@ -14,24 +14,21 @@ from tests.processes_etcd.jobs import by
 
 
 def admin(etcd: Etcd, path: str, body: dict[str, Any]) -> None:
-    """PUT to the v2 auth API; before there is a leader, and while auth is just coming up, etcd says 500."""
+    """PUT to the v2 auth API; while there is no leader, or auth is just coming up, etcd says 500."""
     login = base64.b64encode(b"root:secret").decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
-    request = urllib.request.Request(
-        f"http://{etcd.endpoint}/v2/auth/{path}", json.dumps(body).encode(), headers, method="PUT"
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + READY_S
     while True:
-        try:
-            opener.open(request, timeout=5).close()
+        connection = http.client.HTTPConnection("127.0.0.1", etcd.ports[0], timeout=5)
+        connection.request("PUT", f"/v2/auth/{path}", json.dumps(body).encode(), headers)
+        answer = connection.getresponse()
+        said = answer.read()
+        connection.close()
+        if answer.status in (HTTPStatus.OK, HTTPStatus.CREATED):
             return
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read()
-            assert error.code >= 500, said
-            assert time.monotonic() < end, said
-            time.sleep(0.05)
+        assert answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR, said
+        assert time.monotonic() < end, said
+        time.sleep(0.05)
 
 
 def test_right_wrong_and_no_password(site, etcd: Etcd) -> None:

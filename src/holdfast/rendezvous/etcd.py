@@ -66,6 +66,9 @@ class Tenure(Protocol):
 class Api(Protocol):
     """One client of etcd, for one thread at a time. Raises EtcdError, or EtcdUnreachableError when trying again may help."""
 
+    notice: str
+    """Worth a line to the people at this node; empty: nothing is."""
+
     def leader(self) -> Leader | None: ...
 
     def take(self, me: Leader) -> Tenure | None:

@@ -49,7 +49,8 @@ _PASSING = range(300, 500)
 class ApiV2:
     """One client. Connections are made for each call: calls are rare, and a server may be gone by the next."""
 
-    def __init__(self, options: EtcdOptions, run_id: str) -> None:
+    def __init__(self, options: EtcdOptions, run_id: str, notice: str = "") -> None:
+        self.notice = notice
         self._options = options
         self._run_id = run_id
         self._servers = Servers(options.endpoints)

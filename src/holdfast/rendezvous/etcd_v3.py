@@ -41,10 +41,10 @@ def open_v3(options: EtcdOptions, run_id: str) -> Api:
     api = ApiV3(options, run_id)
     try:
         api.leader()
-    except _NoSuchApiError:
+    except _NoSuchApiError as absent:
         from holdfast.rendezvous.etcd_v2 import ApiV2
 
-        old = ApiV2(options, run_id)
+        old = ApiV2(options, run_id, f"{absent}; going by API v2")
         try:
             old.leader()
         except EtcdUnreachableError:
@@ -57,6 +57,8 @@ def open_v3(options: EtcdOptions, run_id: str) -> Api:
 
 class ApiV3:
     """One client: an etcd3gw client for each server, made when it is needed."""
+
+    notice = ""
 
     def __init__(self, options: EtcdOptions, run_id: str) -> None:
         try:

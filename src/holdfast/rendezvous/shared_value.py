@@ -64,6 +64,8 @@ class Watch:
 class ValueApi:
     """One client; an Api as rendezvous.etcd means it. Raises BackendError or BackendUnreachableError."""
 
+    notice = ""
+
     def __init__(self, name: str, value: SharedValue, run_id: str, watch: Watch) -> None:
         """`name`: of the backend, for messages."""
         self._name = name

@@ -62,6 +62,7 @@ class ElectedMeeting:
         self._service: ElectedService | None = None
         self._office: Office | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._notice = ""
 
     async def reach(self, node: NodeSpec) -> Link:
         """One attempt. Raises HoldfastError."""
@@ -99,6 +100,9 @@ class ElectedMeeting:
     def _seek(self) -> Leader | Won:
         """Who is in charge; if nobody is, we try to be."""
         api = self._election.open_api()
+        if api.notice != self._notice:
+            self._notice = api.notice
+            self._say(api.notice)
         kept = False
         try:
             leader = api.leader()

@@ -1,0 +1,94 @@
+"""Backend `etcd` where the servers have no API v3: a real etcd behind a proxy that answers as one of before v3 would."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.processes_etcd.conftest import Etcd
+from tests.processes_etcd.jobs import UNTIL_TOLD, by, finish
+
+NOTICE = "does not serve API v3 (/v3/); going by API v2"
+
+
+class OldServer(ThreadingHTTPServer):
+    """Passes /v2 on to `behind` and knows nothing else."""
+
+    daemon_threads = False  # closing waits for them
+
+    def __init__(self, behind: int) -> None:
+        super().__init__(("127.0.0.1", 0), _OldHandler)
+        self.behind = behind
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.server_port}"
+
+
+class _OldHandler(BaseHTTPRequestHandler):
+    server: OldServer
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if not self.path.startswith("/v2/"):
+            self._reply(404, "text/plain; charset=utf-8", b"404 page not found\n")
+            return
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=5)
+        try:
+            kept = {name: self.headers[name] for name in ("Content-Type", "Authorization") if name in self.headers}
+            connection.request(self.command, self.path, body, kept)
+            answer = connection.getresponse()
+            self._reply(answer.status, answer.getheader("Content-Type", ""), answer.read())
+        finally:
+            connection.close()
+
+    do_GET = do_PUT = do_POST = do_DELETE = _answer  # noqa: N815 - http.server's names
+
+    def _reply(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: object) -> None:
+        """Not on the screen of the tests."""
+
+
+@contextmanager
+def old_server(etcd: Etcd) -> Iterator[OldServer]:
+    with OldServer(etcd.ports[0]) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_job_goes_by_v2_and_says_so_once(site, etcd: Etcd) -> None:
+    with old_server(etcd) as old:
+        script = site.script(UNTIL_TOLD)
+        agents = [site.start(*by("etcd", old.endpoint, "2"), "--rdzv-id", "old", script) for _ in range(2)]
+        site.wait(2, "up", world=2)
+        assert "/holdfast/old/coordinator" in etcd.ctl("ls", "--recursive", "/", api="2")
+        assert etcd.ctl("get", "--prefix", "/", "--keys-only").strip() == ""
+        finish(site)
+        assert [agent.end() for agent in agents] == [0, 0], agents[0].text
+        for agent in agents:
+            assert agent.text.count(NOTICE) == 1, agent.text
+            assert old.endpoint in next(line for line in agent.text.splitlines() if NOTICE in line)
+
+
+def test_neither_api(site, etcd_without_v2: Etcd) -> None:
+    with old_server(etcd_without_v2) as old:
+        code, agent = site.run(*by("etcd", old.endpoint, "1"), site.script("meet()"), limit_s=10)
+        assert code == 2, agent.text
+        assert "HF120" in agent.text
+        assert "serves neither API v3 (its JSON gateway) nor v2" in agent.text
+        assert "Traceback" not in agent.text
+        assert site.trail("up") == []
