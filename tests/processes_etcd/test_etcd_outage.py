@@ -1,0 +1,56 @@
+"""All of etcd is away for longer than the lease, in the middle of a job, and comes back."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from tests.processes.conftest import is_alive, until
+from tests.processes_etcd.conftest import Etcd
+from tests.processes_etcd.jobs import BOTH, UNTIL_TOLD, by, finish, hosts, keys, started
+
+LEASE_S = 2
+AWAY_S = LEASE_S + 4.0
+
+
+def living(site) -> dict[str, set[int]]:
+    """The workers that are alive, by their generation's store. Who is in the trail and alive after it was read was
+    alive when it was read."""
+    found: dict[str, set[int]] = {}
+    for each in site.trail("up"):
+        if is_alive(each["pid"]):
+            found.setdefault(each["port"], set()).add(each["pid"])
+    return found
+
+
+@BOTH
+def test_the_job_goes_on_and_never_beside_itself(site, etcd: Etcd, backend: str) -> None:
+    script = site.script(UNTIL_TOLD)
+    args = by(backend, etcd.endpoint, "2", f"lease_ttl={LEASE_S}", "lease=3")
+    agents = [site.start(*args, script) for _ in range(2)]
+    first = site.wait(2, "up", world=2)
+    most = 1
+
+    def formed_anew() -> bool:
+        nonlocal most
+        alive = living(site)
+        most = max(most, len(alive))
+        fresh = set().union(*alive.values()) - {each["pid"] for each in first}
+        return len(fresh) == 2
+
+    stopped_s = time.monotonic()
+    etcd.servers[0].send_signal(signal.SIGSTOP)
+    while time.monotonic() < stopped_s + AWAY_S:
+        assert not formed_anew(), "nobody can be elected without etcd"
+        time.sleep(0.02)
+    assert not living(site), "nobody is in charge, and there are workers"
+    etcd.servers[0].send_signal(signal.SIGCONT)
+    until(formed_anew, lambda: "\n".join(agent.text for agent in agents))
+    assert most == 1, "two generations beside each other"
+    assert hosts(agents)[0].events("steps_down")
+    finish(site)
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text
+    generations = started(agents)
+    assert generations == sorted(set(generations)), "a generation was started twice"
+    assert keys(etcd) == ""
+    site.all_gone()
