@@ -203,6 +203,25 @@ def test_a_preempted_node_asks_to_be_requeued_either_way() -> None:
     assert exit_codes(desk) == [75]
 
 
+def test_a_notice_that_comes_after_the_drain_finds_everything_saved() -> None:
+    """A scheduler tells all nodes, one after the other; the first one's notice was everybody's."""
+    desk = draining()
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None, drained=True))
+    desk.give(TreeGone(1))
+    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    assert exit_codes(desk) == [75]
+
+
+def test_a_notice_that_comes_while_the_drained_are_swept_too() -> None:
+    desk = draining()
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None, drained=True))
+    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.give(TreeGone(1))
+    assert exit_codes(desk) == [75]
+
+
 def test_a_job_that_ends_while_a_node_drains_has_ended_well() -> None:
     desk = leaving_drained()
     desk.hear(Finish(SUCCESS))

@@ -68,6 +68,8 @@ class AgentBase:
         self._leaving: Signalled | None = None
         self._leave_by_s = inf
         """When a leaving agent stops waiting for its workers to drain."""
+        self._drained = False
+        """The newest generation left at a safe point, and none has begun since."""
         self._pending_exit: Outcome | None = None
         self._lease = Lease(limits.fence_s, limits.ping_interval_s, confirmed_s=now, ping_at_s=now)
         self._unvouched_fence_at_s = inf

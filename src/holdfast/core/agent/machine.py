@@ -231,6 +231,7 @@ class AgentMachine(AgentBase):
     def _on_start(self, start: Start) -> None:
         if self.work is Work.PREPARED and self._term().generation == start.generation:
             self._lease.confirm(self._prepared_s)
+            self._drained = False
             self._enter(Work.RUNNING)
             self._out.append(StartWorkers(self._term().assign, start))
 
@@ -292,11 +293,11 @@ class AgentMachine(AgentBase):
             term.swept = True
             self._enter(Work.RUNNING)
             return
-        drained = len(term.drained) > 0
+        self._drained = len(term.drained) > 0
         self._idle()
         self._send(Stopped(generation))
         if self._leaving is not None:
-            self._end(self._farewell(self._leaving, drained=drained))
+            self._end(self._farewell(self._leaving, drained=self._drained))
 
     def _on_signal(self, now: float, event: Signalled) -> None:
         if self._leaving is not None:
@@ -321,7 +322,9 @@ class AgentMachine(AgentBase):
         self._leave(self._leaving.name)
         if self._at_work():
             self._stop(now, signal.SIGTERM if self._leaving.preempt else self._leaving.signum)
-        self._end(self._farewell(self._leaving, drained=False))
+        term = self.term
+        drained = self._drained or (term is not None and len(term.drained) == term.nproc)
+        self._end(self._farewell(self._leaving, drained=drained))
 
     # ---------------------------------------------------------------- what follows from the state
 
