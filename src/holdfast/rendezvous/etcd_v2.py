@@ -112,7 +112,7 @@ class ApiV2:
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
-            status, text = response.status, response.read(ANSWER_BYTES_MAX)
+            status, text = response.status, _read(response)
         except TimeoutError:
             raise EtcdUnreachableError(f"no answer within {CALL_S_MAX:g} s") from None
         except (ssl.SSLError, ConnectionResetError, BrokenPipeError, http.client.IncompleteRead) as error:
@@ -222,6 +222,14 @@ def _code(answer: dict[str, Any]) -> int:
 
 def _value(node: dict[str, Any]) -> bytes:
     return str(node.get("value", "")).encode()
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    """Raises IncompleteRead, which a read with a limit does not."""
+    text = response.read(ANSWER_BYTES_MAX)
+    if response.length and len(text) < ANSWER_BYTES_MAX:
+        raise http.client.IncompleteRead(text, response.length)
+    return text
 
 
 def _decode(endpoint: Endpoint, status: int, text: bytes) -> dict[str, Any]:
