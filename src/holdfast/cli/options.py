@@ -102,7 +102,15 @@ OPTIONS: tuple[Option, ...] = (
         choices=("now", "drain", "never"),
         ours=True,
     ),
-    Option("--drain-timeout", FLOAT, 60.0, LIFE, "how long workers may take to their next safe point", "S", ours=True),
+    Option(
+        "--drain-timeout",
+        FLOAT,
+        60.0,
+        LIFE,
+        "how long workers may take to save at a safe point and leave",
+        "S",
+        ours=True,
+    ),
     Option(
         "--preempt-signal",
         TEXT,

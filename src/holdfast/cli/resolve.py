@@ -7,6 +7,7 @@ meeting.py, the worker's command in program.py, single values in values.py.
 from __future__ import annotations
 
 import os
+from signal import SIGCHLD, SIGCONT, SIGINT, SIGQUIT, SIGTERM, SIGWINCH
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import meeting, values
@@ -155,6 +156,10 @@ def preempt_signal(parsed: Parsed) -> int | None:
         raise parsed.error("preempt_signal", UsageError, str(error)) from None
     if len(numbers) != 1:
         raise parsed.error("preempt_signal", UsageError, f"{text!r} is no signal")
+    if numbers[0] in (SIGTERM, SIGINT, SIGQUIT, SIGWINCH, SIGCHLD, SIGCONT):
+        raise parsed.error(
+            "preempt_signal", UsageError, f"{text!r} has a meaning of its own (SIGTERM is a notice already); take USR1"
+        )
     return numbers[0]
 
 

@@ -24,7 +24,6 @@ class StopReason(Enum):
     MEMBER_LEFT = "member_left"
     MEMBER_JOINED = "member_joined"
     STORE_LOST = "store_lost"
-    JOB_FAILED = "job_failed"
     FENCED = "fenced"
 
 
@@ -48,7 +47,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     last_generation: int = 0
     """The newest generation this agent ever took part in; numbers only grow, so the coordinator goes above it."""
     unlinked_s: float = 0.0
-    """How long ago, by the agent's clock, it lost the link to the coordinator of last_generation."""
+    """How long ago, by the agent's clock, the link to the coordinator of last_generation broke. 0 also where it fell
+    silent: that says nothing of when that coordinator ended."""
     running: Running | None = None
     """Its workers are alive. Resume lets them go on; without it they die at the agent's fence."""
 

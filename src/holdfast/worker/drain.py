@@ -21,7 +21,7 @@ LOOK_AGAIN_S = 0.001
 """While held at a safe point: between two looks at the board. A hold lasts as long as the agents need to agree."""
 
 
-class _Link:
+class _Slot:
     """This process's slot on the board."""
 
     def __init__(self, words: memoryview, slot: int) -> None:
@@ -65,7 +65,7 @@ class SafePoints:
     def __init__(self, address: str) -> None:
         """`address`: the value of HOLDFAST_BOARD; empty: nobody will ever ask to stop."""
         self._address = address
-        self._link: _Link | None = None
+        self._slot_of_mine: _Slot | None = None
         self._callbacks: list[Callable[[], object]] = []
 
     def on_stop(self, callback: Callable[[], object]) -> None:
@@ -74,14 +74,14 @@ class SafePoints:
     def reach(self) -> bool:
         if not self._address:
             return False
-        if self._link is None:
-            self._link = _open(self._address)
-            if self._link is None:
+        if self._slot_of_mine is None:
+            self._slot_of_mine = _open(self._address)
+            if self._slot_of_mine is None:
                 self._address = ""
                 return False
-        if not self._link.own:
+        if not self._slot_of_mine.own:
             return False
-        stop = self._link.reach()
+        stop = self._slot_of_mine.reach()
         if stop:
             callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
@@ -89,7 +89,7 @@ class SafePoints:
         return stop
 
 
-def _open(address: str) -> _Link | None:
+def _open(address: str) -> _Slot | None:
     """None when the agent is gone, or another process of this worker has the slot."""
     import mmap
 
@@ -106,7 +106,7 @@ def _open(address: str) -> _Link | None:
     if words[mine] not in (0, os.getpid()):
         return None
     words[mine] = os.getpid()
-    return _Link(words, int(slot))
+    return _Slot(words, int(slot))
 
 
 _safe_points: SafePoints | None = None
@@ -127,7 +127,7 @@ def should_stop() -> bool:
     and exactly that call returns True on every rank: all have done the same steps. Save a snapshot then and leave with
     exit code 0; the job goes on from it with its new nodes, and no restart is counted. Once True, it stays True.
 
-    A call costs less than a microsecond, except while the ranks agree (milliseconds). Without holdfast, and in a child
+    A call costs about a microsecond, except while the ranks agree (milliseconds). Without holdfast, and in a child
     process of a worker, it is always False.
 
         for step, batch in enumerate(loader, start):

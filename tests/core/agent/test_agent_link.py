@@ -11,6 +11,7 @@ from holdfast.core.agent.commands import (
     Exit,
     HangUp,
     KillTree,
+    Note,
     ReleaseWorkers,
     SignalWorkers,
 )
@@ -24,6 +25,7 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkersFenced,
     WorkersHeld,
 )
 from holdfast.core.agent.state import Link, Work
@@ -171,11 +173,13 @@ def test_a_notice_drains_where_the_workers_ask_for_safe_points() -> None:
     assert desk.sent() == [Leave("SIGTERM", drain=True)]
     desk.hear(Drain(1, "a is leaving"))
     assert desk.sent() == [Held(1, 6)]
-    assert desk.hear(DrainTo(1, 9)) == [ReleaseWorkers(1, 9)]
+    assert desk.hear(DrainTo(1, 9))[-1] == ReleaseWorkers(1, 9)
     for local_rank in range(NPROC):
         desk.give(WorkerEnded(1, local_rank, None, drained=True))
     desk.give(TreeGone(1))
     assert desk.sent() == [Stopped(1)]
+    assert not exit_codes(desk), "others may still be saving, and it may be this node that hosts the coordinator"
+    desk.hear(Stop(1, StopReason.MEMBER_LEFT, "a is leaving"))
     assert exit_codes(desk) == [75]
 
 
@@ -220,6 +224,75 @@ def test_a_notice_that_comes_while_the_drained_are_swept_too() -> None:
     desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
     desk.give(TreeGone(1))
     assert exit_codes(desk) == [75]
+
+
+def test_a_drained_node_does_not_wait_for_ever() -> None:
+    desk = leaving_drained()
+    desk.hear(Drain(1, "a is leaving"))
+    desk.hear(DrainTo(1, 9))
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None, drained=True))
+    desk.give(TreeGone(1))
+    desk.wait(LIMITS.drain_s - 0.1)
+    assert desk.machine.outcome is None
+    desk.wait(0.2)
+    assert desk.machine.outcome is not None
+    assert desk.machine.outcome.exit_code == 75
+
+
+def test_a_drained_node_that_loses_the_coordinator_goes() -> None:
+    desk = leaving_drained()
+    desk.hear(Drain(1, "a is leaving"))
+    desk.hear(DrainTo(1, 9))
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None, drained=True))
+    desk.give(TreeGone(1))
+    desk.give(LinkLost("gone"))
+    assert exit_codes(desk) == [75]
+
+
+def test_a_save_that_fails_is_not_left_at_a_safe_point() -> None:
+    desk = leaving_drained()
+    desk.hear(Drain(1, "a is leaving"))
+    desk.hear(DrainTo(1, 9))
+    desk.give(WorkerEnded(1, 0, None, drained=True))
+    desk.give(WorkerEnded(1, 1, failure(after_stop=True)))
+    desk.give(TreeGone(1))
+    assert exit_codes(desk) == [143]
+
+
+def test_a_node_whose_ranks_end_while_they_are_held_goes_soon() -> None:
+    desk = running()
+    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, None))
+    desk.give(TreeGone(1))
+    desk.wait(2.0)
+    desk.give(TreeGone(1))
+    assert desk.machine.outcome is not None
+
+
+def test_a_node_that_has_done_its_part_is_not_held() -> None:
+    desk = swept()
+    assert desk.hear(Drain(1, "z is leaving")) == []
+    assert desk.machine.work is Work.RUNNING
+
+
+def test_workers_killed_by_the_keeper_at_the_fence_are_no_failures() -> None:
+    desk = running()
+    assert desk.give(WorkersFenced()) == [Note("fenced_by_keeper", {}), KillTree(1)]
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, failure(after_stop=True)))
+        assert not desk.sent()
+    desk.give(TreeGone(1))
+    assert desk.sent() == [Stopped(1)]
+
+
+def test_a_late_resume_is_refused() -> None:
+    desk = rejoined()
+    desk.hear(JOINED)
+    desk.now += LIMITS.fence_s
+    assert KillTree(1) in desk.hear(Resume(1))
 
 
 def test_a_job_that_ends_while_a_node_drains_has_ended_well() -> None:

@@ -32,6 +32,7 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkersFenced,
     WorkersHeld,
 )
 from holdfast.core.agent.machine import WORK_TRANSITIONS
@@ -176,7 +177,10 @@ def drain_is_given_up(desk: Desk) -> None:
 
 
 def all_leave_at_the_safe_point(desk: Desk) -> None:
-    assert desk.hear(DrainTo(1, 9)) == [ReleaseWorkers(1, 9)]
+    assert desk.hear(DrainTo(1, 9)) == [
+        Say("z is leaving: the workers stop at their next safe point"),
+        ReleaseWorkers(1, 9),
+    ]
     for local_rank in range(NPROC):
         desk.give(WorkerEnded(1, local_rank, None, drained=True))
     assert desk.done == [KillTree(1)]
@@ -278,6 +282,7 @@ EVENTS: list[Event] = [
             WorkerEnded(generation, 0, None, drained=True),
             WorkersHeld(generation, 0),
             WorkersHeld(generation, 6),
+            WorkersFenced(),
             TreeGone(generation),
             StoreDied(generation),
         )

@@ -227,6 +227,19 @@ def test_one_that_has_done_its_part_need_not_answer() -> None:
     assert desk.last(2) == DrainTo(1, 5)
 
 
+def test_nobody_waits_for_the_answer_of_a_node_that_is_done() -> None:
+    """Done before the drain, or while it is asked: it has nobody to hold."""
+    early = running()
+    early.say(1, WorkerDone(1, 0))
+    early.say(2, Leave("SIGTERM", drain=True))
+    early.say(2, Held(1, 4))
+    assert early.last(2) == DrainTo(1, 5)
+    late = draining()
+    late.say(2, Held(1, 4))
+    late.say(1, WorkerDone(1, 0))
+    assert late.last(2) == DrainTo(1, 5)
+
+
 @pytest.mark.parametrize(
     ("grow", "phase"),
     [(Grow.DRAIN, Phase.DRAINING), (Grow.NOW, Phase.STOPPING), (Grow.NEVER, Phase.RUNNING)],

@@ -65,6 +65,7 @@ class AgentBase:
         """When Join went out on the present link; None: not yet."""
         self._last_generation = 0
         self._unlinked_s = now
+        """When the link to the last coordinator broke; inf: it fell silent, and that one may have lived on."""
         self._leaving: Signalled | None = None
         self._leave_by_s = inf
         """When a leaving agent stops waiting for its workers to drain."""

@@ -67,6 +67,10 @@ class WorkersHeld(Struct, frozen=True):
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one."""
 
 
+class WorkersFenced(Struct, frozen=True):
+    """The keeper has killed them at the fence, because this process stood still."""
+
+
 class TreeGone(Struct, frozen=True):
     """Answer to KillTree: no process of the generation is alive."""
 
@@ -107,6 +111,7 @@ Event = (
     | PrepareFailed
     | WorkerEnded
     | WorkersHeld
+    | WorkersFenced
     | TreeGone
     | StoreDied
     | Signalled

@@ -38,6 +38,7 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkersFenced,
     WorkersHeld,
 )
 from holdfast.core.agent.seeking import Seeking
@@ -73,6 +74,10 @@ KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """Somebody wants an end now; every other signal that ends this node's part is a notice, with time to drain."""
 
 
+FAREWELL_S = 1.0
+"""A leaving node whose ranks are all done waits so long for the job's end, which may be due."""
+
+
 class AgentMachine(AgentBase):
     """Joins, starts and stops this node's workers, reports, and ends. `WORK_TRANSITIONS` lists every change of work."""
 
@@ -101,8 +106,8 @@ class AgentMachine(AgentBase):
             deadlines.append(self._fence_at_s())
         if self.work in (Work.RUNNING, Work.DRAINING):
             deadlines.append(self._workers_fence_at_s())
-            if self._leaving is not None and self._pending_exit is None:
-                deadlines.append(self._leave_by_s)
+        if self._leaving is not None and self._pending_exit is None:
+            deadlines.append(self._leave_by_s)
         if self.work is Work.STOPPING and self.term is not None:
             deadlines.append(self._stop_deadline_s(self.term))
         return min((deadline for deadline in deadlines if deadline < inf), default=None)
@@ -133,8 +138,12 @@ class AgentMachine(AgentBase):
                 self._on_worker_ended(event)
             case WorkersHeld(generation, reached):
                 self._on_held(now, generation, reached)
+            case WorkersFenced():
+                if self._at_work() or self.work is Work.STOPPING:
+                    self._note("fenced_by_keeper")
+                    self._kill()
             case TreeGone(generation):
-                self._on_tree_gone(generation)
+                self._on_tree_gone(now, generation)
             case StoreDied(generation):
                 if self._at_work() and self._term().generation == generation:
                     self._report(StoreLost(generation))
@@ -154,12 +163,12 @@ class AgentMachine(AgentBase):
                 Outcome(kind=OutcomeKind.REFUSED, exit_code=event.exit_code, code=event.code, message=event.reason)
             )
 
-    def _on_link_lost(self, now: float, reason: str) -> None:
+    def _on_link_lost(self, now: float, reason: str, *, silent: bool = False) -> None:
         self.link = Link.DOWN
         if self._join_sent_s is not None:
             self._joins += 1
         if self._joined:
-            self._unlinked_s = now
+            self._unlinked_s = inf if silent else now
         self._joined, self._join_sent_s = False, None
         self._seeking = Seeking.begin(self.limits, now)
         self._note("link_lost", reason=reason)
@@ -170,6 +179,8 @@ class AgentMachine(AgentBase):
         elif self.term is not None and self.term.vouched:
             self.term.vouched = False
             self._unvouched_fence_at_s = self._lease.fence_at_s
+        if self._leaving is not None and self.work is Work.IDLE:
+            self._go(now)
         if self.work is Work.DRAINING and self._term().safe_point is None:
             if self._leaving is not None:
                 self._go(now)
@@ -190,14 +201,12 @@ class AgentMachine(AgentBase):
                 self._on_assign(message)
             case Start():
                 self._on_start(message)
-            case Drain(generation):
-                self._on_drain(generation)
+            case Drain(generation, text):
+                self._on_drain(generation, text)
             case DrainTo(generation, safe_point):
-                if self.work is Work.DRAINING and self._term().generation == generation:
-                    self._term().safe_point = safe_point
-                    self._out.append(ReleaseWorkers(generation, safe_point))
+                self._on_drain_to(generation, safe_point)
             case Resume(generation):
-                self._on_resume(generation)
+                self._on_resume(now, generation)
             case Abandon(generation):
                 if self._at_work() and self._term().generation == generation:
                     self._kill()
@@ -210,6 +219,9 @@ class AgentMachine(AgentBase):
 
     def _on_stop(self, now: float, generation: int, text: str) -> None:
         term = self.term
+        if term is None and self._leaving is not None and generation == self._last_generation:
+            # All nodes have left at the safe point: nobody needs this one, or the coordinator it hosts, any more.
+            self._end(self._farewell(self._leaving, drained=self._drained))
         if term is None or term.generation != generation:
             return
         if self._at_work():
@@ -235,25 +247,32 @@ class AgentMachine(AgentBase):
             self._enter(Work.RUNNING)
             self._out.append(StartWorkers(self._term().assign, start))
 
-    def _on_resume(self, generation: int) -> None:
+    def _on_resume(self, now: float, generation: int) -> None:
         """A new coordinator knows this generation and has found it whole."""
         term = self.term
-        if term is None or term.generation != generation or term.vouched:
+        if term is None or term.generation != generation or term.vouched or now >= self._unvouched_fence_at_s:
             return
         term.vouched = True
         self._note("resumed", generation=generation)
         for local_rank in sorted(term.done):  # some may have ended since we joined
             self._send(WorkerDone(generation, local_rank))
 
-    def _on_drain(self, generation: int) -> None:
+    def _on_drain(self, generation: int, text: str) -> None:
         term = self.term
         if term is None or term.generation != generation:
             return
-        term.asked = True
-        if self.work is Work.RUNNING:
+        term.asked, term.drain_text = True, text
+        if self.work is Work.RUNNING and not term.all_done:
             self._hold()
         elif self.work is Work.DRAINING and term.reached is not None:
             self._send(Held(generation, term.reached))
+
+    def _on_drain_to(self, generation: int, safe_point: int) -> None:
+        term = self.term
+        if self.work is Work.DRAINING and term is not None and term.generation == generation:
+            term.safe_point = safe_point
+            self._out.append(Say(f"{term.drain_text}: the workers stop at their next safe point"))
+            self._out.append(ReleaseWorkers(generation, safe_point))
 
     def _on_held(self, now: float, generation: int, reached: int) -> None:
         term = self.term
@@ -284,19 +303,20 @@ class AgentMachine(AgentBase):
             if self._at_work() and term.vouched:
                 self._send(WorkerDone(event.generation, event.local_rank))
 
-    def _on_tree_gone(self, generation: int) -> None:
+    def _on_tree_gone(self, now: float, generation: int) -> None:
         term = self.term
         if self.work is not Work.KILLING or term is None or term.generation != generation:
             return
         if term.all_done and not (term.swept or term.stopped or self._going()):
             # The others may still be at work: this node stays in the world until the coordinator says more.
             term.swept = True
+            self._leave_by_s = min(self._leave_by_s, now + FAREWELL_S)
             self._enter(Work.RUNNING)
             return
-        self._drained = len(term.drained) > 0
+        self._drained = term.left_at_safe_point
         self._idle()
         self._send(Stopped(generation))
-        if self._leaving is not None:
+        if self._leaving is not None and not (self._drained and self.link is Link.UP):
             self._end(self._farewell(self._leaving, drained=self._drained))
 
     def _on_signal(self, now: float, event: Signalled) -> None:
@@ -323,16 +343,18 @@ class AgentMachine(AgentBase):
         if self._at_work():
             self._stop(now, signal.SIGTERM if self._leaving.preempt else self._leaving.signum)
         term = self.term
-        drained = self._drained or (term is not None and len(term.drained) == term.nproc)
+        drained = self._drained or (term is not None and term.left_at_safe_point)
         self._end(self._farewell(self._leaving, drained=drained))
 
     # ---------------------------------------------------------------- what follows from the state
 
     def _advance(self, now: float) -> None:
+        if self._leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
+            self._go(now)
         self._advance_work(now)
         if self._awaits_answer() and now >= self._fence_at_s():
             self._out.append(HangUp("no answer"))
-            self._on_link_lost(now, f"no answer for {self._lease.fence_s:g} s")
+            self._on_link_lost(now, f"no answer for {self._lease.fence_s:g} s", silent=True)
         if self._joined and now >= self._lease.ping_at_s:
             self._send(Ping(self._lease.ping(now)))
         if self._pending_exit is not None:
@@ -366,8 +388,6 @@ class AgentMachine(AgentBase):
                 self._out.append(Say(text))
                 self._note("fenced", silent_s=round(silent_s, 3))
                 self._kill()
-            elif self._leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
-                self._go(now)
         elif self.work is Work.STOPPING and (term.all_ended or now >= self._stop_deadline_s(term)):
             self._kill()
 
@@ -396,5 +416,5 @@ class AgentMachine(AgentBase):
         elif self.work in (Work.IDLE, Work.RUNNING) and self._join_sent_s is None:
             self._join_sent_s = now
             self._lease.confirmed_s = now
-            unlinked_s = now - self._unlinked_s if self._last_generation else 0.0
+            unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
             self._send(Join(self._named_node(), self._last_generation, unlinked_s, self._running()))

@@ -43,6 +43,8 @@ class Term:
     """The coordinator we are linked to knows this generation; else it has to Resume it before our fence."""
     asked: bool = False
     """The coordinator has ordered a drain."""
+    drain_text: str = ""
+    """Why, in words."""
     reached: int | None = None
     """The newest safe point that a worker had reached when they were held; None: not held."""
     safe_point: int | None = None
@@ -63,6 +65,11 @@ class Term:
     @property
     def all_ended(self) -> bool:
         return len(self.ended) == self.nproc
+
+    @property
+    def left_at_safe_point(self) -> bool:
+        """None of the workers has ended in any other way than asked for, and some did because they were asked."""
+        return bool(self.drained) and len(self.drained | self.done) == self.nproc
 
     @property
     def all_done(self) -> bool:

@@ -171,7 +171,7 @@ class CoordinatorBase:
     def _blame(self, now: float, world: World, verdict: Verdict) -> None:
         """Whose fault the end of this generation was is counted per host."""
         culprits = set(world.lost_hosts)
-        if not culprits and verdict.culprit is not None and not world.drained:
+        if not culprits and verdict.culprit is not None and not world.drain_agreed:
             culprits = {verdict.culprit.host}
         for host in sorted(culprits):
             pause_s = self.probation.blamed(host, now)

@@ -39,7 +39,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
         text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
     decision: Retry | GiveUp = Retry(0.0)
-    if not (world.lost_nodes or world.drained):
+    if not (world.lost_nodes or world.drain_agreed):
         if world.stop_reason is StopReason.STORE_LOST:
             decision = budget.pause("the store host died", lived_s)
         elif own:

@@ -118,6 +118,7 @@ class CoordinatorMachine(CoordinatorBase):
             case WorkerDone(generation, local_rank):
                 if self._is_current(member, generation) and self._at_work():
                     self._world().mark_done(member.name, local_rank)
+                    self._forgo_answer(member)
             case WorkersFailed(generation, failures):
                 if failures and self._is_current(member, generation) and self.phase is not Phase.PREPARING:
                     self._on_failures(now, member, failures)
@@ -215,8 +216,9 @@ class CoordinatorMachine(CoordinatorBase):
             return
         self._membership.set_busy(member, 0)
         self._abandon(self._predecessor.lost(member))
+        self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
-        if current and not self._world().drained and not self._world().finished(member.name):
+        if current and not self._world().drain_agreed and not self._world().finished(member.name):
             self._stop(now, StopReason.FENCED, f"{member.node.host} had to stop its workers")
 
     def _on_failures(self, now: float, member: Member, failures: tuple[Failure, ...]) -> None:
@@ -224,7 +226,7 @@ class CoordinatorMachine(CoordinatorBase):
         world.failures.extend(failures)
         self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
         text = f"rank {failures[0].rank} failed on {member.node.host}"
-        self._stop(now, self._draining().reason if world.drained else StopReason.WORKER_FAILED, text)
+        self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 
     def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
         if not member.leaving:
@@ -253,8 +255,7 @@ class CoordinatorMachine(CoordinatorBase):
             return
         world = self._world()
         if self._at_work() and world.finished(member.name):
-            if world.drain is not None:
-                world.drain.heard(member.name, 0)
+            self._forgo_answer(member)
             return
         world.lost_nodes.append(f"{member.node.host} ({reason})")
         world.lost_hosts.append(member.node.host)
@@ -386,11 +387,20 @@ class CoordinatorMachine(CoordinatorBase):
     def _drain(self, now: float, reason: StopReason, text: str) -> None:
         """Ask everybody how far the workers are; where they stop follows from the answers."""
         world = self._world()
-        world.drain = Draining(reason, text, awaited={name for name in world.order if name in self.members})
-        world.stop_began_s = now
+        world.drain = Draining(
+            reason, text, awaited={name for name in world.order if name in self.members and not world.finished(name)}
+        )
         self._enter(now, Phase.DRAINING)
         self._tell_world(world, Drain(world.generation, text))
         self._note("draining", generation=world.generation, reason=reason.value, text=text)
+
+    def _forgo_answer(self, member: Member) -> None:
+        """A member whose workers are gone has nothing to say about how far they are."""
+        world = self.world
+        if world is None or world.drain is None or member.name not in world.nproc:
+            return
+        if member.busy_generation == 0 or world.finished(member.name):
+            world.drain.heard(member.name, 0)
 
     def _advance_draining(self, now: float) -> None:
         world = self._world()

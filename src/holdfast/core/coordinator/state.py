@@ -111,7 +111,7 @@ class World:
             self.done_count += 1
 
     @property
-    def drained(self) -> bool:
+    def drain_agreed(self) -> bool:
         """Its workers were told where to stop: whatever they ended with after that is no fault of theirs."""
         return self.drain is not None and self.drain.safe_point is not None
 

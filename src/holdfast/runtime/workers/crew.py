@@ -21,6 +21,7 @@ from holdfast.core.agent.events import (
     StoreDied,
     TreeGone,
     WorkerEnded,
+    WorkersFenced,
     WorkersHeld,
 )
 from holdfast.core.board import BOARD_VARIABLE
@@ -83,7 +84,7 @@ class Crew:
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._guard_s: float | None = None
         self._keeper_ready = asyncio.Event()
-        self._keeper_begins()
+        self._keeper_ready.set()
         self._store: StoreHost | None = None
         self._oom: OomWatch | None = None
         self._cpus: dict[int, list[int]] = {}
@@ -95,6 +96,7 @@ class Crew:
         """Of the generation that is prepared or runs, by local rank."""
         self._logs_in_hand = asyncio.Lock()
         self._board: Board | None = None
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._stopping = False
         self._killing = False
         self._inquests: set[asyncio.Task[None]] = set()
@@ -109,7 +111,11 @@ class Crew:
         self._tasks.create_task(self._prepare(assign))
 
     def start(self, assign: Assign, start: Start) -> None:
-        self._tasks.create_task(self._start(assign, start))
+        """At once where that is possible: an order to stop may be next, and has to find somebody."""
+        if self._keeper_ready.is_set():
+            self._start(assign, start)
+        else:
+            self._tasks.create_task(self._start_later(assign, start))
 
     def signal(self, signum: int, *, to_end: bool) -> None:
         """To the leaders, not to their children. `to_end`: what they fail with from now on is a consequence."""
@@ -121,7 +127,7 @@ class Crew:
         """Stop the workers at their next safe point; answers with WorkersHeld."""
         if self._board is not None:
             self._board.hold()
-        self._loop.call_later(HOLD_SETTLES_S, self._held, generation)
+        self._hold_timer = self._loop.call_later(HOLD_SETTLES_S, self._held, generation)
 
     def _held(self, generation: int) -> None:
         current = self._board is not None and generation == self._generation
@@ -145,20 +151,16 @@ class Crew:
         if self._keeper_ready.is_set():
             self._keeper.kill_tree()
 
-    def _keeper_begins(self) -> None:
-        if self._options.preempt_signal is not None:
-            self._keeper.ignore(self._options.preempt_signal)
-        if self._guard_s is not None:
-            self._keeper.fence(self._guard_s)
-        self._keeper_ready.set()
-
     async def close(self) -> None:
         """Nothing of ours is alive afterwards."""
         if self._store is not None:
             self._store.close()
         await self._keeper.close()
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
         if self._board is not None:
             self._board.close()
+            self._board = None
 
     # ---------------------------------------------------------------- phase one
 
@@ -215,8 +217,12 @@ class Crew:
 
     # ---------------------------------------------------------------- phase two
 
-    async def _start(self, assign: Assign, start: Start) -> None:
+    async def _start_later(self, assign: Assign, start: Start) -> None:
         await self._keeper_ready.wait()
+        if not self._killing:
+            self._start(assign, start)
+
+    def _start(self, assign: Assign, start: Start) -> None:
         self._generation, self._assign = assign.generation, assign
         self._stopping = self._killing = False
         if self._oom is not None:
@@ -275,6 +281,9 @@ class Crew:
                 ended = self._workers.pop(key, None)
                 if ended is not None:
                     self._ended(ended, pid, exit_code)
+            case kept.Fenced():
+                self._stopping = True
+                self._emit(WorkersFenced())
             case kept.TreeGone(leftover):
                 self._tree_gone(leftover)
             case kept.PreloadTold(text, trouble):
@@ -368,10 +377,13 @@ class Crew:
                 self._emit(StoreDied(self._generation))
         handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
         self._keeper = KeeperClient(handle, self._on_keeper)
+        if self._options.preempt_signal is not None:
+            self._keeper.ignore(self._options.preempt_signal)
+        self._keeper.fence(self._guard_s)
         order = order_for(self._options, self._environ)
         if order is not None:
             self._keeper.nurse(order)
-        self._keeper_begins()
+        self._keeper_ready.set()
         for worker in lost.values():
             self._ended(worker, worker.pid, -SIGKILL)
         if self._killing:

@@ -17,7 +17,7 @@ Commands that come over the lifeline (see lifeline.py for the frames); a spawn b
     {"do": "exit"}                         as if the agent were gone
 
 Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
-{"is": "ended", key, pid, exit_code}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble}.
+{"is": "ended", key, pid, exit_code}, {"is": "fenced"}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble}.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ class Keeper:
         self._execs: dict[int, int] = {}
         """Pipe that tells whether exec worked -> pid."""
         self._kill_deadline: float | None = None
+        self._kill_asked = False
+        """By the agent, and not by the fence."""
         self._rescan_at = 0.0
         self._victims: set[int] = set()
         self._fence_at_s = inf
@@ -211,6 +213,7 @@ class Keeper:
             self._reap()
             if time.monotonic() >= self._fence_at_s:
                 self._fence_at_s = inf
+                self._out.add({"is": "fenced"})
                 self._kill_tree(FENCE_KILL_LIMIT_S)
             if self._kill_deadline is not None:
                 self._kill_pass(self._kill_deadline)
@@ -260,6 +263,7 @@ class Keeper:
             case "signal":
                 self._signal(command["key"], command["signum"])
             case "kill_tree":
+                self._kill_asked = True
                 self._kill_tree(command["limit_s"])
             case "fence":
                 self._fence_at_s = inf if command["at_s"] is None else command["at_s"]
@@ -272,7 +276,11 @@ class Keeper:
 
     def _spawn(self, command: dict[str, Any], fds: list[int]) -> None:
         key = command["key"]
-        read_end, write_end = os.pipe()
+        try:
+            read_end, write_end = os.pipe()
+        except OSError as error:  # no descriptors left
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
+            return
         # The child ignores these as we do until it restores them: blocked, an early one waits and is not lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
         try:
@@ -390,7 +398,9 @@ class Keeper:
         self._kill_deadline = None
         self._victims.clear()
         self._reap()  # so that every "ended" stands before "tree_gone"
-        self._out.add({"is": "tree_gone", "leftover": living})
+        if self._kill_asked:
+            self._kill_asked = False
+            self._out.add({"is": "tree_gone", "leftover": living})
 
     def _flush(self) -> None:
         """Write what the socket takes now; the rest waits for POLLOUT, so a stalled agent never stalls us."""

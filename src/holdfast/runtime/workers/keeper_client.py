@@ -63,11 +63,15 @@ class PreloadTold(Struct, frozen=True):
     """Workers start more slowly than was asked for."""
 
 
+class Fenced(Struct, frozen=True):
+    """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, and no TreeGone."""
+
+
 class KeeperDied(Struct, frozen=True):
     """The keeper is gone without having been asked; its workers die with it. See `revive_keeper`."""
 
 
-KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | PreloadTold | KeeperDied
+KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | PreloadTold | Fenced | KeeperDied
 
 
 class KeeperClient:
@@ -139,8 +143,8 @@ class KeeperClient:
         self._send({"do": "ignore", "signum": signum})
 
     def fence(self, at_s: float | None) -> None:
-        """Everything but services is killed at this time of `time.monotonic()`, be the agent stopped or not; TreeGone
-        follows then. None: nothing is. Holds until it is said anew."""
+        """Everything but services is killed at this time of `time.monotonic()`, be the agent stopped or not; Fenced
+        tells of it. None: nothing is. Holds until it is said anew."""
         self._send({"do": "fence", "at_s": at_s})
 
     def kill_tree(self, limit_s: float = KILL_LIMIT_S) -> None:
@@ -206,6 +210,8 @@ def _event(message: lifeline.Message) -> KeeperEvent:
             return SpawnFailed(message["key"], message["errno"], message["text"])
         case "ended":
             return ProcessEnded(message["key"], message["pid"], message["exit_code"])
+        case "fenced":
+            return Fenced()
         case "tree_gone":
             return TreeGone(tuple(message["leftover"]))
         case "preload":

@@ -21,14 +21,15 @@ FOLDER = str(Path(__file__).resolve().parents[2] / "worker")
 
 
 def begin(keeper: KeeperHandle, options: RunOptions) -> None:
-    """Send the order, if there is one, over a lifeline that nobody else uses yet; blocks for as long as that takes."""
+    """Tell the keeper what holds for all workers, and send the order if there is one, over a lifeline that nobody else
+    uses yet; blocks for as long as that takes."""
+    out = lifeline.Outbox()
+    if options.preempt_signal is not None:
+        out.add({"do": "ignore", "signum": options.preempt_signal})
     order = order_for(options, os.environ)
     if order is not None:
-        out = lifeline.Outbox()
-        if options.preempt_signal is not None:
-            out.add({"do": "ignore", "signum": options.preempt_signal})
         out.add(order)
-        out.flush(keeper.sock)
+    out.flush(keeper.sock)
 
 
 def order_for(options: RunOptions, environ: Mapping[str, str]) -> lifeline.Message | None:
