@@ -28,6 +28,11 @@ LEAK_GRACE_S = 1.0
 
 TEST_ID = "HOLDFAST_TEST_ID"
 
+# As a terminal would start us: `nohup make test &` leaves these ignored, and everything that a test starts inherits it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _signum in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(_signum, signal.SIG_DFL)
+
 # Threads that outlive a test on purpose.
 THREADS_ALLOWED = (
     "pytest_timeout",  # the watchdog of pytest-timeout
