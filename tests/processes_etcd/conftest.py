@@ -138,8 +138,4 @@ def etcd_cluster(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[
 def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)
     yield made
-    for agent in made.agents:
-        if agent.process.poll() is None:
-            agent.process.send_signal(signal.SIGCONT)
-            agent.process.kill()
-        agent.process.wait(10)
+    made.close()

@@ -73,7 +73,6 @@ __all__ = ["WORK_TRANSITIONS", "AgentMachine"]
 KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """Somebody wants an end now; every other signal that ends this node's part is a notice, with time to drain."""
 
-
 FAREWELL_S = 1.0
 """A leaving node whose ranks are all done waits so long for the job's end, which may be due."""
 
@@ -179,13 +178,11 @@ class AgentMachine(AgentBase):
         elif self.term is not None and self.term.vouched:
             self.term.vouched = False
             self._unvouched_fence_at_s = self._lease.fence_at_s
-        if self._leaving is not None and self.work is Work.IDLE:
+        held = self.work is Work.DRAINING and self._term().safe_point is None
+        if self._leaving is not None and (held or self.work is Work.IDLE):
             self._go(now)
-        if self.work is Work.DRAINING and self._term().safe_point is None:
-            if self._leaving is not None:
-                self._go(now)
-            else:
-                self._let_go()
+        elif held:
+            self._let_go()
 
     def _on_message(self, now: float, message: FromCoordinator) -> None:
         match message:
@@ -328,12 +325,16 @@ class AgentMachine(AgentBase):
         self._leaving = event
         self._leave_by_s = now + self.limits.drain_s
         term = self.term
-        drains = event.signum not in KEYBOARD_SIGNALS and self.link is Link.UP and term is not None and term.vouched
-        if drains and self.work is Work.RUNNING and not self._term().all_done:
+        linked = self.link is Link.UP and term is not None and term.vouched
+        if term is None or not linked or event.signum in KEYBOARD_SIGNALS:
+            self._go(now)
+        elif self.work is Work.RUNNING and not term.all_done:
             self._hold()
-        elif drains and self.work is Work.DRAINING and self._term().reached:
+        elif self.work is Work.DRAINING and term.reached is None:
+            return  # they are being held already: the answer is on its way
+        elif self.work is Work.DRAINING and term.reached:
             self._leave(event.name, drain=True)
-        elif not (drains and self.work is Work.DRAINING and self._term().reached is None):
+        else:
             self._go(now)
 
     def _go(self, now: float) -> None:

@@ -305,7 +305,7 @@ class CoordinatorMachine(CoordinatorBase):
         decision = decide(self.job, self.limits, self._gathering, now)
         if isinstance(decision, FormNow) and self._membership.anybody_busy:
             # Workers of a predecessor's generation: they die by Abandon, or at their agent's fence.
-            hosts = names(list(self._membership.busy()))
+            hosts = names(self._membership.busy())
             decision = WaitUntil(inf, f"workers of an earlier generation are still alive on {hosts}")
         if decision.reason != self._reason:
             self._reason = decision.reason
@@ -372,7 +372,6 @@ class CoordinatorMachine(CoordinatorBase):
         elif self._gather_until_s is None:
             self._gather_until_s = now + self.limits.gather_s
         elif now >= self._gather_until_s:
-            self._gather_until_s = None
             text = f"regrouping to take in {names(self._newcomers())}"
             if self.job.grow is Grow.DRAIN:
                 self._drain(now, StopReason.MEMBER_JOINED, text)
@@ -426,7 +425,6 @@ class CoordinatorMachine(CoordinatorBase):
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
-        self._gather_until_s = None
         self._enter(now, Phase.STOPPING)
         self._tell_world(world, Stop(world.generation, reason, text))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)

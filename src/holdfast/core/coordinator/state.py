@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import NodeSpec
@@ -138,5 +139,5 @@ def master_address(world: Sequence[Member]) -> str:
 
 def names(members: Collection[Member], most: int = 8) -> str:
     """Host names for a message, cut short."""
-    hosts = [member.node.host for member in members]
-    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+    hosts = ", ".join(member.node.host for member in islice(members, most))
+    return hosts + (f" and {len(members) - most} more" if len(members) > most else "")

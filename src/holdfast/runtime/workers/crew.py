@@ -130,8 +130,8 @@ class Crew:
         self._hold_timer = self._loop.call_later(HOLD_SETTLES_S, self._held, generation)
 
     def _held(self, generation: int) -> None:
-        current = self._board is not None and generation == self._generation
-        self._emit(WorkersHeld(generation, self._board.reached() if self._board is not None and current else 0))
+        board = self._board if generation == self._generation else None
+        self._emit(WorkersHeld(generation, board.reached() if board is not None else 0))
 
     def release(self, generation: int, safe_point: int) -> None:
         """Let them go on to this safe point, where they stop; 0: let them go on."""

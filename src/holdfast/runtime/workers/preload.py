@@ -14,7 +14,7 @@ from holdfast.core.options import CommandKind, RunOptions
 from holdfast.runtime.workers import lifeline
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.nursery import CONTROL_FD
-from holdfast.runtime.workers.spawn import bootstrap_for, worker_argv
+from holdfast.runtime.workers.spawn import bootstrap_argv, worker_argv
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "worker")
 """Where the nursery's program lies."""
@@ -36,22 +36,19 @@ def order_for(options: RunOptions, environ: Mapping[str, str]) -> lifeline.Messa
     """None when workers are to be started by exec."""
     if not options.preload.modules:
         return None
-    worker = worker_argv(options, 0)
-    at = worker.index(bootstrap_for(worker[0])) + 1
     return {
         "do": "nurse",
-        "argv": [*worker[:at], "nursery", FOLDER, str(CONTROL_FD)],
+        "argv": [*bootstrap_argv(options), "nursery", FOLDER, str(CONTROL_FD)],
         "env_set": common_environment(options, environ),
         "modules": list(options.preload.modules),
         "later": list(options.preload.later),
-        "worker": {"argv": worker, "first_path": first_path(options)},
+        "worker": {"argv": worker_argv(options, 0), "first_path": first_path(options)},
     }
 
 
 def script_argv(options: RunOptions) -> list[str]:
     """What comes before a script of ours that is to be forked from the same nursery as the workers."""
-    worker = worker_argv(options, 0)
-    return [*worker[: worker.index(bootstrap_for(worker[0])) + 1], CommandKind.SCRIPT.value]
+    return [*bootstrap_argv(options), CommandKind.SCRIPT.value]
 
 
 def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:

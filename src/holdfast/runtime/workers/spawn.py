@@ -32,16 +32,15 @@ def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
     arguments = [_fill_in(argument, local_rank) for argument in (*legacy, *command.args)]
     if command.kind is CommandKind.PROGRAM:
         return [command.target, *arguments]
+    return [*bootstrap_argv(options), command.kind.value, _fill_in(command.target, local_rank), *arguments]
+
+
+def bootstrap_argv(options: RunOptions) -> list[str]:
+    """The interpreter and the bootstrap: what every Python program of this job begins with."""
+    command = options.command
     python = command.python or sys.executable
     unbuffered = [] if command.kind is CommandKind.RUN_PATH else ["-u"]
-    return [
-        python,
-        *unbuffered,
-        bootstrap_for(python),
-        command.kind.value,
-        _fill_in(command.target, local_rank),
-        *arguments,
-    ]
+    return [python, *unbuffered, bootstrap_for(python)]
 
 
 def bootstrap_for(python: str) -> str:
