@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import select
 import shutil
@@ -48,7 +49,9 @@ class Disk:
 
     def fill(self) -> None:
         """No block is left, as far as this can be said of a disk that others write to and clean."""
-        file = os.open(self.path / "filler", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        filler = self.path / "filler"
+        filler.mkdir(exist_ok=True)
+        file = os.open(filler / "bytes", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             for chunk in CHUNKS:
                 with contextlib.suppress(OSError):
@@ -57,10 +60,14 @@ class Disk:
                 os.fsync(file)  # what was only promised is given or taken back
         finally:
             os.close(file)
+        # A file is refused a block a little before the last one is gone; a folder takes that too.
+        with contextlib.suppress(OSError):
+            for number in itertools.count(len(os.listdir(filler))):
+                (filler / str(number)).mkdir()
 
     def empty(self) -> None:
         """What `fill` took is free again."""
-        (self.path / "filler").unlink(missing_ok=True)
+        shutil.rmtree(self.path / "filler", ignore_errors=True)
 
     def stall(self, seconds: float) -> None:
         """Freeze it; it thaws by itself. Returns when it stands still."""
