@@ -1,0 +1,410 @@
+"""Two slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
+
+    slots = Slots(place)
+    slots.reserve(size_bytes)                      # once, at the start: memory is taken and mapped, or SnapshotMemoryError
+    memory = slots.stage(step, size_bytes)         # None: the saver still writes both slots out
+    ...copy into memory...
+    slot = slots.commit()                          # from here on a restarted worker finds it
+
+A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (image.py). Its memory is taken
+with posix_fallocate, so a full /dev/shm is an error when it is reserved and never a SIGBUS later, mapped once with its
+pages present, and used again and again.
+
+**What makes a slot good.** The commit word: it is zeroed before the first byte of a slot changes, and set to the slot's
+sequence number after the last one. A worker that dies in between, of whatever, has executed every store before the one
+that killed it and none after; a machine that dies takes its memory along. So process death alone cannot make a torn slot
+look whole, and a checksum of everything would add three copies of the state to the stall of a save that may cost 1.2.
+What the commit word cannot see is a caller that goes on writing after `commit()` (a copy from a GPU that was not waited
+for) or somebody's stray write. Against those the header carries a CRC of itself and one of a sample: the body's first
+and last page and one page of every MiB, a half percent of a copy. A damage that covers a MiB is always found; smaller
+ones are found when the saver has written the slot, by the digests of the snapshot on disk.
+
+**Who may touch it.** Whoever stages has an exclusive lock (flock) on the file while it does, whoever writes it out a
+shared one. The lock travels with a descriptor through the saver's socket, so there is no moment between handing over and
+taking over, and the kernel drops it when its holder dies. `stage` takes the slot that is older and not being written out;
+so the newest committed one is only overwritten while the other one, committed too, is being saved. When both are
+being saved there is none: the caller skips, or waits for the saver.
+
+Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.core.errors import SnapshotMemoryError
+
+HEADER_BYTES = 64 * 1024
+NOTE_BYTES_MAX = HEADER_BYTES - 4096
+"""Of a slot's header as JSON: the ticket and the metadata are in it."""
+MAGIC = 0x0001_544F_4C53_4648  # "HFSLOT", version 1
+COUNT = 2
+"""Slots per local rank."""
+SAMPLE_STRIDE_BYTES = 1 << 20
+SAMPLE_BYTES = 4096
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the module mmap has no name for it
+_POPULATE_BYTES = 32 << 20
+"""At once: other threads of the worker run in between."""
+
+# The header's first words, of 8 bytes in the machine's own order; the JSON follows.
+_MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)
+"""_NOTE: length of the JSON in the upper half, its CRC in the lower."""
+_WORD_BYTES = 8
+_WORDS_BYTES = 4 * _WORD_BYTES
+_NAME = re.compile(r"(\d{1,6})\.([01])")
+
+
+class Slot(NamedTuple):
+    """A committed slot, read."""
+
+    step: int
+    data: memoryview
+    """The bytes of the rank's snapshot file; good until the slot is staged into again."""
+    number: int
+    """0 or 1."""
+    sequence: int
+    """Order of staging: the newest has the highest, whatever its step."""
+    generation: int
+    rank: int
+    world: int
+    local_rank: int
+    ticket: dict[str, Any] | None
+    """Where the saver writes it should the worker die before it says so itself; None: nowhere."""
+    metadata: dict[str, Any]
+
+
+class Owner(NamedTuple):
+    """Who stages: the same in every slot of one life of a worker."""
+
+    local_rank: int
+    rank: int = 0
+    world: int = 1
+    generation: int = 0
+
+
+class Slots:
+    """The two slots of one local rank. For one thread; a forked child must leave them alone."""
+
+    def __init__(self, folder: Path, owner: Owner) -> None:
+        """`folder`: the shelf. Nothing is made before the first `reserve` or `stage`."""
+        self._folder = folder
+        self._owner = owner
+        self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(COUNT)]
+        self._sequence = max(file.sequence for file in self._files)
+        self._staging: _Staging | None = None
+
+    def reserve(self, size_bytes: int) -> None:
+        """Take and map memory for two slots of this size, so that no `stage` has to.
+
+        Takes several times as long as a copy. Raises SnapshotMemoryError when there is too little of it; what slots
+        there were is as it was.
+        """
+        for index, file in enumerate(self._files):
+            if file.room_bytes < size_bytes and (held := self._lock(index)) is not None:
+                try:
+                    self._grow(file, size_bytes)
+                finally:
+                    os.close(held)
+
+    def stage(self, step: int, size_bytes: int) -> memoryview | None:
+        """Memory for the rank's next snapshot, which is not valid before `commit`; what was staged before and not
+        committed is given up.
+
+        None: the saver is still writing out both slots. Raises SnapshotMemoryError when the slot has to grow and cannot.
+        """
+        self.abandon()
+        # The older one first; one that was never committed is older than any.
+        older, newer = sorted(range(COUNT), key=lambda each: self._files[each].sequence)
+        number, held = older, self._lock(older)
+        if held is None and self._files[older].sequence:
+            number, held = newer, self._lock(newer)
+        if held is None:
+            return None
+        file = self._files[number]
+        try:
+            self._grow(file, size_bytes)
+        except SnapshotMemoryError:
+            os.close(held)
+            raise
+        file.words[_COMMIT] = 0
+        file.sequence = 0
+        self._staging = _Staging(number, held, step, size_bytes)
+        return file.memory[HEADER_BYTES : HEADER_BYTES + size_bytes]
+
+    def commit(self, ticket: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None) -> Slot:
+        """What was staged is good from here on. Every copy into it has to be complete.
+
+        `ticket`: where the saver writes it (attempt.Ticket as a dictionary) should this worker die before anything newer
+        is on disk; `metadata` goes with it. Raises ValueError when both together exceed NOTE_BYTES_MAX.
+        """
+        staging = self._staging
+        if staging is None:
+            raise RuntimeError("commit() without stage()")
+        file = self._files[staging.number]
+        data = file.memory[HEADER_BYTES : HEADER_BYTES + staging.size_bytes]
+        note = {
+            "step": staging.step,
+            "size_bytes": staging.size_bytes,
+            "sample": sample(data),
+            **self._owner._asdict(),
+            "ticket": None if ticket is None else dict(ticket),
+            "metadata": dict(metadata or {}),
+        }
+        encoded = json.dumps(note).encode()
+        if len(encoded) > NOTE_BYTES_MAX:
+            raise ValueError(f"ticket and metadata take {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
+        self._sequence = sequence = self._sequence + 1
+        file.memory[_WORDS_BYTES : _WORDS_BYTES + len(encoded)] = encoded
+        file.words[_MAGIC] = MAGIC
+        file.words[_SEQUENCE] = sequence
+        file.words[_NOTE] = len(encoded) << 32 | zlib.crc32(encoded, sequence & 0xFFFFFFFF)
+        file.words[_COMMIT] = sequence
+        file.sequence = sequence
+        self.abandon()  # of the lock; what is committed stays
+        slot = read(file.memory, staging.number)
+        assert slot is not None
+        return slot
+
+    def abandon(self) -> None:
+        """Give up what was staged and not committed."""
+        if self._staging is not None:
+            os.close(self._staging.lock)
+            self._staging = None
+
+    def committed(self) -> list[Slot]:
+        """All good slots, newest first."""
+        self.abandon()
+        found = [read_file(file.path, index) for index, file in enumerate(self._files)]
+        return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
+
+    def newest(self) -> Slot | None:
+        """The last one that was committed, by this worker or a predecessor; None: there is none."""
+        return next(iter(self.committed()), None)
+
+    def forget(self, *, above_step: int) -> None:
+        """Slots of later steps belong to a history that was given up: after the ranks agreed to go on from this step."""
+        for slot in self.committed():
+            if slot.step > above_step and (held := self._lock(slot.number)) is not None:
+                os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
+                self._files[slot.number].sequence = 0
+                os.close(held)
+
+    def lend(self, slot: Slot) -> int:
+        """A descriptor that holds the slot against staging for as long as it is open, here or where it is sent.
+
+        Raises ValueError when the slot has been staged into since.
+        """
+        if self._files[slot.number].sequence != slot.sequence:
+            raise ValueError(f"the slot of step {slot.step} was staged into since")
+        fd = os.open(self._files[slot.number].path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody but us stages here
+        return fd
+
+    def close(self) -> None:
+        """Let go of files and memory, and remove nothing."""
+        self.abandon()
+        for file in self._files:
+            file.close()
+
+    def _lock(self, index: int) -> int | None:
+        """An exclusive lock, for as long as the descriptor is open; None when the saver has the slot.
+
+        A descriptor of its own each time: what a forked data loader inherits must not hold a lock for ever.
+        """
+        try:
+            fd = os.open(self._files[index].path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise SnapshotMemoryError(f"{self._folder} cannot be used: {error.strerror}.") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def _grow(self, file: _File, size_bytes: int) -> None:
+        try:
+            file.grow(size_bytes)
+        except OSError as error:
+            free_bytes = _free_bytes(self._folder)
+            raise SnapshotMemoryError(
+                f"{self._folder.parent} has no room for a copy of {size_bytes / 1e6:.0f} MB: {error.strerror} "
+                f"({free_bytes / 1e6:.0f} MB free)."
+            ) from error
+
+
+class _Staging(NamedTuple):
+    number: int
+    lock: int
+    step: int
+    size_bytes: int
+
+
+class _File:
+    """One slot's file, mapped for writing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.room_bytes = 0
+        """For a body, as mapped; 0: not mapped."""
+        self.memory = memoryview(b"")
+        self.words = memoryview(b"").cast("Q")
+        self.sequence = _sequence_of(path)
+        """Of what is committed in it; 0: nothing."""
+
+    def grow(self, size_bytes: int) -> None:
+        """Make room, and have every page of it present. Raises OSError; then the file is as it was."""
+        if self.room_bytes >= size_bytes and self.room_bytes:
+            return
+        whole_bytes = -(-(HEADER_BYTES + max(1, size_bytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            before_bytes = os.fstat(fd).st_size
+            whole_bytes = max(whole_bytes, before_bytes)
+            try:
+                _check_memory(whole_bytes - before_bytes)
+                os.posix_fallocate(fd, 0, whole_bytes)
+                mapped = mmap.mmap(fd, whole_bytes)
+            except OSError:
+                os.ftruncate(fd, before_bytes)
+                raise
+        finally:
+            os.close(fd)
+        for start in range(0, whole_bytes, _POPULATE_BYTES):
+            with contextlib.suppress(OSError):  # an older kernel: the first copy is slower then
+                mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE_BYTES, whole_bytes - start))
+        self.close()
+        self.memory = memoryview(mapped)
+        self.words = self.memory[:_WORDS_BYTES].cast("Q")
+        self.room_bytes = whole_bytes - HEADER_BYTES
+
+    def close(self) -> None:
+        """The mapping goes with its last view: the caller may still have one."""
+        self.words.release()
+        self.memory = memoryview(b"")
+        self.words = memoryview(b"").cast("Q")
+        self.room_bytes = 0
+
+
+def slot_path(folder: Path, local_rank: int, index: int) -> Path:
+    return folder / f"{local_rank}.{index}"
+
+
+def local_ranks(folder: Path) -> list[int]:
+    """Who has slots on this shelf."""
+    try:
+        found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    except OSError:
+        return []
+    return sorted({int(name[1]) for name in found if name is not None})
+
+
+def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
+    """All good slots of one local rank, newest first; for whoever is not its worker."""
+    found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT)]
+    return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
+
+
+def read_file(path: Path, index: int = 0) -> Slot | None:
+    """The slot in this file; None when there is none, or it is not good."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        return read_descriptor(fd, index)
+    finally:
+        os.close(fd)
+
+
+def read_descriptor(fd: int, index: int = 0) -> Slot | None:
+    """The slot in this open file; None when it is not good. The descriptor stays the caller's."""
+    if os.fstat(fd).st_size < HEADER_BYTES:
+        return None
+    try:
+        return read(memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ)), index)
+    except OSError:
+        return None
+
+
+def read(memory: memoryview, index: int) -> Slot | None:
+    """The slot in this memory; None when it is not good."""
+    words = memory[:_WORDS_BYTES].cast("Q")
+    sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
+    if words[_MAGIC] != MAGIC or not sequence or words[_COMMIT] != sequence or length > NOTE_BYTES_MAX:
+        return None
+    encoded = bytes(memory[_WORDS_BYTES : _WORDS_BYTES + length])
+    if zlib.crc32(encoded, sequence & 0xFFFFFFFF) != crc:
+        return None
+    note = json.loads(encoded)
+    data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
+    if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
+        return None
+    owner = Owner(note["local_rank"], note["rank"], note["world"], note["generation"])
+    return Slot(
+        note["step"],
+        data,
+        index,
+        sequence,
+        owner.generation,
+        owner.rank,
+        owner.world,
+        owner.local_rank,
+        note["ticket"],
+        note["metadata"],
+    )
+
+
+def sample(data: memoryview) -> int:
+    """CRC of the first and the last page and of one page of every MiB."""
+    crc = zlib.crc32(data[-SAMPLE_BYTES:])
+    for start in range(0, len(data), SAMPLE_STRIDE_BYTES):
+        crc = zlib.crc32(data[start : start + SAMPLE_BYTES], crc)
+    return crc
+
+
+def _sequence_of(path: Path) -> int:
+    slot = read_file(path)
+    return 0 if slot is None else slot.sequence
+
+
+def _check_memory(more_bytes: int) -> None:
+    """A tmpfs may be larger than what memory is left: taking that would wake the kernel's killer. Raises OSError."""
+    if more_bytes > min(_available_bytes(), _available_in_group_bytes()):
+        raise OSError(errno.ENOMEM, "too little memory is available")
+
+
+def _available_bytes() -> float:
+    with contextlib.suppress(OSError), open("/proc/meminfo", "rb") as file:
+        found = re.search(rb"MemAvailable: +(\d+) kB", file.read())
+        if found is not None:
+            return int(found[1]) * 1024
+    return inf
+
+
+def _available_in_group_bytes(group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Within the limit of a container, as it sees its own group (version 2); page cache can be given back."""
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = ((group / name).read_bytes() for name in ("memory.max", "memory.current"))
+        cache = re.search(rb"^inactive_file (\d+)$", (group / "memory.stat").read_bytes(), re.MULTILINE)
+        return int(limit) - int(used) + (int(cache[1]) if cache is not None else 0)
+    return inf
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,347 @@
+"""Memory slots: what is found again, by whom, after which deaths; and what is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import SnapshotMemoryError
+from holdfast.snapshots import shelf, slots
+from holdfast.snapshots.slots import HEADER_BYTES, Owner, Slots
+
+SIZE = 3 * (1 << 20) + 17
+
+
+def put(own: Slots, step: int, byte: int, size: int = SIZE) -> slots.Slot:
+    memory = own.stage(step, size)
+    assert memory is not None
+    memory[:] = bytes([byte]) * size
+    return own.commit({"folder": "x", "step": step}, {"loss": 0.5})
+
+
+def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
+    first = Slots(tmp_path, Owner(local_rank=1, rank=5, world=8, generation=3))
+    put(first, 20, 1)
+    put(first, 40, 2)
+    first.close()
+    second = Slots(tmp_path, Owner(local_rank=1, rank=0, world=2, generation=4))
+    found = second.newest()
+    assert found is not None
+    assert (found.step, found.rank, found.world, found.generation, found.local_rank) == (40, 5, 8, 3, 1)
+    assert bytes(found.data) == b"\2" * SIZE
+    assert (found.ticket, found.metadata) == ({"folder": "x", "step": 40}, {"loss": 0.5})
+    assert [slot.step for slot in second.committed()] == [40, 20]
+    assert Slots(tmp_path, Owner(0)).newest() is None
+    assert slots.local_ranks(tmp_path) == [1]
+    second.close()
+
+
+def test_the_older_slot_is_the_one_that_is_staged_into(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    for step in range(1, 6):
+        put(own, step, step)
+        assert [slot.step for slot in own.committed()] == [step, step - 1][: min(step, 2)]
+    own.close()
+
+
+def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    put(own, 1, 1)
+    put(own, 2, 2)
+    memory = own.stage(3, SIZE)
+    assert memory is not None
+    memory[: SIZE // 2] = bytes(SIZE // 2)
+    assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [2]
+    own.abandon()
+    assert own.stage(4, SIZE) is not None  # the torn one again, not the last good one
+    assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [2]
+    own.close()
+
+
+@pytest.mark.parametrize("where", [0, 1 << 20, SIZE - 1])
+def test_a_body_that_was_written_after_commit_is_refused(tmp_path: Path, where: int) -> None:
+    own = Slots(tmp_path, Owner(0))
+    memory = own.stage(1, SIZE)
+    assert memory is not None
+    own.commit()
+    memory[where] = 1
+    assert own.newest() is None
+    own.close()
+
+
+@pytest.mark.parametrize("where", [0, 8, 16, 24, 40])
+def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, where: int) -> None:
+    own = Slots(tmp_path, Owner(0))
+    put(own, 1, 1)
+    own.close()
+    path = slots.slot_path(tmp_path, 0, 0)
+    with path.open("r+b") as file:
+        file.seek(where)
+        old = file.read(1)[0]
+        file.seek(where)
+        file.write(bytes([old ^ 4]))
+    assert slots.committed_slots(tmp_path, 0) == []
+
+
+def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    put(own, 1, 1)
+    own.close()
+    path = slots.slot_path(tmp_path, 0, 0)
+    for size in (HEADER_BYTES + SIZE // 2, HEADER_BYTES, HEADER_BYTES - 1, 3, 0):
+        os.truncate(path, size)
+        assert slots.committed_slots(tmp_path, 0) == []
+
+
+def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    lent = own.lend(put(own, 1, 1))
+    put(own, 2, 2)
+    put(own, 3, 3)  # over 2: slot 1 is still being read
+    assert [slot.step for slot in own.committed()] == [3, 1]
+    both = own.lend(own.committed()[0])
+    assert own.stage(4, SIZE) is None
+    os.close(lent)
+    put(own, 5, 5)
+    assert [slot.step for slot in own.committed()] == [5, 3]
+    os.close(both)
+    own.close()
+
+
+def test_an_overwritten_slot_is_not_lent(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    old = put(own, 1, 1)
+    put(own, 2, 2)
+    put(own, 3, 3)
+    with pytest.raises(ValueError, match="staged into since"):
+        own.lend(old)
+    own.close()
+
+
+def test_a_history_that_was_given_up_is_forgotten(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    put(own, 20, 1)
+    put(own, 40, 2)
+    own.forget(above_step=20)
+    assert [slot.step for slot in own.committed()] == [20]
+    put(own, 30, 3)
+    assert [slot.step for slot in own.committed()] == [30, 20]
+    own.close()
+
+
+def test_slots_grow_and_are_used_again(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    own.reserve(SIZE)
+    room = [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)]
+    put(own, 1, 1, SIZE // 2)
+    put(own, 2, 2)
+    assert [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == room
+    put(own, 3, 3, 2 * SIZE)
+    put(own, 4, 4, 5)
+    assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(4, 5), (3, 2 * SIZE)]
+    own.close()
+
+
+def test_too_long_a_note_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    put(own, 1, 1)
+    own.stage(2, SIZE)
+    with pytest.raises(ValueError, match="at most"):
+        own.commit(metadata={"x": "y" * HEADER_BYTES})
+    newest = own.newest()
+    assert newest is not None
+    assert newest.step == 1
+    own.close()
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+STAGER = """
+import sys
+from pathlib import Path
+from holdfast.snapshots.slots import Owner, Slots
+own = Slots(Path(sys.argv[1]), Owner(0))
+size = 8 << 20
+own.reserve(size)
+for step in range(1, 1000000):
+    memory = own.stage(step, size)
+    body = bytes([step % 251]) * (64 << 10)
+    for start in range(0, size, len(body)):
+        memory[start:start + len(body)] = body
+    own.commit()
+    if step == 2:
+        print("up", flush=True)
+"""
+
+
+def test_a_worker_killed_while_staging_leaves_a_whole_slot(tmp_path: Path) -> None:
+    """At any time: what is found is never torn, and there is always one."""
+    torn = 0
+    for number in range(8):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subprocess.Popen([sys.executable, "-c", STAGER, str(folder)], stdout=subprocess.PIPE) as worker:
+            assert worker.stdout is not None
+            worker.stdout.readline()
+            time.sleep(0.0023 * number)
+            worker.send_signal(signal.SIGKILL)
+        found = slots.committed_slots(folder, 0)
+        assert found, "no slot survived"
+        for slot in found:
+            assert bytes(slot.data) == bytes([slot.step % 251]) * len(slot.data)
+        torn += len(found) == 1
+        successor = Slots(folder, Owner(0))
+        assert successor.stage(1, 100) is not None  # no lock is left
+        successor.close()
+    assert torn, "no kill hit a staging: the test proves nothing"
+
+
+def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    put(own, 1, 1)
+    read_end, write_end = os.pipe()
+    pid = os.fork()  # a data loader's worker
+    if pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    own.stage(2, SIZE)
+    successor = Slots(tmp_path, Owner(0))
+    assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
+    own.abandon()
+    put(successor, 4, 4)
+    put(successor, 5, 5)
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    os.close(read_end)
+    own.close()
+    successor.close()
+
+
+# --- no room ----------------------------------------------------------------------------------------------------------
+
+FULL = """
+import os, sys
+from pathlib import Path
+from holdfast.core.errors import SnapshotMemoryError
+from holdfast.snapshots.slots import Owner, Slots, committed_slots
+from holdfast.snapshots import shelf
+made = shelf.Shelf.make("run")
+own = Slots(made.path, Owner(0))
+own.reserve(1 << 20)
+for step in (1, 2):
+    own.stage(step, 1 << 20)[:] = bytes([step]) * (1 << 20)
+    own.commit()
+for ask in (lambda: own.reserve(64 << 20), lambda: own.stage(3, 64 << 20)):
+    try:
+        ask()
+    except SnapshotMemoryError as error:
+        print(error)
+    else:
+        sys.exit("no error")
+    assert [(slot.step, bytes(slot.data[:1])) for slot in committed_slots(made.path, 0)] == [(2, b"\\2"), (1, b"\\1")]
+os.posix_fallocate(os.open("/dev/shm/filler", os.O_RDWR | os.O_CREAT), 0, os.statvfs("/dev/shm").f_bavail * 4096)
+own.stage(3, 1 << 20)[:] = bytes(1 << 20)     # not a byte is free, and none is needed
+own.commit()
+print(own.newest().step, [path.name for path in shelf.clean()])
+made.remove()
+print(os.listdir("/dev/shm"))
+"""
+
+
+def small_shm(program: str, size: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where /dev/shm is this small, in a mount namespace of its own."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    line = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh", sys.executable, "-c", program]
+    done = subprocess.run([*line, *args], capture_output=True, text=True, timeout=30)
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"this machine mounts nothing: {done.stderr.strip()}")
+    return done
+
+
+def test_a_full_shm_is_an_error_and_harms_no_slot() -> None:
+    done = small_shm(FULL, "4m")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("/dev/shm has no room for a copy of 67 MB: No space left on device (")
+    assert lines[2:] == ["3 []", "['filler']"]
+
+
+def test_more_than_there_is_memory_is_refused_before_it_is_taken(tmp_path: Path) -> None:
+    own = Slots(tmp_path, Owner(0))
+    with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
+        own.reserve(1 << 50)
+    assert own.newest() is None
+    own.close()
+
+
+def test_a_group_s_limit_counts(tmp_path: Path) -> None:
+    for name, text in (
+        ("memory.max", "1000"),
+        ("memory.current", "900"),
+        ("memory.stat", "anon 1\ninactive_file 50\n"),
+    ):
+        (tmp_path / name).write_text(text + "\n")
+    assert slots._available_in_group_bytes(tmp_path) == 150
+    (tmp_path / "memory.max").write_text("max\n")
+    assert slots._available_in_group_bytes(tmp_path) == float("inf")
+
+
+# --- the shelf --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[[str], shelf.Shelf]:
+    return lambda run_id: shelf.Shelf.make(run_id, tmp_path)
+
+
+def test_a_shelf_is_ours_alone_and_its_name_is_plain(made: Callable[[str], shelf.Shelf]) -> None:
+    own = made("team/run é " + 100 * "x")
+    assert own.path.stat().st_mode & 0o777 == 0o700
+    assert len(os.fsencode(Path("/dev/shm") / own.path.name / shelf.SOCKET)) < 107
+    own.remove()
+    assert not own.path.exists()
+
+
+def test_only_what_dead_runs_left_is_cleaned(tmp_path: Path, made: Callable[[str], shelf.Shelf]) -> None:
+    dead, living, shared = made("dead"), made("living"), made("shared")
+    for each in (dead, living, shared):
+        Slots(each.path, Owner(0)).reserve(100)
+    second = shelf.Shelf.at(shared.path.name, tmp_path)
+    shared.close()
+    dead.close()
+    (tmp_path / "holdfast-other").mkdir()
+    assert shelf.clean(tmp_path) == [dead.path]
+    assert living.path.is_dir()
+    assert second.path.is_dir()
+    second.close()
+    assert shelf.clean(tmp_path) == [shared.path]
+    living.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["holdfast-other"]
+
+
+def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir(mode=0o755)
+    with pytest.raises(PermissionError):
+        shelf.Shelf.at("x", tmp_path)
+
+
+def test_a_shelf_about_to_be_cleaned_is_not_taken(tmp_path: Path) -> None:
+    """Its maker makes another one, or waits no longer than the cleaning takes."""
+    path = tmp_path / "x"
+    path.mkdir(mode=0o700)
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(FileExistsError):
+        shelf.Shelf.at("x", tmp_path)
+    os.close(fd)
+    shelf.Shelf.at("x", tmp_path).remove()
