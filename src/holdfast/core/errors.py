@@ -4,6 +4,7 @@
     ├── CallerError   HF1xx  the command line, the configuration or the machine it names   exit 2
     ├── WorkerError   HF2xx  a training process failed                                     its own exit code
     ├── PeerError     HF3xx  another node, or the way to it                                exit 1
+    ├── SnapshotError HF4xx  the saved state of a training job, or the disk that holds it  exit 1
     └── InternalError HF9xx  a fault of holdfast itself; crashes loudly                    exit 70
 
 Codes are never reused. The table in docs/errors.md is made from the classes below.
@@ -187,6 +188,18 @@ class BackendUnreachableError(EtcdUnreachableError):
     code = "HF123"
 
 
+class DataError(CallerError, ValueError):
+    """holdfast.train: a loader or sampler was asked for what it cannot do, or a dataset is not what it says."""
+
+    code = "HF124"
+
+
+class DataStateError(DataError):
+    """holdfast.train: a saved position does not belong to this loader: another dataset size, seed or order."""
+
+    code = "HF125"
+
+
 class WorkerError(HoldfastError):
     """A training process failed."""
 
@@ -253,6 +266,68 @@ class AuthenticationError(PeerError):
     """A peer could not prove that it knows the job token, or a frame's MAC is wrong."""
 
     code = "HF305"
+
+
+class SnapshotError(HoldfastError):
+    """The saved state of a training job, or the disk that holds it."""
+
+    code = "HF400"
+    fault = Fault.CALLER
+    exit_code = EXIT_FAILURE
+
+
+class SnapshotDamagedError(SnapshotError):
+    """A snapshot is not what was saved: a file is missing, truncated, changed or exchanged. It is set aside."""
+
+    code = "HF401"
+
+
+class NoValidSnapshotError(SnapshotError):
+    """The folder holds damaged or unfinished snapshots and no valid one: training does not start anew unasked."""
+
+    code = "HF402"
+
+
+class SnapshotBusyError(SnapshotError):
+    """Another job has the snapshot folder, or took it from this one."""
+
+    code = "HF403"
+
+
+class SnapshotWriteError(SnapshotError):
+    """A snapshot could not be written: disk full, read-only, file too large. Older ones are as they were."""
+
+    code = "HF404"
+
+
+class SnapshotIncompleteError(SnapshotError):
+    """Not every rank's part of a snapshot was written in time; it was not committed."""
+
+    code = "HF405"
+
+
+class SnapshotGoneError(SnapshotError):
+    """The snapshot was removed while it was read: retention of a running job, or somebody's hand."""
+
+    code = "HF406"
+
+
+class SnapshotVersionError(SnapshotError):
+    """The snapshot was written by a newer holdfast than this one. It is left alone."""
+
+    code = "HF407"
+
+
+class SnapshotMemoryError(SnapshotError):
+    """The memory tier cannot be used: /dev/shm is missing or too small for two copies of the state."""
+
+    code = "HF410"
+
+
+class SaverLostError(SnapshotWriteError):
+    """The process that writes snapshots died before it had written this one. The next save starts another."""
+
+    code = "HF411"
 
 
 class InternalError(HoldfastError):

@@ -1,0 +1,251 @@
+"""The commit protocol: how a snapshot gets onto the disk so that it is there whole or not at all.
+
+    rank 0       begin         the attempt folder, by an exclusive mkdir; its number is told to the others
+    each rank    write_rank    its file, fsync; its record (size, digest), fsync, rename; fsync of the folder
+    rank 0       commit        when all records are there: MANIFEST.json, fsync, rename; fsync of the folder;
+                               rename of the folder to its committed name; fsync of the snapshot folder
+
+The rename commits. Nothing is written inside a committed folder, ever. It cannot replace another snapshot: no two
+attempts have one number, and a rename onto a folder that holds anything fails in the kernel.
+
+The ranks' sizes and digests meet in record files in the attempt folder, not in torch's store: the saver has to finish
+after the trainer, and with it the store of its generation, has died. Hence all ranks must see one folder.
+
+Every function takes `at`, which is called with the name of each phase (PHASES) when it is reached: tests kill there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.errors import (
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotIncompleteError,
+    SnapshotWriteError,
+)
+from holdfast.snapshots import digest, disk, layout
+from holdfast.snapshots.layout import Key, Kind
+from holdfast.snapshots.manifest import RECORD_BYTES_MAX, Manifest, RankEntry, RankRecord
+
+PHASES = (
+    "begun",  # the attempt folder is there
+    "written",  # a rank's file is on the disk
+    "recorded",  # and its record
+    "gathered",  # rank 0 has seen all records
+    "manifest",  # MANIFEST.json is on the disk
+    "renamed",  # the folder has its committed name
+    "durable",  # and will keep it
+)
+PATIENCE_S = 600.0
+"""How long rank 0 waits for the others' records, unless told otherwise."""
+LOOK_S_MIN, LOOK_S_MAX = 0.002, 0.1
+REFUSAL_BYTES_MAX = 1 << 16
+
+At = Callable[[str], None]
+
+
+def nowhere(phase: str) -> None:
+    """Nothing happens when a phase is reached."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One rank's order to save; plain data, so that another process can carry it out."""
+
+    folder: str
+    """The snapshot folder; absolute, or relative to the directory of who carries it out."""
+    step: int
+    attempt: int
+    rank: int
+    world: int
+    note: Mapping[str, Any] = field(default_factory=dict)
+    """Goes into the rank's record; JSON."""
+
+    @property
+    def key(self) -> Key:
+        """Which snapshot."""
+        return Key(self.step, self.attempt)
+
+    @property
+    def attempt_path(self) -> Path:
+        """The folder while it is written."""
+        return layout.attempt_path(Path(self.folder), self.key)
+
+    @property
+    def committed_path(self) -> Path:
+        """The folder once it is committed."""
+        return layout.committed_path(Path(self.folder), self.key)
+
+    def to_json(self) -> dict[str, Any]:
+        """As an object for json.dumps."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Ticket:
+        """The ticket of `to_json`. TypeError for anything else."""
+        return cls(**value)
+
+
+def begin(folder: str | os.PathLike[str], step: int, *, at: At = nowhere) -> int:
+    """Rank 0: make the attempt folder; returns the attempt's number, which nothing else at this step has.
+
+    SnapshotWriteError; ValueError for a step that is no step.
+    """
+    layout.check_step(step)
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        taken = [
+            named.key.attempt for name in os.listdir(path) if (named := layout.parse(name)) and named.key.step == step
+        ]
+        attempt = max(taken, default=0) + 1
+        while True:
+            try:
+                layout.attempt_path(path, Key(step, attempt)).mkdir()
+            except FileExistsError:
+                attempt += 1
+            else:
+                break
+    except OSError as error:
+        raise disk.write_error(error, path) from error
+    at("begun")
+    return attempt
+
+
+def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At = nowhere) -> RankRecord:
+    """Write this rank's file and its record; both are durable when this returns.
+
+    The buffer (an image, see image.py) must not change meanwhile. It is written without a copy when it begins at a
+    multiple of 4096 in memory, as slots do. On failure what was written is removed, to give a full disk its space back,
+    and a refusal is left for rank 0, which then need not wait. SnapshotWriteError.
+    """
+    data = memoryview(buffer).cast("B")
+    folder = ticket.attempt_path
+    file = folder / layout.rank_file(ticket.rank)
+    try:
+        with digest.chunk_digests(data) as pending:
+            disk.write_all(file, data)
+            at("written")
+            chunks = tuple(each.result() for each in pending)
+        record = RankRecord(
+            step=ticket.step,
+            attempt=ticket.attempt,
+            rank=ticket.rank,
+            world=ticket.world,
+            size_bytes=len(data),
+            digest=digest.root(len(data), chunks),
+            chunks=chunks,
+            note=ticket.note,
+        )
+        disk.write_atomically(folder / layout.record_file(ticket.rank), record.dump())
+        disk.sync_folder(folder)
+    except FileNotFoundError as error:
+        raise SnapshotWriteError(
+            f"{folder} is not there: rank 0 gave up this save, or does not share the folder"
+        ) from error
+    except OSError as error:
+        told = disk.write_error(error, file, len(data))
+        _refuse(ticket, str(told))
+        raise told from error
+    at("recorded")
+    return record
+
+
+def commit(
+    ticket: Ticket, metadata: Mapping[str, Any] | None = None, *, patience: float = PATIENCE_S, at: At = nowhere
+) -> Path:
+    """Rank 0: wait up to `patience` seconds for all ranks' records, then commit; returns the committed folder.
+
+    It is durable when this returns. On any failure the attempt is removed and older snapshots are as they were.
+    SnapshotIncompleteError when a rank refused or did not come; SnapshotDamagedError when what it wrote is not what it
+    recorded; SnapshotWriteError; ValueError for metadata that is not JSON.
+    """
+    try:
+        records = _gather(ticket, patience)
+        at("gathered")
+        manifest = Manifest(
+            step=ticket.step,
+            attempt=ticket.attempt,
+            ranks=tuple(RankEntry(each.rank, each.size_bytes, each.digest) for each in records),
+            metadata=dict(metadata or {}),
+            saved_unix_s=time.time(),
+        )
+        _publish(ticket, manifest.dump(), at)
+    except OSError as error:
+        abandon(ticket)
+        raise disk.write_error(error, ticket.attempt_path) from error
+    except (SnapshotError, ValueError):
+        abandon(ticket)
+        raise
+    return ticket.committed_path
+
+
+def abandon(ticket: Ticket) -> None:
+    """Remove the attempt, as far as the disk lets us. Ranks that still write to it get a SnapshotWriteError."""
+    doomed = Path(ticket.folder) / ticket.key.named(Kind.GONE)
+    with contextlib.suppress(OSError):
+        # Renamed first: what is half deleted must not look like an attempt that somebody may still complete.
+        ticket.attempt_path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _publish(ticket: Ticket, manifest: str, at: At) -> None:
+    folder, committed = ticket.attempt_path, ticket.committed_path
+    disk.write_atomically(folder / layout.MANIFEST, manifest)
+    disk.sync_folder(folder)
+    at("manifest")
+    folder.rename(committed)
+    at("renamed")
+    disk.sync_folder(committed.parent)
+    at("durable")
+
+
+def _gather(ticket: Ticket, patience: float) -> list[RankRecord]:
+    """All ranks' records, in order of rank. Looks again and again: other nodes' writes announce themselves nowhere."""
+    folder = ticket.attempt_path
+    awaited, deadline, pause = set(range(ticket.world)), time.monotonic() + patience, LOOK_S_MIN
+    records: dict[int, RankRecord] = {}
+    while True:
+        names = set(os.listdir(folder))
+        for rank in sorted(awaited):
+            if layout.refusal_file(rank) in names:
+                why = disk.read_text(folder / layout.refusal_file(rank), REFUSAL_BYTES_MAX)
+                raise SnapshotIncompleteError(f"step {ticket.step} was not saved: rank {rank}: {why}")
+            if layout.record_file(rank) in names:
+                records[rank] = _record(ticket, rank)
+        awaited -= records.keys()
+        if not awaited:
+            return [records[rank] for rank in range(ticket.world)]
+        if time.monotonic() >= deadline:
+            missing = ", ".join(map(str, sorted(awaited)[:8])) + (" …" if len(awaited) > 8 else "")
+            raise SnapshotIncompleteError(
+                f"step {ticket.step} was not saved: after {patience:g} s nothing came from rank {missing}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LOOK_S_MAX)
+
+
+def _record(ticket: Ticket, rank: int) -> RankRecord:
+    folder = ticket.attempt_path
+    record = RankRecord.load(disk.read_text(folder / layout.record_file(rank), RECORD_BYTES_MAX))
+    size_bytes = (folder / layout.rank_file(rank)).stat().st_size
+    expected = (ticket.step, ticket.attempt, rank, ticket.world, size_bytes)
+    if (record.step, record.attempt, record.rank, record.world, record.size_bytes) != expected:
+        raise SnapshotDamagedError(f"{folder}: the record of rank {rank} is of another save")
+    return record
+
+
+def _refuse(ticket: Ticket, why: str) -> None:
+    folder = ticket.attempt_path
+    with contextlib.suppress(OSError):
+        (folder / layout.rank_file(ticket.rank)).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        disk.write_atomically(folder / layout.refusal_file(ticket.rank), why)

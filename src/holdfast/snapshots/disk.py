@@ -1,0 +1,129 @@
+"""Files as the commit protocol needs them: written past the page cache, durable when a call returns, read with bounds.
+
+Knows nothing of snapshots. Measured with 473 MB: through the page cache a write and its fsync take 0.3 to 1.6 s,
+depending on what else is in the cache; with O_DIRECT 0.16 to 0.21 s every time, and the cache stays the data loader's.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotWriteError
+
+WRITE_BYTES_MAX = 16 << 20
+BLOCK_BYTES = 4096
+"""O_DIRECT needs lengths and offsets that are multiples of it, with every file system we know."""
+
+DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EILSEQ, errno.EUCLEAN)
+"""What the kernel says of files that are lost. Anything else (permissions, no memory, a server away) may pass."""
+
+
+def write_all(path: Path, data: memoryview) -> None:
+    """Make the file, which must not exist, with these bytes; they are on the disk when this returns. OSError."""
+    file = _create(path)
+    try:
+        _write(file, data)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Make or replace a small file, all or nothing. Its name is durable once its folder is synced. OSError."""
+    beside = path.with_name(path.name + ".part")
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        _write(file, memoryview(text.encode()))
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.rename(beside, path)
+
+
+def sync_folder(path: Path) -> None:
+    """Names in the folder are on the disk when this returns. OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_text(path: Path, bytes_max: int) -> str:
+    """A small file. FileNotFoundError; SnapshotDamagedError when it is too large or not UTF-8; see `read_error`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise read_error(error, path) from error
+    if len(data) > bytes_max:
+        raise SnapshotDamagedError(f"{path}: longer than {bytes_max} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise SnapshotDamagedError(f"{path}: not text") from None
+
+
+def read_error(error: OSError, path: Path) -> SnapshotError:
+    """What to tell a person when a file of a snapshot cannot be read: damage, or a reason that lies elsewhere."""
+    kind = SnapshotDamagedError if error.errno in DAMAGE else SnapshotError
+    return kind(f"{path}: {error.strerror or error}")
+
+
+def write_error(error: OSError, path: Path, size_bytes: int = 0) -> SnapshotWriteError:
+    """What to tell a person when a snapshot cannot be written."""
+    need = f" (it needs {size_bytes / 1e6:.0f} MB)" if size_bytes >= 10**6 else ""
+    said = f"cannot write {path}{need}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            said += f"; {shutil.disk_usage(path.parent).free / 1e6:.0f} MB are free there"
+    if error.errno == errno.EFBIG:
+        said += "; is there a limit on file sizes (ulimit -f)?"
+    return SnapshotWriteError(said)
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # A file system without it. Some of them have made the file all the same.
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return os.open(path, flags, 0o666)
+
+
+def _write(file: int, data: memoryview) -> None:
+    """Whole blocks go directly to the disk where that is possible, the rest through the page cache."""
+    begin = 0
+    direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+    whole = len(data) - len(data) % BLOCK_BYTES
+    while begin < len(data):
+        if direct and begin >= whole:
+            direct = _leave_direct(file)
+        end = min(begin + WRITE_BYTES_MAX, whole if direct else len(data))
+        try:
+            written = os.pwrite(file, data[begin:end], begin)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            # The buffer does not begin at a multiple of the block, or the file system promised too much.
+            direct = _leave_direct(file)
+            continue
+        begin += written
+        if direct and begin % BLOCK_BYTES:
+            direct = _leave_direct(file)
+
+
+def _leave_direct(file: int) -> bool:
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return False
