@@ -45,6 +45,7 @@ token         none
 workers here  2
 threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers
 preload       none (train.py imports nothing that is built on torch)
+standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
 drain         scripts that ask should_stop(): to their next safe point within 60 s, on any of these but SIGINT and SIGQUIT
 logs          /l/none_<random>/attempt_0/<local rank>/

@@ -154,6 +154,8 @@ def test_the_option_and_its_variable() -> None:
     assert options("--preload", "none", "train.py").modules == ()
     assert options("--preload", "torch, pandas.core", "train.py").modules == ("torch", "pandas.core")
     assert options("train.py", HOLDFAST_PRELOAD="numpy").modules == ("numpy",)
+    assert options("train.py", PET_PRELOAD="numpy").modules == ("numpy",)
+    assert options("train.py", PET_PRELOAD="numpy", HOLDFAST_PRELOAD="none").modules == ()
     assert options("--no-python", "--preload", "torch", "/bin/true").modules == ()
     for wrong in ("", "torch,", "a b", "1", "-c"):
         with pytest.raises(UsageError, match="--preload"):

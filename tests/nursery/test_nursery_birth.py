@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RANKS = 2
+FORKED = "numpy,torch"
 
 
 def run_with(run_cli: Any, preload: str, folder: Path, line: list[str], *options: str, **more: Any) -> Any:
@@ -60,6 +61,24 @@ def test_it_sees_the_same(run_cli: Any, tmp_path: Path, options: list[str]) -> N
     assert forked[0]["hash"] == forked[1]["hash"], "inherited, and told in the docs; else these were not forked"
     for what, value in forked[0]["drawn"].items():
         assert value != forked[1]["drawn"][what], f"{what} is the same in two ranks"
+
+
+def test_one_that_has_stood_by_sees_the_same(run_cli: Any, tmp_path: Path) -> None:
+    # By name: `auto` has imported torch._dynamo for restarts, and what that leaves behind can be seen.
+    told: dict[str, list[dict[str, Any]]] = {}
+    for preload in ("none", FORKED):
+        env = {"HOLDFAST_PROBE_FILE": str(tmp_path / f"{preload}."), "LOGS_OF_PROBE": str(tmp_path / preload)}
+        line = ["--max-restarts", "1", "probe.py", "a"]
+        _, events = run_with(run_cli, preload, tmp_path, line, env=env)
+        told[preload] = [json.loads((tmp_path / f"{preload}.{rank}").read_text()) for rank in range(RANKS)]
+        parked = [pid for event in events if event["event"] == "standby" for pid in event["pids"]][:RANKS]
+        started = [event["pid"] for event in events if event["event"] == "worker_started"][RANKS:]
+        assert set(parked) == (set(started) if preload == FORKED else set())
+    for executed, forked in zip(told["none"], told[FORKED], strict=True):
+        assert differences(executed["same"], forked["same"]) == []
+        assert 0 <= forked["drawn"].pop("relative_ms") < 30_000
+    for what, value in told[FORKED][0]["drawn"].items():
+        assert value != told[FORKED][1]["drawn"][what], f"{what} is the same in two ranks"
 
 
 def lines_by_rank(text: str) -> dict[str, list[str]]:

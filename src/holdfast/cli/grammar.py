@@ -83,9 +83,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], table: Sequence[Optio
             value = line.values[option.dest]
             values[option.dest] = value if isinstance(value, bool) else convert(option, value, option.name)
             sources[option.dest] = FROM_FLAG
-        elif option.variable in environ and not asks_about_us:
-            values[option.dest] = convert(option, environ[option.variable], option.variable)
-            sources[option.dest] = option.variable
+        elif (variable := next((name for name in option.variables if name in environ), "")) and not asks_about_us:
+            values[option.dest] = convert(option, environ[variable], variable)
+            sources[option.dest] = variable
         else:
             values[option.dest] = list[str]() if option.kind == LIST else option.default
             sources[option.dest] = FROM_DEFAULT

@@ -22,7 +22,7 @@ class Option(NamedTuple):
     metavar: str = ""
     short: str = ""
     env: bool = True
-    """Whether a variable gives the default: PET_ for torchrun's options, HOLDFAST_ for ours."""
+    """Whether a variable gives the default: PET_ for torchrun's options, HOLDFAST_ (or PET_) for ours."""
     choices: tuple[str, ...] = ()
     ours: bool = False
 
@@ -37,11 +37,17 @@ class Option(NamedTuple):
         return (*([self.short] if self.short else []), *dict.fromkeys(both))
 
     @property
-    def variable(self) -> str:
-        """Name of the environment variable; empty when there is none."""
+    def variables(self) -> tuple[str, ...]:
+        """Names of the environment variables that give the default; the first that is set counts."""
         if not self.env:
-            return ""
-        return ("HOLDFAST_" if self.ours else "PET_") + self.dest.upper()
+            return ()
+        prefixes = ("HOLDFAST_", "PET_") if self.ours else ("PET_",)
+        return tuple(prefix + self.dest.upper() for prefix in prefixes)
+
+    @property
+    def variable(self) -> str:
+        """The variable that the help names; empty when there is none."""
+        return self.variables[0] if self.variables else ""
 
 
 NODES, RENDEZVOUS, PROGRAM = "nodes and processes", "rendezvous", "program"
@@ -79,6 +85,16 @@ OPTIONS: tuple[Option, ...] = (
         PROGRAM,
         "import once per node and fork the workers: auto, none or modules",
         "auto|none|MODULE,...",
+        ours=True,
+    ),
+    Option(
+        "--standby",
+        TEXT,
+        "on",
+        LIFE,
+        "keep the next generation's workers forked and parked, where they are forked: on or off",
+        "on|off",
+        choices=("on", "off"),
         ours=True,
     ),
     Option("--max-restarts", INT, 0, LIFE, "so many worker failures are answered by a restart", "N"),

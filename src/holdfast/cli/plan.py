@@ -51,6 +51,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
         ("preload", preload_text(options)),
+        ("standby", standby_text(options)),
         ("stop", stop_text(options)),
         ("drain", drain_text(options)),
         ("logs", log_text(options, job_id)),
@@ -118,6 +119,14 @@ def preload_text(options: RunOptions) -> str:
     preload = options.preload
     later = f"; {', '.join(preload.later)} once they run" if preload.later else ""
     return f"{', '.join(preload.modules) or 'none'}{later} ({preload.why})"
+
+
+def standby_text(options: RunOptions) -> str:
+    if options.standby:
+        return (
+            f"{options.nproc} parked once the workers run; their memory is told in events.jsonl and by holdfast report"
+        )
+    return "none"
 
 
 def stop_text(options: RunOptions) -> str:

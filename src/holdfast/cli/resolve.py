@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.core.policy import JobSpec
 
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
@@ -57,12 +58,14 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     signals = signals_to_handle(parsed, notices)
     command = worker_command(parsed, environ, notices)
     threads = omp_num_threads(environ, devices.number, cpus)
+    logs = log_options(parsed, environ, devices.number, notices)
+    imports = preload(parsed, command, place.job, counted="OMP_NUM_THREADS" in environ or threads is not None)
     options = RunOptions(
         job=place.job,
         limits=place.limits,
         nproc=devices.number,
         command=command,
-        logs=log_options(parsed, environ, devices.number, notices),
+        logs=logs,
         endpoint=place.endpoint,
         standalone=place.standalone,
         is_host=place.is_host,
@@ -79,13 +82,19 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         numa_binding=given.numa_binding,
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
         omp_num_threads=threads,
-        preload=preload(parsed, command, place.job, counted="OMP_NUM_THREADS" in environ or threads is not None),
+        preload=imports,
+        standby=given.standby == "on" and bool(imports.modules) and may_restart(place.job),
         start_method=given.start_method,
         event_log_handler=given.event_log_handler,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
     )
     return Resolution(options, devices, cpus)
+
+
+def may_restart(job: JobSpec) -> bool:
+    """Whether a second generation can ever come."""
+    return job.max_restarts > 0 or job.max_nodes > 1
 
 
 def check_plain_values(parsed: Parsed) -> None:

@@ -154,6 +154,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     monitor_interval_s: float = 0.1
     """Accepted for compatibility; nothing polls."""
     preload: Preload = Preload()
+    standby: bool = False
+    """The next generation's workers stand forked and parked while one runs (--standby)."""
     preempt_signal: int | None = None
     """A signal to the agent that announces a preemption; workers ignore it. None: there is none."""
     call_fds: CallFds | None = None

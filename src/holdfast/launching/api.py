@@ -147,7 +147,7 @@ def environment(extra: Mapping[str, str], token: str | None) -> dict[str, str]:
         if not name or "=" in name or "\0" in name + value:
             raise UsageError(f"env={{{name!r}: {value!r}}}: no environment can hold this")
     variables = {**os.environ, **extra}
-    for name in (*NOT_FOR_WORKERS, *(option.variable for option in OPTIONS)):
+    for name in (*NOT_FOR_WORKERS, *(name for option in OPTIONS for name in option.variables)):
         variables.pop(name, None)
     if token is not None:
         variables["HOLDFAST_TOKEN"] = token

@@ -24,6 +24,8 @@ FD_MIN = 500
 OUTPUT_BYTES_MAX = 1_000_000
 """What modules print when they are imported is repeated in each worker, up to here."""
 
+STANDBY_NAME = b"hf-standby"
+
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14
 
 
@@ -40,15 +42,50 @@ class Request:
         self.answer, *given = fds
         self.fds: dict[int, int] = dict(zip(wish["fds"], given, strict=True))
 
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.answer, *self.fds.values()]
+
     def refuse(self, why: str) -> None:
-        try:
-            os.write(self.answer, f"no {why}".encode(errors="backslashreplace"))
-        except OSError:
-            return  # nobody wants to know
+        refuse(self.answer, why)
 
     def close(self) -> None:
-        for fd in (self.answer, *self.fds.values()):
+        for fd in self.descriptors:
             os.close(fd)
+
+
+class Parking:
+    """A standby that is wanted: a process that will hear later what worker it is."""
+
+    def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
+        self.keeper: int = wish["keeper"]
+        (self.answer,) = self.descriptors = fds
+
+    def refuse(self, why: str) -> None:
+        refuse(self.answer, why)
+
+    def close(self) -> None:
+        os.close(self.answer)
+
+
+def wanted(wish: dict[str, Any], fds: list[int]) -> Request | Parking:
+    return Parking(wish, fds) if wish.get("park") else Request(wish, fds)
+
+
+def refuse(answer: int, why: str) -> None:
+    try:
+        os.write(answer, f"no {why}".encode(errors="backslashreplace"))
+    except OSError:
+        return  # nobody wants to know
+
+
+def park(answer: int, between: int, keeper: int) -> socket.socket:
+    """Become a standby of the keeper's; returns the socket over which it will say more."""
+    set_name(STANDBY_NAME)
+    become_child_of(keeper, between)
+    sock = socket.socket(fileno=answer)
+    sock.sendall(b"pid %d" % os.getpid())
+    return sock
 
 
 class Newborn:

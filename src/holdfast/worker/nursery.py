@@ -7,10 +7,13 @@ CONTROL_FD is one end of a SOCK_SEQPACKET socketpair, the keeper has the other (
     first     {"modules", "later", "first_path", "argv"}: what to import, and a worker's command line
     then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "keeper"}: a worker is wanted; descriptors: its
               answer's socket, then one for each number in "fds"
+              {"park", "keeper"}: a standby is wanted, which hears over its answer's socket (its only descriptor) what
+              worker it is to be, in a packet as above
     to keeper {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}, after which it ends
 
 On its answer's socket a worker says `pid N`, once it is the keeper's own child, and runs when it hears `go`; or somebody
-says `no WHY`. End of file from the keeper means that nobody wants it any more.
+says `no WHY`. End of file from the keeper means that nobody wants it any more. A standby says `pid N` when it is parked,
+and once more when it is a worker.
 
 Workers are forked twice, so that they fall to the keeper, which is a subreaper: it stays everybody's parent.
 Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
@@ -172,6 +175,7 @@ class Nursery:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
+        self._control_fd = control.fileno()
         self._program_at = len(sys.orig_argv) - len(sys.argv)
         self._start = list(sys.orig_argv[: self._program_at + 1])
         self._importer = Importer()
@@ -247,16 +251,21 @@ class Nursery:
         wish: dict[str, Any] = json.loads(packet)
         return wish, fds
 
-    def _requests(self, poller: select.poll) -> list[birth.Request]:
+    def _requests(self, poller: select.poll) -> list[birth.Request | birth.Parking]:
         """All that wait: they share the first of the two forks."""
-        requests = [birth.Request(*self._receive())]
+        requests = [birth.wanted(*self._receive())]
         while poller.poll(0) and len(requests) < BATCH_MAX:
-            requests.append(birth.Request(*self._receive()))
+            requests.append(birth.wanted(*self._receive()))
         return requests
 
-    def _bear(self, requests: list[birth.Request]) -> bool:
+    def _bear(self, requests: list[birth.Request | birth.Parking]) -> bool:
         """Fork a worker for each. True in a worker."""
-        ready = [(request, newborn) for request in requests if (newborn := self._newborn(request, requests))]
+        ready: list[tuple[birth.Request | birth.Parking, birth.Newborn | None]] = []
+        for request in requests:
+            if isinstance(request, birth.Parking):
+                ready.append((request, None))
+            elif newborn := self._newborn(request, self._foreign(request, requests)):
+                ready.append((request, newborn))
         try:
             between = os.fork() if ready else -1
         except OSError as error:
@@ -264,9 +273,9 @@ class Nursery:
             for request, _ in ready:
                 request.refuse(f"fork failed: {error.strerror}")
         if between == 0:
-            self._control.detach()  # closed by number in the workers
+            self._control.detach()  # closed by its number in the workers
             for request, newborn in ready:
-                if fork_from(os.getpid(), request, newborn):
+                if self._fork_from(os.getpid(), request, newborn, self._foreign(request, requests)):
                     return True
             os._exit(0)
         if between > 0:
@@ -275,7 +284,14 @@ class Nursery:
             request.close()
         return False
 
-    def _newborn(self, request: birth.Request, requests: list[birth.Request]) -> birth.Newborn | None:
+    def _foreign(
+        self, request: birth.Request | birth.Parking, requests: list[birth.Request | birth.Parking]
+    ) -> list[int]:
+        """Descriptors of ours that this one has no business with."""
+        return [self._control_fd, *(fd for other in requests if other is not request for fd in other.descriptors)]
+
+    def _newborn(self, request: birth.Request, foreign: list[int]) -> birth.Newborn | None:
+        """None when it has been refused."""
         if request.argv[: len(self._start)] != self._start:
             request.refuse("another interpreter is wanted")
             return None
@@ -290,25 +306,46 @@ class Nursery:
         except UnfitError as unfit:
             request.refuse(str(unfit))
             return None
-        foreign = [self._control.fileno()]
-        foreign += [fd for other in requests for fd in (other.answer, *other.fds.values()) if other is not request]
         return birth.Newborn(request, given, environment, foreign, self._program_at, self._comm)
 
-
-def fork_from(between: int, request: birth.Request, newborn: birth.Newborn) -> bool:
-    """In the process between: fork one worker. True in the worker, when everything about it is its own."""
-    try:
-        if os.fork() != 0:
+    def _fork_from(
+        self,
+        between: int,
+        request: birth.Request | birth.Parking,
+        newborn: birth.Newborn | None,
+        foreign: list[int],
+    ) -> bool:
+        """In the process between: fork one worker. True in the worker, when everything about it is its own."""
+        try:
+            if os.fork() != 0:
+                return False
+        except OSError as error:
+            request.refuse(f"fork failed: {error.strerror}")
             return False
-    except OSError as error:
-        request.refuse(f"fork failed: {error.strerror}")
-        return False
-    try:
-        newborn.begin(between)
-    except BaseException as error:  # noqa: BLE001 - the child must not live on as a second nursery
-        request.refuse(f"{type(error).__name__}: {error}")
-        os._exit(1)
-    return True
+        try:
+            if newborn is None:
+                request, newborn = self._parked(between, request, foreign)
+            newborn.begin(between)
+        except BaseException as error:  # noqa: BLE001 - the child must not live on as a second nursery
+            request.refuse(f"{type(error).__name__}: {error}")
+            os._exit(1)
+        return True
+
+    def _parked(
+        self, between: int, parking: birth.Request | birth.Parking, foreign: list[int]
+    ) -> tuple[birth.Request, birth.Newborn]:
+        """Stand by until a worker is wanted, however long that takes."""
+        for fd in foreign:
+            os.close(fd)
+        answer = birth.park(parking.answer, between, parking.keeper)
+        packet, fds, _flags, _address = receive(answer)
+        if not packet:
+            os._exit(0)  # nobody will be
+        request = birth.Request(json.loads(packet), [answer.detach(), *fds])
+        newborn = self._newborn(request, [])
+        if newborn is None:
+            os._exit(0)
+        return request, newborn
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int], int, Any]:

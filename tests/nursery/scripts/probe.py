@@ -6,6 +6,7 @@ import decimal
 import faulthandler
 import fcntl
 import gc
+import glob
 import json
 import locale
 import logging
@@ -18,6 +19,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 import warnings
@@ -26,7 +28,14 @@ import numpy as np
 import torch
 import torch.distributed
 
-PER_RUN = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "HOLDFAST_PROBE_FILE", "HOLDFAST_BOARD")
+PER_RUN = (
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+    "HOLDFAST_PROBE_FILE",
+    "HOLDFAST_BOARD",
+    "LOGS_OF_PROBE",
+)
 libc = ctypes.CDLL(None)
 
 
@@ -219,6 +228,19 @@ def drawn():
     }
 
 
+def wait_for_standbys(folder):
+    """In the first attempt: fail when the next one's workers are there, if they are forked ahead."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        (journal,) = glob.glob(f"{folder}/*/events.jsonl")
+        with open(journal) as file:
+            text = file.read()
+        if '"event": "standby"' in text or '"modules": []' in text:
+            sys.exit(3)
+        time.sleep(0.05)
+    sys.exit("no standby came")
+
+
 def main():
     facts = {"descriptors": descriptors()}
     print("to stdout")
@@ -245,4 +267,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if "LOGS_OF_PROBE" in os.environ and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        wait_for_standbys(os.environ["LOGS_OF_PROBE"])
     main()

@@ -320,8 +320,9 @@ def test_a_keeper_whose_agent_does_not_listen_still_kills(on_bench: OnBench) -> 
         kinds = []
         while not kinds or kinds[-1] is not TreeGone:
             kinds.append(type(await bench.next(object)))
-        assert kinds.count(SpawnFailed) == 599
-        assert kinds.count(ProcessEnded) == 1
+        # One that is killed between fork and exec has ended, and has not failed to start.
+        assert kinds.count(SpawnFailed) + kinds.count(ProcessEnded) == 600
+        assert kinds.count(SpawnFailed) > 500
 
     on_bench(scenario)
 

@@ -20,6 +20,7 @@ from holdfast.runtime.workers.keeper_client import (
     PreloadTold,
     ProcessEnded,
     ProcessStarted,
+    StandbyTold,
     TreeGone,
     sweep,
 )
@@ -51,13 +52,15 @@ class Site:
         self.told: list[str] = []
         self.ended: dict[str, ProcessEnded] = {}
         self.pids: dict[str, int] = {}
+        self.parked: tuple[int, ...] = ()
+        self.own_bytes = 0
         self.write("heavy.py", HEAVY)
         self.write("probe.py", PROBE)
 
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(text))
 
-    def nurse(self, *modules: str, later: tuple[str, ...] = (), threads: int = 1) -> None:
+    def nurse(self, *modules: str, later: tuple[str, ...] = (), threads: int = 1, standby: int = 0) -> None:
         self.bench.keeper.nurse(
             {
                 "do": "nurse",
@@ -65,6 +68,7 @@ class Site:
                 "env_set": {"OMP_NUM_THREADS": str(threads)},
                 "modules": list(modules),
                 "later": list(later),
+                "standby": standby,
                 "worker": {"argv": self.argv(), "first_path": str(self.folder)},
             }
         )
@@ -82,6 +86,8 @@ class Site:
         match event:
             case PreloadTold(text):
                 self.told.append(text)
+            case StandbyTold(pids, own_bytes):
+                self.parked, self.own_bytes = pids, own_bytes
             case ProcessStarted(key, pid):
                 self.pids[key] = pid
             case ProcessEnded(key):
@@ -98,6 +104,9 @@ class Site:
 
     def output(self, key: str) -> str:
         return (self.folder / f"{key}.out").read_text(errors="surrogateescape")
+
+    def name_of(self, pid: int) -> str:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
 
     def imports(self) -> list[int]:
         """The process of every import of the heavy module."""
@@ -284,6 +293,83 @@ def test_kill_tree_ends_those_that_are_not_there_yet_and_spares_the_nursery(on_s
         assert await site.end_of("a", "b", "service", "c") == [-9, -9, 0, 0]
         assert len(site.imports()) == 1
         assert site.output("a") == site.output("b") == ""
+
+    on_site(scenario)
+
+
+# --- standbys ---------------------------------------------------------------------------------------------------------
+
+
+async def parked(site: Site, *modules: str, standby: int = 2, **more: Any) -> tuple[int, ...]:
+    """A first worker has run; pids of the standbys that came then."""
+    site.nurse(*modules, standby=standby, **more)
+    site.spawn("first")
+    await site.end_of("first")
+    site.parked = ()
+    await site.until(lambda: len(site.parked) == standby)
+    return site.parked
+
+
+def test_standbys_become_the_next_workers_and_others_take_their_place(on_site: Any) -> None:
+    async def scenario(site: Site) -> None:
+        waiting = await parked(site, "heavy")
+        assert site.own_bytes > 0
+        for pid in waiting:
+            assert site.name_of(pid) == "hf-standby"
+        for key in ("a", "b", "c"):
+            site.spawn(key, "probe.py", "x", "y")
+        assert await site.end_of("a", "b", "c") == [0, 0, 0]
+        assert (site.pids["a"], site.pids["b"]) == waiting
+        for key in ("a", "b", "c"):
+            assert site.output(key).split() == [str(site.pids[key]), str(site.bench.keeper.handle.pid), "3"]
+        await site.until(lambda: len(site.parked) == 2 and not set(site.parked) & set(waiting))
+        assert len(site.imports()) == 1
+
+    on_site(scenario)
+
+
+def test_standbys_have_what_is_imported_for_restarts(on_site: Any) -> None:
+    async def scenario(site: Site) -> None:
+        site.write("late.py", "")
+        site.write("asks.py", "import sys\nprint('late' in sys.modules)")
+        (pid,) = await parked(site, "heavy", standby=1, later=("late",))
+        site.spawn("next", "asks.py")
+        await site.end_of("next")
+        assert (site.pids["next"], site.output("next")) == (pid, "True\n")
+
+    on_site(scenario)
+
+
+def test_the_end_of_a_generation_spares_the_standbys_and_the_end_of_the_keeper_does_not(on_site: Any) -> None:
+    async def scenario(site: Site) -> None:
+        waiting = await parked(site, "heavy")
+        site.write("waits.py", "import time\ntime.sleep(100)")
+        site.spawn("b", "waits.py")
+        await site.until(lambda: "b" in site.pids)
+        assert site.pids["b"] == waiting[0]
+        site.bench.keeper.kill_tree()
+        assert await site.end_of("b") == [-9], "a standby that has become a worker is no longer spared"
+        assert isinstance(await site.take(), TreeGone)
+        assert processes.is_alive(waiting[1])
+        os.kill(site.bench.keeper.handle.pid, signal.SIGKILL)
+        while not isinstance(await site.take(), KeeperDied):
+            pass
+        await asyncio.to_thread(sweep, site.bench.keeper.handle)
+        assert not processes.is_alive(waiting[1])
+
+    on_site(scenario)
+
+
+def test_a_standby_that_was_killed_or_must_not_be_this_worker_costs_nothing(on_site: Any) -> None:
+    async def scenario(site: Site) -> None:
+        waiting = await parked(site, "heavy", standby=3)
+        os.kill(waiting[0], signal.SIGSTOP)
+        os.kill(waiting[0], signal.SIGKILL)
+        site.spawn("a")
+        site.spawn("b", env_set={"OMP_NUM_THREADS": "7"})
+        assert await site.end_of("a", "b") == [0, 0]
+        assert site.pids["a"] not in (*waiting[:1], site.pids["b"])
+        assert "OMP_NUM_THREADS is the worker's own" in site.told[-1]
 
     on_site(scenario)
 

@@ -290,6 +290,8 @@ class Crew:
                 self._journal.write("preload", text=text, trouble=trouble)
                 if trouble:
                     self.on_notice(f"preload: {text}")
+            case kept.StandbyTold(pids, own_bytes):
+                self._journal.write("standby", pids=list(pids), own_bytes=own_bytes)
             case kept.KeeperDied():
                 self._tasks.create_task(self._revive())
 

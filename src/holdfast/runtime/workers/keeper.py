@@ -17,7 +17,8 @@ Commands that come over the lifeline (see lifeline.py for the frames); a spawn b
     {"do": "exit"}                         as if the agent were gone
 
 Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
-{"is": "ended", key, pid, exit_code}, {"is": "fenced"}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble}.
+{"is": "ended", key, pid, exit_code}, {"is": "fenced"}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble},
+{"is": "standby", pids, own_bytes}: workers of the next generation stand parked.
 """
 
 from __future__ import annotations
@@ -217,14 +218,14 @@ class Keeper:
                 self._kill_tree(FENCE_KILL_LIMIT_S)
             if self._kill_deadline is not None:
                 self._kill_pass(self._kill_deadline)
+            self._nursery.tick()
             self._flush()
 
     def _patience_ms(self) -> int | None:
         if self._kill_deadline is not None:
             return int(processes.RESCAN_S * 1000)
-        if self._fence_at_s == inf:
-            return None
-        return max(0, int((self._fence_at_s - time.monotonic()) * 1000) + 1)
+        patience_s = min(self._fence_at_s - time.monotonic(), self._nursery.patience_s())
+        return None if patience_s == inf else max(0, int(patience_s * 1000) + 1)
 
     def _kill_tree(self, limit_s: float) -> None:
         self._nursery.cancel(None, signal.SIGKILL)
@@ -302,7 +303,8 @@ class Keeper:
     def _born(self, command: dict[str, Any], pid: int) -> None:
         """A worker was forked by the nursery, fell to us, and waits for leave to run."""
         self._kept[pid] = Kept(command["key"], bool(command["service"]))
-        self._out.add({"is": "started", "key": command["key"], "pid": pid})
+        if command["key"] != nursery.STANDBY:  # our own affair
+            self._out.add({"is": "started", "key": command["key"], "pid": pid})
 
     def _become(self, command: dict[str, Any], fds: list[int], report: int) -> NoReturn:
         """In the child: turn into the program, or report why not. Every other descriptor closes itself at exec."""
@@ -381,7 +383,8 @@ class Keeper:
             if kept.key == nursery.KEY:
                 self._nursery.ended(code)
                 return
-            self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})
+            if kept.key != nursery.STANDBY:
+                self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})
 
     def _kill_pass(self, deadline: float) -> None:
         """Look and volley, again when the volley's victims are reaped: children born in between are found then."""

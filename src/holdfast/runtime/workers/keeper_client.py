@@ -63,6 +63,14 @@ class PreloadTold(Struct, frozen=True):
     """Workers start more slowly than was asked for."""
 
 
+class StandbyTold(Struct, frozen=True):
+    """The next generation's workers stand parked."""
+
+    pids: tuple[int, ...]
+    own_bytes: int
+    """Memory that is theirs alone, of all together."""
+
+
 class Fenced(Struct, frozen=True):
     """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, and no TreeGone."""
 
@@ -71,7 +79,7 @@ class KeeperDied(Struct, frozen=True):
     """The keeper is gone without having been asked; its workers die with it. See `revive_keeper`."""
 
 
-KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | PreloadTold | Fenced | KeeperDied
+KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | PreloadTold | StandbyTold | Fenced | KeeperDied
 
 
 class KeeperClient:
@@ -216,6 +224,8 @@ def _event(message: lifeline.Message) -> KeeperEvent:
             return TreeGone(tuple(message["leftover"]))
         case "preload":
             return PreloadTold(message["text"], message["trouble"])
+        case "standby":
+            return StandbyTold(tuple(message["pids"]), message["own_bytes"])
         case other:
             raise ValueError(f"the keeper told of {other!r}")
 

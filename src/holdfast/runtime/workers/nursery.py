@@ -2,7 +2,9 @@
 
 The nursery (worker/nursery.py) imports the heavy modules once; it is a process of its own, so that the keeper stays
 small and nothing that an import does can end it. Workers forked there fall to the keeper, who hears each one's pid,
-notes it, and only then lets it run: no worker runs that the keeper does not know. Standard library only.
+notes it, and only then lets it run: no worker runs that the keeper does not know. Standbys are workers that are forked
+before they are wanted, for the next generation: they wait parked, known to the keeper as services, and become workers
+within a millisecond. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,11 +15,19 @@ import os
 import select
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
+from holdfast.runtime.workers import processes
+
 KEY = "nursery"
+STANDBY = "standby"
+"""The key of all parked workers."""
+STANDBY_QUIET_S = 1.0
+"""So long after the last worker was started the standbys are forked: not while the workers themselves start."""
 CONTROL_FD = 3
 REBUILDS_MAX = 10
 """In the life of a job; one that is killed so often has no place on this machine."""
@@ -30,11 +40,17 @@ Command = dict[str, Any]
 class Fork:
     """A worker that was asked for. Owns its descriptors, for it may have to be started by exec after all."""
 
-    def __init__(self, command: Command, fds: list[int]) -> None:
+    def __init__(self, command: Command, fds: list[int], standby: Standby | None = None) -> None:
+        """Raises OSError when no descriptor is left. `standby`: who is to become it."""
         self.command = command
         self.fds = fds
-        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.ours.setblocking(False)
+        self.standby = standby
+        self.theirs: socket.socket | None = None
+        if standby is None:
+            self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.ours.setblocking(False)
+        else:
+            self.ours = standby.ours
 
     def packet(self, keeper: int) -> tuple[bytes, list[int]]:
         """The request, and the descriptors that go with it: 0, 1 and 2 are the keeper's own where not named."""
@@ -42,14 +58,39 @@ class Fork:
         own = [number for number in (0, 1, 2) if number not in numbers]
         wish = {name: self.command[name] for name in WISH_FIELDS}
         packet = json.dumps({**wish, "fds": numbers + own, "keeper": keeper}).encode("ascii")
-        return packet, [self.theirs.fileno(), *self.fds, *own]
+        answer = [self.theirs.fileno()] if self.theirs is not None else []
+        return packet, [*answer, *self.fds, *own]
+
+    def sent(self) -> None:
+        if self.theirs is not None:
+            self.theirs.close()
+
+    def close(self) -> None:
+        self.ours.close()
+        self.sent()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+class Standby:
+    """A worker that waits, forked, to be told which one it is; before it has said its pid it is on its way."""
+
+    def __init__(self) -> None:
+        """Raises OSError when no descriptor is left."""
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ours.setblocking(False)
+        self.pid = 0
+
+    def packet(self, keeper: int) -> tuple[bytes, list[int]]:
+        return json.dumps({"park": True, "keeper": keeper}).encode("ascii"), [self.theirs.fileno()]
+
+    def sent(self) -> None:
+        self.theirs.close()
 
     def close(self) -> None:
         self.ours.close()
         self.theirs.close()
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = []
 
 
 class Nursery:
@@ -72,9 +113,17 @@ class Nursery:
         self._ready = False
         self._rebuilds = 0
         self._unfit = False
-        self._queue: deque[tuple[bytes, list[int], Fork | None]] = deque()
+        self._queue: deque[tuple[bytes, list[int], Fork | Standby | None]] = deque()
         self._forks: dict[int, Fork] = {}
         """By descriptor of our end of the answer."""
+        self._standbys: dict[int, Standby] = {}
+        """Likewise; parked, or on their way."""
+        self._park_at_s = inf
+        """When standbys are due, by the monotonic clock."""
+        self._later = 0
+        """Modules that are still to be imported for restarts, and for the standbys too."""
+        self._served = False
+        """Whether it was asked for a worker: there is something to stand by for."""
         self._told: set[str] = set()
 
     def begin(self, order: Command) -> None:
@@ -88,6 +137,11 @@ class Nursery:
 
     def ask(self, command: Command, fds: list[int]) -> None:
         """Ask for a worker; `fds` are ours from here on."""
+        if not command["service"]:
+            self._served = True
+            self._park_at_s = time.monotonic() + STANDBY_QUIET_S
+            if self._promote(command, fds):
+                return
         try:
             fork = Fork(command, fds)
         except OSError:  # no descriptors left
@@ -100,13 +154,28 @@ class Nursery:
         self._queue.append((*fork.packet(os.getpid()), fork))
         self._flush()
 
+    def patience_s(self) -> float:
+        """How long until `tick` is due."""
+        return self._park_at_s - time.monotonic()
+
+    def tick(self) -> None:
+        """Fork the standbys when they are due."""
+        if time.monotonic() < self._park_at_s:
+            return
+        self._park_at_s = inf
+        # Else it is due again when the last module has been imported, or when a nursery has been built.
+        if self._ready and not self._later:
+            self._park()
+
     def owns(self, fd: int) -> bool:
-        return fd in self._forks or (self._control is not None and fd == self._control.fileno())
+        return fd in self._forks or fd in self._standbys or (self._control is not None and fd == self._control.fileno())
 
     def serve(self, fd: int) -> None:
         """One of its descriptors is ready."""
         if fd in self._forks:
             self._settle(self._forks[fd])
+        elif fd in self._standbys:
+            self._hear_standby(self._standbys[fd])
         else:
             self._flush()
             self._listen()
@@ -115,6 +184,8 @@ class Nursery:
         """Take notice of every answer that is there already."""
         for fork in list(self._forks.values()):
             self._settle(fork)
+        for standby in list(self._standbys.values()):
+            self._hear_standby(standby)
 
     def cancel(self, key: str | None, signum: int) -> None:
         """A signal for workers that are not there yet ends them as it would end a Python that is starting.
@@ -176,6 +247,7 @@ class Nursery:
             theirs.close()
             for fd in fds:
                 os.close(fd)
+        self._later = len(order["later"])
         first = {"modules": order["modules"], "later": order["later"], **order["worker"]}
         self._queue.appendleft((json.dumps(first).encode("ascii"), [], None))
         self._flush()
@@ -190,11 +262,11 @@ class Nursery:
             except OSError as error:
                 self._queue.popleft()  # too long a packet, or its end is on the way as an event
                 if fork is not None:
-                    self._exec(fork, os.strerror(error.errno or 0))
+                    self._give_up(fork, os.strerror(error.errno or 0))
                 continue
             self._queue.popleft()
             if fork is not None:
-                fork.theirs.close()
+                fork.sent()
         if self._control is not None:
             self._poller.modify(self._control, select.POLLIN | (select.POLLOUT if self._queue else 0))
 
@@ -227,7 +299,11 @@ class Nursery:
             case "ready":
                 self._ready = True
                 self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
+                if self._served:
+                    self._park_at_s = time.monotonic() + STANDBY_QUIET_S
             case "later":
+                self._later -= 1
+                self._park_at_s = time.monotonic()
                 self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
 
     def _say(self, why: str, then: str) -> None:
@@ -243,7 +319,7 @@ class Nursery:
         queued, self._queue = self._queue, deque()
         for _, _, fork in queued:
             if fork is not None:
-                self._exec(fork, "")
+                self._give_up(fork, "")
 
     # --- the workers --------------------------------------------------------------------------------------------------
 
@@ -256,7 +332,7 @@ class Nursery:
             answer = b""
         word, _, rest = answer.decode(errors="replace").partition(" ")
         if word != "pid":
-            self._exec(fork, rest)
+            self._give_up(fork, rest)
             return
         self._forget(fork)
         self._born(fork.command, int(rest))
@@ -264,7 +340,17 @@ class Nursery:
             fork.ours.send(b"go")
         fork.close()
 
-    def _exec(self, fork: Fork, why: str) -> None:
+    def _give_up(self, fork: Fork | Standby, why: str) -> None:
+        """It will not be forked: a worker is started by exec, a standby is done without."""
+        if isinstance(fork, Standby):
+            self._dismiss(fork)
+            return
+        if fork.standby is not None and not why and self.takes(fork.command):  # it was killed: another one, then
+            fds, fork.fds = fork.fds, []
+            self._forget(fork)
+            fork.close()
+            self.ask(fork.command, fds)
+            return
         if why and why not in self._told:
             self._told.add(why)
             self._say(why, "")
@@ -273,6 +359,60 @@ class Nursery:
             self._spawn(fork.command, fork.fds)
         finally:
             fork.close()
+
+    # --- the standbys -------------------------------------------------------------------------------------------------
+
+    def _park(self) -> None:
+        assert self._order is not None
+        try:
+            for _ in range(self._order["standby"] - len(self._standbys)):
+                standby = Standby()
+                self._standbys[standby.ours.fileno()] = standby
+                self._poller.register(standby.ours, select.POLLIN)
+                self._queue.append((*standby.packet(os.getpid()), standby))
+        except OSError:  # no descriptors left: restarts fork then
+            pass
+        self._flush()
+
+    def _hear_standby(self, standby: Standby) -> None:
+        try:
+            answer = standby.ours.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            answer = b""
+        word, _, rest = answer.decode(errors="replace").partition(" ")
+        if word != "pid":
+            self._dismiss(standby)
+            return
+        standby.pid = int(rest)
+        self._born({"key": STANDBY, "service": True}, standby.pid)
+        if all(each.pid for each in self._standbys.values()):
+            own = [processes.own_bytes(each.pid) for each in self._standbys.values()]
+            self._tell({"is": "standby", "pids": [each.pid for each in self._standbys.values()], "own_bytes": sum(own)})
+
+    def _promote(self, command: Command, fds: list[int]) -> bool:
+        """Make a worker of a standby, if one is parked. `fds` are ours then."""
+        for standby in [each for each in self._standbys.values() if each.pid]:
+            fork = Fork(command, fds, standby)
+            packet, given = fork.packet(os.getpid())
+            try:
+                socket.send_fds(standby.ours, [packet], given)
+            except OSError:  # it has been killed
+                self._dismiss(standby)
+                continue
+            number = standby.ours.fileno()
+            del self._standbys[number]
+            self._forks[number] = fork
+            return True
+        return False
+
+    def _dismiss(self, standby: Standby) -> None:
+        """It ends, if it lives."""
+        del self._standbys[standby.ours.fileno()]
+        self._poller.unregister(standby.ours)
+        self._queue = deque(item for item in self._queue if item[2] is not standby)
+        standby.close()
 
     def _forget(self, fork: Fork) -> None:
         del self._forks[fork.ours.fileno()]

@@ -42,6 +42,7 @@ def order_for(options: RunOptions, environ: Mapping[str, str]) -> lifeline.Messa
         "env_set": common_environment(options, environ),
         "modules": list(options.preload.modules),
         "later": list(options.preload.later),
+        "standby": options.nproc if options.standby else 0,
         "worker": {"argv": worker_argv(options, 0), "first_path": first_path(options)},
     }
 
