@@ -1,0 +1,240 @@
+"""DataLoader: torch's loader, fed from one global order, that continues anywhere in an epoch with any world and workers.
+
+Knows torch's loader, and puts order, position and global batch together. Talks to no other rank: every rank comes to the
+same plan from the same state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+
+from holdfast.core.errors import DataError
+from holdfast.train.batch import GlobalBatch, Share, Tail
+from holdfast.train.data.permutation import SEQUENTIAL, SHUFFLED, Order, order_of
+from holdfast.train.data.place import place
+from holdfast.train.data.position import Position
+from holdfast.train.data.seeds import BatchKey, Seeded, sample_seed
+from holdfast.train.data.shards import ShardedDataset, ShardOrder, ShardReader, shard_order_name, shard_sizes
+
+
+class DataLoader:
+    """Batches of this rank, out of one order per (seed, epoch) that all ranks share.
+
+    batch_size         samples per rank and batch (1); with `global_batch_size` the most that a rank takes at once
+    global_batch_size  samples per optimizer step of all ranks together, kept whatever the world: micro-batches and weights follow
+    every              batches per optimizer step when `global_batch_size` is not given: then that is batch_size * world * every
+    tail               the epoch's last, smaller global batch: "even" (default), "drop" (`drop_last=True`) or "pad"
+    seed               of the order and the augmentations (0, or that of `generator`); has to be equal on all ranks
+    seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
+    rank, world        where they are not the process group's: the rank among the data-parallel groups
+
+    Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        *,
+        seed: int | None = None,
+        global_batch_size: int | None = None,
+        every: int | None = None,
+        tail: Tail | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        seed_samples: bool = True,
+        rank: int | None = None,
+        world: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.rank, self.world = place(rank, world)
+        tail = _tail(tail, drop_last=drop_last)
+        if global_batch_size is None:
+            self.plan = GlobalBatch.following(self.world, 1 if batch_size is None else batch_size, every or 1, tail)
+        elif every is not None:
+            raise DataError("every= follows from global_batch_size=, batch_size= and the world: leave it out.")
+        else:
+            self.plan = GlobalBatch.kept(global_batch_size, self.world, batch_size, tail)
+        if seed is None:
+            seed = 0 if generator is None else generator.initial_seed()
+        length, order, self._order_of, source = _source(dataset, seed, shuffle=shuffle)
+        self._position = Position(seed, length, order)
+        self._share: Share | None = None
+        self._batches = _Batches()
+        self._generator = torch.Generator()
+        self._torch = TorchLoader(
+            Seeded(source, seed, enabled=seed_samples),
+            batch_sampler=self._batches,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=self._generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+        )
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch; then the next `for` goes over the next one. One pass at a time.
+
+        A `for` that was left by `break` is continued by the next one, from the first batch that is not known to be
+        trained: looking at a batch by `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
+        """
+        position = self._position
+        self._passes += 1
+        this_pass = self._passes
+        self._share = None
+        if not position.begin():
+            return
+        epoch, cursor, length = position.epoch, position.cursor, position.length
+        self._generator.manual_seed(sample_seed(position.seed, epoch, cursor))
+        fetched = self._batches.begin(epoch, self._order_of(epoch), self.plan.deal(self.rank, cursor, length))
+        for batch in self._torch:
+            self._share = fetched.popleft()
+            position.hand_out(self._share.cursor)
+            yield batch
+            if this_pass != self._passes:
+                raise DataError("Another pass over this loader, or a state loaded into it, has ended this one.")
+            position.settle()
+        position.finish()
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch for this rank, the same number on every rank."""
+        return self.plan.batches(0, self._position.length)
+
+    @property
+    def remaining(self) -> int:
+        """Batches left in this epoch for this rank, the same number on every rank."""
+        return self.plan.batches(self._position.cursor, self._position.length)
+
+    @property
+    def share(self) -> Share | None:
+        """What the batch that was handed out last is of its optimizer step: `.weight`, `.micro`, `.every`, `.last`."""
+        return self._share
+
+    @property
+    def every(self) -> int:
+        """Batches per optimizer step, constant while the world is."""
+        return self.plan.every
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest batch that this rank gets."""
+        return self.plan.batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step of all ranks together."""
+        return self.plan.size
+
+    @property
+    def num_workers(self) -> int:
+        workers: int = self._torch.num_workers
+        return workers
+
+    @property
+    def seed(self) -> int:
+        return self._position.seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the current pass is in; between two passes the one that comes next."""
+        return self._position.epoch
+
+    @property
+    def cursor(self) -> int:
+        """Samples of this epoch that are trained, on all ranks together."""
+        return self._position.cursor
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next `for` goes over `epoch` from its start. A loaded state is kept: its own epoch goes on at its cursor, and
+        one before it gives no batch, since it is finished."""
+        self._position.set_epoch(epoch)
+
+    def trained(self) -> None:
+        """The batch in the loop's body is trained; `snaps.step()` says it for you. Saying it twice counts it once.
+
+        Asking for the next batch says it, too. Once it has been called on a loader, `state_dict()` counts only batches of
+        which it was said; on a loader that was never told it counts the batch in the loop's body.
+        """
+        self._position.trained()
+
+    def state_dict(self) -> dict[str, Any]:
+        """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any num_workers."""
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there. Raises DataStateError when the state belongs to another dataset, seed or order."""
+        self._position.load_state_dict(state)
+        self._passes += 1
+        self._share = None
+
+
+class _Batches:
+    """What torch's loader draws its batches from; it may be far ahead of the loop, `fetched` holds what is under way."""
+
+    def __init__(self) -> None:
+        self._keys: Iterator[BatchKey] = iter(())
+
+    def begin(self, epoch: int, order: Order, shares: Iterator[Share]) -> deque[Share]:
+        fetched: deque[Share] = deque()
+
+        def keys() -> Iterator[BatchKey]:
+            for share in shares:
+                fetched.append(share)
+                yield BatchKey(epoch, order.share(share))
+
+        self._keys = keys()
+        return fetched
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        return self._keys
+
+
+def _tail(tail: Tail | None, *, drop_last: bool) -> Tail:
+    if drop_last and tail not in (None, "drop"):
+        raise DataError(f"drop_last=True contradicts tail={tail!r}.")
+    return "drop" if drop_last else tail or "even"
+
+
+def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callable[[int], Order], Any]:
+    """Length, the order's name, the order of an epoch, and what is read by index."""
+    if isinstance(dataset, ShardedDataset):
+        sizes = shard_sizes(dataset)
+
+        def shard_order(epoch: int) -> Order:
+            return ShardOrder(sizes, seed, epoch, shuffle=shuffle)
+
+        return int(sizes.sum()), shard_order_name(sizes, shuffle=shuffle), shard_order, ShardReader(dataset)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{type(dataset).__name__} can only be read from its start, so no position in it survives a restart or resize.\n"
+            "Give a dataset with __len__ and __getitem__, or make it a holdfast.train.ShardedDataset."
+        )
+    length = len(dataset)
+
+    def order(epoch: int) -> Order:
+        return order_of(length, seed, epoch, shuffle=shuffle)
+
+    return length, SHUFFLED if shuffle else SEQUENTIAL, order, dataset

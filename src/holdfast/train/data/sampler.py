@@ -1,0 +1,127 @@
+"""DistributedSampler: the one global order, for those who keep torch's loader (or a trainer that builds its own).
+
+A sampler sees indices being drawn, often far ahead of the training; so it has to be told what was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import DistributedSampler as TorchSampler
+
+from holdfast.core.errors import DataError, DataStateError
+from holdfast.train.batch import GlobalBatch
+from holdfast.train.data.permutation import SEQUENTIAL, SHUFFLED, order_of
+from holdfast.train.data.place import place
+from holdfast.train.data.position import Position
+
+_BLOCK = 4096
+"""Samples per rank whose order is computed at once."""
+
+
+class DistributedSampler(TorchSampler):  # type: ignore[misc]
+    """Every `world`-th sample of the epoch's order, from the cursor on; any number of batches of any size leaves a prefix trained.
+
+        sampler = ht.DistributedSampler(dataset, seed=0)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
+        for batch in loader:
+            …
+            sampler.note_trained(32)                 # samples of this rank
+
+    Takes torch's arguments. A sampler gives no weights, so the tail is not "even": it is filled from the epoch's start as
+    torch's is (`drop_last=False`: up to world - 1 samples trained twice) or left out (`drop_last=True`: up to world - 1 lost).
+    Epochs change by `set_epoch`, or by themselves when the one before was drawn to its end.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        tail: Literal["pad", "drop"] | None = None,
+    ) -> None:
+        if tail not in (None, "pad", "drop") or (drop_last and tail == "pad"):
+            raise DataError(
+                f"A sampler cannot do tail={tail!r}{' with drop_last=True' if drop_last else ''}: it gives no weights.\n"
+                "Use holdfast.train.DataLoader, or tail='pad' or 'drop'."
+            )
+        rank, world = place(rank, num_replicas)
+        self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL)
+        self._told = False
+        self._begun = False
+        """Indices were drawn since the position was last set from outside."""
+        self._exhausted = False
+        """All of the pass's indices were drawn."""
+        super().__init__(dataset, world, rank, shuffle, seed, drop_last or tail == "drop")
+        self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
+        self._end = len(dataset)
+        """The cursor when everything of the current pass is trained."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Indices of this rank for the rest of the epoch."""
+        position = self._position
+        if self._exhausted and (position.cursor >= self._end or not self._told):
+            position.finish()
+        self._exhausted = False
+        if not position.begin():
+            return
+        self._begun = True
+        order = order_of(position.length, position.seed, position.epoch, shuffle=self.shuffle)
+        start, length, world = position.cursor, position.length, self.num_replicas
+        stop = start + len(self) * world
+        self._end = min(stop, length)
+        for block in range(start + self.rank, stop, world * _BLOCK):
+            positions = np.arange(block, min(block + world * _BLOCK, stop), world)
+            yield from order.take(positions % length).tolist()
+        self._exhausted = True
+
+    def __len__(self) -> int:
+        """Indices of this rank in the rest of the epoch, the same number on every rank."""
+        return self._plan.steps(self._position.cursor, self._position.length)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose indices are drawn."""
+        return self._position.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just before."""
+        self._position.set_epoch(epoch)
+        self._begun = self._exhausted = False
+
+    def note_trained(self, samples: int) -> None:
+        """This rank has trained `samples` more of its indices, and so has every other: the size of the last batch.
+
+        The batch size does for the epoch's last, smaller batch too.
+        """
+        if samples < 0:
+            raise DataError(f"note_trained({samples}): a batch has no negative size.")
+        self._told = True
+        position = self._position
+        position.hand_out(min(position.cursor + samples * self.num_replicas, self._end))
+        position.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """(seed, epoch, cursor, length) and the order's name, equal on all ranks. Raises DataStateError when nobody told it
+        what was trained."""
+        if self._begun and not self._told:
+            raise DataStateError(
+                "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
+                "Call sampler.note_trained(batch_size) after each batch, or use holdfast.train.DataLoader."
+            )
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there, in the next pass. Raises DataStateError when the state belongs to another dataset, seed or order."""
+        self._position.load_state_dict(state)
+        self._begun = self._exhausted = False

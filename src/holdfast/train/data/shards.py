@@ -1,0 +1,148 @@
+"""Data that can only be read in sequence: a fixed number of logical shards, dealt to any number of ranks.
+
+The shards are the dataset's, chosen once (files, or ranges of them) and never changed by a resize. The epoch's order goes
+round them: the first sample of every shard, then the second of every shard that has one, and so on, the shards in an
+order of their own in each epoch. So how far every shard has been read follows from the one cursor, and the state of all
+shards survives a resize in a single number.
+
+Each optimizer step's samples are sorted by shard before they are dealt, so a rank reads from neighbouring shards only.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from holdfast.core.errors import DataError
+from holdfast.train.batch import Share
+from holdfast.train.data.permutation import Integers, Sequential, order_of
+
+SHARDS_OPEN_MAX = 256
+"""Shards that one process reads at the same time; beyond that the one unused for longest is closed."""
+
+
+class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
+    """What an iterable dataset has to tell so that it can be continued anywhere by any number of ranks.
+
+        class Logs(ht.ShardedDataset):
+            shard_sizes = [10_000] * 64                  # samples per shard; have more shards than ranks * workers
+
+            def read(self, shard, start):
+                with open(f"logs/{shard:03}.txt") as lines:
+                    yield from itertools.islice(lines, start, None)
+
+    An endless source is given the sizes that an epoch is to have.
+    """
+
+    shard_sizes: Sequence[int]
+
+    @abc.abstractmethod
+    def read(self, shard: int, start: int) -> Iterator[Any]:
+        """The samples of one shard from number `start` on. Called again, further on, after a restart or resize."""
+
+    def decode(self, sample: Any) -> Any:
+        """What is trained, made of what `read` gave: the costly part belongs here.
+
+        `read` also goes over samples that other workers take; this is called for one's own alone, under the sample's seed.
+        """
+        return sample
+
+    def __iter__(self) -> Iterator[Any]:
+        """All shards one after the other."""
+        for shard, size in enumerate(self.shard_sizes):
+            samples = self.read(shard, 0)
+            for _ in range(size):
+                yield self.decode(next(samples))
+
+    def __len__(self) -> int:
+        return sum(self.shard_sizes)
+
+
+class ShardOrder(Sequential):
+    """An epoch's order over shards. A sample's number is its shard's first number plus its place in the shard."""
+
+    def __init__(self, sizes: Integers, seed: int, epoch: int, *, shuffle: bool) -> None:
+        super().__init__(int(sizes.sum()))
+        self.name = shard_order_name(sizes, shuffle=shuffle)
+        self._first = np.cumsum(sizes) - sizes
+        order = order_of(len(sizes), seed, epoch, shuffle=shuffle).take(np.arange(len(sizes))).astype(np.int64)
+        self._shards = order[np.argsort(sizes[order], kind="stable")]
+        """By size: the shards that still have a sample in a round are always the last ones."""
+        by_size = sizes[self._shards]
+        rounds = np.diff(by_size, prepend=0)
+        self._rounds_before = by_size - rounds
+        self._ends = np.cumsum(rounds * np.arange(len(sizes), 0, -1))
+
+    def take(self, positions: Integers) -> Integers:
+        ended = np.searchsorted(self._ends, positions, side="right")
+        begins = np.where(ended > 0, self._ends[ended - 1], 0)
+        rounds, turn = np.divmod(positions - begins, len(self._shards) - ended)
+        return self._first[self._shards[ended + turn]] + self._rounds_before[ended] + rounds
+
+    def share(self, share: Share) -> list[int]:
+        samples = np.sort(self.take(np.arange(share.step_start, share.step_stop)))
+        if wrapped := max(0, share.stop - share.step_stop):
+            samples = np.concatenate([samples, self.take(np.arange(wrapped) % self.length)])
+        own: list[int] = samples[share.start - share.step_start : share.stop - share.step_start].tolist()
+        return own
+
+
+class ShardReader:
+    """Map-style access for torch's loader: forward in every shard, which is all that the order above asks for."""
+
+    def __init__(self, dataset: ShardedDataset) -> None:
+        self._dataset = dataset
+        self._ends = np.cumsum(shard_sizes(dataset))
+        self._open: OrderedDict[int, tuple[int, Iterator[Any]]] = OrderedDict()
+        """Shards by last use: the place of the next sample, and what gives it."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        size = self._dataset.shard_sizes[shard]
+        place = index - (int(self._ends[shard]) - size)
+        at, samples = self._open.pop(shard, (place + 1, iter(())))
+        if at > place:
+            at, samples = place, self._dataset.read(shard, place)
+        skipped = sum(1 for _ in itertools.islice(samples, place - at))
+        try:
+            sample = next(samples)
+        except StopIteration:
+            raise DataError(f"Shard {shard} ended after {at + skipped:,} samples; shard_sizes says {size:,}.") from None
+        self._open[shard] = (place + 1, samples)
+        if len(self._open) > SHARDS_OPEN_MAX:
+            self._open.popitem(last=False)
+        return self._dataset.decode(sample)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Open shards stay in their process."""
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def shard_sizes(dataset: ShardedDataset) -> Integers:
+    """Samples per shard. Raises DataError when they are not usable."""
+    sizes = np.asarray(getattr(dataset, "shard_sizes", ()), dtype=np.int64)
+    if sizes.ndim != 1 or not len(sizes) or (sizes < 0).any():
+        raise DataError(
+            "A ShardedDataset needs `shard_sizes`: the number of samples of each of its shards, in a fixed order."
+        )
+    return sizes
+
+
+def shard_order_name(sizes: Integers, *, shuffle: bool) -> str:
+    """Tells shards of other sizes apart, although their sum may be the same."""
+    return f"{'shuffled' if shuffle else 'sequential'}-shards-1-{len(sizes)}-{zlib.crc32(sizes.tobytes()):08x}"
