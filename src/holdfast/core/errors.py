@@ -200,6 +200,12 @@ class DataStateError(DataError):
     code = "HF125"
 
 
+class RetentionError(CallerError, ValueError):
+    """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
+
+    code = "HF139"
+
+
 class WorkerError(HoldfastError):
     """A training process failed."""
 

@@ -9,11 +9,11 @@ before it deletes anything in it, and files that are open stay readable.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
 
@@ -38,15 +38,11 @@ class RankFile:
         try:
             # The file first: once it is open, retention may take its name.
             self._file = self.path.open("rb", buffering=0)
-            self.record = RankRecord.load(disk.read_text(snapshot.path / layout.record_file(rank), RECORD_BYTES_MAX))
+            self.record = self._read_record(snapshot, rank)
         except FileNotFoundError as error:
             raise missing(snapshot.path, error.filename) from None
         except OSError as error:
             raise disk.read_error(error, self.path) from error
-        except SnapshotDamagedError as error:
-            raise self._damaged(str(error)) from None
-        if (self.record.digest, self.record.size_bytes) != (entry.digest, entry.size_bytes):
-            raise self._damaged("its record is not the one that was committed")
 
     @cached_property
     def image(self) -> Image:
@@ -103,6 +99,19 @@ class RankFile:
     ) -> None:
         self.close()
 
+    def _read_record(self, snapshot: Snapshot, rank: int) -> RankRecord:
+        entry = snapshot.manifest.ranks[rank]
+        with ExitStack() as failing:
+            failing.callback(self.close)
+            try:
+                record = RankRecord.load(disk.read_text(snapshot.path / layout.record_file(rank), RECORD_BYTES_MAX))
+            except SnapshotDamagedError as error:
+                raise self._damaged(str(error)) from None
+            if (record.digest, record.size_bytes) != (entry.digest, entry.size_bytes):
+                raise self._damaged("its record is not the one that was committed")
+            failing.pop_all()
+        return record
+
     def _read_new(self, count: int) -> memoryview:
         """The first chunks, one after the other, as far as there are so many bytes."""
         data = memoryview(bytearray(min(count * CHUNK_BYTES, self.size_bytes)))
@@ -140,9 +149,8 @@ def _chunks(span: slice) -> range:
 
 def _memory(size_bytes: int) -> memoryview:
     """Memory that begins at a page and is taken only where it is written."""
+    # No huge pages: 473 MB take 0.3 s to touch without them, and 0.1 to 1.5 s with them when memory is fragmented.
     mapped = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapped)[:size_bytes]
 
 

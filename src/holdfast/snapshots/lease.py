@@ -1,0 +1,280 @@
+"""One job per snapshot folder: a file `lease.000003` that names its owner, and a counter in it that a live owner advances.
+
+The file with the highest number is the lease. It is taken by making the next number with O_EXCL, so one of several
+contenders wins, and an owner that sees a higher number than its own knows that it has lost.
+
+Who may take it over, and when:
+- at once: it was given back; or its owner is of the same run id (holdfast lets one generation of a run live at a time,
+  so whoever comes later is the right one); or its owner was a process of this machine that is no more;
+- after the counter has stood still for LOOKS looks that are LOOK_S apart: nobody is there;
+- otherwise never: a counter that moves is a SnapshotBusyError.
+
+No clock of another machine is compared with anything. An owner that is frozen longer than that loses the lease and is
+told at its next `check`; what both saved meanwhile are whole snapshots, because attempts are exclusive anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from holdfast.core.errors import SnapshotBusyError, SnapshotError
+from holdfast.snapshots import disk
+
+BEAT_S = 2.0
+"""How often a live owner advances its counter."""
+LOOK_S = 2.0
+LOOKS = 10
+JOIN_S = 5.0
+LEASE_BYTES_MAX = 64 << 10
+NO_IDENTITY = ("", "none")
+"""Run ids that tell nothing: torchrun's default is the same for every job."""
+
+COUNTER = "{:020d}"
+FREE = "free".ljust(20)
+_NAME = re.compile(r"lease\.([0-9]{6,18})")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who has a lease, as far as others can tell."""
+
+    run_id: str = ""
+    host: str = ""
+    pid: int = 0
+    machine: str = ""
+    """The boot and the process namespace: where these are equal, the pid means the same process as here."""
+    started: str = ""
+    """When the process started, in the kernel's ticks: a pid is used again, a pid and its start are not."""
+
+    @classmethod
+    def me(cls, run_id: str) -> Owner:
+        """This process."""
+        return cls(run_id, os.uname().nodename, os.getpid(), _machine(), _started(os.getpid()))
+
+    def same_run(self, other: Owner) -> bool:
+        """Whether both are of one run that has an identity."""
+        return self.run_id == other.run_id and self.run_id not in NO_IDENTITY
+
+    def is_dead(self) -> bool:
+        """Whether it certainly is no more: a process of this machine that is gone."""
+        if not self.machine or self.machine != _machine():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return _started(self.pid) != self.started
+
+    def __str__(self) -> str:
+        run = "a job without a name" if self.run_id in NO_IDENTITY else f"job {self.run_id!r}"
+        return f"{run} (process {self.pid} on {self.host})" if self.host else "another job"
+
+
+class _Seen(NamedTuple):
+    """A lease as it was read."""
+
+    number: int
+    text: str
+
+    @property
+    def owner(self) -> Owner:
+        """Whoever wrote it; nobody in particular when that cannot be read (it was being written)."""
+        try:
+            return Owner(**json.loads(self.text.partition("\n")[0]))
+        except (ValueError, TypeError):
+            return Owner()
+
+    @property
+    def free(self) -> bool:
+        return self.text.partition("\n")[2].startswith(FREE)
+
+
+class Lease:
+    """The lease of a folder, held until `release`; a thread of its own advances the counter. See `acquire`."""
+
+    def __init__(self, folder: Path, number: int, file: int, counter_at: int, beat_s: float) -> None:
+        self._folder, self._number, self._file, self._counter_at, self._beat_s = (
+            folder,
+            number,
+            file,
+            counter_at,
+            beat_s,
+        )
+        self._trouble: SnapshotError | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="holdfast-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """SnapshotBusyError when another job took the folder, SnapshotWriteError when the counter cannot be written."""
+        if self._trouble is not None:
+            raise self._trouble
+
+    def release(self) -> None:
+        """Give it back; the next job need not wait. May be called again."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        # A disk that stalls must not hold us: the thread is a daemon, and the file is closed by whoever ends last.
+        self._thread.join(JOIN_S)
+        if not self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                if self._trouble is None:
+                    self._put(FREE)
+            os.close(self._file)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _beat_on(self) -> None:
+        count = 0
+        while not self._ending.wait(self._beat_s):
+            count += 1
+            try:
+                newest = _newest(self._folder)
+                if newest is None or newest.number != self._number:
+                    self._trouble = _lost(self._folder, newest)
+                    return
+                self._put(COUNTER.format(count))
+                self._trouble = None
+            except OSError as error:
+                self._trouble = disk.write_error(error, self._folder / _name(self._number))
+
+    def _put(self, counter: str) -> None:
+        os.pwrite(self._file, counter.encode(), self._counter_at)
+        # Another node sees it only once it has left this one.
+        os.fdatasync(self._file)
+
+
+def acquire(
+    folder: str | os.PathLike[str],
+    run_id: str,
+    *,
+    beat_s: float = BEAT_S,
+    look_s: float = LOOK_S,
+    looks: int = LOOKS,
+    wait: Callable[[float], object] = time.sleep,
+) -> Lease:
+    """Take the folder for the job with this run id; only its rank 0 does.
+
+    Waits up to `looks` × `look_s` seconds for the counter of an owner that may be dead.
+    SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written.
+    """
+    path = Path(folder)
+    me = Owner.me(run_id)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        while True:
+            seen = _await_turn(path, me, look_s, looks, wait)
+            number = seen.number + 1 if seen else 1
+            lease = _claim(path, number, me, beat_s)
+            if lease is not None:
+                return lease
+    except OSError as error:
+        raise disk.write_error(error, path) from error
+
+
+def owner(folder: str | os.PathLike[str]) -> Owner | None:
+    """Who has the folder, or had it last without giving it back; None when nobody has."""
+    seen = _newest(Path(folder))
+    return None if seen is None or seen.free else seen.owner
+
+
+def _await_turn(folder: Path, me: Owner, look_s: float, looks: int, wait: Callable[[float], object]) -> _Seen | None:
+    """The lease that may be taken over now; None when there is none. SnapshotBusyError."""
+    before, stood = None, 0
+    while True:
+        seen = _newest(folder)
+        if seen is None or seen.free or seen.owner.same_run(me) or seen.owner.is_dead():
+            return seen
+        if before is not None and seen != before:
+            raise SnapshotBusyError(f"{folder} is in use by {seen.owner}; give each job a folder of its own")
+        if stood == looks:
+            return seen
+        before, stood = seen, stood + 1
+        wait(look_s)
+
+
+def _claim(folder: Path, number: int, me: Owner, beat_s: float) -> Lease | None:
+    """Make the lease with this number; None when somebody else was faster."""
+    path = folder / _name(number)
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return None
+    try:
+        line = json.dumps(asdict(me)).encode() + b"\n"
+        os.pwrite(file, line + COUNTER.format(0).encode(), 0)
+        os.fsync(file)
+        newest = _newest(folder)
+        if newest is None or newest.number != number:
+            # While we looked, others took and gave back, and cleared away, the number that we made.
+            path.unlink(missing_ok=True)
+            os.close(file)
+            return None
+    except OSError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    for name in _numbers(folder):
+        if name < number:
+            with contextlib.suppress(OSError):
+                (folder / _name(name)).unlink()
+    return Lease(folder, number, file, len(line), beat_s)
+
+
+def _lost(folder: Path, newest: _Seen | None) -> SnapshotBusyError:
+    if newest is None:
+        return SnapshotBusyError(f"{folder}: this job's lease file was removed")
+    return SnapshotBusyError(f"{folder} was taken over by {newest.owner} while this job stood still")
+
+
+def _newest(folder: Path) -> _Seen | None:
+    while True:
+        number = max(_numbers(folder), default=None)
+        if number is None:
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            data = (folder / _name(number)).read_bytes()[:LEASE_BYTES_MAX]
+            return _Seen(number, data.decode(errors="replace"))
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(found[1]) for name in os.listdir(folder) if (found := _NAME.fullmatch(name))]
+
+
+def _name(number: int) -> str:
+    return f"lease.{number:06d}"
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _started(pid: int) -> str:
+    """The start time of a process; empty when it is dead (a zombie too) or not to be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
