@@ -200,6 +200,12 @@ class DataStateError(DataError):
     code = "HF125"
 
 
+class ProcessGroupError(CallerError, ValueError):
+    """holdfast.train: no process group can be made of the environment, or a model or micro-batch does not fit to it."""
+
+    code = "HF126"
+
+
 class RetentionError(CallerError, ValueError):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 
