@@ -212,6 +212,30 @@ class RetentionError(CallerError, ValueError):
     code = "HF139"
 
 
+class StateTypeError(CallerError):
+    """Something in a tracked object's state cannot be stored without pickle; the message names where it is."""
+
+    code = "HF130"
+
+
+class IntervalError(CallerError):
+    """`every=` of Snapshots is neither a time nor a number of steps."""
+
+    code = "HF131"
+
+
+class ShardingError(CallerError):
+    """What is tracked and what was saved do not fit: a tensor is missing, or has another shape."""
+
+    code = "HF132"
+
+
+class TrackingError(CallerError):
+    """An object given to `Snapshots.track` cannot be saved and restored, or the calls come in an impossible order."""
+
+    code = "HF133"
+
+
 class WorkerError(HoldfastError):
     """A training process failed."""
 
