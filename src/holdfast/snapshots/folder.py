@@ -55,7 +55,7 @@ class Problem:
     @property
     def damaged(self) -> bool:
         """It will never be a snapshot; otherwise (permissions, a newer version) it may well be a good one."""
-        return isinstance(self.error, SnapshotDamagedError)
+        return is_damage(self.error)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,11 @@ def inspect(path: Path) -> Snapshot:
     except OSError as error:
         raise disk.read_error(error, path) from error
     return Snapshot(path, manifest)
+
+
+def is_damage(error: SnapshotError) -> bool:
+    """Whether this snapshot will never be one; otherwise (permissions, a newer version) it may well be good."""
+    return isinstance(error, SnapshotDamagedError)
 
 
 def missing(snapshot: Path, file: str | os.PathLike[str]) -> SnapshotError:

@@ -1,0 +1,279 @@
+"""`holdfast snaps ls|verify|prune|export`: look after a snapshot folder, with or without a job that writes to it.
+
+Knows the options and what is printed; what a snapshot is knows holdfast.snapshots. torch is not imported: the export
+is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from holdfast.core.errors import SnapshotError, SnapshotGoneError, UsageError
+from holdfast.snapshots import folder, lease, reader, retention
+from holdfast.snapshots.folder import Snapshot, Survey
+from holdfast.snapshots.retention import Keep, Pruned
+
+EXIT_DAMAGED = 1
+FORMATS = ("torch", "dcp", "safetensors")
+
+Result = tuple[Path, SnapshotError | None]
+"""A snapshot, and what is wrong with it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `holdfast snaps` with these arguments; returns the exit status. HoldfastError."""
+    chosen = parser().parse_args(argv)
+    if not Path(chosen.folder).is_dir():
+        raise SnapshotError(f"{chosen.folder}: no such folder")
+    status: int = chosen.run(chosen)
+    return status
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that fails as the rest of holdfast does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}")
+
+
+def parser() -> Parser:
+    """The command line."""
+    top = Parser(prog="holdfast snaps", description="Look after a folder of snapshots.", allow_abbrev=False)
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.add_argument("folder", metavar="FOLDER", help="the snapshot folder, as given to Snapshots(...)")
+        made.add_argument("--json", action="store_true", help="print JSON")
+        made.set_defaults(run=run)
+        return made
+
+    command("ls", list_all, "show what is in it; reads manifests only")
+    check = command("verify", verify, "read every byte and check its digest; exit status 1 if anything is damaged")
+    check.add_argument("--step", type=int, help="only this step")
+    check.add_argument("--quarantine", action="store_true", help="set aside what is damaged")
+    prune = command("prune", prune_folder, "delete snapshots, after reading back those that stay")
+    prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N")
+    prune.add_argument("--keep-every", metavar="TIME", help="keep one for every 30min, 6h, 1d ...")
+    prune.add_argument("--keep-steps", type=int, metavar="N", help="keep one for every N steps")
+    prune.add_argument("--keep-best", metavar="NAME:min|max[:N]", help="keep the best N by a metric")
+    prune.add_argument("--debris", action="store_true", help="delete what unfinished saves left")
+    prune.add_argument("--quarantined", action="store_true", help="delete what was set aside as damaged")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    export = command("export", export_snapshot, "write a snapshot in another format; needs torch")
+    export.add_argument("--step", type=int, help="which step; the newest valid one when not given")
+    export.add_argument("--to", required=True, metavar="PATH", help="file or folder to make")
+    export.add_argument("--format", required=True, choices=FORMATS, help=", ".join(FORMATS))
+    return top
+
+
+def list_all(chosen: argparse.Namespace) -> int:
+    """`ls`: everything in the folder."""
+    found = folder.survey(chosen.folder)
+    has = lease.owner(chosen.folder)
+    if chosen.json:
+        print_json({**survey_json(found), "lease": str(has) if has else None})
+        return 0
+    rows: list[tuple[str, ...]] = [("STEP", "ATTEMPT", "RANKS", "SIZE", "SAVED", "METRICS")]
+    rows += [row(snapshot) for snapshot in found.committed]
+    print_table(rows)
+    print_rest(found)
+    if has:
+        print(f"last used by {has}")
+    return 0
+
+
+def verify(chosen: argparse.Namespace) -> int:
+    """`verify`: read all, or one step's, snapshots back."""
+    found = folder.survey(chosen.folder)
+    results: list[Result] = [(each.path, each.error) for each in found.problems if chosen.step in (None, each.key.step)]
+    for snapshot in found.committed:
+        if chosen.step in (None, snapshot.step):
+            results += read_back(snapshot)
+    if not results:
+        raise SnapshotError(f"{chosen.folder}: no snapshot{'' if chosen.step is None else f' of step {chosen.step}'}")
+    results.sort(key=lambda result: result[0].name)
+    if chosen.quarantine:
+        set_aside(chosen.folder, results)
+    if chosen.json:
+        print_json([{"name": path.name, "valid": error is None, "error": told(error)} for path, error in results])
+    else:
+        for path, error in results:
+            print(f"{path.name}  {told(error) or 'valid'}")
+    return EXIT_DAMAGED if any(error for _, error in results) else 0
+
+
+def read_back(snapshot: Snapshot) -> list[Result]:
+    """What reading it showed; nothing when it was removed meanwhile."""
+    try:
+        reader.verify(snapshot)
+    except SnapshotGoneError:
+        return []
+    except SnapshotError as error:
+        return [(snapshot.path, error)]
+    return [(snapshot.path, None)]
+
+
+def prune_folder(chosen: argparse.Namespace) -> int:
+    """`prune`: delete what need not stay. Takes the folder's lease, so no job can be saving meanwhile."""
+    keep = asked_keep(chosen)
+    if keep is None and not chosen.debris and not chosen.quarantined:
+        raise UsageError(
+            "holdfast snaps prune: say what may go: --keep-last N (or another --keep), --debris, --quarantined"
+        )
+    if chosen.dry_run:
+        return report(chosen, *prune_now(chosen, keep))
+    with lease.acquire(chosen.folder, ""):
+        return report(chosen, *prune_now(chosen, keep))
+
+
+def export_snapshot(chosen: argparse.Namespace) -> int:
+    """`export`: by a process that imports torch. Its exit status is ours."""
+    if chosen.step is None:
+        newest = folder.choose(folder.survey(chosen.folder))
+        if newest is None:
+            raise SnapshotError(f"{chosen.folder}: no snapshot")
+        step = newest.step
+    else:
+        step = chosen.step
+    command = [sys.executable, "-m", "holdfast.train.export", chosen.folder]
+    command += ["--step", str(step), "--to", chosen.to, "--format", chosen.format]
+    # With --json stdout is ours alone.
+    done = subprocess.run(command, check=False, stdout=sys.stderr if chosen.json else None)
+    if chosen.json and done.returncode == 0:
+        print_json({"step": step, "to": chosen.to, "format": chosen.format})
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode
+
+
+def asked_keep(chosen: argparse.Namespace) -> Keep | None:
+    """What the --keep-... options say; None when there are none."""
+    asked = (chosen.keep_last, chosen.keep_every, chosen.keep_steps, chosen.keep_best)
+    if all(each is None for each in asked):
+        return None
+    last = 1 if chosen.keep_last is None else chosen.keep_last
+    return Keep(last=last, every=chosen.keep_every, every_steps=chosen.keep_steps, best=asked_best(chosen.keep_best))
+
+
+def asked_best(text: str | None) -> tuple[str, str, int] | None:
+    """NAME:min|max[:N]; the name may hold colons itself."""
+    if text is None:
+        return None
+    name, _, sense = text.rpartition(":")
+    count = "1"
+    if sense.isdigit():
+        count, (name, _, sense) = sense, name.rpartition(":")
+    return name, sense, int(count)
+
+
+def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, list[Path]]:
+    """What was (or with --dry-run would be) deleted: snapshots, and other folders."""
+    done = Pruned((), (), ())
+    if keep is not None:
+        done = retention.prune(chosen.folder, keep, dry_run=chosen.dry_run)
+    found = folder.survey(chosen.folder)
+    others = list(found.debris) if chosen.debris else []
+    if chosen.debris and not chosen.dry_run:
+        others = folder.clear_debris(found)
+    if chosen.quarantined:
+        others += found.quarantined
+        if not chosen.dry_run:
+            for path in found.quarantined:
+                shutil.rmtree(path, ignore_errors=True)
+    return done, others
+
+
+def report(chosen: argparse.Namespace, done: Pruned, others: list[Path]) -> int:
+    """Print what `prune` did."""
+    if chosen.json:
+        print_json(
+            {
+                "dry_run": chosen.dry_run,
+                "kept": [snapshot.path.name for snapshot in done.kept],
+                "deleted": [path.name for path in (*done.deleted, *others)],
+                "damaged": [{"name": path.name, "error": told(error)} for path, error in done.damaged],
+            }
+        )
+    else:
+        verb = "would delete" if chosen.dry_run else "deleted"
+        for path, error in done.damaged:
+            print(f"damaged  {path.name}  {told(error)}")
+        for snapshot in done.kept:
+            print(f"kept  {snapshot.path.name}")
+        for path in (*done.deleted, *others):
+            print(f"{verb}  {path.name}")
+    return EXIT_DAMAGED if done.damaged else 0
+
+
+def set_aside(path: str, results: Sequence[Result]) -> None:
+    """Quarantine what is damaged; what only could not be read stays where it is."""
+    damaged = [(each, error) for each, error in results if error is not None and folder.is_damage(error)]
+    if damaged:
+        with lease.acquire(path, ""):
+            for each, error in damaged:
+                folder.quarantine(each, str(error))
+
+
+def told(error: SnapshotError | None) -> str | None:
+    """An error with its code, as one line."""
+    return None if error is None else f"{error.code}: {' '.join(str(error).split())}"
+
+
+def row(snapshot: Snapshot) -> tuple[str, ...]:
+    """One snapshot's line."""
+    manifest = snapshot.manifest
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_unix_s))
+    metrics = " ".join(f"{name}={value:.6g}" for name, value in sorted(manifest.metrics.items()))
+    size = f"{manifest.size_bytes / 1e6:.1f} MB"
+    return str(manifest.step), str(manifest.attempt), str(manifest.world), size, saved, metrics
+
+
+def survey_json(found: Survey) -> dict[str, Any]:
+    """A survey as plain data."""
+    return {
+        "folder": str(found.path),
+        "committed": [
+            {
+                "name": snapshot.path.name,
+                "step": snapshot.step,
+                "attempt": snapshot.key.attempt,
+                "ranks": snapshot.manifest.world,
+                "size_bytes": snapshot.manifest.size_bytes,
+                "saved_unix_s": snapshot.manifest.saved_unix_s,
+                "metrics": snapshot.manifest.metrics,
+            }
+            for snapshot in found.committed
+        ],
+        "problems": [{"name": problem.path.name, "error": told(problem.error)} for problem in found.problems],
+        "debris": [path.name for path in found.debris],
+        "quarantined": [path.name for path in found.quarantined],
+    }
+
+
+def print_rest(found: Survey) -> None:
+    """What is there besides valid snapshots."""
+    for problem in found.problems:
+        print(f"not valid    {problem.path.name}  {told(problem.error)}")
+    for path in found.debris:
+        print(f"unfinished   {path.name}")
+    for path in found.quarantined:
+        print(f"quarantined  {path.name}")
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns side by side."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for each in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)).rstrip())
+
+
+def print_json(value: object) -> None:
+    """One JSON document."""
+    print(json.dumps(value, indent=1))
