@@ -103,11 +103,11 @@ def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path
 
 def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path) -> None:
     own = Slots(tmp_path, Owner(0))
-    lent = own.lend(put(own, 1, 1))
+    lent = slots.lend(tmp_path, put(own, 1, 1))
     put(own, 2, 2)
     put(own, 3, 3)  # over 2: slot 1 is still being read
     assert [slot.step for slot in own.committed()] == [3, 1]
-    both = own.lend(own.committed()[0])
+    both = slots.lend(tmp_path, own.committed()[0])
     assert own.stage(4, SIZE) is None
     os.close(lent)
     put(own, 5, 5)
@@ -122,7 +122,7 @@ def test_an_overwritten_slot_is_not_lent(tmp_path: Path) -> None:
     put(own, 2, 2)
     put(own, 3, 3)
     with pytest.raises(ValueError, match="staged into since"):
-        own.lend(old)
+        slots.lend(tmp_path, old)
     own.close()
 
 

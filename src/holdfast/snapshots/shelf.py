@@ -66,7 +66,7 @@ class Shelf:
 
     def remove(self) -> None:
         """Remove it with all there is in it, though others hold it: what they have mapped stays theirs."""
-        _remove(self.path)
+        remove_folder(self.path)
         self.close()
 
 
@@ -94,7 +94,7 @@ def clean(root: Path = ROOT) -> list[Path]:
             fd = os.open(root / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(root / name)
+                remove_folder(root / name)
                 removed.append(root / name)
             finally:
                 os.close(fd)
@@ -119,8 +119,8 @@ def _hold(path: Path, fd: int) -> bool:
     return False
 
 
-def _remove(path: Path) -> None:
-    """A shelf holds plain files and a socket, and no folder."""
+def remove_folder(path: Path) -> None:
+    """With all there is in it: plain files and a socket, and no folder. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(path):
             with contextlib.suppress(FileNotFoundError):

@@ -37,6 +37,7 @@ import json
 import mmap
 import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from math import inf
@@ -200,17 +201,6 @@ class Slots:
                 self._files[slot.number].sequence = 0
                 os.close(held)
 
-    def lend(self, slot: Slot) -> int:
-        """A descriptor that holds the slot against staging for as long as it is open, here or where it is sent.
-
-        Raises ValueError when the slot has been staged into since.
-        """
-        if self._files[slot.number].sequence != slot.sequence:
-            raise ValueError(f"the slot of step {slot.step} was staged into since")
-        fd = os.open(self._files[slot.number].path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody but us stages here
-        return fd
-
     def close(self) -> None:
         """Let go of files and memory, and remove nothing."""
         self.abandon()
@@ -295,6 +285,26 @@ class _File:
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         self.room_bytes = 0
+
+
+def lend(folder: Path, slot: Slot) -> int:
+    """A descriptor that holds the slot against staging for as long as it is open, here or where it is sent.
+
+    Raises ValueError when the slot has been staged into since.
+    """
+    try:
+        fd = os.open(slot_path(folder, slot.local_rank, slot.number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise ValueError(f"the slot of step {slot.step} is gone") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        committed = int.from_bytes(os.pread(fd, _WORD_BYTES, _COMMIT * _WORD_BYTES), sys.byteorder)
+    except BlockingIOError:
+        committed = 0
+    if committed != slot.sequence:
+        os.close(fd)
+        raise ValueError(f"the slot of step {slot.step} was staged into since")
+    return fd
 
 
 def slot_path(folder: Path, local_rank: int, index: int) -> Path:

@@ -40,6 +40,7 @@ from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStr
 from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
 from holdfast.runtime.workers.preload import order_for, script_argv
+from holdfast.runtime.workers.saver_host import SaverHost
 from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
 from holdfast.runtime.workers.store_host import StoreHost
@@ -86,6 +87,7 @@ class Crew:
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
         self._store: StoreHost | None = None
+        self._saver = SaverHost(self._keeper, options.job.run_id, lambda text: self.on_notice(text))  # noqa: PLW0108 - set later
         self._oom: OomWatch | None = None
         self._cpus: dict[int, list[int]] = {}
         """CPUs by local rank, with --numa-binding."""
@@ -155,6 +157,7 @@ class Crew:
         """Nothing of ours is alive afterwards."""
         if self._store is not None:
             self._store.close()
+        await self._saver.close()
         await self._keeper.close()
         if self._hold_timer is not None:
             self._hold_timer.cancel()
@@ -242,6 +245,7 @@ class Crew:
         )
         assert self._board is not None
         environment[BOARD_VARIABLE] = self._board.address(worker.local_rank)
+        environment.update(self._saver.environment(assign.generation, worker.local_rank))
         wanted = {
             1: streams.fds.stdout,
             2: streams.fds.stderr,
@@ -264,6 +268,7 @@ class Crew:
     # ---------------------------------------------------------------- what the keeper tells
 
     def _on_keeper(self, event: kept.KeeperEvent) -> None:
+        self._saver.handle(event)
         if self._store is not None:
             self._store.handle(event)
         match event:
@@ -379,6 +384,7 @@ class Crew:
                 self._emit(StoreDied(self._generation))
         handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
         self._keeper = KeeperClient(handle, self._on_keeper)
+        self._saver.renew(self._keeper)
         if self._options.preempt_signal is not None:
             self._keeper.ignore(self._options.preempt_signal)
         self._keeper.fence(self._guard_s)

@@ -1,0 +1,376 @@
+"""The saver: a process that writes memory slots to disk, so that the death of a worker never aborts a save.
+
+    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as packets.saver_argv builds it
+
+FOLDER is the shelf. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or -1: then this
+process detaches itself, and ANCHOR is the process whose end is the job's (torchrun, or the one worker there is).
+
+What it promises, in what order things end:
+- A save whose packet was sent is carried out, be the sender dead or alive: the packet waits in the socket, and with it
+  the descriptor whose lock keeps the slot from being staged into.
+- When a worker of this node has died without a goodbye and no other is left, the newest step that all of them have in
+  memory is written too, if it is newer than what is on disk (`_rescue`).
+- "finish" from the agent: everything that is in flight is carried out, then it ends. The agent waits packets.FINISH_LIMIT_S.
+- The agent is gone without that: it ends at once, and what was in flight is an attempt that was never committed.
+- Without an agent: it ends, and removes the shelf, when the anchor is gone, no worker is left and nothing is in flight.
+
+One thread looks after sockets and processes; each save has one of its own, which sleeps in the disk. Signals that end
+whole sessions are ignored: what it does is finite.
+Standard library and our snapshots only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from holdfast.snapshots import packets, shelf, slots
+from holdfast.snapshots.saving import RESCUE_PATIENCE_S, Save, Tell, carry_out, newest_on_disk, ticket_of
+
+SAVES_PER_WORKER_MAX = 8
+"""In flight; there are only two slots, so more is a fault of the caller's."""
+NEWS_MAX = 16
+"""Failures of saves whose worker is gone, kept for its successor."""
+NICENESS = 5
+"""Training goes first."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """A connection."""
+
+    sock: socket.socket
+    pidfd: int = -1
+    """Becomes readable at its death, though a data loader it forked keeps the socket open; -1: there is none."""
+    local_rank: int = -1
+    """-1: it has not said hello."""
+    generation: int = 0
+    left: bool = False
+    """It has said goodbye."""
+
+
+@dataclass
+class InFlight:
+    """Of one local rank: saves that are not over, and who wants to know when none is."""
+
+    saves: int = 0
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Saver:
+    """One node's saver. Everything but `carry_out` runs in one thread."""
+
+    def __init__(
+        self, folder: Path, listening: socket.socket, control: socket.socket | None, anchor_fd: int | None = None
+    ) -> None:
+        """`control`: the agent's; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone already."""
+        self._folder = folder
+        self._listening = listening
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Calls for this thread, from those that save."""
+        self._woken, self._wake = socket.socketpair()
+        self._workers: set[Worker] = set()
+        self._members: dict[int, int] = {}
+        """Local rank -> generation, of all that said hello since the last rescue."""
+        self._crashed = False
+        self._in_flight: dict[int, InFlight] = {}
+        self._newest_asked: dict[str, int] = {}
+        """Snapshot folder -> newest step that was to be saved there and did not fail."""
+        self._news: dict[int, list[str]] = {}
+        self._finishing = control is None and anchor_fd is None
+        self._ended = False
+        for sock in (listening, self._woken, *([control] if control is not None else [])):
+            sock.setblocking(False)
+        self._watch(listening, self._accept)
+        self._watch(self._woken, self._settle)
+        if control is not None:
+            self._watch(control, partial(self._obey, control))
+            self._tell_agent({"is": "up"})
+        if anchor_fd is not None:
+            self._watch(anchor_fd, partial(self._anchor_gone, anchor_fd))
+
+    def run(self) -> None:
+        """Until there is nothing left to do, ever."""
+        while not self._ended and not (self._finishing and self._idle()):
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _idle(self) -> bool:
+        """Nobody has anything left for us to do. The agent ends its workers before it asks."""
+        while self._accept():
+            pass
+        return not any(each.saves for each in self._in_flight.values()) and (
+            self._control is not None or not self._workers
+        )
+
+    def _watch(self, what: socket.socket | int, ready: Callable[[], object]) -> None:
+        self._selector.register(what, selectors.EVENT_READ, ready)
+
+    # --- the agent, or the anchor -------------------------------------------------------------------------------------
+
+    def _obey(self, control: socket.socket) -> None:
+        got = packets.receive(control)
+        if got is None:  # the agent was killed: the keeper ends us too
+            self._ended = True
+            return
+        if got[0].get("do") == "finish":
+            while self._accept():
+                pass
+            for worker in list(self._workers):
+                if worker.pidfd < 0 or _is_ready(worker.pidfd):
+                    self._worker_gone(worker)
+            self._finishing = True
+
+    def _anchor_gone(self, anchor_fd: int) -> None:
+        self._selector.unregister(anchor_fd)
+        self._finishing = True
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> bool:
+        """One connection; False: there is none."""
+        try:
+            sock, _ = self._listening.accept()
+        except OSError:
+            return False
+        pid, uid = packets.peer(sock)
+        if uid != os.getuid():
+            sock.close()
+            return True
+        sock.setblocking(False)
+        worker = Worker(sock)
+        self._workers.add(worker)
+        self._watch(sock, partial(self._read, worker))
+        if pid:
+            try:
+                worker.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._worker_gone(worker)  # before we looked
+            else:
+                self._watch(worker.pidfd, partial(self._worker_gone, worker))
+        return True
+
+    def _read(self, worker: Worker) -> bool:
+        """One packet. False: there will be no more, or none is there now."""
+        if worker not in self._workers:
+            return False  # dropped by another event of the same round
+        try:
+            got = packets.receive(worker.sock)
+            if got is not None:
+                self._serve(worker, *got)
+                return True
+        except BlockingIOError:
+            return False
+        except ValueError as error:
+            self._news_to_agent(f"the saver was told what it cannot understand: {error}")
+        self._drop(worker)
+        return False
+
+    def _serve(self, worker: Worker, packet: packets.Packet, fds: list[int]) -> None:
+        try:
+            match packet.get("do"):
+                case "hello":
+                    worker.local_rank = packets.field(packet, "local_rank", int)
+                    worker.generation = packets.field(packet, "generation", int)
+                    self._members[worker.local_rank] = worker.generation
+                    for text in self._news.pop(worker.local_rank, []):
+                        _send(worker, {"is": "news", "text": text})
+                case "persist" if fds and worker.local_rank >= 0:
+                    self._persist(worker, packet, fds)
+                case "wait":
+                    answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
+                    waited = self._flights(worker.local_rank)
+                    if waited.saves:
+                        waited.waiting.append(answer)
+                    else:
+                        answer()
+                case "bye":
+                    worker.left = True
+                case other:
+                    raise ValueError(f"do: {other!r}"[:200])
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _persist(self, worker: Worker, packet: packets.Packet, fds: list[int]) -> None:
+        number = packets.field(packet, "id", int)
+        if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
+            raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
+        sequence, patience_s = packets.field(packet, "sequence", int), packets.field(packet, "patience_s", float)
+        ticket, metadata = ticket_of(packets.field(packet, "ticket", dict)), packets.field(packet, "metadata", dict)
+        save = Save(fds.pop(), sequence, ticket, metadata, patience_s, worker.local_rank)
+        self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
+
+    def _answer(self, worker: Worker, save: Save, answer: packets.Packet) -> None:
+        if worker in self._workers:
+            _send(worker, answer)
+        elif answer["is"] == "failed":
+            self._report(save, answer["text"])
+
+    def _worker_gone(self, worker: Worker) -> None:
+        """It died. What it has sent before is read first."""
+        while self._read(worker):
+            pass
+        if worker in self._workers:
+            self._drop(worker)
+
+    def _drop(self, worker: Worker) -> None:
+        self._workers.discard(worker)
+        self._selector.unregister(worker.sock)
+        worker.sock.close()
+        if worker.pidfd >= 0:
+            self._selector.unregister(worker.pidfd)
+            os.close(worker.pidfd)
+        self._crashed |= worker.local_rank >= 0 and not worker.left
+        if not self._workers:
+            if self._crashed:
+                try:
+                    self._rescue()
+                except (OSError, ValueError) as error:
+                    self._news_to_agent(f"the newest state in memory was not saved: {error}")
+            self._crashed = False
+            self._members.clear()
+
+    # --- after a crash ------------------------------------------------------------------------------------------------
+
+    def _rescue(self) -> None:
+        """Write the newest step that all ranks of this node have in memory, if the disk has none that is as new.
+
+        Every node does the same, and rank 0 commits when all have come; nodes that chose different steps (one died
+        while it staged) leave an attempt that is never committed.
+        """
+        generation = max(self._members.values(), default=-1)
+        ranks = [rank for rank, theirs in self._members.items() if theirs == generation]
+        found = {rank: self._rescuable(rank, generation) for rank in ranks}
+        common = set.intersection(*(set(each) for each in found.values())) if found else set()
+        if not common:
+            return
+        chosen = max(common)
+        for rank in ranks:
+            slot = found[rank][chosen]
+            assert slot.ticket is not None
+            ticket = ticket_of({**slot.ticket, "step": slot.step})
+            if slot.step <= max(self._newest_asked.get(ticket.folder, -1), newest_on_disk(ticket.folder)):
+                return
+            lent = slots.lend(self._folder, slot)
+            save = Save(lent, slot.sequence, ticket, slot.metadata, RESCUE_PATIENCE_S, rank, rescue=True)
+            self._begin(save, partial(self._rescued, save))
+
+    def _rescuable(self, local_rank: int, generation: int) -> dict[tuple[int, int], slots.Slot]:
+        """By step and attempt; the attempt's number is agreed among the ranks beforehand."""
+        return {
+            (slot.step, ticket_of({**slot.ticket, "step": slot.step}).attempt): slot
+            for slot in slots.committed_slots(self._folder, local_rank)
+            if slot.ticket is not None and slot.generation == generation
+        }
+
+    def _rescued(self, save: Save, answer: packets.Packet) -> None:
+        if answer["is"] == "failed":
+            self._report(save, answer["text"])
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def _flights(self, local_rank: int) -> InFlight:
+        return self._in_flight.setdefault(local_rank, InFlight())
+
+    def _begin(self, save: Save, tell: Tell) -> None:
+        self._flights(save.local_rank).saves += 1
+        before = self._newest_asked.get(save.ticket.folder, -1)
+        self._newest_asked[save.ticket.folder] = max(before, save.ticket.step)
+
+        def told(answer: packets.Packet) -> None:
+            if answer["is"] != "written":
+                self._over(save, answer, before)
+            tell(answer)
+
+        def in_main(answer: packets.Packet) -> None:
+            self._done.put(partial(told, answer))
+            self._wake.send(b"!")
+
+        # A thread for each: the disk may hold one of them for ever.
+        threading.Thread(target=carry_out, args=(save, in_main), daemon=True).start()
+
+    def _over(self, save: Save, answer: packets.Packet, before: int) -> None:
+        if answer["is"] == "failed" and self._newest_asked[save.ticket.folder] == save.ticket.step:
+            self._newest_asked[save.ticket.folder] = before
+        flights = self._flights(save.local_rank)
+        flights.saves -= 1
+        if not flights.saves:
+            waiting, flights.waiting = flights.waiting, []
+            for answer_idle in waiting:
+                answer_idle()
+
+    def _settle(self) -> None:
+        self._woken.recv(4096)
+        while True:
+            try:
+                call = self._done.get_nowait()
+            except queue.Empty:
+                return
+            call()
+
+    def _report(self, save: Save, text: str) -> None:
+        """A failure of which no living worker has asked."""
+        said = f"after the end of its worker, rank {save.ticket.rank}: {text}"
+        self._news_to_agent(said)
+        news = self._news.setdefault(save.local_rank, [])
+        if len(news) < NEWS_MAX:
+            news.append(said)
+
+    def _news_to_agent(self, text: str) -> None:
+        self._tell_agent({"is": "news", "text": text})
+
+    def _tell_agent(self, packet: packets.Packet) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                packets.send(self._control, packet)
+
+
+def _send(worker: Worker, packet: packets.Packet) -> None:
+    """A worker that is gone, or does not read, need not know."""
+    with contextlib.suppress(OSError):
+        packets.send(worker.sock, packet)
+
+
+def _is_ready(fd: int) -> bool:
+    import select
+
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def main() -> None:
+    """The process. See the top of this file for its arguments."""
+    folder, listening_fd, control_fd, anchor = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    anchor_fd = None
+    if control_fd < 0:
+        if os.fork():
+            os._exit(os.EX_OK)  # the worker that started us waits for this, and has no child then
+        with contextlib.suppress(ProcessLookupError):
+            anchor_fd = os.pidfd_open(anchor)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write("holdfast-saver")
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    os.nice(NICENESS)
+    control = socket.socket(fileno=control_fd) if control_fd >= 0 else None
+    saver = Saver(folder, socket.socket(fileno=listening_fd), control, anchor_fd)
+    saver.run()
+    if control is None:
+        with contextlib.suppress(OSError):
+            shelf.remove_folder(folder)
+    sys.stdout.flush()
+    os._exit(os.EX_OK)  # threads that hang in a disk are not waited for
