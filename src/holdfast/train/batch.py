@@ -137,7 +137,7 @@ class GlobalBatch:
 
     def _deal_step(self, rank: int, start: int, stop: int) -> Iterator[Share]:
         samples = stop - start
-        if self.tail == "pad":
+        if self.tail == "pad" and samples < self.size:
             samples = -(-samples // self.parts) * self.parts
         size, larger = divmod(samples, self.parts)
         for micro in range(self.every):
