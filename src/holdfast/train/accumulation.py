@@ -1,0 +1,179 @@
+"""Gradient accumulation: one optimizer step made of several micro-batches, with one exchange of gradients.
+
+Knows DDP, FSDP2 and plain modules, and what a loader says of its batch (batch.Share). Knows no loader and no snapshot.
+
+The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
+micro-batches. With a number (`every=4`) each micro-batch weighs the same; with a loader each weighs what it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.core.errors import ProcessGroupError
+from holdfast.train.batch import HasShare
+from holdfast.train.guards import watch
+
+
+class MicroBatch:
+    """One micro-batch of an optimizer step: what `accumulate` hands out."""
+
+    def __init__(self, accumulation: _Accumulation, number: int, every: int, scale: float) -> None:
+        self._accumulation = accumulation
+        self.number = number
+        """Within its optimizer step, from 0."""
+        self.every = every
+        """Micro-batches in this optimizer step."""
+        self.scale = scale
+        """What `backward` multiplies the loss by: the batch's part of the step's samples, times the number of ranks."""
+        self.last = number == every - 1
+        """Whether the optimizer steps after this one."""
+
+    def backward(self, loss: torch.Tensor, *, scaler: Any = None, **arguments: Any) -> None:
+        """`loss.backward()` with the loss scaled; `loss` is the mean over the batch's samples.
+
+        `scaler`: a torch.amp.GradScaler. Several losses of one micro-batch may be given one after the other.
+        """
+        scaled = loss * self.scale
+        (scaled if scaler is None else scaler.scale(scaled)).backward(**arguments)
+        self._accumulation.add(scaled.detach())
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The mean loss over the samples of the optimizer step, detached.
+
+        After the last micro-batch over all ranks, the same value on each; before, over what this rank has had so far.
+        NaN when there was no `backward`.
+        """
+        return self._accumulation.loss()
+
+
+class _Accumulation:
+    """One model's optimizer step in the making."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.done = 0
+        """Micro-batches trained of the optimizer step in the making."""
+        plain = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        # Weakly: this object must not keep alive the model whose life it shares.
+        self._ddp = [weakref.ref(each) for each in _outermost(plain, DistributedDataParallel)]
+        self._fsdp = [weakref.ref(each) for each in _outermost(plain, FSDPModule)]
+        # A plain module on each rank has a loss of its own.
+        self._world = dist.get_world_size(self._group()) if self._ddp or self._fsdp else 1
+        self._sum: torch.Tensor | None = None
+        self._weight = 0.0
+        self._exchange: Any = None
+
+    def _group(self) -> Any:
+        """That over which the gradients' mean is taken."""
+        module = self._ddp[0]() if self._ddp else None
+        return dist.group.WORLD if module is None else module.process_group
+
+    def add(self, scaled: torch.Tensor) -> None:
+        value = scaled.to(torch.promote_types(scaled.dtype, torch.float32))
+        self._sum = value if self._sum is None else self._sum + value
+
+    def loss(self) -> torch.Tensor:
+        if self._sum is None:
+            return torch.tensor(float("nan"))
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
+            self._sum = self._sum / self._world
+            self._weight = 1.0
+        return self._sum / self._weight if self._weight > 0 else self._sum
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int, every: int, scale: float) -> Iterator[MicroBatch]:
+        if number == 0:
+            self._sum, self._weight, self._exchange = None, 0.0, None
+        self._weight += scale
+        micro = MicroBatch(self, number, every, scale)
+        with self._synced(exchange=micro.last):
+            yield micro
+        self.done = 0 if micro.last else number + 1
+        if micro.last and self._world > 1 and self._sum is not None:
+            # Every rank comes here once per step, so this meets no other collective; it runs beside the optimizer.
+            self._exchange = dist.all_reduce(self._sum, group=self._group(), async_op=True)
+
+    @contextlib.contextmanager
+    def _synced(self, *, exchange: bool) -> Iterator[None]:
+        """Gradients are exchanged in the backward pass, or only added up on this rank."""
+        with contextlib.ExitStack() as stack:
+            if not exchange:
+                for module in _alive(self._ddp):
+                    stack.enter_context(module.no_sync())
+            for module in _alive(self._fsdp):
+                _set_fsdp(module, exchange=exchange)
+                stack.callback(_set_fsdp, module, exchange=True)
+            yield
+
+
+def _alive(references: list[weakref.ref[Any]]) -> Iterator[Any]:
+    return (module for each in references if (module := each()) is not None)
+
+
+def _set_fsdp(module: Any, *, exchange: bool) -> None:
+    module.set_requires_gradient_sync(exchange)
+    module.set_is_last_backward(exchange)
+
+
+def _outermost(module: nn.Module, kind: type) -> list[Any]:
+    if isinstance(module, kind):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, kind)]
+
+
+_accumulations: weakref.WeakKeyDictionary[nn.Module, _Accumulation] = weakref.WeakKeyDictionary()
+"""Each model's, as long as the model lives: so that a loop needs no object of ours and no attribute is put on the model."""
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, every: int | HasShare = 1) -> Iterator[MicroBatch]:
+    """One micro-batch: scales its loss, and lets gradients be exchanged only in the last one of an optimizer step.
+
+        for batch in loader:
+            with ht.accumulate(model, loader) as micro:      # forward pass and backward pass both inside
+                micro.backward(loss_fn(model(batch)))        # instead of loss.backward()
+            if micro.last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    `every`: the number of micro-batches per optimizer step, or the loader that the loop is over (holdfast.train's): then
+    the loader decides, and batches of different sizes get weights so that every sample counts the same. With a number the
+    count goes on over the end of an epoch. `model`: DDP, FSDP2, or neither.
+    Raises ProcessGroupError for a number below 1, or a loader that has handed out nothing.
+    """
+    accumulation = _accumulations.get(model)
+    if accumulation is None:
+        accumulation = _accumulations[model] = _Accumulation(model)
+        watch(model)
+    if isinstance(every, int):
+        if every < 1:
+            raise ProcessGroupError(f"accumulate(every={every}): at least one micro-batch makes an optimizer step.")
+        # min: `every` may have become smaller in the middle of a step.
+        number, scale = min(accumulation.done, every - 1), 1 / every
+    else:
+        share = every.share
+        if share is None:
+            raise ProcessGroupError(
+                "accumulate(model, loader) belongs into the loop over that loader: it has no batch yet."
+            )
+        number, every, scale = share.micro, share.every, share.scale
+    with accumulation.micro_batch(number, every, scale) as micro:
+        yield micro
+
+
+def mid_accumulation(model: nn.Module) -> bool:
+    """Whether gradients of an unfinished optimizer step are pending: a snapshot taken now would lose them."""
+    accumulation = _accumulations.get(model)
+    return accumulation is not None and accumulation.done > 0

@@ -1,0 +1,205 @@
+"""The process group: made for whatever launched this process, bound to its device, and left without hanging.
+
+Knows torch.distributed, the launchers' variables and nothing else of holdfast.train but the guards, which it switches on.
+
+Leaving. While all are well the ranks leave together: each tells the store that it is done and waits for the others, so
+that nobody takes its end of a connection away from a peer that still uses it. After an exception nobody is waited for.
+
+What is destroyed then is torch's registration. A gloo group itself is left to the end of the process on purpose: its
+destructor joins threads, and DDP's reducer may be the last to hold it and run it with the interpreter's lock in hand,
+while one of those threads waits for that lock, or for a peer that is dead: a hang that no Python code can end. What stays
+are a few idle threads and sockets. NCCL's communicators hold GPU memory, so they are destroyed, or aborted after an
+exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.core.errors import ProcessGroupError
+from holdfast.train.guards import enabled, guarded
+
+EXIT_PATIENCE_S = 60.0
+"""At exit: how long a rank waits for the others to be done too."""
+
+PREFIX = "holdfast.train"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """This process's place in the job."""
+
+    rank: int
+    world: int
+    """Processes of the job."""
+    local_rank: int
+    """This process's number on its node; picks the device."""
+    device: torch.device
+    store: Any
+    """A torch.distributed.Store with a prefix of ours, for small agreements."""
+
+
+@contextlib.contextmanager
+def process_group(
+    *,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    guards: bool = True,
+) -> Iterator[ProcessGroup]:
+    """Join the group that the launcher describes in the environment; a world of one without a launcher.
+
+        with ht.process_group() as pg:
+            model = ht.ddp(Net(), pg)
+
+    Works under holdfast run, torchrun and in one plain process. `device`: by default the GPU with this process's local
+    rank where there is CUDA, else the CPU; it becomes the current device. `backend`: by default nccl on CUDA, else gloo.
+    `timeout_s`: of a collective, torch's default otherwise. `guards`: warn about common mistakes (see guards.py).
+
+    A group that exists already is used as it is and left alone at exit. Raises ProcessGroupError when the environment
+    does not describe a group or there is no such device.
+    """
+    place = _Place.of_environment()
+    ours = not dist.is_initialized()
+    if ours:
+        chosen = _choose_device(device, place.local_rank)
+        _join(place, chosen, backend, timeout_s)
+    else:
+        chosen = torch.device(device) if device is not None else _device_in_use()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore(PREFIX, dist.distributed_c10d._get_default_store())
+    group = ProcessGroup(rank, world, place.local_rank, chosen, store)
+    clean = False
+    try:
+        with guarded(group) if guards and enabled() else contextlib.nullcontext():
+            try:
+                yield group
+                clean = True
+            except SystemExit as end:
+                clean = end.code in (None, 0)
+                raise
+    finally:
+        if ours:
+            _leave(group, clean=clean)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a launcher tells a process."""
+
+    rank: int
+    world: int
+    local_rank: int
+    launched: bool
+
+    @classmethod
+    def of_environment(cls) -> _Place:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if not os.environ.get(name)]
+        if "RANK" in missing and "WORLD_SIZE" in missing:
+            return cls(0, 1, 0, launched=False)
+        if missing and not dist.is_initialized():
+            raise ProcessGroupError(
+                f"The environment describes half a process group: {', '.join(missing)} is not set.\n"
+                "Start the script with holdfast run or torchrun; without a launcher unset RANK and WORLD_SIZE."
+            )
+        rank, world = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+        # Without LOCAL_RANK (srun, mpirun and the like set their own): one node is all we can think of.
+        return cls(rank, world, _number("LOCAL_RANK", str(rank)), launched=True)
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name) or default
+    if not text.isdecimal():
+        raise ProcessGroupError(f"{name}={text!r} is not a number; the launcher sets it.")
+    return int(text)
+
+
+def _choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    """Makes it the current device as well: whatever says just "cuda" afterwards means this one."""
+    device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda":
+        return device
+    index = local_rank if device.index is None else device.index
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ProcessGroupError(
+            f"Local rank {local_rank} wants GPU {index}, and this process sees {count}.\n"
+            "Start at most one process per GPU (--nproc-per-node gpu), or use process_group(device='cpu')."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _device_in_use() -> torch.device:
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: float | None) -> None:
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    wait = {} if timeout is None else {"timeout": timeout}
+    if not place.launched:
+        store: Any = dist.HashStore()
+    else:
+        store, _rank, _world = next(dist.rendezvous("env://", place.rank, place.world, **wait))
+        store = _of_this_attempt(store)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        backend or ("nccl" if on_gpu else "gloo"),
+        store=store,
+        rank=place.rank,
+        world_size=place.world,
+        device_id=device if on_gpu else None,
+        **wait,
+    )
+
+
+def _of_this_attempt(store: Any) -> Any:
+    """torchrun keeps one store over its restarts, and the addresses of a dead attempt in it make gloo hang.
+
+    Its restarts are counted per node, so only with one node do all ranks know the same number. Under holdfast run every
+    attempt has a fresh store.
+    """
+    one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store) if one_node else store
+
+
+def _leave(group: ProcessGroup, *, clean: bool) -> None:
+    if not dist.is_initialized():
+        return  # the program destroyed it
+    if clean and group.world > 1:
+        _wait_for_others(group)
+    if "nccl" in dist.get_backend():
+        if not clean:
+            dist.distributed_c10d._abort_process_group()
+            return
+    elif group.world > 1:
+        for each in list(dist.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destructed: see the module's docstring
+    dist.destroy_process_group()
+
+
+def _wait_for_others(group: ProcessGroup) -> None:
+    """Returns when all ranks are done, or some are gone: then there is nothing to wait for."""
+    patience = timedelta(seconds=EXIT_PATIENCE_S)
+    with contextlib.suppress(RuntimeError):  # all of torch's: time-outs, and a store whose host has left
+        if group.store.add("done", 1) == group.world:
+            group.store.set("all_done", b"1")
+        group.store.wait(["all_done"], patience)
+        # Rank 0 may be the store's host (not under a launcher that serves one): it goes when the others have read that.
+        if group.store.add("read", 1) == group.world:
+            group.store.set("all_read", b"1")
+        if group.rank == 0:
+            group.store.wait(["all_read"], patience)

@@ -1,0 +1,216 @@
+"""Guards: warn once, with the fix, about mistakes that every tutorial's readers make. They never change a result.
+
+What each guard looks for is in mistakes.py; this module connects them to torch while a process group is open, and takes
+everything off again at its end. The connections, and why these:
+
+optimizers   torch's public hook that runs after every `optimizer.step()`, for all optimizers
+models       public forward hooks on the outermost module, put there by `ht.ddp`, `ht.accumulate` and `ht.watch`, so that
+             no other module pays; find_unused_parameters alone has a hook on each parameter, for ten steps
+torch.save, torch.utils.data.DistributedSampler
+             replaced by functions that note the call and make it. torch offers no hook for either, and a guard that has
+             to be called by hand would be called only by those who know the mistake.
+
+Off: `process_group(guards=False)` or HOLDFAST_GUARDS=0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DistributedSampler
+
+from holdfast.train.mistakes import Board, LoneSave, LossDiffers, NoSync, StaleEpoch, Unused
+
+VARIABLE = "HOLDFAST_GUARDS"
+
+
+class GuardWarning(UserWarning):
+    """Probably a mistake; the message says how to mend it."""
+
+
+def enabled() -> bool:
+    """Whether the environment leaves the guards on."""
+    return os.environ.get(VARIABLE, "1").strip().lower() not in ("0", "false", "off", "no")
+
+
+class Guards:
+    """The guards of one process group. All calls come from the thread that trains."""
+
+    def __init__(self, rank: int, world: int, store: Any) -> None:
+        board = Board(rank, world, store)
+        self._said: set[str] = set()
+        self._steps = 0
+        self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()
+        self._unused: list[Unused] = []
+        self._board = board
+        self._epochs = StaleEpoch(self._warn)
+        self._saves = LoneSave(self._warn, board)
+        self._losses = LossDiffers(self._warn, board)
+
+    def _warn(self, mistake: str, text: str) -> None:
+        """Once for each kind of mistake."""
+        if mistake in self._said:
+            return
+        self._said.add(mistake)
+        text += f"\n(holdfast guard '{mistake}', said once; off by {VARIABLE}=0 or process_group(guards=False))"
+        warnings.warn(text, GuardWarning, stacklevel=4)
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """To torch, until the end of the block."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+            stack.enter_context(self._sampler_noted())
+            if self._board.world > 1:
+                stack.enter_context(self._save_noted())
+            yield
+
+    @contextlib.contextmanager
+    def _sampler_noted(self) -> Iterator[None]:
+        draw, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
+
+        @functools.wraps(draw)
+        def noted_draw(sampler: Any) -> Iterator[int]:
+            self._epochs.begins(sampler)
+            # chain: the indices pass at C's speed, and the last one is followed by our note.
+            return itertools.chain(draw(sampler), self._epochs.ended(sampler))
+
+        @functools.wraps(set_epoch)
+        def noted_set_epoch(sampler: Any, epoch: int) -> None:
+            self._epochs.told(sampler)
+            set_epoch(sampler, epoch)
+
+        with _replaced(DistributedSampler, __iter__=noted_draw, set_epoch=noted_set_epoch):
+            yield
+
+    @contextlib.contextmanager
+    def _save_noted(self) -> Iterator[None]:
+        save = torch.save
+
+        @functools.wraps(save)
+        def noted_save(obj: object, f: Any, *rest: Any, **options: Any) -> None:
+            save(obj, f, *rest, **options)
+            self._saves.saved(f)
+
+        with _replaced(torch, save=noted_save):
+            yield
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at a DDP or FSDP2 model's passes, too. Once is enough; again does nothing."""
+        if self._board.world == 1 or model in self._models:
+            return
+        self._models[model] = NoSync(self._warn)
+        if getattr(model, "find_unused_parameters", False) and not getattr(model, "static_graph", False):
+            self._unused.append(Unused(self._warn, self._board, model))
+        model.register_forward_pre_hook(_before_forward, prepend=True)  # FSDP2's own begins with a collective
+        model.register_forward_hook(_after_forward)
+
+    # --- what happens --------------------------------------------------------------------------------------------
+
+    def before_forward(self, model: nn.Module) -> None:
+        if model in self._models:
+            self._saves.training_goes_on(self._steps)
+
+    def after_forward(self, model: nn.Module, output: Any) -> None:
+        watched = self._models.get(model)
+        if watched is not None:
+            watched.forward(model, output)
+
+    def _after_optimizer(self, _optimizer: Any, _arguments: Any, _keywords: Any) -> None:
+        self._steps += 1
+        for watched in self._models.values():
+            watched.optimizer_stepped()
+        self._unused = [each for each in self._unused if not each.optimizer_stepped()]
+        self._saves.optimizer_stepped()
+
+    def loss(self, value: Any) -> None:
+        """A loss that is taken to be the same on all ranks, said once per step by every rank."""
+        if self._board.world > 1:
+            self._losses.told(value)
+
+
+# --- one per process, as torch's default group is ------------------------------------------------------------------------
+
+_current: Guards | None = None
+
+
+@contextlib.contextmanager
+def guarded(group: Any = None) -> Iterator[None]:
+    """Guards for a block of a program that makes its process group itself; `process_group()` has them already.
+
+        dist.init_process_group("gloo")
+        with ht.guarded():
+            ht.watch(model)              # not needed for models from ht.ddp or used with ht.accumulate
+
+    `group`: of `process_group()`; by default torch's own. Blocks do not nest: the inner one adds nothing.
+    """
+    global _current  # noqa: PLW0603
+    if _current is not None or not enabled():
+        yield
+        return
+    _current = guards = Guards(group.rank, group.world, group.store) if group is not None else _of_torch()
+    try:
+        with guards.connected():
+            yield
+    finally:
+        _current = None
+
+
+def _of_torch() -> Guards:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return Guards(0, 1, None)
+    store = dist.PrefixStore("holdfast.train", dist.distributed_c10d._get_default_store())
+    return Guards(dist.get_rank(), dist.get_world_size(), store)
+
+
+def watch(model: nn.Module) -> None:
+    """Let the guards that are on see a DDP or FSDP2 model's passes. `ht.ddp` and `ht.accumulate` do it themselves."""
+    if _current is not None:
+        _current.watch(model)
+
+
+def same_loss(value: Any) -> None:
+    """Say a loss that all ranks should have alike; every rank has to, equally often. Warns when they differ."""
+    if _current is not None:
+        _current.loss(value)
+
+
+# Functions, not methods of Guards: the hooks stay on the model, which may be pickled, copied or outlive the group.
+
+
+def _before_forward(model: nn.Module, _arguments: Any) -> None:
+    if _current is not None and not torch.compiler.is_compiling():
+        _current.before_forward(model)
+
+
+def _after_forward(model: nn.Module, _arguments: Any, output: Any) -> None:
+    if _current is not None and not torch.compiler.is_compiling():
+        _current.after_forward(model, output)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
+    """Attributes replaced for a block; put back unless somebody else has replaced them since."""
+    before = {name: getattr(owner, name) for name in functions}
+    for name, function in functions.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            if getattr(owner, name) is function:
+                setattr(owner, name, before[name])

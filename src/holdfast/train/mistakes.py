@@ -1,0 +1,291 @@
+"""The mistakes that guards know: one class each, told what happens, saying what is wrong.
+
+They observe only: no tensor is changed, nothing is raised, no collective is used. What ranks have to know of each other
+they write on a board (the group's store) and rank 0 reads it a step later without waiting for anybody. Between
+occasions a guard costs a few attribute look-ups per step. guards.py connects them to torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Warn = Callable[[str, str], None]
+"""(which mistake, what is wrong and how to mend it)"""
+
+UNUSED_STEPS = 10
+"""Optimizer steps in which find_unused_parameters has to prove itself."""
+UNSYNCED_STEPS = 3
+"""Optimizer steps in a row with a needless all-reduce. Fewer may be a GradScaler's skipped steps."""
+LOSS_DIFFERENCE_MAX = 1e-5
+"""Relative; larger is no rounding."""
+
+
+class Board:
+    """Small facts for each other, through a store. Whatever goes wrong with it, training goes on."""
+
+    def __init__(self, rank: int, world: int, store: Any) -> None:
+        self.rank, self.world = rank, world
+        self._store = store
+
+    def count(self, name: str, more: int = 0) -> int:
+        """How often a thing was counted, all ranks together; 0 when the store does not answer."""
+        with contextlib.suppress(RuntimeError):
+            return int(self._store.add(f"guard/{name}", more))
+        return 0
+
+    def post(self, name: str, value: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"guard/{name}/{self.rank}", json.dumps(value))
+
+    def posted(self, name: str) -> list[Any] | None:
+        """What every rank posted; None while somebody has not."""
+        keys = [f"guard/{name}/{rank}" for rank in range(self.world)]
+        with contextlib.suppress(RuntimeError):
+            if self._store.check(keys):
+                return [json.loads(text) for text in self._store.multi_get(keys)]
+        return None
+
+
+class StaleEpoch:
+    """DistributedSampler iterated a second time without set_epoch: every epoch in the same order."""
+
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+        self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Since set_epoch: 1 for each pass that began and 1 more when it was drawn to its end."""
+
+    def told(self, sampler: Any) -> None:
+        self._passes[sampler] = 0
+
+    def begins(self, sampler: Any) -> None:
+        """One pass that was broken off is a look at the data; a complete one, or two, were training."""
+        if not sampler.shuffle:
+            return
+        passes = self._passes.get(sampler, 0)
+        if passes >= 2:
+            self._warn(
+                "set_epoch",
+                "A DistributedSampler is iterated again without set_epoch: every epoch has the same order.\n"
+                "Call sampler.set_epoch(epoch) at the start of each epoch, or use holdfast.train.DataLoader.",
+            )
+        self._passes[sampler] = passes + 1
+
+    def ended(self, sampler: Any) -> Iterator[int]:
+        """No index; reached when all have been drawn."""
+        if sampler.shuffle and self._passes.get(sampler, 0):
+            self._passes[sampler] += 1
+        yield from ()
+
+
+class LoneSave:
+    """torch.save to a file by one rank, and then training again without anything that the other ranks wait in.
+
+    Noticed is: one rank alone saved, and its next forward pass of a watched model began with no collective of any
+    process group after the save. Not noticed: files written by other means, models that nobody watches, a meeting
+    through a store or a file (which is a false alarm then; there is no way to see it).
+    """
+
+    def __init__(self, warn: Warn, board: Board) -> None:
+        self._warn = warn
+        self._board = board
+        self._collectives_at_save: int | None = None
+        self._suspect = ""
+
+    def saved(self, file: Any) -> None:
+        """After torch.save(…, file)."""
+        if _is_on_disk(file):
+            self._collectives_at_save = _collectives()
+
+    def training_goes_on(self, steps: int) -> None:
+        """Before a forward pass, after so many optimizer steps."""
+        if self._collectives_at_save is None or not torch.is_grad_enabled():
+            return
+        alone = self._collectives_at_save == _collectives()
+        self._collectives_at_save = None
+        if alone:
+            self._suspect = f"saved/{steps}"
+            self._board.count(self._suspect, 1)
+
+    def optimizer_stepped(self) -> None:
+        """All ranks have met in the gradients' all-reduce: whoever saved before this step has said so."""
+        if not self._suspect:
+            return
+        saved_too = self._board.count(self._suspect)
+        self._suspect = ""
+        if saved_too == 1:
+            self._warn(
+                "barrier",
+                f"Rank {self._board.rank} alone called torch.save, and the others ran ahead: they may read or leave before "
+                "the file is complete, or time out in a collective.\n"
+                "Call torch.distributed.barrier() on all ranks after the save, or use holdfast.train.Snapshots.",
+            )
+
+
+class NoSync:
+    """Several backward passes of one model for one optimizer step, each with an all-reduce of its own."""
+
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+        self._backward_done = False
+        self._again = False
+        self._in_a_row = 0
+        self._stepped = False
+
+    def forward(self, model: nn.Module, output: Any) -> None:
+        """After a forward pass."""
+        if not (torch.is_grad_enabled() and model.training and _syncs(model)):
+            return
+        if self._backward_done:
+            self._again = True
+            return
+        first = _first_with_gradient(output)
+        if first is not None:
+            first.register_hook(self._backward)
+
+    def _backward(self, _gradient: torch.Tensor) -> None:
+        self._backward_done = True
+
+    def optimizer_stepped(self) -> None:
+        if not self._backward_done:
+            return  # another model's optimizer
+        self._in_a_row = self._in_a_row + 1 if self._again else 0
+        self._backward_done = self._again = False
+        if self._in_a_row == UNSYNCED_STEPS:
+            self._warn(
+                "no_sync",
+                "Gradients are accumulated over several backward passes, and all ranks exchange them in each: only the last "
+                "exchange is needed.\n"
+                "Use `with holdfast.train.accumulate(model, every=N) as micro: micro.backward(loss)`, or model.no_sync() "
+                "around all but the last (FSDP2: set_requires_gradient_sync).",
+            )
+
+
+class Unused:
+    """DDP with find_unused_parameters=True, and on no rank a parameter that was not used."""
+
+    def __init__(self, warn: Warn, board: Board, model: nn.Module) -> None:
+        self._warn = warn
+        self._board = board
+        self._steps = 0
+        self._used: set[int] = set()
+        self._needed = False
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        self._count = len(parameters)
+        self._hooks = [each.register_post_accumulate_grad_hook(self._gradient) for each in parameters]
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        self._used.add(id(parameter))
+
+    def optimizer_stepped(self) -> bool:
+        """True: nothing is left to look at."""
+        if not self._used and self._hooks:
+            return False  # another model's optimizer
+        if self._hooks:
+            self._needed |= len(self._used) < self._count
+            self._used.clear()
+            self._steps += 1
+            if self._steps < UNUSED_STEPS:
+                return False
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            if self._needed:
+                self._board.count("unused/needed", 1)
+            self._board.count("unused/seen", 1)
+            return self._board.rank > 0
+        if self._board.count("unused/seen") < self._board.world:
+            return False
+        if not self._board.count("unused/needed"):
+            self._warn(
+                "find_unused_parameters",
+                f"find_unused_parameters=True, and in {UNUSED_STEPS} steps every rank used every parameter: DDP searches the "
+                "graph in every step for nothing.\n"
+                "Leave the argument out, unless later steps skip parts of the model.",
+            )
+        return True
+
+
+class LossDiffers:
+    """A loss that was to be the same on all ranks is not: it was never all-reduced, or reduced to one rank only.
+
+    Looked at in the steps 1, 2, 4, 8 …
+    """
+
+    def __init__(self, warn: Warn, board: Board) -> None:
+        self._warn = warn
+        self._board = board
+        self._steps = 0
+        self._open = ""
+
+    def told(self, value: Any) -> None:
+        """Once per step, on every rank."""
+        if self._open and self._board.rank == 0:
+            self._compare()
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:
+            self._open = f"loss/{self._steps}"
+            self._board.post(self._open, float(value))
+
+    def _compare(self) -> None:
+        losses = self._board.posted(self._open)
+        if losses is None:
+            return  # somebody is behind: at the next step
+        self._open = ""
+        if not all(_alike(each, losses[0]) for each in losses):
+            told = ", ".join(f"{each:.6g}" for each in losses[:8]) + (" …" if len(losses) > 8 else "")
+            self._warn(
+                "loss",
+                f"The loss differs across ranks although one value is needed for all: {told}.\n"
+                "Pass `micro.loss` of holdfast.train.accumulate after the last micro-batch, or call "
+                "torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG) on every rank; reduce() is not enough.",
+            )
+
+
+def _alike(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=LOSS_DIFFERENCE_MAX)
+
+
+def _syncs(model: nn.Module) -> bool:
+    """Whether the next backward pass exchanges gradients."""
+    if isinstance(model, FSDPModule):
+        groups = model._get_fsdp_state()._fsdp_param_groups
+        return any(each.reduce_grads for each in groups)
+    return bool(getattr(model, "require_backward_grad_sync", False))
+
+
+def _first_with_gradient(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        return next((found for each in output if (found := _first_with_gradient(each)) is not None), None)
+    return None
+
+
+def _collectives() -> int:
+    """How many collectives this process has begun, in all groups. Only compared with itself."""
+    groups = list(getattr(dist.distributed_c10d, "_world").pg_map)  # noqa: B009 - private, and torch's only list of groups
+    total = 0
+    for group in groups:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            total += group._get_sequence_number_for_group()
+    return total
+
+
+def _is_on_disk(file: Any) -> bool:
+    if isinstance(file, (str, bytes)) or hasattr(file, "__fspath__"):
+        return True
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        return int(file.fileno()) >= 0
+    return False
