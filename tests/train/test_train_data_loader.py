@@ -1,0 +1,306 @@
+"""ht.DataLoader around torch's: what counts as trained, real workers, resizes in the middle, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain, islice
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from holdfast.core.errors import DataError, DataStateError
+from holdfast.train.data.loader import DataLoader
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+def loader(length=40, batch_size=4, shuffle=True, **options):
+    return DataLoader(Numbers(length), batch_size, shuffle, collate_fn=list, **options)
+
+
+def samples(batches):
+    return list(chain.from_iterable(batches))
+
+
+def order(length=40, epoch=0):
+    one = loader(length, batch_size=length)
+    one.set_epoch(epoch)
+    return next(iter(one))
+
+
+# --- what counts as trained -------------------------------------------------------------------------------------------
+
+
+def test_a_plain_loop_goes_over_one_epoch_after_the_other():
+    data = loader()
+    first, second = [samples(data) for _ in range(2)]
+    assert first == order(epoch=0)
+    assert second == order(epoch=1) != first
+    assert data.state_dict() == {"seed": 0, "epoch": 2, "cursor": 0, "length": 40, "order": "shuffled-1"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_taken_in_the_body_counts_its_batch_once(workers):
+    data = loader(num_workers=workers)
+    cursors = []
+    for _ in data:
+        cursors.append(data.state_dict()["cursor"])
+        assert data.state_dict()["cursor"] == cursors[-1]
+    assert cursors == list(range(4, 41, 4))
+
+
+def test_a_batch_of_which_it_is_said_counts_once_and_one_in_hand_does_not():
+    data = loader()
+    before, after = [], []
+    for _ in data:
+        before.append(data.cursor)
+        data.trained()
+        data.trained()
+        after.append(data.state_dict()["cursor"])
+    assert before == list(range(0, 40, 4))
+    assert after == list(range(4, 41, 4))
+
+
+def test_a_told_loader_does_not_count_the_batch_in_the_body_before_it_is_trained():
+    data = loader()
+    batches = iter(data)
+    next(batches)
+    data.trained()
+    held = next(batches)
+    assert data.state_dict()["cursor"] == 4
+    again = loader()
+    again.load_state_dict(data.state_dict())
+    assert next(iter(again)) == held
+
+
+def test_looking_at_a_batch_costs_none():
+    data = loader()
+    seen = next(iter(data))
+    assert next(iter(data)) == seen
+    assert samples(data) == order()
+
+
+def test_a_loop_left_by_break_goes_on_where_it_was():
+    data = loader()
+    trained = []
+    for batch in data:
+        trained += batch
+        data.trained()
+        if len(trained) == 12:
+            break
+    assert data.remaining == 7
+    assert trained + samples(data) == order()
+
+
+def test_micro_batches_count_when_their_step_is_complete():
+    data = loader(global_batch_size=10, batch_size=4)
+    assert (data.every, data.batch_size, data.global_batch_size, len(data)) == (3, 4, 10, 12)
+    cursors = [data.state_dict()["cursor"] for _ in data]
+    assert cursors == [0, 0, 10, 10, 10, 20, 20, 20, 30, 30, 30, 40]
+
+
+# --- epochs -----------------------------------------------------------------------------------------------------------
+
+
+def test_set_epoch_begins_an_epoch_from_its_start():
+    data = loader()
+    list(islice(data, 3))
+    data.set_epoch(5)
+    assert samples(data) == order(epoch=5)
+    data.set_epoch(5)
+    assert samples(data) == order(epoch=5)
+
+
+def test_set_epoch_keeps_a_state_that_was_just_loaded():
+    data = loader()
+    state = {"seed": 0, "epoch": 3, "cursor": 16, "length": 40, "order": "shuffled-1"}
+    data.load_state_dict(state)
+    data.set_epoch(3)
+    next(iter(data))
+    data.set_epoch(3)
+    assert samples(data) == order(epoch=3)[16:]
+    data.load_state_dict(state)
+    data.set_epoch(4)
+    assert samples(data) == order(epoch=4)
+
+
+def test_an_epoch_that_was_finished_before_the_snapshot_is_not_trained_again():
+    data = loader()
+    data.load_state_dict({"seed": 0, "epoch": 3, "cursor": 0, "length": 40, "order": "shuffled-1"})
+    seen = []
+    for epoch in (2, 3):
+        data.set_epoch(epoch)
+        seen.append(samples(data))
+    assert seen == [[], order(epoch=3)]
+
+
+def test_a_state_taken_at_the_last_batch_leaves_an_empty_pass_for_what_follows_the_loop():
+    data = loader()
+    *_, state = [data.state_dict() for _ in data]
+    again = loader()
+    again.load_state_dict(state)
+    assert [list(again), again.epoch, samples(again)] == [[], 1, order(epoch=1)]
+
+
+# --- resizes with torch's own workers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_four_ranks_then_three_then_five_with_workers_that_fetch_ahead(persistent):
+    trained, state = [], None
+    for world, batches in ((4, 3), (3, 4), (5, 99)):
+        workers = {4: 1, 3: 0, 5: 1}[world]
+        ahead = {"num_workers": 1, "prefetch_factor": 5, "persistent_workers": persistent} if workers else {}
+        ranks = [loader(100, rank=rank, world=world, **ahead) for rank in range(world)]
+        for each in ranks:
+            if state:
+                each.load_state_dict(state)
+        for parts in islice(zip(*ranks, strict=True), batches):
+            trained += [sample for each, part in zip(ranks, parts, strict=True) for sample in part if each.share.weight]
+            states = [each.state_dict() for each in ranks]
+            assert states == [states[0]] * world
+        state = json.loads(json.dumps(states[0]))
+    assert sorted(trained) == list(range(100))
+
+
+def test_persistent_workers_serve_several_epochs_and_a_state_loaded_between():
+    data = loader(num_workers=2, persistent_workers=True)
+    assert [samples(data) for _ in range(2)] == [order(epoch=0), order(epoch=1)]
+    data.load_state_dict({"seed": 0, "epoch": 1, "cursor": 20, "length": 40, "order": "shuffled-1"})
+    assert samples(data) == order(epoch=1)[20:]
+
+
+def test_a_pass_that_was_overtaken_says_so():
+    data = loader()
+    first = iter(data)
+    next(first)
+    next(iter(data))
+    with pytest.raises(DataError, match="Another pass"):
+        next(first)
+
+
+def test_the_trainers_random_numbers_do_not_depend_on_loading():
+    def drawn(**options):
+        torch.manual_seed(3)
+        sums = [torch.rand(()).item() for _ in loader(**options)]
+        return sums, torch.rand(()).item()
+
+    torch.manual_seed(3)
+    expected = [torch.rand(()).item() for _ in range(11)]
+    assert drawn() == drawn(num_workers=1) == (expected[:10], expected[10])
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+STATE = {"seed": 0, "epoch": 1, "cursor": 8, "length": 40, "order": "shuffled-1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"length": 41}, "had 41 samples, this one has 40"),
+        ({"seed": 7}, "seed is 7, the loader's 0"),
+        ({"order": "sequential"}, "order is 'sequential'"),
+        ({"cursor": 41}, "41 of 40"),
+        ({"cursor": -1}, "cursor is -1"),
+        ({"epoch": "1"}, "epoch is '1'"),
+        ({"epoch": True}, "epoch is True"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, words):
+    data = loader()
+    with pytest.raises(DataStateError, match=words):
+        data.load_state_dict({**STATE, **change})
+    assert samples(data) == order()
+
+
+def test_a_state_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="cursor, epoch, length, order, seed missing"):
+        loader().load_state_dict({"model": 1})
+
+
+def test_a_dataset_that_can_only_be_read_from_its_start_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from range(5)
+
+    with pytest.raises(DataError, match="ShardedDataset"):
+        DataLoader(Stream())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"global_batch_size": 8, "every": 2},
+        {"drop_last": True, "tail": "pad"},
+        {"tail": "round"},
+        {"batch_size": 0},
+        {"rank": 1},
+        {"rank": 2, "world": 2},
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(options):
+    with pytest.raises(DataError):
+        loader(**options)
+
+
+def test_the_seed_is_the_generators_when_none_is_given():
+    assert loader(generator=torch.Generator().manual_seed(5)).seed == 5
+
+
+# --- rank and world ---------------------------------------------------------------------------------------------------
+
+
+def test_rank_and_world_are_the_launchers(monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    data = loader()
+    assert (data.rank, data.world) == (2, 3)
+    monkeypatch.setenv("RANK", "two")
+    with pytest.raises(DataError, match="two"):
+        loader()
+
+
+def test_without_a_launcher_the_world_is_one(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert (loader().rank, loader().world) == (0, 1)
+
+
+def test_the_process_group_comes_first(monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert (loader().rank, loader().world) == (0, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- empty and tiny ---------------------------------------------------------------------------------------------------
+
+
+def test_no_samples_is_no_batch():
+    assert list(loader(0)) == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_more_ranks_than_samples(length):
+    ranks = [loader(length, batch_size=1, rank=rank, world=4) for rank in range(4)]
+    trained = [
+        sample
+        for parts in zip(*ranks, strict=True)
+        for each, part in zip(ranks, parts, strict=True)
+        for sample in part
+        if each.share.weight
+    ]
+    assert sorted(trained) == list(range(length))
