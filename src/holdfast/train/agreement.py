@@ -1,0 +1,114 @@
+"""Small agreements among the ranks of a job, over the process group's store.
+
+Every call is made by the main thread of every rank, in the same order, and rank 0 is the one that hears all and tells
+all. No collective of the process group is used, so that nothing here depends on a device or a backend, and nothing that
+comes over the network is unpickled. A process without a group is a world of one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.core.errors import SnapshotIncompleteError
+
+PATIENCE_S = 600.0
+"""So long the ranks wait for each other: the slowest one may be reading a data set."""
+
+_numbers = itertools.count()
+"""One for each object: all ranks make theirs in the same order, as they do process groups."""
+
+
+class Peers:
+    """The ranks of this job, and what they say to each other."""
+
+    def __init__(self, rank: int, world: int, store: Any = None, patience_s: float = PATIENCE_S) -> None:
+        """`store`: torch's, with a prefix of its own; None only in a world of one."""
+        self.rank, self.world = rank, world
+        self._store = store
+        self._patience = datetime.timedelta(seconds=patience_s)
+        self._turn = 0
+        self._told: list[str] = []
+
+    @classmethod
+    def of_this_process(cls, patience_s: float = PATIENCE_S) -> Peers:
+        """Those of the default process group; a world of one when there is none."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(0, 1, None, patience_s)
+        store = dist.PrefixStore(f"holdfast.snapshots/{next(_numbers)}", dist.distributed_c10d._get_default_store())
+        return cls(dist.get_rank(), dist.get_world_size(), store, patience_s)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank said, by rank: at rank 0; elsewhere an empty list, at once."""
+        if self._store is None:
+            return [value]
+        self._turn += 1
+        key = f"{self._turn}/"
+        if self.rank:
+            self._store.set(f"{key}{self.rank}", json.dumps(value))
+            return []
+        keys = [f"{key}{rank}" for rank in range(1, self.world)]
+        texts = self._take(keys)
+        for each in (*keys, *self._told):
+            self._store.delete_key(each)  # whoever has spoken now has read what it was told before
+        self._told.clear()
+        return [value, *map(json.loads, texts)]
+
+    def tell(self, value: Any = None) -> Any:
+        """What rank 0 says, at every rank; the others' `value` is ignored."""
+        if self._store is None:
+            return value
+        self._turn += 1
+        key = f"{self._turn}!"
+        if self.rank:
+            return json.loads(self._take([key])[0])
+        self._store.set(key, json.dumps(value))
+        self._told.append(key)
+        return value
+
+    def tell_each(self, values: list[Any]) -> Any:
+        """What rank 0 says to each rank: the element at its place."""
+        if self._store is None:
+            return values[0]
+        self._turn += 1
+        if self.rank:
+            key = f"{self._turn}!{self.rank}"
+            return json.loads(self._take([key])[0])
+        for rank in range(1, self.world):
+            self._store.set(f"{self._turn}!{rank}", json.dumps(values[rank]))
+            self._told.append(f"{self._turn}!{rank}")
+        return values[0]
+
+    def share(self, value: Any) -> list[Any]:
+        """What every rank said, by rank, at every rank."""
+        said: list[Any] = self.tell(self.gather(value))
+        return said
+
+    def _take(self, keys: list[str]) -> list[bytes]:
+        try:
+            self._store.wait(keys, self._patience)
+        except dist.DistStoreError:
+            missing = [key for key in keys if not self._store.check([key])]
+            who = ", ".join(key.rpartition("/")[2] for key in missing) if self.rank == 0 else "0"
+            raise SnapshotIncompleteError(
+                f"rank {who} said nothing for {self._patience.total_seconds():g} s\n"
+                "every rank has to call resume(), step() and save() equally often"
+            ) from None
+        texts: list[bytes] = self._store.multi_get(keys)
+        return texts
+
+
+def node_key() -> str:
+    """Equal for processes that see the same /dev/shm."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    try:
+        place = os.stat("/dev/shm")
+    except OSError:
+        return f"{boot}:{os.getpid()}"
+    return f"{boot}:{place.st_dev}:{place.st_ino}"

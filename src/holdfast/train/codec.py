@@ -1,0 +1,157 @@
+"""State that is no tensor, as JSON: written and read without pickle, exactly, or refused with the place named.
+
+    None, bool, int, str, finite floats, lists      as JSON has them
+    dicts whose keys are all text                   as JSON objects
+    everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, other dicts, arrays, tensors
+
+Tensors and numpy arrays leave the tree: it keeps their names, `Encoder.tensors` has them. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import SnapshotDamagedError, StateTypeError
+
+DEPTH_MAX = 100
+_KIND = "$"
+
+
+class Encoder:
+    """Turns trees of plain values into what `json` writes."""
+
+    def __init__(self, prefix: str = "") -> None:
+        """`prefix` stands before the names of tensors."""
+        self._prefix = prefix
+        self.tensors: dict[str, torch.Tensor] = {}
+        """What the trees refer to, by name."""
+
+    def encode(self, value: Any, path: str) -> Any:
+        """The tree for JSON. StateTypeError names the path of what cannot be stored."""
+        return self._encode(value, path, 0)
+
+    def _encode(self, value: Any, path: str, depth: int) -> Any:
+        if value is None or value is True or value is False or type(value) in (int, str):
+            return value
+        if depth > DEPTH_MAX:
+            raise StateTypeError(f"{path}: nested more than {DEPTH_MAX} levels deep")
+        if isinstance(value, float):
+            value = float(value)  # numpy's float64 is one, too
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._leave(path, value)}
+        if isinstance(value, dict):
+            return self._dict(value, path, depth)
+        if type(value) is list:
+            return [self._encode(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
+        if isinstance(value, tuple):  # torch.Size and named tuples come back as plain ones
+            return {"$tuple": [self._encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]}
+        if isinstance(value, (bytes, bytearray)):
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, (int, str)):  # IntEnum, StrEnum …
+            return int(value) if isinstance(value, int) else str.__str__(value)
+        return self._foreign(value, path)
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        kind = {Counter: "$counter", OrderedDict: "$ordered"}.get(type(value))
+        plain = kind is None and all(type(key) is str and not key.startswith(_KIND) for key in value)
+        if plain:
+            return {key: self._encode(each, f"{path}[{key!r}]", depth + 1) for key, each in value.items()}
+        pairs = [
+            [self._encode(key, f"a key of {path}", depth + 1), self._encode(each, f"{path}[{key!r}]", depth + 1)]
+            for key, each in value.items()
+        ]
+        return {kind or "$dict": pairs}
+
+    def _foreign(self, value: Any, path: str) -> Any:
+        """numpy's, known by their names: numpy itself may not be there."""
+        kind = type(value)
+        if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biuf":
+            if kind.__name__ != "ndarray":
+                return self._encode(value.item(), path, 0)
+            # bool and the integer types that torch lacks go as bytes; their own type's name brings them back.
+            raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
+            return {"$array": [self._leave(path, raw), value.dtype.str, list(value.shape)]}
+        raise StateTypeError(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be stored without pickle\n"
+            "let state_dict() give tensors, numbers, text, bytes, lists, tuples and dicts"
+        )
+
+    def _leave(self, path: str, tensor: torch.Tensor) -> str:
+        name = f"{self._prefix}{path}"
+        self.tensors[name] = tensor
+        return name
+
+
+def decode(tree: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The value again; `tensor` gives the tensor of a name. SnapshotDamagedError for a tree that is none of ours."""
+    if isinstance(tree, list):
+        return [decode(each, tensor) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        ((kind, content),) = tree.items()
+        if kind.startswith(_KIND):
+            return _decode_kind(kind, content, tensor)
+    return {key: decode(each, tensor) for key, each in tree.items()}
+
+
+def _decode_kind(kind: str, content: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    match kind:
+        case "$tensor":
+            return tensor(content)
+        case "$tuple":
+            return tuple(decode(each, tensor) for each in content)
+        case "$float":
+            return float(content)
+        case "$bytes":
+            return base64.b64decode(content)
+        case "$array":
+            return _array(content, tensor)
+        case "$dict" | "$ordered" | "$counter":
+            pairs = ((decode(key, tensor), decode(each, tensor)) for key, each in content)
+            if kind == "$counter":
+                return Counter(dict(pairs))
+            return OrderedDict(pairs) if kind == "$ordered" else dict(pairs)
+    raise SnapshotDamagedError(f"the saved state has a value of the unknown kind {kind!r}")
+
+
+def _array(content: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    import numpy as np
+
+    name, kind, shape = content
+    data = bytes(tensor(name).to(torch.uint8).cpu().tolist()) if 0 not in shape else b""
+    return np.frombuffer(data, dtype=np.dtype(kind)).reshape(shape).copy()
+
+
+def dumps(tree: Any) -> bytes:
+    """An encoded tree as text."""
+    return json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def loads(text: bytes | memoryview) -> Any:
+    """An encoded tree from text. SnapshotDamagedError."""
+    try:
+        return json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise SnapshotDamagedError(f"the saved state is not readable: {error}") from None
+
+
+def expect(tree: Any, kind: type, what: str) -> Any:
+    """`tree`, which must be a `kind`. SnapshotDamagedError."""
+    if not isinstance(tree, kind):
+        raise SnapshotDamagedError(f"the saved state's {what} is a {type(tree).__name__}")
+    return tree
+
+
+def section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of the saved state, empty when it has none."""
+    found: dict[str, Any] = expect(tree.get(name, {}), dict, name)
+    return found

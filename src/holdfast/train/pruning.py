@@ -1,0 +1,64 @@
+"""Retention in the background: after a commit, a thread reads back what stays and deletes the rest."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from pathlib import Path
+
+from holdfast.core.errors import SnapshotError
+from holdfast.snapshots import retention
+from holdfast.snapshots.retention import Keep, Verified
+from holdfast.train.tiers import Tier
+
+NICENESS = 10
+"""Training goes first."""
+
+
+class Pruner:
+    """Rank 0's. Methods are called by one thread."""
+
+    def __init__(self, path: Path, keep: Keep) -> None:
+        self._path, self._keep = path, keep
+        self._verified = Verified()
+        self._due = False
+        self._thread: threading.Thread | None = None
+        self._failure: SnapshotError | None = None
+
+    def begin_after(self, tier: Tier) -> None:
+        """There will be a new snapshot, once the tier has written it."""
+        self._due = True
+        self.check(tier)
+
+    def check(self, tier: Tier) -> None:
+        """Start when the new snapshot is on the disk; raise what went wrong. Never waits."""
+        running = self._thread is not None and self._thread.is_alive()
+        if self._due and not running and not tier.busy:
+            self._due = False
+            self._thread = threading.Thread(target=self._prune, name="holdfast-retention")
+            self._thread.start()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def finish(self) -> None:
+        """Whatever is due, now. SnapshotError."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._due:
+            self._due = False
+            self._prune()
+        if self._failure is not None:
+            raise self._failure
+
+    def _prune(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            done = retention.prune(self._path, self._keep, verified=self._verified)
+        except SnapshotError as error:
+            self._failure = error
+            return
+        for path, why in done.damaged:
+            warnings.warn(f"holdfast: {path.name} was set aside: {why}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,265 @@
+"""What was saved, put together again from the ranks' images by torch's planner, for any world and any sharding.
+
+An image lies in a memory slot or in a file of a committed snapshot; both are read alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from holdfast.core.errors import ShardingError, SnapshotDamagedError
+from holdfast.snapshots.image import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
+from holdfast.snapshots.reader import RankFile
+from holdfast.snapshots.slots import HEADER_BYTES
+from holdfast.train import codec
+from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, Piece, local_tensor
+
+
+class Part(Protocol):
+    """One rank's image."""
+
+    @property
+    def image(self) -> Image: ...
+
+    def bytes_of(self, names: Sequence[str]) -> memoryview:
+        """Memory in which at least these entries are, at `image.spans`. SnapshotDamagedError."""
+        ...
+
+
+class MemoryPart:
+    """An image in memory."""
+
+    def __init__(self, data: memoryview, image: Image, path: Path | None = None, offset: int = 0) -> None:
+        """`path`: the file whose bytes from `offset` on these are, if they are a file's."""
+        self.image = image
+        self.path = path
+        self.offset = offset
+        self._data = data
+
+    def bytes_of(self, names: Sequence[str]) -> memoryview:  # noqa: ARG002 - all are there
+        return self._data
+
+
+class FilePart:
+    """An image in a file; every byte is checked."""
+
+    def __init__(self, file: RankFile) -> None:
+        self._file = file
+
+    @property
+    def image(self) -> Image:
+        return self._file.image
+
+    def bytes_of(self, names: Sequence[str]) -> memoryview:
+        return self._file.load(names)
+
+
+def parts_of_slot(data: memoryview, path: Path | None = None) -> list[MemoryPart]:
+    """The one or two images of a memory slot. SnapshotDamagedError."""
+    parts: list[MemoryPart] = []
+    begin = 0
+    while begin < len(data):
+        rest = data[begin:]
+        # The second image is found where the first one ends; only the last one's end is the slot's.
+        head = head_bytes(rest[:LENGTH_BYTES], len(rest))
+        size_bytes = head + _body_bytes(rest[LENGTH_BYTES:head])
+        parts.append(MemoryPart(rest[:size_bytes], Image.read(rest, size_bytes), path, HEADER_BYTES + begin))
+        begin += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return parts
+
+
+def _body_bytes(header: memoryview) -> int:
+    try:
+        described = json.loads(bytes(header))
+        return max((each["data_offsets"][1] for name, each in described.items() if name != "__metadata__"), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SnapshotDamagedError(f"the slot's header is not readable: {error}") from None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tensors, and the plan to fill them."""
+
+    saved: Saved
+    targets: Mapping[str, torch.Tensor]
+    planner: LoadPlanner
+    plan: LoadPlan
+
+    def load(self) -> None:
+        """Fill them. SnapshotDamagedError."""
+        self.saved.read_data(self.plan, self.planner)
+
+
+class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
+    """A saved state, of all ranks that are at hand."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+
+    @cached_property
+    def pieces(self) -> dict[str, dict[tuple[int, ...], tuple[Part, str, Piece]]]:
+        """By key, then by offsets: where each piece is. Copies are left out."""
+        found: dict[str, dict[tuple[int, ...], tuple[Part, str, Piece]]] = {}
+        for part in self._parts:
+            described = _described(part.image)
+            for entry in part.image.entries:
+                if entry.name != TEXT:
+                    piece = Piece.of_entry(entry, described.get(entry.name))
+                    found.setdefault(piece.key, {}).setdefault(piece.offsets, (part, entry.name, piece))
+        return found
+
+    @cached_property
+    def texts(self) -> list[dict[str, Any]]:
+        """Each rank's state that is no tensor, with its static part, in the order of the parts."""
+        texts = []
+        for part in self._parts:
+            span = part.image.spans.get(TEXT)
+            if span is not None:
+                text = codec.expect(codec.loads(part.bytes_of([TEXT])[span]), dict, "text")
+                text["static"] = codec.expect(codec.loads(part.image.metadata.get(STATIC, "{}").encode()), dict, STATIC)
+                texts.append(text)
+        return texts
+
+    def whole_shape(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and type of a saved tensor; None when there is none of this name."""
+        pieces = self.pieces.get(key)
+        if not pieces:
+            return None
+        piece = next(iter(pieces.values()))[2]
+        return piece.whole, piece.dtype
+
+    def prepare(self, targets: Mapping[str, torch.Tensor]) -> Prepared:
+        """Plan to fill these tensors, or this rank's shards of them. ShardingError when not all of it is at hand."""
+        planner, plan = self._plan(targets)
+        return Prepared(self, targets, planner, plan)
+
+    def fresh(self, key: str) -> torch.Tensor:
+        """A saved tensor as a new one, whole, in main memory."""
+        found = self.whole_shape(key)
+        if found is None:
+            raise SnapshotDamagedError(f"the saved state refers to {key!r}, which is not there")
+        tensor = torch.empty(found[0], dtype=found[1])
+        self.prepare({key: tensor}).load()
+        return tensor
+
+    def _plan(self, targets: Mapping[str, torch.Tensor]) -> tuple[LoadPlanner, LoadPlan]:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(targets), self.read_metadata(targets), is_coordinator=False)
+        for key, tensor in targets.items():
+            found = self.whole_shape(key)
+            if found is None:
+                raise ShardingError(f"{key} is tracked now and was not when the snapshot was made")
+            if found[0] != tuple(tensor.shape):
+                raise ShardingError(f"{key} has the shape {list(tensor.shape)}, and {list(found[0])} in the snapshot")
+        plan = planner.create_local_plan()
+        needed = sum(math.prod(item.lengths) for item in plan.items)
+        held = sum(local_tensor(tensor).numel() for tensor in targets.values())
+        if needed < held:
+            raise ShardingError("parts of the saved tensors are not at hand")
+        return planner, plan
+
+    # --- torch's StorageReader ---
+
+    def read_metadata(self, keys: Any = None, **_: Any) -> Metadata:
+        """torch's description of what is here (of these keys)."""
+        wanted = self.pieces.keys() if keys is None else keys
+        return Metadata({key: _storage_metadata(self.pieces[key]) for key in wanted if key in self.pieces})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan wants to where the planner wants it."""
+        by_part: dict[int, list[tuple[ReadItem, str, Piece]]] = {}
+        for item in plan.items:
+            part, name, piece = self.pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
+            by_part.setdefault(next(i for i, each in enumerate(self._parts) if each is part), []).append(
+                (item, name, piece)
+            )
+        for number, items in by_part.items():
+            part = self._parts[number]
+            data = part.bytes_of([name for _, name, _ in items])
+            targets, sources = [], []
+            for item, name, piece in items:
+                source = piece_view(data, part.image.spans[name], piece)
+                targets.append(planner.resolve_tensor(item).detach())
+                sources.append(_narrow(source, item.storage_offsets, item.lengths))
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        return False
+
+
+def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
+    """A piece in memory, as a tensor of its shape that shares it."""
+    count = math.prod(piece.sizes)
+    if count == 0:
+        return torch.empty(piece.sizes, dtype=piece.dtype)
+    if data.readonly:
+        return _quiet_frombuffer(data, piece.dtype, count, span.start).view(piece.sizes)
+    return torch.frombuffer(data, dtype=piece.dtype, count=count, offset=span.start).view(piece.sizes)
+
+
+def _quiet_frombuffer(data: memoryview, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+    """torch warns, once, that nobody must write to such a tensor; nobody does."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+
+
+def _described(image: Image) -> dict[str, Any]:
+    described: dict[str, Any] = codec.expect(codec.loads(image.metadata.get(PIECES, "{}").encode()), dict, PIECES)
+    for entry in image.entries:
+        if entry.dtype not in DTYPES and entry.name not in described:
+            raise SnapshotDamagedError(f"tensor {entry.name!r} has a type that torch does not know")
+    return described
+
+
+def _storage_metadata(pieces: Mapping[tuple[int, ...], tuple[Part, str, Piece]]) -> TensorStorageMetadata:
+    first = next(iter(pieces.values()))[2]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=first.dtype),
+        torch.Size(first.whole),
+        [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for _, _, piece in pieces.values()],
+    )
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if begin or length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor

@@ -1,0 +1,203 @@
+"""Going on: all ranks agree on the newest state that every one of them can load, and load it.
+
+Memory first, when it is at least as new as the disk and every rank finds there, on its own node, all that it needs.
+Otherwise the newest snapshot on the disk of which every byte is good; damaged ones are set aside and named. Rank 0
+decides, the others do what it says (agreement.py); a failure of one rank is told to all, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.core.errors import (
+    HoldfastError,
+    ShardingError,
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotGoneError,
+)
+from holdfast.snapshots import folder as folders
+from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.layout import Key
+from holdfast.snapshots.reader import RankFile
+from holdfast.train.agreement import Peers
+from holdfast.train.reading import FilePart, Prepared, Saved, parts_of_slot
+from holdfast.train.state import Tracker
+from holdfast.train.tiers import Held, Tier
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on."""
+
+    step: int
+    source: Literal["memory", "disk"]
+    world_then: int
+    """Ranks of the job that saved it."""
+    skipped: tuple[str, ...] = ()
+    """Newer snapshots that were found damaged, and why."""
+
+
+Offer = tuple[int, int, int]
+"""Step, generation and world of a state in memory."""
+
+
+@dataclass
+class Resumer:
+    """One call of resume(), on one rank."""
+
+    path: Path
+    tracker: Tracker
+    peers: Peers
+    tier: Tier
+    fresh_ok: bool
+    prepared: dict[Offer, Prepared] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    def run(self) -> Resumed | None:
+        """None: there is nothing to go on from. All ranks return the same, or all raise."""
+        return self._from_memory() or self._from_disk()
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _from_memory(self) -> Resumed | None:
+        said = self.peers.gather(self._offers())
+        chosen = self.peers.tell(self._choose(said) if said else None)
+        if chosen is None:
+            return None
+        offer = (chosen[0], chosen[1], chosen[2])
+        prepared = self.prepared[offer]
+
+        def load() -> int:
+            prepared.load()
+            return self._restore(prepared)
+
+        world_then, damage = self._together(load)
+        self.prepared.clear()
+        if damage:
+            self.skipped.append(f"step {offer[0]} in memory: {damage}")
+            return None
+        return Resumed(offer[0], "memory", world_then, tuple(self.skipped))
+
+    def _offers(self) -> list[Offer]:
+        """What this rank could load without any disk, newest first."""
+        found: dict[Offer, list[Held]] = {}
+        for held in self.tier.held(str(self.path)):
+            found.setdefault((held.step, held.generation, held.world), []).append(held)
+        offers = []
+        for offer in sorted(found, reverse=True):
+            try:
+                parts = [part for held in found[offer] for part in parts_of_slot(held.data, held.path)]
+                saved = Saved(parts)
+                self.prepared[offer] = saved.prepare(self.tracker.targets(saved, self.peers.rank))
+            except (ShardingError, SnapshotDamagedError):
+                continue  # pieces of it are on another node, or torn
+            offers.append(offer)
+        return offers
+
+    def _choose(self, said: list[list[Offer]]) -> Offer | None:
+        """Rank 0: the newest that all offer, unless the disk has a newer one."""
+        common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
+        if not common:
+            return None
+        newest = max(common)
+        on_disk = folders.survey(self.path).newest_valid
+        return newest if on_disk is None or on_disk.step <= newest[0] else None
+
+    # --- the disk -----------------------------------------------------------------------------------------------------
+
+    def _from_disk(self) -> Resumed | None:
+        self._together(self.tier.wait)  # a predecessor's save may be about to become the newest
+        passed: set[Key] = set()
+        while True:
+            word = self.peers.tell(self._next_on_disk(passed) if self.peers.rank == 0 else None)
+            if "error" in word:
+                raise word["error"] if isinstance(word["error"], HoldfastError) else SnapshotError(word["error"])
+            if not word["path"]:
+                return None
+            path = Path(word["path"])
+            _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
+            if not damage:
+                world_then, damage = self._together(lambda path=path: self._load(path))  # type: ignore[misc]
+            if not damage:
+                return Resumed(word["step"], "disk", world_then, tuple(self.skipped))
+            self.skipped.append(f"{path.name}: {damage}")
+            if self.peers.rank == 0:
+                passed.add(Key(word["step"], word["attempt"]))
+                folders.quarantine(path, damage)
+
+    def _next_on_disk(self, passed: set[Key]) -> dict[str, Any]:
+        """Rank 0: what to try now."""
+        try:
+            found = folders.survey(self.path)
+            for problem in found.problems:
+                if problem.damaged and problem.key not in passed:
+                    self.skipped.append(f"{problem.path.name}: {problem.error}")
+                    passed.add(problem.key)
+                    folders.quarantine(problem.path, str(problem.error))
+            left = tuple(each for each in found.committed if each.key not in passed)
+            chosen = folders.choose(replace(found, committed=left), fresh_ok=self.fresh_ok)
+        except HoldfastError as error:
+            return {"error": error if self.peers.world == 1 else str(error)}
+        if chosen is None:
+            return {"path": ""}
+        return {"path": str(chosen.path), "step": chosen.key.step, "attempt": chosen.key.attempt}
+
+    def _check(self, path: Path) -> int:
+        """This rank's share of reading every byte."""
+        snapshot = folders.inspect(path)
+        for rank in range(self.peers.rank, snapshot.manifest.world, self.peers.world):
+            with RankFile(snapshot, rank) as file:
+                file.check()
+        return 0
+
+    def _load(self, path: Path) -> int:
+        files = open_files(folders.inspect(path))
+        try:
+            saved = Saved([FilePart(file) for file in files])
+            prepared = saved.prepare(self.tracker.targets(saved, self.peers.rank))
+            prepared.load()
+            return self._restore(prepared)
+        finally:
+            for file in files:
+                file.close()
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _restore(self, prepared: Prepared) -> int:
+        return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, prepared.targets)
+
+    def _together(self, work: Callable[[], Any]) -> tuple[int, str]:
+        """All ranks do it. Returns its result and no text, or a text when the snapshot is at fault; else all raise."""
+        mine: HoldfastError | None = None
+        result = 0
+        word: dict[str, str] = {}
+        try:
+            result = work() or 0
+        except (SnapshotDamagedError, SnapshotGoneError) as error:
+            word = {"damage": str(error)}
+        except HoldfastError as error:
+            mine, word = error, {"error": str(error)}
+        said = self.peers.share(word)
+        if mine is not None:
+            raise mine
+        for rank, each in enumerate(said):
+            if "error" in each:
+                raise SnapshotError(f"rank {rank} could not resume: {each['error']}")
+        return result, next((each["damage"] for each in said if "damage" in each), "")
+
+
+def open_files(snapshot: Snapshot) -> list[RankFile]:
+    """All ranks' files of a snapshot; to be closed by the caller."""
+    files: list[RankFile] = []
+    try:
+        for rank in range(snapshot.manifest.world):
+            files.append(RankFile(snapshot, rank))  # noqa: PERF401 - those that are open are closed below
+    except SnapshotError:
+        for file in files:
+            file.close()
+        raise
+    return files

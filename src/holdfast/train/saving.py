@@ -1,0 +1,231 @@
+"""One save: plan if need be, copy into the tier's memory, a word with rank 0, hand over.
+
+The copy is made before the ranks talk, so that they wait for each other while they have nothing better to do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import HoldfastError, SnapshotError, SnapshotMemoryError
+from holdfast.snapshots import attempt
+from holdfast.snapshots.attempt import Ticket
+from holdfast.train import sharding
+from holdfast.train.agreement import Peers, node_key
+from holdfast.train.schedule import Timekeeper
+from holdfast.train.sharding import TEXT, Layout
+from holdfast.train.state import Collected, Tracker
+from holdfast.train.tiers import PrivateTier, Tier, warn_of_disk
+
+TEXT_ROOM = 1.25
+"""The text's entry is so much larger than the text, which changes its length from save to save."""
+TEXT_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a save."""
+
+    durable: bool
+    """It goes to the disk; otherwise it is in memory alone."""
+    look_at: int = 0
+    """Rank 0's word: when to ask again whether it is time; 0: it said nothing of it."""
+
+
+class Saving:
+    """Saves of one rank."""
+
+    def __init__(self, path: Path, tracker: Tracker, peers: Peers, tier: Tier, rescue: int, clock: Timekeeper) -> None:
+        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks."""
+        self.tier = tier
+        self._path, self._tracker, self._peers = path, tracker, peers
+        self._rescue, self._clock = rescue, clock
+        self._layout: Layout | None = None
+        self._signature: tuple[Any, ...] = ()
+        self._views: dict[int, list[torch.Tensor]] = {}
+        """By address of the memory: the places of the layout's entries in it."""
+        self._reserving: threading.Thread | None = None
+        self._too_small: SnapshotMemoryError | None = None
+
+    @property
+    def planned(self) -> bool:
+        return self._layout is not None
+
+    def ask(self, step: int) -> tuple[bool, int]:
+        """Rank 0's word: whether it is time to save to the disk now, and when to ask again."""
+        word = None
+        if self._peers.rank == 0:
+            now_s = time.monotonic()
+            word = [self._clock.due(now_s) and not self.tier.busy, self._clock.next_look(step, now_s)]
+        durable, look_at = self._peers.tell(word)
+        return bool(durable), int(look_at)
+
+    def plan_ahead(self) -> None:
+        """Plan before anything is due, and take memory in the background."""
+        self._plan(self._collect())
+
+    def save(self, *, durable: bool, metrics: Mapping[str, Any]) -> Done:
+        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that."""
+        numbers = _numbers(metrics)
+        word = self._round(numbers, durable=durable)
+        if word["do"] == "plan":
+            self._plan(self._collect())
+            word = self._round(numbers, durable=durable)
+        if word["do"] == "plan":
+            raise SnapshotError("the tracked state has another shape each time it is looked at")
+        if word["do"] == "fail":
+            raise SnapshotError(word["text"])
+        if word["do"] == "persist":
+            self.tier.persist(self._ticket(word["attempt"]), self._metadata(word["metrics"]))
+        return Done(word["do"] == "persist", word.get("look_at", 0))
+
+    def wait(self) -> None:
+        """Until everything is committed, on every rank; all raise when that went wrong on one."""
+        failure: HoldfastError | None = None
+        try:
+            self.tier.wait()
+        except HoldfastError as error:
+            failure = error
+        said = self._peers.share("" if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise SnapshotError(f"rank {rank}: {text}")
+
+    # --- one round: every rank copies and says how it went; rank 0 says what is next ------------------------------------
+
+    def _round(self, metrics: Mapping[str, float], *, durable: bool) -> dict[str, Any]:
+        failure: Exception | None = None
+        try:
+            staged = self._stage(self._collect(), metrics, wait=durable)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            failure, staged = error, f"failed: {type(error).__name__}: {error}"
+        said = self._peers.gather([staged, metrics])
+        word: dict[str, Any] = self._peers.tell(self._judge(said, durable=durable) if said else None)
+        if failure is not None:
+            raise failure
+        return word
+
+    def _judge(self, said: Sequence[Any], *, durable: bool) -> dict[str, Any]:
+        """Rank 0 decides."""
+        for rank, (staged, _) in enumerate(said):
+            if staged.startswith("failed"):
+                return {"do": "fail", "text": f"rank {rank} {staged}"}
+        if any(staged == "unplanned" for staged, _ in said):
+            return {"do": "plan"}
+        step, now_s = self._tracker.state.step, time.monotonic()
+        all_there = all(staged == "staged" for staged, _ in said)
+        if not durable:
+            durable = self._clock.due(now_s) and not self.tier.busy and all_there
+        word: dict[str, Any] = {"do": "keep"}
+        if durable:
+            try:
+                number = attempt.begin(self._path, step)
+            except HoldfastError as error:
+                return {"do": "fail", "text": str(error)}
+            self._clock.saved(now_s)
+            word = {"do": "persist", "attempt": number, "metrics": _means([each for _, each in said])}
+        word["look_at"] = self._clock.next_look(step, now_s)
+        return word
+
+    def _collect(self) -> Collected:
+        return self._tracker.collect(self._peers.rank, self._peers.world)
+
+    def _stage(self, collected: Collected, metrics: Mapping[str, float], *, wait: bool) -> str:
+        layout = self._layout
+        if layout is None or collected.signature() != self._signature:
+            return "unplanned"
+        room = layout.file.spans[TEXT]
+        if len(collected.text) > room.stop - room.start:
+            return "unplanned"
+        self._await_reserved()
+        memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
+        if memory is None:
+            return "no room"  # both slots are being written: the next one will do
+        memory[: len(layout.file.header)] = layout.file.header
+        if layout.beside is not None:
+            memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
+        memory[room] = collected.text.ljust(room.stop - room.start)
+        sharding.copy_into(self._views_of(memory, layout), self._sources(collected, layout))
+        self.tier.commit(self._ticket(self._rescue), self._metadata(metrics))
+        return "staged"
+
+    def _sources(self, collected: Collected, layout: Layout) -> list[torch.Tensor]:
+        return [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
+
+    def _views_of(self, memory: memoryview, layout: Layout) -> list[torch.Tensor]:
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        if address not in self._views:
+            if len(self._views) > 2:
+                self._views.clear()  # slots have grown, and are somewhere else
+            places = layout.views(memory)
+            self._views[address] = [places[name] for name, _ in layout.keys]
+        return self._views[address]
+
+    def _ticket(self, number: int) -> Ticket:
+        assert self._layout is not None
+        note = {"file_bytes": self._layout.file_bytes} if self._layout.beside is not None else {}
+        peers = self._peers
+        return Ticket(str(self._path), self._tracker.state.step, number, peers.rank, peers.world, note)
+
+    def _metadata(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {"metrics": dict(metrics), "epoch": self._tracker.state.epoch}
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, collected: Collected) -> None:
+        self._await_reserved()
+        text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
+        self._views.clear()
+        self._layout = sharding.plan(self._peers, node_key(), collected.shared, collected.own, text_bytes, "")
+        self._signature = collected.signature()
+        self._reserving = threading.Thread(
+            target=self._reserve, args=(self._layout.size_bytes,), name="holdfast-reserve"
+        )
+        self._reserving.start()
+
+    def _reserve(self, size_bytes: int) -> None:
+        try:
+            self.tier.reserve(size_bytes)
+        except SnapshotMemoryError as error:
+            self._too_small = error
+
+    def _await_reserved(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        if self._too_small is not None:
+            warn_of_disk(self._too_small)
+            self._too_small = None
+            self.tier.close(ahead=False)
+            self.tier = PrivateTier()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers; what is none is left out of the snapshot. A tensor is waited for only here."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            continue
+        try:
+            numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError):
+            continue
+    return numbers
+
+
+def _means(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Over the ranks that have the metric."""
+    names = {name for each in said for name in each}
+    return {
+        name: sum(each[name] for each in said if name in each) / sum(name in each for each in said)
+        for name in sorted(names)
+    }

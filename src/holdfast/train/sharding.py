@@ -1,0 +1,319 @@
+"""Which rank saves which part of which tensor, and which saved parts a rank needs: torch's planner, our files.
+
+Saving: every rank's local plan meets at rank 0, where torch.distributed.checkpoint's planner deals what is replicated
+evenly over the ranks and checks that nothing is missing. The plan holds until the names, shapes or placements change.
+Loading: the planner finds, for what this rank holds now, the pieces in what was saved, whatever the world was then.
+
+A rank's file (snapshots/image.py) has an entry for each piece. A piece that is a whole tensor has the tensor's name; any
+other has `name@offsets` and a line in the header's metadata that says where it belongs.
+
+A memory slot must hold what a restarted worker needs without another node, so the ranks of a node save, together, all
+that any of them holds. What another node writes to the disk comes after the rank's file in the slot, as a second image.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from holdfast.core.errors import ShardingError, SnapshotDamagedError
+from holdfast.snapshots.image import ALIGNMENT_BYTES, Entry, Image
+from holdfast.train.agreement import Peers
+
+CODES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
+    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""safetensors' names of torch's types. Others are stored as bytes, with torch's own name in the metadata."""
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+PIECES = "holdfast.pieces"
+"""Key of the header's metadata: what is known of the entries that are not whole tensors of a type of safetensors."""
+STATIC = "holdfast.static"
+"""Key of the header's metadata: what stays the same from one save to the next."""
+TEXT = "holdfast.text"
+"""Name of the entry that holds this rank's state that is no tensor, as JSON padded with spaces."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: torch.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        return self.sizes == self.whole
+
+    @property
+    def name(self) -> str:
+        """Of its entry."""
+        return self.key if self.is_whole else f"{self.key}@{','.join(map(str, self.offsets))}"
+
+    @property
+    def entry(self) -> Entry:
+        code = CODES.get(self.dtype)
+        if code is not None:
+            return Entry(self.name, code, self.sizes)
+        return Entry(self.name, "U8", (math.prod(self.sizes) * self.dtype.itemsize,))
+
+    @property
+    def described(self) -> list[Any] | None:
+        """For the header's metadata; None when the entry says it all."""
+        if self.is_whole and self.dtype in CODES:
+            return None
+        return [self.key, self.offsets, self.sizes, self.whole, _dtype_name(self.dtype)]
+
+    @classmethod
+    def of_entry(cls, entry: Entry, described: Any) -> Piece:
+        """The piece in this entry. SnapshotDamagedError."""
+        if described is None:
+            return cls(entry.name, (0,) * len(entry.shape), entry.shape, entry.shape, DTYPES[entry.dtype])
+        try:
+            key, offsets, sizes, whole, name = described
+            piece = cls(str(key), tuple(offsets), tuple(sizes), tuple(whole), _dtype(name))
+            fits = piece.entry.dtype == entry.dtype and piece.entry.shape == entry.shape
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise SnapshotDamagedError(f"tensor {entry.name!r} is not described as holdfast would")
+        return piece
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)  # noqa: TRY004
+    return found
+
+
+# --- the plan of a save -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What this rank writes, and where in the slot."""
+
+    file: Image
+    """What goes to the disk."""
+    beside: Image | None
+    """What only this node's memory needs, because another node writes it to the disk."""
+    keys: tuple[tuple[str, str], ...]
+    """Name of the entry and key of the tensor, of all entries but the text."""
+
+    @property
+    def file_bytes(self) -> int:
+        return self.file.size_bytes
+
+    @cached_property
+    def beside_at(self) -> int:
+        """Where the second image begins."""
+        return -(-self.file.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return self.file.size_bytes if self.beside is None else self.beside_at + self.beside.size_bytes
+
+    def span(self, name: str) -> slice:
+        """Bytes of an entry in the slot."""
+        found = self.file.spans.get(name)
+        if found is not None:
+            return found
+        assert self.beside is not None
+        found = self.beside.spans[name]
+        return slice(found.start + self.beside_at, found.stop + self.beside_at)
+
+    def views(self, memory: memoryview) -> dict[str, torch.Tensor]:
+        """The places of the entries in this memory, flat, as tensors of their own type; the text is not among them."""
+        views = {}
+        for image, begin in ((self.file, 0), (self.beside, self.beside_at)):
+            for entry in () if image is None else image.entries:
+                if entry.name != TEXT and image is not None:
+                    at = begin + image.spans[entry.name].start
+                    views[entry.name] = _flat_view(memory, at, entry)
+        return views
+
+
+def _flat_view(memory: memoryview, at: int, entry: Entry) -> torch.Tensor:
+    dtype = DTYPES[entry.dtype]
+    count = math.prod(entry.shape)
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
+
+
+def local_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """What this rank holds of these tensors, by torch's planner."""
+    plan = create_default_local_save_plan(dict(tensors), False)
+    pieces = []
+    for item in plan.items:
+        data = item.tensor_data
+        if data is None:
+            raise ShardingError(f"{item.index.fqn} is no tensor")
+        sizes, whole = tuple(data.chunk.sizes), tuple(data.size)
+        if math.prod(sizes) == 0 and math.prod(whole):
+            continue  # a rank that got nothing of a short tensor
+        pieces.append(Piece(item.index.fqn, tuple(data.chunk.offsets), sizes, whole, data.properties.dtype))
+    return pieces
+
+
+def _save_plan(pieces: Iterable[Piece]) -> SavePlan:
+    """For torch's planner; largest first, so that it deals them evenly."""
+    ordered = sorted(pieces, key=lambda piece: (-math.prod(piece.sizes) * piece.dtype.itemsize, piece.name))
+    items = [
+        WriteItem(
+            index=MetadataIndex(piece.key, torch.Size(piece.offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
+                properties=TensorProperties(dtype=piece.dtype),
+                size=torch.Size(piece.whole),
+            ),
+        )
+        for piece in ordered
+    ]
+    return SavePlan(items)
+
+
+_Index = tuple[str, tuple[int, ...]]
+
+
+def _deal(held: Sequence[Sequence[Piece]]) -> list[set[_Index]]:
+    """By rank: what it writes, each piece once. ShardingError when something is missing or overlaps."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({}, is_coordinator=True)
+    try:
+        plans, _ = planner.create_global_plan([_save_plan(pieces) for pieces in held])
+    except (ValueError, AssertionError) as error:
+        raise ShardingError(f"the ranks' shards do not make whole tensors: {error}") from error
+    return [{(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items} for plan in plans]
+
+
+def assign(held: Sequence[Sequence[Piece]], nodes: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+    """By rank: numbers of its pieces that it writes to the disk, and of those that only its node's memory needs."""
+    disk = _deal(held)
+    beside: list[set[_Index]] = [set() for _ in held]
+    for node in set(nodes):
+        ranks = [rank for rank, other in enumerate(nodes) if other == node]
+        there = set().union(*(disk[rank] for rank in ranks))
+        size = dict.fromkeys(ranks, 0)
+        for rank in ranks:
+            for piece in held[rank]:
+                index = (piece.key, piece.offsets)
+                if index in there:
+                    continue
+                there.add(index)
+                holders = [each for each in ranks if any((p.key, p.offsets) == index for p in held[each])]
+                least = min(holders, key=size.__getitem__)
+                beside[least].add(index)
+                size[least] += piece.entry.nbytes
+    return [
+        (
+            [number for number, piece in enumerate(pieces) if (piece.key, piece.offsets) in disk[rank]],
+            [number for number, piece in enumerate(pieces) if (piece.key, piece.offsets) in beside[rank]],
+        )
+        for rank, pieces in enumerate(held)
+    ]
+
+
+def plan(
+    peers: Peers,
+    node: str,
+    shared: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    text_bytes: int,
+    static: str,
+) -> Layout:
+    """Agree with all ranks on who writes what. Called by all ranks together.
+
+    `shared`: tensors that are sharded or replicated; `own`: this rank's own, which it writes itself.
+    """
+    pieces = local_pieces(shared)
+    said = peers.gather([node, [_packed(piece) for piece in pieces]])
+    shares: list[Any] = []
+    if said:
+        try:
+            held = [[_unpacked(each) for each in packed] for _, packed in said]
+            shares = list(assign(held, [each for each, _ in said]))
+        except ShardingError as error:
+            shares = [str(error)] * peers.world
+    share = peers.tell_each(shares)
+    if isinstance(share, str):
+        raise ShardingError(share)
+    mine, beside = ([pieces[number] for number in numbers] for numbers in share)
+    mine += [_own_piece(key, tensor) for key, tensor in own.items()]
+    file = _image(mine, text_bytes, static)
+    return Layout(
+        file,
+        _image(beside, 0, "") if beside else None,
+        tuple((piece.name, piece.key) for piece in (*mine, *beside)),
+    )
+
+
+def _own_piece(key: str, tensor: torch.Tensor) -> Piece:
+    local = local_tensor(tensor)
+    return Piece(key, (0,) * local.dim(), tuple(local.shape), tuple(local.shape), local.dtype)
+
+
+def _image(pieces: Sequence[Piece], text_bytes: int, static: str) -> Image:
+    described = {piece.name: piece.described for piece in pieces if piece.described is not None}
+    entries = [piece.entry for piece in pieces]
+    if text_bytes:
+        entries.append(Entry(TEXT, "U8", (text_bytes,)))
+    metadata = {PIECES: json.dumps(described, separators=(",", ":"))}
+    if static:
+        metadata[STATIC] = static
+    return Image.plan(entries, metadata)
+
+
+def _packed(piece: Piece) -> list[Any]:
+    return [piece.key, piece.offsets, piece.sizes, piece.whole, _dtype_name(piece.dtype)]
+
+
+def _unpacked(packed: list[Any]) -> Piece:
+    key, offsets, sizes, whole, dtype = packed
+    return Piece(key, tuple(offsets), tuple(sizes), tuple(whole), _dtype(dtype))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into flat views of a slot, with torch's threads; complete when this returns."""
+    targets, sources, devices = [], [], set()
+    for view, tensor in zip(views, tensors, strict=True):
+        local = local_tensor(tensor)
+        if local.numel() == 0:
+            continue
+        if local.dtype != view.dtype:
+            local = local.contiguous().view(torch.uint8)
+        targets.append(view)
+        sources.append(local.reshape(-1))
+        if local.device.type != "cpu":
+            devices.add(local.device)
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
+    for device in devices:
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,287 @@
+"""Snapshots: the state of a training job, kept in memory every few steps and on the disk every few minutes.
+
+    snaps = ht.Snapshots("runs/a", every="2min", memory_every=20, keep=ht.Keep(last=3, best=("loss", "min")))
+    state = snaps.track(model=model, optimizer=opt, scheduler=sched, loader=loader)
+    resumed = snaps.resume()
+    ...
+        snaps.step(loss=loss)
+
+What a save costs the training is one copy of this rank's part into a slot, and a word with rank 0 over the store while
+nothing else is to be done: the plan is made once, the disk is the saver's business (tiers.py). Only the main thread
+talks to other ranks, and only in these methods, which every rank calls equally often.
+
+Knows when, what and where; how is in state.py, sharding.py, saving.py, resuming.py and tiers.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from holdfast import worker
+from holdfast.core.errors import HoldfastError, SnapshotError, TrackingError
+from holdfast.snapshots import folder as folders
+from holdfast.snapshots import lease as leases
+from holdfast.snapshots.retention import Keep
+from holdfast.snapshots.saver_client import rescue_attempt
+from holdfast.train.agreement import Peers
+from holdfast.train.pruning import Pruner
+from holdfast.train.resuming import Resumed, Resumer
+from holdfast.train.saving import Saving
+from holdfast.train.schedule import Schedule, Steps, Timekeeper, seconds
+from holdfast.train.state import Tracker, TrainState
+from holdfast.train.tiers import Tier, open_tier
+
+__all__ = ["Keep", "Resumed", "Snapshots", "TrainState"]
+
+
+class Snapshots:
+    """The snapshots of one job in one folder, which all its ranks see.
+
+    folder        made when it is not there; one job at a time
+    every         to the disk: "2min", seconds, ht.steps(500); None: only by save() and when asked to stop
+    memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
+    keep          which snapshots stay on the disk; None: all
+    fresh_ok      whether resume() may return None although the folder has unfinished or damaged snapshots and no good one
+    exit_on_stop  leave with exit code 0 when the launcher asks to stop and everything is saved; False: `stopping` says it
+
+    Raises IntervalError. Usable as a context manager; otherwise closed when the process ends.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: str | float | Steps | None = "5min",
+        memory_every: int | None = 20,
+        keep: Keep | None = Keep(),  # noqa: B008 - frozen
+        *,
+        fresh_ok: bool = False,
+        exit_on_stop: bool = True,
+    ) -> None:
+        self.path = Path(os.path.abspath(folder))
+        self.stopping = False
+        """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
+        timed = None if every is None or isinstance(every, Steps) else seconds(every)
+        self._schedule = Schedule(every if isinstance(every, Steps) else timed, memory_every)
+        self._clock = Timekeeper(timed)
+        self._memory_wanted = memory_every is not None
+        self._keep = keep
+        self._fresh_ok = fresh_ok
+        self._exit_on_stop = exit_on_stop
+        self._tracker = Tracker()
+        self._optimized = False
+        """An optimizer has stepped since the last call of step(): no gradient is pending."""
+        self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
+        self._metrics: dict[str, Any] = {}
+        self._peers: Peers | None = None
+        self._tier: Tier | None = None
+        self._saving: Saving | None = None
+        self._lease: leases.Lease | None = None
+        self._pruner: Pruner | None = None
+        self._closed = False
+
+    @property
+    def state(self) -> TrainState:
+        """Step, epoch, `epochs()`: what `track` returns."""
+        return self._tracker.state
+
+    # --- what is saved ------------------------------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> TrainState:
+        """Save and restore these: modules, their optimizers, anything with state_dict() and load_state_dict().
+
+        Random numbers and counters are saved as well. Raises TrackingError.
+        """
+        before = len(self._tracker.optimizers)
+        self._tracker.add(objects)
+        for optimizer in self._tracker.optimizers[before:]:
+            optimizer.register_step_post_hook(self._note_optimizer_step)
+        return self.state
+
+    def _note_optimizer_step(self, *_: Any) -> None:
+        self._optimized = True
+
+    # --- going on -----------------------------------------------------------------------------------------------------
+
+    def resume(self) -> Resumed | None:
+        """Go on from the newest state that every rank can load; None when nothing was ever saved here.
+
+        Every rank calls it, once, after `track` and before the first step. Raises NoValidSnapshotError when there is only
+        debris (unless `fresh_ok`), ShardingError when what is tracked does not fit what was saved.
+        """
+        if self._saving is not None:
+            raise TrackingError("resume() comes once, after track() and before the first step() or save()")
+        peers, tier = self._open()
+        resumed = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok).run()
+        tier.forget(self.state.step if resumed else -1)
+        self._begin(peers, tier)
+        return resumed
+
+    def _open(self) -> tuple[Peers, Tier]:
+        """The other ranks, the memory, and the folder for this job alone."""
+        if not self._tracker.names():
+            raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
+        peers = self._peers = Peers.of_this_process()
+        tier = self._tier = open_tier(rank=peers.rank, world=peers.world)
+        atexit.register(self._at_exit)
+        word: dict[str, Any] = {}
+        failure: HoldfastError | None = None
+        if peers.rank == 0:
+            try:
+                self._lease = leases.acquire(self.path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+                word = {"rescue": rescue_attempt()}
+            except HoldfastError as error:
+                failure, word = error, {"error": str(error)}
+        word = peers.tell(word)
+        if failure is not None:
+            raise failure
+        if "error" in word:
+            raise SnapshotError(f"rank 0: {word['error']}")
+        self._rescue = int(word["rescue"])
+        return peers, tier
+
+    def _begin(self, peers: Peers, tier: Tier) -> None:
+        step = self.state.step
+        self._schedule.start(step)
+        self._clock.start(step, time.monotonic())
+        if peers.rank == 0 and self._keep is not None:
+            self._pruner = Pruner(self.path, self._keep)
+        self._saving = Saving(self.path, self._tracker, peers, tier, self._rescue, self._clock)
+
+    def _begun(self) -> Saving:
+        """What saves; begins anew when resume() was never called and there is nothing to resume from."""
+        if self._closed:
+            raise TrackingError("these snapshots are closed")
+        if self._saving is None:
+            peers, tier = self._open()
+            fresh = peers.tell(folders.survey(self.path).fresh if peers.rank == 0 else None)
+            if not fresh and not self._fresh_ok:
+                raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
+            self._begin(peers, tier)
+        assert self._saving is not None
+        return self._saving
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def step(self, **metrics: Any) -> None:
+        """Once per batch, at the end of the loop's body, on every rank: counts it, and saves when it is time.
+
+        Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
+        optimizer step are pending nothing is saved; what was due is saved after it. When the launcher asks to stop,
+        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). Raises SnapshotError for what
+        went wrong in the background since the last call.
+        """
+        saving = self._begun()
+        self.state.step += 1
+        self._tracker.note_trained()
+        if self._beat is not None:
+            self._beat()
+        self._metrics = metrics
+        self._check()
+        if not self._optimized and self._tracker.optimizers:
+            return
+        self._optimized = False
+        if worker.should_stop():
+            self._drain(saving)
+            return
+        self._save_if_due(saving)
+
+    def _save_if_due(self, saving: Saving) -> None:
+        step, schedule = self.state.step, self._schedule
+        durable = schedule.durable_due(step)
+        if not durable and schedule.look_due(step):
+            durable, schedule.look_at = saving.ask(step)
+        if durable or schedule.memory_due(step):
+            self._save(saving, durable=durable)
+        elif not saving.planned:
+            saving.plan_ahead()  # so that the first save costs no more than the others
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
+
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError.
+        """
+        saving = self._begun()
+        self._check()
+        self._save(saving, durable=True)
+        if wait:
+            saving.wait()
+
+    def _save(self, saving: Saving, *, durable: bool) -> None:
+        done = saving.save(durable=durable, metrics=self._metrics)
+        if done.look_at:
+            self._schedule.look_at = done.look_at
+        self._schedule.saved(self.state.step, done.durable)
+        if done.durable and self._pruner is not None:
+            self._pruner.begin_after(saving.tier)
+
+    def _drain(self, saving: Saving) -> None:
+        """Asked to stop: all ranks are here, after the same step."""
+        self._save(saving, durable=True)
+        saving.wait()
+        self.stopping = True
+        if self._exit_on_stop:
+            raise SystemExit(0)
+
+    def _check(self) -> None:
+        """Raise what went wrong in the background."""
+        if self._tier is not None:
+            self._tier.check()
+        if self._lease is not None:
+            self._lease.check()
+        if self._pruner is not None and self._tier is not None:
+            self._pruner.check(self._tier)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of the folder. What went wrong in the background is raised here.
+
+        Steps that are in memory alone are written by the saver. May be called again.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        with contextlib.ExitStack() as last:
+            if self._lease is not None:
+                last.callback(self._lease.release)
+            if self._tier is not None:
+                last.callback(self._tier.close, ahead=self._schedule.saved_step > self._schedule.durable_step)
+                if self._pruner is not None:
+                    last.callback(self._pruner.finish)
+                self._tier.wait()
+
+    def _abandon(self) -> None:
+        """After an exception: wait for nothing, and have the saver write what memory is ahead."""
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._tier is not None:
+            self._tier.close(ahead=True)
+        if self._lease is not None:
+            self._lease.release()
+
+    def _at_exit(self) -> None:
+        # The interpreter shows what ended the program before it comes here.
+        if getattr(sys, "last_value", None) is not None:
+            self._abandon()
+        else:
+            self.close()
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._abandon()

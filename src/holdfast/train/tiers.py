@@ -1,0 +1,249 @@
+"""Where a rank's image is put together, and who writes it to the disk.
+
+MemoryTier: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
+PrivateTier: memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save ends
+with the process then.
+
+Both hold a staged image still while it is written, and neither ever waits unless it is asked to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.core.errors import SnapshotError, SnapshotIncompleteError, SnapshotMemoryError, SnapshotWriteError
+from holdfast.snapshots import attempt
+from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.saver_client import Place, SaverClient
+from holdfast.snapshots.slots import Slot, committed_slots, local_ranks
+
+PATIENCE_S = 600.0
+"""How long a save that has to be durable waits for those before it, and for the disk."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A state that a predecessor has left in this node's memory: one rank's part."""
+
+    step: int
+    generation: int
+    world: int
+    rank: int
+    data: memoryview
+    path: Path
+    """The slot's file."""
+
+
+class Tier(Protocol):
+    """See the module's docstring. SnapshotError comes out of every method."""
+
+    in_memory: bool
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have room at hand, so that no `stage` has to get it."""
+
+    def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
+        """Where to put an image; None when there is no room before something is written out, and not `wait`."""
+
+    def commit(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+        """What was staged is whole. Should this process die before it is on disk, it goes there as the ticket says."""
+
+    def persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+        """Write what was committed last. Returns at once."""
+
+    @property
+    def busy(self) -> bool:
+        """Something is being written."""
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+
+    def wait(self) -> None:
+        """Until nothing is being written any more, a predecessor's saves included; raises what went wrong."""
+
+    def held(self, folder: str) -> list[Held]:
+        """What this node's memory has of this snapshot folder, of all local ranks."""
+
+    def forget(self, above_step: int) -> None:
+        """Memory of later steps is of a history that was given up."""
+
+    def close(self, *, ahead: bool) -> None:
+        """Let go. `ahead`: memory is newer than the disk, and what is newer shall get there without us."""
+
+
+class MemoryTier:
+    """Slots and the saver."""
+
+    in_memory = True
+
+    def __init__(self, place: Place, *, rank: int, world: int) -> None:
+        """SnapshotMemoryError when there is no memory or no saver."""
+        self._place = place
+        self._saver = SaverClient(place)
+        self._slots = place.slots(rank=rank, world=world)
+        self._slot: Slot | None = None
+
+    def reserve(self, size_bytes: int) -> None:
+        self._slots.reserve(size_bytes)
+
+    def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
+        memory = self._slots.stage(step, size_bytes)
+        deadline = time.monotonic() + PATIENCE_S
+        while memory is None and wait:
+            if not self._saver.wait_for_slot(max(deadline - time.monotonic(), 0.0)):
+                self._saver.check()
+                raise SnapshotIncompleteError(f"step {step} was not saved: earlier saves are still being written")
+            memory = self._slots.stage(step, size_bytes)
+        return memory
+
+    def commit(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+        self._slot = self._slots.commit(ticket.to_json(), metadata)
+
+    def persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+        assert self._slot is not None
+        self._saver.persist(self._slot, ticket, metadata)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._saver.in_flight)
+
+    def check(self) -> None:
+        self._saver.check()
+        for text in self._saver.news:
+            warnings.warn(f"holdfast: {text}", RuntimeWarning, stacklevel=3)
+        self._saver.news.clear()
+
+    def wait(self) -> None:
+        idle = self._saver.wait(PATIENCE_S)
+        self.check()
+        if not idle and self._saver.in_flight:
+            raise SnapshotIncompleteError(f"after {PATIENCE_S:g} s the saver is still writing")
+
+    def held(self, folder: str) -> list[Held]:
+        return [
+            Held(
+                slot.step,
+                slot.generation,
+                slot.world,
+                slot.rank,
+                slot.data,
+                self._place.folder / f"{slot.local_rank}.{slot.number}",
+            )
+            for local_rank in local_ranks(self._place.folder)
+            for slot in committed_slots(self._place.folder, local_rank)
+            if slot.ticket is not None and slot.ticket.get("folder") == folder
+        ]
+
+    def forget(self, above_step: int) -> None:
+        self._slots.forget(above_step=above_step)
+
+    def close(self, *, ahead: bool) -> None:
+        if ahead:
+            self._saver._drop()  # without a goodbye: the saver then writes the newest step, as after a crash
+        else:
+            self._saver.close()
+        self._slots.close()
+        self._place.close()
+
+
+class PrivateTier:
+    """Memory of this process and a thread that writes."""
+
+    in_memory = False
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._size_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._failures: list[SnapshotError] = []
+
+    def reserve(self, size_bytes: int) -> None:
+        if self._memory is None or len(self._memory) < size_bytes:
+            self._memory = mmap.mmap(-1, size_bytes)
+
+    def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:  # noqa: ARG002
+        if self.busy and not wait:
+            return None
+        self._join()
+        self.reserve(size_bytes)
+        self._size_bytes = size_bytes
+        assert self._memory is not None
+        return memoryview(self._memory)[:size_bytes]
+
+    def commit(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+        """Nobody could write it after our end."""
+
+    def persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+        assert self._memory is not None
+        data = memoryview(self._memory)[: ticket.note.get("file_bytes", self._size_bytes)]
+        self._thread = threading.Thread(target=self._write, args=(ticket, data, metadata), name="holdfast-save")
+        self._thread.start()
+
+    def _write(self, ticket: Ticket, data: memoryview, metadata: Mapping[str, Any]) -> None:
+        try:
+            attempt.write_rank(ticket, data)
+            if ticket.rank == 0:
+                attempt.commit(ticket, metadata)
+        except SnapshotError as error:
+            self._failures.append(error)
+        except (OSError, ValueError) as error:
+            self._failures.append(SnapshotWriteError(f"step {ticket.step} was not saved: {error}"))
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def wait(self) -> None:
+        self._join()
+        self.check()
+
+    def held(self, folder: str) -> list[Held]:  # noqa: ARG002
+        return []
+
+    def forget(self, above_step: int) -> None:
+        """Nothing is remembered."""
+
+    def close(self, *, ahead: bool) -> None:  # noqa: ARG002
+        self._join()
+
+
+def open_tier(*, rank: int, world: int, wanted: bool = True) -> Tier:
+    """The memory tier, or with one warning the other."""
+    if not wanted:
+        return PrivateTier()
+    try:
+        place = Place.find()
+        try:
+            return MemoryTier(place, rank=rank, world=world)
+        except SnapshotMemoryError:
+            place.close()
+            raise
+    except SnapshotMemoryError as error:
+        warn_of_disk(error)
+        return PrivateTier()
+
+
+def warn_of_disk(error: SnapshotError) -> None:
+    """Once for each Snapshots."""
+    warnings.warn(
+        f"holdfast: no snapshots in memory: {error}\n"
+        "Snapshots go to the disk only; a restart reads them there, and a save ends with its process.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
