@@ -194,12 +194,13 @@ def rename_aside(path: Path, key: Key, kind: Kind) -> Path | None:
 
 
 def clear_debris(found: Survey) -> list[Path]:
-    """Delete what unfinished saves left. Only for the job that has the folder, and while it saves nothing."""
+    """Delete what unfinished saves left; returns what is gone. Only for the job that has the folder, and while it saves nothing."""
     cleared = []
     for path in found.debris:
         named = layout.parse(path.name)
         doomed = path if named is None or named.kind is Kind.GONE else rename_aside(path, named.key, Kind.GONE)
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
-            cleared.append(path)
+            if not doomed.exists():
+                cleared.append(path)
     return cleared

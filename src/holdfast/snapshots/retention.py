@@ -17,6 +17,7 @@ from pathlib import Path
 
 from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotError
 from holdfast.snapshots import disk, folder, reader
+from holdfast.snapshots.attempt import At, nowhere
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Key, Kind
 
@@ -104,11 +105,17 @@ class Pruned:
 
 
 def prune(
-    path: str | os.PathLike[str], keep: Keep, *, verified: Verified | None = None, dry_run: bool = False
+    path: str | os.PathLike[str],
+    keep: Keep,
+    *,
+    verified: Verified | None = None,
+    dry_run: bool = False,
+    at: At = nowhere,
 ) -> Pruned:
     """Delete what `keep` does not keep. Call it after a commit: the new snapshot is durable then.
 
     Only for the job that has the folder. Snapshots that cannot be read at the moment stay and count for nothing.
+    `at` is called with "aside" when the names are gone, and with "deleted" after each deletion: tests kill there.
     SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written.
     """
     verified = Verified() if verified is None else verified
@@ -129,11 +136,9 @@ def prune(
             if not dry_run:
                 folder.quarantine(snapshot.path, str(error))
     doomed = [snapshot for snapshot in found if snapshot.key not in stays]
-    if not dry_run and doomed:
-        _delete(doomed, verified)
     return Pruned(
         kept=tuple(snapshot for snapshot in found if snapshot.key in stays),
-        deleted=tuple(snapshot.path for snapshot in doomed),
+        deleted=tuple(snapshot.path for snapshot in (doomed if dry_run else _delete(doomed, verified, at))),
         damaged=tuple(damaged),
     )
 
@@ -147,21 +152,25 @@ def _first_bad(snapshots: Sequence[Snapshot], verified: Verified) -> tuple[Snaps
     return None
 
 
-def _delete(doomed: Sequence[Snapshot], verified: Verified) -> None:
-    """Oldest first. All names are gone for good before the first byte is deleted."""
-    parent = doomed[0].path.parent
-    going = []
+def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snapshot]:
+    """Oldest first; returns what the disk let go. All names are gone for good before the first byte is deleted."""
+    going = {}
     for snapshot in doomed:
-        verified.forget(snapshot.path)
         aside = folder.rename_aside(snapshot.path, snapshot.key, Kind.GONE)
         if aside is not None:
-            going.append(aside)
-    try:
-        disk.sync_folder(parent)
-    except OSError as error:
-        raise disk.write_error(error, parent) from error
+            verified.forget(snapshot.path)
+            going[aside] = snapshot
+    if going:
+        parent = doomed[0].path.parent
+        try:
+            disk.sync_folder(parent)
+        except OSError as error:
+            raise disk.write_error(error, parent) from error
+        at("aside")
     for aside in going:
         shutil.rmtree(aside, ignore_errors=True)
+        at("deleted")
+    return list(going.values())
 
 
 def seconds(every: str | float) -> float:

@@ -1,0 +1,278 @@
+"""The commit protocol: whole or not at all, however the writer ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import (
+    NoValidSnapshotError,
+    SnapshotDamagedError,
+    SnapshotIncompleteError,
+    SnapshotWriteError,
+)
+from holdfast.snapshots import attempt, digest, disk, folder, layout, reader
+from holdfast.snapshots.attempt import PHASES, Ticket
+from holdfast.snapshots.layout import Key
+from tests.snapshots.saves import content, is_whole, load, newest, save
+
+SAVE = """
+import os, signal, sys
+from holdfast.snapshots import attempt
+from holdfast.snapshots.attempt import Ticket
+from tests.snapshots.saves import content
+path, first, last, phase = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+def at(reached):
+    print(reached, flush=True)
+    if reached == phase:
+        os.kill(os.getpid(), signal.SIGKILL)
+for step in range(first, last + 1):
+    number = attempt.begin(path, step, at=at)
+    for rank in range(2):
+        attempt.write_rank(Ticket(path, step, number, rank, 2), content(step, rank), at=at)
+    attempt.commit(Ticket(path, step, number, 0, 2), at=at)
+"""
+
+
+def saver(path: Path, first: int, last: int, phase: str = "") -> subprocess.Popen[str]:
+    """A process that saves these steps, and kills itself when it reaches the phase."""
+    command = [sys.executable, "-c", SAVE, str(path), str(first), str(last), phase]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_snapshot_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    path = save(tmp_path, 7, 3, {"metrics": {"loss": 0.5}, "epoch": 2})
+    found = newest(tmp_path)
+    assert found.path == path == tmp_path / "step_000000007.0001"
+    assert (found.step, found.manifest.world, found.manifest.metrics) == (7, 3, {"loss": 0.5})
+    assert is_whole(found)
+    assert sorted(os.listdir(path)) == sorted(
+        [
+            layout.MANIFEST,
+            *(layout.rank_file(rank) for rank in range(3)),
+            *(layout.record_file(rank) for rank in range(3)),
+        ]
+    )
+    reader.verify(found)
+
+
+def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    path = save(tmp_path, 1, 1)
+    with safetensors.safe_open(str(path / layout.rank_file(0)), "np") as file:
+        assert sorted(file.keys()) == ["bias", "step", "weight"]
+
+
+@pytest.mark.parametrize(
+    "size_bytes", [0, 1, 4095, 4096, 4097, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (16 << 20) + 5000]
+)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_files_of_all_sizes_from_any_address(tmp_path: Path, size_bytes: int, shift: int) -> None:
+    """shift=1 is an address that O_DIRECT does not take."""
+    memory = reader._memory(size_bytes + shift)
+    memory[shift:] = random.Random(size_bytes).randbytes(size_bytes)
+    disk.write_all(tmp_path / "file", memory[shift:])
+    assert (tmp_path / "file").read_bytes() == bytes(memory[shift:])
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a memory file system at /dev/shm")
+def test_a_file_system_in_memory() -> None:
+    path = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
+    try:
+        disk.write_all(path, memoryview(b"x" * 10_000))
+        assert path.read_bytes() == b"x" * 10_000
+    finally:
+        path.unlink()
+
+
+def test_the_digest_sees_every_bit_and_the_length() -> None:
+    data = bytearray(random.Random(3).randbytes(digest.CHUNK_BYTES + 100))
+    seen = {digest.digest(data), digest.digest(data[:-1]), digest.digest(bytes(len(data))), digest.digest(b"")}
+    for bit in (0, 8 * digest.CHUNK_BYTES - 1, 8 * digest.CHUNK_BYTES, 8 * len(data) - 1):
+        data[bit // 8] ^= 1 << bit % 8
+        seen.add(digest.digest(data))
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(seen) == 8
+
+
+def test_attempts_are_numbered_and_never_shared(tmp_path: Path) -> None:
+    numbers: list[int] = []
+    threads = [threading.Thread(target=lambda: numbers.append(attempt.begin(tmp_path, 5))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(1, 9))
+
+
+def test_the_order_is_step_then_attempt_never_time(tmp_path: Path) -> None:
+    for step in (30, 10, 20, 20):
+        save(tmp_path, step, 1)
+    os.utime(tmp_path / "step_000000010.0001")
+    assert [snapshot.key for snapshot in folder.survey(tmp_path).committed] == [(10, 1), (20, 1), (20, 2), (30, 1)]
+
+
+def test_a_rename_replaces_nothing(tmp_path: Path) -> None:
+    """Two savers that believe in the same attempt: the second fails, the first one's snapshot is untouched."""
+    committed = save(tmp_path, 5, 1)
+    ticket = Ticket(str(tmp_path), 5, 1, 0, 1)
+    ticket.attempt_path.mkdir()
+    attempt.write_rank(ticket, content(99, 0))
+    with pytest.raises(SnapshotWriteError, match=r"not empty|exists"):
+        attempt.commit(ticket)
+    assert newest(tmp_path).path == committed
+    assert is_whole(newest(tmp_path))
+    assert not folder.survey(tmp_path).debris
+
+
+def test_a_ticket_travels_as_json() -> None:
+    ticket = Ticket("runs/a", 5, 1, 0, 4, {"loader": [1, 2]})
+    assert Ticket.from_json(json.loads(json.dumps(ticket.to_json()))) == ticket
+
+
+def test_ranks_may_come_in_any_order_and_late(tmp_path: Path) -> None:
+    number = attempt.begin(tmp_path, 4)
+    tickets = [Ticket(str(tmp_path), 4, number, rank, 3) for rank in range(3)]
+    done: list[Path] = []
+    waiting = threading.Thread(target=lambda: done.append(attempt.commit(tickets[0], patience=30)))
+    waiting.start()
+    for ticket in reversed(tickets):
+        assert not done
+        attempt.write_rank(ticket, content(4, ticket.rank))
+    waiting.join()
+    assert done == [tickets[0].committed_path]
+    assert is_whole(newest(tmp_path))
+
+
+def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    number = attempt.begin(tmp_path, 2)
+    attempt.write_rank(Ticket(str(tmp_path), 2, number, 0, 3), content(2, 0))
+    with pytest.raises(SnapshotIncompleteError, match=r"step 2 was not saved.*rank 1, 2"):
+        attempt.commit(Ticket(str(tmp_path), 2, number, 0, 3), patience=0.05)
+    found = folder.survey(tmp_path)
+    assert [snapshot.step for snapshot in found.committed] == [1]
+    assert not found.debris
+    with pytest.raises(SnapshotWriteError, match="gave up"):
+        attempt.write_rank(Ticket(str(tmp_path), 2, number, 1, 3), content(2, 1))
+
+
+def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
+    number = attempt.begin(tmp_path, 2)
+    tickets = [Ticket(str(tmp_path), 2, number, rank, 2) for rank in range(2)]
+    attempt.write_rank(tickets[0], content(2, 0))
+    (tickets[1].attempt_path / layout.rank_file(1)).mkdir()
+    with pytest.raises(SnapshotWriteError, match="File exists"):
+        attempt.write_rank(tickets[1], content(2, 1))
+    before = time.monotonic()
+    with pytest.raises(SnapshotIncompleteError, match=r"rank 1: cannot write"):
+        attempt.commit(tickets[0], patience=60)
+    assert time.monotonic() - before < 10
+
+
+def test_a_file_that_shrank_before_the_commit_is_not_committed(tmp_path: Path) -> None:
+    number = attempt.begin(tmp_path, 2)
+    ticket = Ticket(str(tmp_path), 2, number, 0, 1)
+    attempt.write_rank(ticket, content(2, 0))
+    os.truncate(ticket.attempt_path / layout.rank_file(0), 1000)
+    with pytest.raises(SnapshotDamagedError, match="rank 0"):
+        attempt.commit(ticket)
+    assert not folder.survey(tmp_path).committed
+
+
+def test_metadata_is_json_and_a_loss_may_be_nan(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1, {"metrics": {"loss": float("nan"), "other": 1}})
+    assert newest(tmp_path).manifest.metrics == {"other": 1}
+    with pytest.raises(ValueError, match="JSON"):
+        save(tmp_path, 2, 1, {"model": object()})
+    assert [snapshot.step for snapshot in folder.survey(tmp_path).committed] == [1]
+    assert not folder.survey(tmp_path).debris
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_at_a_phase(tmp_path: Path, phase: str) -> None:
+    """Before the rename the older snapshot is the newest, after it the new one; either is bit-exact."""
+    save(tmp_path, 1)
+    with saver(tmp_path, 2, 2, phase) as process:
+        assert process.wait(60) == -signal.SIGKILL
+    found = folder.survey(tmp_path)
+    committed = phase in ("renamed", "durable")
+    assert newest(tmp_path).step == (2 if committed else 1)
+    assert is_whole(newest(tmp_path))
+    assert not found.problems
+    assert len(found.debris) == (0 if committed else 1)
+    # The next save of the same step is another attempt, and the debris is nobody's.
+    assert save(tmp_path, 2).name == "step_000000002.0002"
+    folder.clear_debris(folder.survey(tmp_path))
+    assert not folder.survey(tmp_path).debris
+    assert is_whole(newest(tmp_path))
+
+
+def test_killed_at_any_time(tmp_path: Path) -> None:
+    """A saver that saves again and again, killed at random: what is newest is always whole, and never goes back."""
+    chance, before = random.Random(4), 0
+    for _ in range(8):
+        with saver(tmp_path, before + 1, before + 1000) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(chance.uniform(0, 0.15))
+            process.kill()
+        found = folder.survey(tmp_path)
+        assert not found.problems
+        if found.committed:
+            assert newest(tmp_path).step >= before
+            before = newest(tmp_path).step
+            assert is_whole(newest(tmp_path))
+    assert before > 0
+
+
+def test_debris_alone_is_no_silent_start_from_zero(tmp_path: Path) -> None:
+    assert folder.choose(folder.survey(tmp_path / "none")) is None
+    assert folder.choose(folder.survey(tmp_path)) is None
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "step_12.1").mkdir()
+    assert folder.choose(folder.survey(tmp_path)) is None, "somebody else's folders are no debris"
+    attempt.begin(tmp_path, 3)
+    with pytest.raises(NoValidSnapshotError, match=r"attempt\.step_000000003\.0001"):
+        folder.choose(folder.survey(tmp_path))
+    assert folder.choose(folder.survey(tmp_path), fresh_ok=True) is None
+    save(tmp_path, 1, 1)
+    chosen = folder.choose(folder.survey(tmp_path))
+    assert chosen is not None
+    assert chosen.step == 1
+
+
+def test_names() -> None:
+    for name in ("step_000000001.0001", "step_1234567890.12345", "attempt.step_000000001.0001"):
+        found = layout.parse(name)
+        assert found is not None
+        assert found.key.named(found.kind) == name
+    for name in ("bad.step_000000001.0001.2", "gone.step_000000001.0001.17"):
+        assert layout.parse(name) is not None
+    for name in (
+        "step_1.1",
+        "step_0000000001.0001",
+        "step_000000001.0001.2",
+        "x.step_000000001.0001",
+        "step_000000001",
+    ):
+        assert layout.parse(name) is None, name
+    assert Key(10**9, 1).name > "", "large steps have names too"
+
+
+def test_load_returns_memory_of_its_own(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1)
+    with reader.RankFile(newest(tmp_path), 0) as file:
+        data = file.load()
+        image = file.image
+    data[image.spans["bias"]] = bytes(6)
+    assert load(newest(tmp_path)) == [content(1, 0)]

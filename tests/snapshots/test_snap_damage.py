@@ -1,0 +1,223 @@
+"""Snapshots that were damaged: every damage is found, named and set aside, and the one before is taken instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import NoValidSnapshotError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
+from holdfast.snapshots import folder, layout, reader
+from holdfast.snapshots.folder import Snapshot
+from tests.snapshots.saves import content, is_whole, newest, save
+
+FILE = layout.rank_file(1)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path / FILE, (path / FILE).stat().st_size - 1)
+
+
+def longer(path: Path) -> None:
+    with (path / FILE).open("ab") as file:
+        file.write(b"\0")
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path / FILE, 0)
+
+
+def page_zeroed(path: Path) -> None:
+    with (path / FILE).open("r+b") as file:
+        file.seek(4096 * 50)
+        file.write(bytes(4096))
+
+
+def whole_zeroed(path: Path) -> None:
+    size = (path / FILE).stat().st_size
+    os.truncate(path / FILE, 0)
+    os.truncate(path / FILE, size)
+
+
+def header_zeroed(path: Path) -> None:
+    with (path / FILE).open("r+b") as file:
+        file.write(bytes(64))
+
+
+def swapped(path: Path) -> None:
+    """The two ranks' files have equal sizes."""
+    (path / FILE).rename(path / "aside")
+    (path / layout.rank_file(0)).rename(path / FILE)
+    (path / "aside").rename(path / layout.rank_file(0))
+
+
+def swapped_with_records(path: Path) -> None:
+    swapped(path)
+    (path / layout.record_file(1)).rename(path / "aside")
+    (path / layout.record_file(0)).rename(path / layout.record_file(1))
+    (path / "aside").rename(path / layout.record_file(0))
+
+
+def file_of_another_step(path: Path) -> None:
+    (path / FILE).write_bytes(content(1, 1))
+
+
+def file_missing(path: Path) -> None:
+    (path / FILE).unlink()
+
+
+def file_is_folder(path: Path) -> None:
+    (path / FILE).unlink()
+    (path / FILE).mkdir()
+
+
+def record_missing(path: Path) -> None:
+    (path / layout.record_file(1)).unlink()
+
+
+def record_edited(path: Path) -> None:
+    file = path / layout.record_file(1)
+    record = json.loads(file.read_text())
+    record["chunks"][0] = "0" * 64
+    file.write_text(json.dumps(record))
+
+
+def record_torn(path: Path) -> None:
+    os.truncate(path / layout.record_file(1), 100)
+
+
+def manifest_missing(path: Path) -> None:
+    (path / layout.MANIFEST).unlink()
+
+
+def manifest_torn(path: Path) -> None:
+    os.truncate(path / layout.MANIFEST, 200)
+
+
+def manifest_edited(path: Path) -> None:
+    file = path / layout.MANIFEST
+    file.write_text(file.read_text().replace('"loss": 0.5', '"loss": 0.1'))
+
+
+def manifest_of_another(path: Path) -> None:
+    shutil.copy(path.parent / "step_000000001.0001" / layout.MANIFEST, path / layout.MANIFEST)
+
+
+def manifest_not_text(path: Path) -> None:
+    (path / layout.MANIFEST).write_bytes(b"\xff\xfe")
+
+
+def manifest_nested(path: Path) -> None:
+    (path / layout.MANIFEST).write_text("[" * 200_000)
+
+
+def all_removed(path: Path) -> None:
+    for name in os.listdir(path):
+        (path / name).unlink()
+
+
+DAMAGES = [
+    truncated, longer, emptied, page_zeroed, whole_zeroed, header_zeroed, swapped, swapped_with_records,
+    file_of_another_step, file_missing, file_is_folder, record_missing, record_edited, record_torn,
+    manifest_missing, manifest_torn, manifest_edited, manifest_of_another, manifest_not_text, manifest_nested, all_removed,
+]  # fmt: skip
+
+
+def read_back(path: Path) -> Snapshot:
+    """What a resume does: the newest valid one, read whole; what is damaged is set aside and the next one tried."""
+    while True:
+        found = folder.survey(path)
+        for problem in found.problems:
+            assert folder.quarantine(problem.path, str(problem.error)) is not None
+        chosen = folder.choose(folder.survey(path))
+        assert chosen is not None
+        try:
+            reader.verify(chosen)
+        except SnapshotDamagedError as error:
+            folder.quarantine(chosen.path, str(error))
+        else:
+            return chosen
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_named_and_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    save(tmp_path, 1)
+    bad = save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}})
+    assert newest(tmp_path).step == 2
+    damage(bad)
+    with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
+        reader.verify(folder.inspect(bad))
+    chosen = read_back(tmp_path)
+    assert chosen.step == 1
+    assert is_whole(chosen)
+    aside = folder.survey(tmp_path).quarantined
+    assert [path.name for path in aside] == ["bad.step_000000002.0001"]
+    assert "step_000000002.0001 was set aside: " in (aside[0] / folder.WHY).read_text()
+    # The step is saved again, is damaged again, and again there is a place for it.
+    damage(save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}}))
+    assert read_back(tmp_path).step == 1
+    assert len(folder.survey(tmp_path).quarantined) == 2
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_the_only_one_is_no_silent_start_from_zero(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    if damage is manifest_of_another:
+        pytest.skip("there is no other one")
+    damage(save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}}))
+    with pytest.raises(NoValidSnapshotError, match=r"step_000000002\.0001"):
+        read_back(tmp_path)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """Some hundred bits, in the header, at the chunks' edges and anywhere."""
+    path = save(tmp_path, 1, 1)
+    file, chance = path / layout.rank_file(0), random.Random(5)
+    whole = file.read_bytes()
+    bits = [0, 7, 8 * 100, 8 * len(whole) - 1, *(chance.randrange(8 * len(whole)) for _ in range(200))]
+    for bit in bits:
+        with file.open("r+b") as opened:
+            opened.seek(bit // 8)
+            opened.write(bytes([whole[bit // 8] ^ (1 << bit % 8)]))
+            opened.flush()
+            with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
+                reader.verify(newest(tmp_path))
+            opened.seek(bit // 8)
+            opened.write(whole[bit // 8 : bit // 8 + 1])
+    reader.verify(newest(tmp_path))
+
+
+def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
+    """A changed byte is found, or means the same (white space, the case of an escape)."""
+    path = save(tmp_path, 1, 1, {"metrics": {"loss": 0.5}})
+    file = path / layout.MANIFEST
+    whole, before = file.read_bytes(), newest(tmp_path)
+    for position in range(len(whole)):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        try:
+            found = folder.inspect(path)
+        except SnapshotError:
+            continue
+        assert found == before, position
+
+
+def test_a_newer_version_is_neither_damaged_nor_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    manifest = json.loads((path / layout.MANIFEST).read_text())
+    manifest["version"] = 2
+    (path / layout.MANIFEST).write_text(json.dumps(manifest))
+    found = folder.survey(tmp_path)
+    assert [problem.damaged for problem in found.problems] == [False]
+    with pytest.raises(SnapshotVersionError, match="version 2"):
+        folder.choose(found)
+
+
+def test_no_step_is_quarantined_by_another_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no committed snapshot"):
+        folder.quarantine(tmp_path / "attempt.step_000000001.0001", "x")
+    assert folder.quarantine(tmp_path / "step_000000001.0001", "it is not even there") is None

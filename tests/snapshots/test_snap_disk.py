@@ -1,0 +1,160 @@
+"""Disks that refuse: full, read-only, limited, and what is left of the snapshots then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import SnapshotError, SnapshotWriteError
+from holdfast.snapshots import attempt, folder, reader
+from tests.snapshots.own_mounts import run_with_disk
+from tests.snapshots.saves import is_whole, newest, save
+
+
+def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
+    """Full before the save, full in the middle of a file; once there is space again, all goes on."""
+    said = run_with_disk(
+        tmp_path,
+        """
+        save(path, 1)
+        disk.fill()
+        for step in (2, 3):
+            try:
+                save(path, step)
+            except SnapshotWriteError as error:
+                print(error)
+            else:
+                raise SystemExit("it was saved on a full disk")
+            assert is_whole(newest(path)) and newest(path).step == 1
+            assert [each.name for each in path.iterdir() if each.name.startswith("step")] == ["step_000000001.0001"]
+            # Half of what the two ranks need.
+            os.truncate(disk.path / "filler" / "bytes", os.stat(disk.path / "filler" / "bytes").st_size - 1_300_000)
+        disk.empty()
+        folder.clear_debris(folder.survey(path))
+        save(path, 4)
+        assert newest(path).step == 4 and is_whole(newest(path))
+        """,
+    )
+    assert said.count("No space left on device") == 2
+    assert "MB are free there" in said
+
+
+def test_a_rank_that_finds_the_disk_full_gives_its_space_back_and_says_so(tmp_path: Path) -> None:
+    run_with_disk(
+        tmp_path,
+        """
+        save(path, 1)
+        number = attempt.begin(path, 2)
+        disk.fill()
+        free = 700_000
+        file = disk.path / "filler" / "bytes"
+        os.truncate(file, os.stat(file).st_size - free)
+        before = os.statvfs(disk.path).f_bfree
+        assert before > 0
+        try:
+            attempt.write_rank(Ticket(str(path), 2, number, 1, 2), content(2, 1))
+        except SnapshotWriteError as error:
+            assert "it needs 1 MB" in str(error), error
+        else:
+            raise SystemExit("it was written")
+        assert os.statvfs(disk.path).f_bfree >= before - 2
+        try:
+            attempt.commit(Ticket(str(path), 2, number, 0, 2), patience=60)
+        except SnapshotIncompleteError as error:
+            assert "rank 1" in str(error) and "No space" in str(error), error
+        else:
+            raise SystemExit("it was committed")
+        assert newest(path).step == 1
+        """,
+    )
+
+
+def test_a_read_only_disk_is_read_and_not_written(tmp_path: Path) -> None:
+    run_with_disk(
+        tmp_path,
+        """
+        save(path, 1)
+        bad = save(path, 2)
+        attempt.begin(path, 3)
+        with (bad / layout.rank_file(0)).open("r+b") as file:
+            file.write(bytes(64))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
+        for refused in (lambda: attempt.begin(path, 3), lambda: lease.acquire(path, "x")):
+            try:
+                refused()
+            except SnapshotWriteError as error:
+                assert "Read-only file system" in str(error), error
+            else:
+                raise SystemExit("it was written")
+        try:
+            reader.verify(newest(path))
+        except SnapshotDamagedError as error:
+            assert folder.quarantine(newest(path).path, str(error)) is None
+        else:
+            raise SystemExit("damage was not seen")
+        older = folder.survey(path).committed[0]
+        assert older.step == 1 and is_whole(older)
+        # Nothing can be deleted, and nothing is said to be.
+        assert folder.clear_debris(folder.survey(path)) == []
+        assert len(folder.survey(path).debris) == 1
+        assert retention.prune(path, retention.Keep(last=1)).deleted == ()
+        subprocess.run(["mount", "-o", "remount,rw", str(disk.path)], check=True)
+        """,
+    )
+
+
+@pytest.mark.parametrize("limit_bytes", [4096, 1_000_000, 1_199_000])
+def test_a_limit_on_file_sizes(tmp_path: Path, limit_bytes: int) -> None:
+    """EFBIG, as `ulimit -f` gives it: at the first block, in the middle, in the last block."""
+    save(tmp_path, 1)
+    script = f"""
+import resource, sys
+from holdfast.core.errors import SnapshotWriteError
+from tests.snapshots.saves import save
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))
+try:
+    save(Path(sys.argv[1]), 2)
+except SnapshotWriteError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert "File too large; is there a limit on file sizes (ulimit -f)?" in done.stdout, done.stderr
+    assert newest(tmp_path).step == 1
+    assert is_whole(newest(tmp_path))
+    assert len(folder.survey(tmp_path).debris) == 1, "what the failed rank left waits for rank 0's commit"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to what is read-only; see the read-only disk above")
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(SnapshotWriteError, match="Permission denied"):
+            attempt.begin(tmp_path, 2)
+        assert is_whole(newest(tmp_path))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(SnapshotError, match="Not a directory"):
+        folder.survey(tmp_path / "runs")
+    with pytest.raises(SnapshotWriteError, match="exists"):
+        attempt.begin(tmp_path / "runs", 1)
+
+
+def test_what_was_read_outlives_the_snapshot(tmp_path: Path) -> None:
+    """What was read stays valid when the snapshot is deleted."""
+    save(tmp_path, 1, 1)
+    with reader.RankFile(newest(tmp_path), 0) as file:
+        before = file.load()
+    kept = bytes(before)
+    for each in newest(tmp_path).path.iterdir():
+        each.unlink()
+    assert before == kept

@@ -1,0 +1,182 @@
+"""One job per folder, without any clock: a moving counter is a live owner, one that stands still is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import SnapshotBusyError
+from holdfast.snapshots import folder, lease
+from holdfast.snapshots.lease import Lease, Owner, acquire
+
+ELSEWHERE = Owner("other", "far", 4711, "another boot", "1")
+HOLD = """
+import sys, time
+from holdfast.snapshots import lease
+held = lease.acquire(sys.argv[1], sys.argv[2], beat_s=0.05)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def write(path: Path, number: int, owner: Owner, counter: int | str) -> None:
+    """A lease as somebody on another machine would have it."""
+    file = path / f"lease.{number:06d}"
+    file.write_text(
+        json.dumps(asdict(owner)) + "\n" + (counter if isinstance(counter, str) else lease.COUNTER.format(counter))
+    )
+
+
+class Waits:
+    """Stands in for time.sleep: counts, and lets something happen meanwhile."""
+
+    def __init__(self, meanwhile: Callable[[int], object] = lambda _: None) -> None:
+        self.count = 0
+        self._meanwhile = meanwhile
+
+    def __call__(self, _: float) -> None:
+        self.count += 1
+        self._meanwhile(self.count)
+
+
+def numbers(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.startswith("lease"))
+
+
+def test_a_free_folder_is_taken_at_once_and_given_back(tmp_path: Path) -> None:
+    waits = Waits()
+    for number in (1, 2, 3):
+        with acquire(tmp_path / "runs", "a", wait=waits) as held:
+            held.check()
+            assert lease.owner(tmp_path / "runs") == Owner.me("a")
+            assert numbers(tmp_path / "runs") == [f"lease.{number:06d}"]
+        assert lease.owner(tmp_path / "runs") is None
+    assert waits.count == 0
+    assert folder.survey(tmp_path / "runs").fresh
+
+
+def test_a_live_owner_elsewhere_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 7, ELSEWHERE, 1)
+    waits = Waits(lambda count: count == 3 and write(tmp_path, 7, ELSEWHERE, 2))
+    with pytest.raises(SnapshotBusyError, match=r"job 'other' \(process 4711 on far\)"):
+        acquire(tmp_path, "mine", wait=waits)
+    assert waits.count == 3
+    assert numbers(tmp_path) == ["lease.000007"]
+
+
+def test_a_dead_owner_elsewhere_is_taken_over_after_the_stated_looks(tmp_path: Path) -> None:
+    write(tmp_path, 7, ELSEWHERE, 1)
+    waits = Waits()
+    with acquire(tmp_path, "mine", wait=waits):
+        assert waits.count == lease.LOOKS
+        assert numbers(tmp_path) == ["lease.000008"]
+
+
+def test_the_same_run_takes_over_at_once(tmp_path: Path) -> None:
+    write(tmp_path, 7, ELSEWHERE, 1)
+    waits = Waits()
+    with acquire(tmp_path, "other", wait=waits):
+        assert waits.count == 0
+
+
+@pytest.mark.parametrize("run_id", ["", "none"])
+def test_a_run_id_that_everybody_has_is_no_identity(tmp_path: Path, run_id: str) -> None:
+    write(tmp_path, 7, replace(ELSEWHERE, run_id=run_id), 1)
+    waits = Waits()
+    with acquire(tmp_path, run_id, wait=waits):
+        assert waits.count == lease.LOOKS
+
+
+def test_a_live_and_then_killed_owner_on_this_machine(tmp_path: Path) -> None:
+    """Really another process: busy while it lives; free at once when it was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path), "a"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            with pytest.raises(SnapshotBusyError, match=f"process {process.pid} on"):
+                acquire(tmp_path, "b", look_s=0.2, looks=20)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+    waits = Waits()
+    with acquire(tmp_path, "b", wait=waits):
+        assert waits.count == 0
+
+
+def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
+    write(tmp_path, 1, replace(Owner.me("other"), started="1"), 1)
+    with acquire(tmp_path, "mine", wait=Waits()):
+        assert numbers(tmp_path) == ["lease.000002"]
+
+
+def test_twice_in_one_process(tmp_path: Path) -> None:
+    with acquire(tmp_path, "none", beat_s=0.02), pytest.raises(SnapshotBusyError, match="a job without a name"):
+        acquire(tmp_path, "none", look_s=0.2, looks=50)
+
+
+def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> None:
+    held = acquire(tmp_path, "a", beat_s=0.02)
+    try:
+        write(tmp_path, 2, ELSEWHERE, 1)
+        held._thread.join(30)
+        with pytest.raises(SnapshotBusyError, match="taken over by job 'other'"):
+            held.check()
+    finally:
+        held.release()
+    assert lease.owner(tmp_path) == ELSEWHERE
+    held.release()
+
+
+def test_a_lease_file_removed_by_hand_is_told(tmp_path: Path) -> None:
+    with acquire(tmp_path, "a", beat_s=0.02) as held:
+        (tmp_path / "lease.000001").unlink()
+        held._thread.join(30)
+        with pytest.raises(SnapshotBusyError, match="removed"):
+            held.check()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]\n", '{"unknown": 1}\n', "\xff\n\n", "null\nfree"])
+def test_a_lease_that_cannot_be_read_is_somebodys(tmp_path: Path, text: str) -> None:
+    """It may be half written. It is waited for like any other."""
+    (tmp_path / "lease.000001").write_text(text, encoding="latin1")
+    waits = Waits()
+    with acquire(tmp_path, "a", wait=waits):
+        assert waits.count == lease.LOOKS
+
+
+def test_of_several_contenders_one_wins(tmp_path: Path) -> None:
+    """Twenty rounds of six threads that all see the lease given back."""
+    for number in range(20):
+        for name in numbers(tmp_path):
+            (tmp_path / name).unlink()
+        write(tmp_path, number + 1, ELSEWHERE, lease.FREE)
+        won: list[Lease] = []
+        lost: list[str] = []
+        barrier = threading.Barrier(6)
+
+        def contend(barrier: threading.Barrier = barrier, won: list[Lease] = won, lost: list[str] = lost) -> None:
+            barrier.wait()
+            try:
+                won.append(acquire(tmp_path, "", beat_s=0.005, look_s=0.04, looks=100))
+            except SnapshotBusyError as error:
+                lost.append(str(error))
+
+        threads = [threading.Thread(target=contend) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for each in won:
+            each.release()
+        assert (len(won), len(lost)) == (1, 5)

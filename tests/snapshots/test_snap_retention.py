@@ -1,0 +1,211 @@
+"""Which snapshots stay, and that no reader and no crash ever finds half of one that goes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotGoneError
+from holdfast.snapshots import attempt, folder, layout, reader, retention
+from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.manifest import Manifest, RankEntry
+from holdfast.snapshots.retention import Keep, Verified, prune
+from tests.snapshots.saves import content, is_whole, newest, save
+
+
+def made(step: int, saved_s: float = 0.0, **metrics: float) -> Snapshot:
+    entry = RankEntry(0, 0, "")
+    manifest = Manifest(step, 1, (entry,), {"metrics": metrics}, saved_s)
+    return Snapshot(Path(manifest.key.name), manifest)
+
+
+def kept_steps(keep: Keep, found: Sequence[Snapshot]) -> list[int]:
+    return sorted(key.step for key in keep.choose(found))
+
+
+def test_keep_last() -> None:
+    assert kept_steps(Keep(last=2), [made(step) for step in (1, 5, 9)]) == [5, 9]
+    assert kept_steps(Keep(last=5), [made(1)]) == [1]
+    assert kept_steps(Keep(), []) == []
+
+
+def test_keep_every_so_much_time() -> None:
+    found = [made(step, saved_s=1000 + 1800 * step) for step in range(10)]
+    assert kept_steps(Keep(last=1, every="1h"), found) == [0, 2, 4, 6, 8, 9]
+
+
+def test_keep_every_so_many_steps() -> None:
+    assert kept_steps(Keep(last=1, every_steps=100), [made(step) for step in range(0, 350, 30)]) == [0, 120, 240, 330]
+
+
+def test_a_clock_set_back_keeps_more_not_less() -> None:
+    found = [made(1, 10_000), made(2, 20_000), made(3, 500), made(4, 600), made(5, 20_500)]
+    assert kept_steps(Keep(last=1, every="1h"), found) == [1, 2, 3, 5]
+
+
+def test_keep_best() -> None:
+    found = [made(1, loss=3.0), made(2, loss=1.0), made(3, loss=1.0), made(4), made(5, loss=2.0)]
+    assert kept_steps(Keep(last=1, best=("loss", "min")), found) == [3, 5]
+    assert kept_steps(Keep(last=1, best=("loss", "max", 2)), found) == [1, 5]
+    assert kept_steps(Keep(last=1, best=("other", "min")), found) == [5]
+
+
+def test_pruning_often_ends_with_what_pruning_once_keeps_or_more() -> None:
+    """A snapshot that stays because of its distance never goes because another came."""
+    chance = random.Random(6)
+    for _ in range(100):
+        keep = Keep(
+            last=chance.randint(1, 3), every=chance.choice([None, "100s"]), every_steps=chance.choice([None, 7])
+        )
+        found: list[Snapshot] = []
+        now, stayed = 0.0, set()
+        for step in range(1, 60):
+            now += chance.uniform(0, 60)
+            found.append(made(step, now))
+            stays = keep.choose(found)
+            spaced = Keep(last=1, every=keep.every, every_steps=keep.every_steps).choose(found) - {found[-1].key}
+            assert stayed <= spaced | {found[-1].key}, "what was kept for its distance went"
+            stayed = spaced
+            found = [snapshot for snapshot in found if snapshot.key in stays]
+            assert found[-1].step == step
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"last": 0},
+        {"last": True},
+        {"every": "6 parsecs"},
+        {"every": "0s"},
+        {"every": "-1h"},
+        {"every": ""},
+        {"every_steps": 0},
+        {"best": ("loss",)},
+        {"best": ("loss", "least")},
+        {"best": ("loss", "min", 0)},
+    ],
+)
+def test_what_cannot_be_kept(wrong: dict[str, object]) -> None:
+    with pytest.raises(RetentionError):
+        Keep(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("90s", 90), ("30min", 1800), ("1.5h", 5400), ("1d", 86400), (20, 20), ("2 min", 120)]
+)
+def test_times(text: str | float, value: float) -> None:
+    assert retention.seconds(text) == value
+
+
+def test_prune_deletes_the_others_and_their_names(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, 1)
+    would = prune(tmp_path, Keep(last=2), dry_run=True)
+    assert len(os.listdir(tmp_path)) == 5
+    done = prune(tmp_path, Keep(last=2))
+    assert done == would
+    assert [path.name for path in done.deleted] == [f"step_00000000{step}.0001" for step in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path)) == ["step_000000004.0001", "step_000000005.0001"]
+
+
+def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    """With keep=1 and the newest damaged, the older ones are all there is."""
+    for step in range(1, 5):
+        save(tmp_path, step, 1)
+    for step in (3, 4):
+        with (tmp_path / f"step_00000000{step}.0001" / layout.rank_file(0)).open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes(64))
+    done = prune(tmp_path, Keep(last=1))
+    assert [snapshot.step for snapshot in done.kept] == [2]
+    assert sorted(path.name for path, _ in done.damaged) == ["step_000000003.0001", "step_000000004.0001"]
+    assert is_whole(newest(tmp_path))
+    assert len(folder.survey(tmp_path).quarantined) == 2
+
+
+def test_nothing_valid_nothing_deleted(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, 1)
+    os.truncate(path / layout.rank_file(0), 10)
+    assert prune(tmp_path, Keep(last=1)).deleted == ()
+    assert prune(tmp_path / "none", Keep(last=1)).kept == ()
+
+
+def test_each_snapshot_is_read_back_once(tmp_path: Path) -> None:
+    verified = Verified()
+    save(tmp_path, 1, 1)
+    prune(tmp_path, Keep(last=2), verified=verified)
+    file = tmp_path / "step_000000001.0001" / layout.rank_file(0)
+    file.write_bytes(bytes(file.stat().st_size))
+    assert prune(tmp_path, Keep(last=2), verified=verified).damaged == ()
+    assert len(prune(tmp_path, Keep(last=2)).damaged) == 1, (
+        "the damage is there: only the memory of it spared the reading"
+    )
+
+
+@pytest.mark.parametrize(("phase", "left"), [("aside", [1, 2, 3]), ("deleted", [2, 3])])
+def test_a_crash_in_the_middle_of_deleting(tmp_path: Path, phase: str, left: list[int]) -> None:
+    """Killed between the rename and the end of the deletion: only debris is left, which says what it is."""
+    for step in range(1, 5):
+        save(tmp_path, step, 1)
+    script = """
+import os, signal, sys
+from holdfast.snapshots.retention import Keep, prune
+prune(sys.argv[1], Keep(last=1), at=lambda phase: phase == sys.argv[2] and os.kill(os.getpid(), signal.SIGKILL))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), phase], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    found = folder.survey(tmp_path)
+    assert [snapshot.step for snapshot in found.committed] == [4]
+    assert not found.problems
+    assert [path.name for path in found.debris] == [f"gone.step_00000000{step}.0001" for step in left]
+    folder.clear_debris(found)
+    assert os.listdir(tmp_path) == ["step_000000004.0001"]
+
+
+def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
+    """Saves and prunes as fast as they can while others read the oldest: whole, or gone, and never damaged."""
+    outcomes: dict[str, int] = {"whole": 0, "gone": 0}
+    ending = threading.Event()
+
+    def read() -> None:
+        while not ending.is_set():
+            found = folder.survey(tmp_path)
+            assert not found.problems, found.problems
+            for snapshot in found.committed[:2]:
+                try:
+                    for rank in range(snapshot.manifest.world):
+                        with reader.RankFile(snapshot, rank) as file:
+                            assert file.load() == content(snapshot.step, rank, 1000)
+                except SnapshotGoneError:
+                    outcomes["gone"] += 1
+                except (SnapshotDamagedError, AssertionError) as error:
+                    outcomes[str(error)] = 1
+                else:
+                    outcomes["whole"] += 1
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for each in readers:
+        each.start()
+    try:
+        for step in range(1, 50):
+            number = attempt.begin(tmp_path, step)
+            for rank in range(2):
+                attempt.write_rank(Ticket(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
+            attempt.commit(Ticket(str(tmp_path), step, number, 0, 2))
+            prune(tmp_path, Keep(last=1))
+    finally:
+        ending.set()
+        for each in readers:
+            each.join()
+    assert set(outcomes) == {"whole", "gone"}, outcomes
+    assert outcomes["whole"] > 5
+    assert outcomes["gone"] > 0
