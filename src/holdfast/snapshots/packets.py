@@ -63,7 +63,10 @@ def receive(sock: socket.socket) -> tuple[Packet, list[int]] | None:
             return None
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ValueError("a packet above the limit")
-        packet = json.loads(encoded)
+        try:
+            packet = json.loads(encoded)
+        except RecursionError:
+            raise ValueError("a packet that is nested too deeply") from None
         if not isinstance(packet, dict):
             raise ValueError("a packet that is no object")  # noqa: TRY004 - it is what came, not who called
         taken, fds = fds, []

@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.snapshots import packets, shelf, slots
+from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saving import RESCUE_PATIENCE_S, Save, Tell, carry_out, newest_on_disk, ticket_of
 
 SAVES_PER_WORKER_MAX = 8
@@ -57,6 +58,8 @@ class Worker:
     generation: int = 0
     left: bool = False
     """It has said goodbye."""
+    failures: list[str] = field(default_factory=list)
+    """It was told of; should it die, nobody knows whether it has read them."""
 
 
 @dataclass
@@ -185,8 +188,7 @@ class Saver:
                     worker.local_rank = packets.field(packet, "local_rank", int)
                     worker.generation = packets.field(packet, "generation", int)
                     self._members[worker.local_rank] = worker.generation
-                    for text in self._news.pop(worker.local_rank, []):
-                        _send(worker, {"is": "news", "text": text})
+                    self._tell_news(worker)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
                 case "wait":
@@ -216,6 +218,8 @@ class Saver:
     def _answer(self, worker: Worker, save: Save, answer: packets.Packet) -> None:
         if worker in self._workers:
             _send(worker, answer)
+            if answer["is"] == "failed":
+                worker.failures.append(_of_rank(save, answer["text"]))
         elif answer["is"] == "failed":
             self._report(save, answer["text"])
 
@@ -233,7 +237,9 @@ class Saver:
         if worker.pidfd >= 0:
             self._selector.unregister(worker.pidfd)
             os.close(worker.pidfd)
-        self._crashed |= worker.local_rank >= 0 and not worker.left
+        if worker.local_rank >= 0 and not worker.left:
+            self._crashed = True
+            self._keep_news(worker.local_rank, *worker.failures)
         if not self._workers:
             if self._crashed:
                 try:
@@ -257,24 +263,23 @@ class Saver:
         common = set.intersection(*(set(each) for each in found.values())) if found else set()
         if not common:
             return
-        chosen = max(common)
-        for rank in ranks:
-            slot = found[rank][chosen]
-            assert slot.ticket is not None
-            ticket = ticket_of({**slot.ticket, "step": slot.step})
-            if slot.step <= max(self._newest_asked.get(ticket.folder, -1), newest_on_disk(ticket.folder)):
-                return
+        chosen = [found[rank][max(common)] for rank in ranks]
+        folder, step, _attempt = max(common)
+        if step <= max(self._newest_asked.get(folder, -1), newest_on_disk(folder)):
+            return
+        for slot, ticket in chosen:
             lent = slots.lend(self._folder, slot)
-            save = Save(lent, slot.sequence, ticket, slot.metadata, RESCUE_PATIENCE_S, rank, rescue=True)
+            save = Save(lent, slot.sequence, ticket, slot.metadata, RESCUE_PATIENCE_S, slot.local_rank, rescue=True)
             self._begin(save, partial(self._rescued, save))
 
-    def _rescuable(self, local_rank: int, generation: int) -> dict[tuple[int, int], slots.Slot]:
-        """By step and attempt; the attempt's number is agreed among the ranks beforehand."""
-        return {
-            (slot.step, ticket_of({**slot.ticket, "step": slot.step}).attempt): slot
-            for slot in slots.committed_slots(self._folder, local_rank)
-            if slot.ticket is not None and slot.generation == generation
-        }
+    def _rescuable(self, local_rank: int, generation: int) -> dict[tuple[str, int, int], tuple[slots.Slot, Ticket]]:
+        """By folder, step and attempt; the attempt's number is agreed among the ranks beforehand."""
+        found = {}
+        for slot in slots.committed_slots(self._folder, local_rank):
+            if slot.ticket is not None and slot.generation == generation:
+                ticket = ticket_of({**slot.ticket, "step": slot.step})
+                found[ticket.folder, ticket.step, ticket.attempt] = (slot, ticket)
+        return found
 
     def _rescued(self, save: Save, answer: packets.Packet) -> None:
         if answer["is"] == "failed":
@@ -323,11 +328,21 @@ class Saver:
 
     def _report(self, save: Save, text: str) -> None:
         """A failure of which no living worker has asked."""
-        said = f"after the end of its worker, rank {save.ticket.rank}: {text}"
+        said = _of_rank(save, text)
         self._news_to_agent(said)
-        news = self._news.setdefault(save.local_rank, [])
-        if len(news) < NEWS_MAX:
-            news.append(said)
+        self._keep_news(save.local_rank, said)
+
+    def _keep_news(self, local_rank: int, *texts: str) -> None:
+        """For the successor, which may be there already."""
+        news = self._news.setdefault(local_rank, [])
+        news.extend(texts[: NEWS_MAX - len(news)])
+        for worker in self._workers:
+            if worker.local_rank == local_rank:
+                self._tell_news(worker)
+
+    def _tell_news(self, worker: Worker) -> None:
+        for text in self._news.pop(worker.local_rank, []):
+            _send(worker, {"is": "news", "text": text})
 
     def _news_to_agent(self, text: str) -> None:
         self._tell_agent({"is": "news", "text": text})
@@ -336,6 +351,10 @@ class Saver:
         if self._control is not None:
             with contextlib.suppress(OSError):
                 packets.send(self._control, packet)
+
+
+def _of_rank(save: Save, text: str) -> str:
+    return f"rank {save.ticket.rank}, before its restart: {text}"
 
 
 def _send(worker: Worker, packet: packets.Packet) -> None:

@@ -171,16 +171,19 @@ class SaverClient:
     def wait(self, patience_s: float) -> bool:
         """Until nothing of this local rank is in flight, a predecessor's saves included. False: it still is."""
         self._receive()
-        if self._sock is not None:
+        if self._sock is not None and not self._waiting_for:
             self._waiting_for = self._next_id()
             with contextlib.suppress(SnapshotError):
                 self._send({"do": "wait", "id": self._waiting_for})
         return self._receive_until(lambda: not self._asked and not self._waiting_for, patience_s)
 
     def wait_for_slot(self, patience_s: float) -> bool:
-        """Until the saver has let go of a slot that this worker handed over. False: it has not."""
+        """After `Slots.stage` gave none: until the saver has let go of a slot. False: it has not."""
+        self._receive()
         before = len(self.writing)
-        return self._receive_until(lambda: len(self.writing) < before or not before, patience_s)
+        if not before:  # a predecessor's
+            return self.wait(patience_s)
+        return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
     def close(self) -> None:
         """Say goodbye: what is in flight is finished, and nothing is rescued. Waits for nothing."""

@@ -1,0 +1,457 @@
+"""The saver without an agent: what is saved when workers, launchers and savers die, and what ends with what."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.errors import SaverLostError, SnapshotMemoryError, SnapshotWriteError
+from holdfast.snapshots import attempt, packets, shelf, slots
+from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
+from holdfast.snapshots.slots import Owner, Slot, Slots
+
+SIZE = 2 << 20
+WAIT_S = 20.0
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from holdfast.snapshots.attempt import Ticket, begin
+from holdfast.snapshots.saver_client import Place, SaverClient
+
+FOLDER, SIZE = sys.argv[1], 2 << 20
+place = Place.find()
+own, saver = place.slots(rank=0, world=1), SaverClient(place)
+
+def stage(step, rescue=0):
+    memory = own.stage(step, SIZE)
+    memory[:] = bytes([step % 251]) * SIZE
+    return own.commit(Ticket(FOLDER, step, rescue, 0, 1).to_json() if rescue else None, {"kept": step})
+
+def persist(step):
+    saver.persist(stage(step), Ticket(FOLDER, step, begin(FOLDER, step), 0, 1), {"loss": 0.5})
+
+def say(*words):
+    os.write(1, (" ".join(map(str, (place.folder, *words))) + "\\n").encode())  # one line, whoever else writes
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def until(condition: Callable[[], Any], what: str = "") -> Any:
+    end = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        if time.monotonic() > end:
+            pytest.fail(f"not within {WAIT_S:g} s: {what}")
+        time.sleep(0.005)
+    return value
+
+
+def run_worker(body: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", WORKER + body, str(folder)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, env={**os.environ, **environ})
+
+
+def committed(folder: Path) -> dict[int, dict[str, Any]]:
+    """Step -> metadata."""
+    found = [path for path in folder.glob("step_*") if path.is_dir()] if folder.is_dir() else []
+    return {int(path.name[5:14]): json.loads((path / "MANIFEST.json").read_bytes())["metadata"] for path in found}
+
+
+def content(folder: Path, step: int) -> bytes:
+    (path,) = folder.glob(f"step_{step:09d}.*/rank_00000.safetensors")
+    return path.read_bytes()
+
+
+def savers(place: Path) -> list[int]:
+    """Of this shelf."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"holdfast.snapshots.saver" in (line := path.read_bytes()) and os.fsencode(place) in line:
+                found.append(int(path.parent.name))
+    return found
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A worker in this process, with a saver whose anchor is a process that the test ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.anchor = subprocess.Popen(["sleep", "600"])
+        held = shelf.Shelf.make("bench")
+        self.place = Place(held.path, 0, 0, self.anchor.pid, held)
+        self.slots = self.place.slots(rank=0, world=1)
+        self.client = SaverClient(self.place)
+
+    def stage(self, step: int, size: int = SIZE) -> Slot:
+        memory = self.slots.stage(step, size)
+        assert memory is not None
+        memory[:] = bytes([step]) * size
+        return self.slots.commit()
+
+    def persist(self, step: int, size: int = SIZE) -> None:
+        slot = self.stage(step, size)
+        ticket = Ticket(str(self.folder), step, attempt.begin(self.folder, step), 0, 1)
+        self.client.persist(slot, ticket, {"step": step})
+
+    @property
+    def saver(self) -> int:
+        (pid,) = until(lambda: savers(self.place.folder))
+        return int(pid)
+
+    def close(self) -> None:
+        self.client.close()
+        self.slots.close()
+        self.place.close()
+        self.anchor.kill()
+        self.anchor.wait()
+        for pid in savers(self.place.folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        until(lambda: not self.place.folder.exists(), "the shelf is gone")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "snaps")
+    yield made
+    made.close()
+
+
+def test_what_was_handed_over_is_on_the_disk(bench: Bench) -> None:
+    bench.persist(1)
+    bench.persist(2)
+    assert bench.client.wait(WAIT_S)
+    bench.client.check()
+    assert committed(bench.folder) == {1: {"step": 1}, 2: {"step": 2}}
+    assert content(bench.folder, 2) == b"\2" * SIZE
+    assert bench.client.in_flight == []
+
+
+def test_a_failure_comes_out_at_the_next_call_as_what_it_is(bench: Bench) -> None:
+    slot = bench.stage(1)
+    bench.client.persist(slot, Ticket(str(bench.folder / "no"), 1, 1, 0, 1))
+    assert bench.client.wait(WAIT_S)
+    with pytest.raises(SnapshotWriteError, match="is not there"):
+        bench.client.check()
+    bench.client.check()
+    bench.persist(2)
+    assert bench.client.wait(WAIT_S)
+    bench.client.check()
+    assert list(committed(bench.folder)) == [2]
+
+
+def test_a_killed_saver_is_told_and_replaced(bench: Bench) -> None:
+    first = bench.saver
+    bench.persist(1, 64 << 20)
+    until(lambda: [path for path in bench.folder.glob("attempt.*/rank_00000.safetensors") if path.stat().st_size])
+    os.kill(first, signal.SIGKILL)
+    until(lambda: bench.client.wait(0), "its end is seen")
+    with pytest.raises(SaverLostError, match="step 1 was not saved"):
+        bench.client.check()
+    bench.client.check()
+    bench.persist(2)
+    assert bench.client.wait(WAIT_S)
+    bench.client.check()
+    assert list(committed(bench.folder)) == [2]
+    assert bench.saver != first
+
+
+def test_a_saver_that_died_between_saves_is_nobody_s_error(bench: Bench) -> None:
+    bench.persist(1)
+    assert bench.client.wait(WAIT_S)
+    os.kill(bench.saver, signal.SIGKILL)
+    until(lambda: not savers(bench.place.folder))
+    bench.persist(2)
+    assert bench.client.wait(WAIT_S)
+    bench.client.check()
+    assert sorted(committed(bench.folder)) == [1, 2]
+
+
+def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
+    """Back-pressure: two saves are taken, then there is no slot, at once; nothing is lost."""
+    bench.persist(1)
+    assert bench.client.wait(WAIT_S)
+    os.kill(bench.saver, signal.SIGSTOP)
+    began_s = time.monotonic()
+    bench.persist(2)
+    for step in range(3, 20):
+        bench.stage(step)  # the memory tier goes on with the other slot
+        bench.client.check()
+    bench.persist(20)
+    assert bench.slots.stage(21, SIZE) is None
+    assert not bench.client.wait_for_slot(0.05)
+    assert time.monotonic() - began_s < 2.0
+    assert bench.client.writing == [2, 20]
+    os.kill(bench.saver, signal.SIGCONT)
+    assert bench.client.wait_for_slot(WAIT_S)
+    bench.stage(22)
+    assert bench.client.wait(WAIT_S)
+    bench.client.check()
+    assert sorted(committed(bench.folder)) == [1, 2, 20]
+    assert content(bench.folder, 2) == b"\2" * SIZE
+
+
+def test_a_successor_waits_for_its_predecessor_s_saves(bench: Bench) -> None:
+    saver = bench.saver
+    os.kill(saver, signal.SIGSTOP)
+    bench.persist(1)
+    bench.persist(2)
+    bench.client.close()
+    bench.slots.close()
+    bench.client, bench.slots = SaverClient(bench.place), bench.place.slots(rank=0, world=1)
+    assert bench.slots.stage(3, SIZE) is None
+    assert not bench.client.wait_for_slot(0.05)
+    os.kill(saver, signal.SIGCONT)
+    assert bench.client.wait_for_slot(WAIT_S)
+    bench.stage(3)
+    assert sorted(committed(bench.folder)) == [1, 2]
+
+
+def test_a_slot_that_was_staged_into_since_is_refused(bench: Bench) -> None:
+    old = bench.stage(1)
+    bench.stage(2)
+    bench.stage(3)
+    with pytest.raises(ValueError, match="staged into since"):
+        bench.client.persist(old, Ticket(str(bench.folder), 1, 1, 0, 1))
+
+
+def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) -> None:
+    good = {"do": "persist", "id": 1, "sequence": 1, "ticket": {}, "metadata": {}, "patience_s": 1.0}
+    nonsense: list[Any] = [
+        b"",
+        b"\xff\0",
+        b"[]",
+        b"{",
+        b"[" * 50_000,
+        {"do": "x"},
+        {"do": "hello"},
+        {"do": "hello", "local_rank": "0", "generation": 0},
+        good,
+        {**good, "ticket": {"folder": [], "step": 1, "attempt": 1, "rank": 0, "world": 1}},
+        {**good, "ticket": {"folder": "x", "step": 1, "attempt": 1, "rank": 0, "world": 1, "more": 1}},
+        {**good, "id": None},
+    ]
+    for each in nonsense:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(str(bench.place.folder / shelf.SOCKET))
+            sock.settimeout(WAIT_S)
+            if isinstance(each, dict) and "local_rank" not in each:
+                packets.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+            with open("/dev/null") as null:
+                socket.send_fds(sock, [each if isinstance(each, bytes) else json.dumps(each).encode()], [null.fileno()])
+            assert sock.recv(100) == b"", each
+    bench.persist(1)
+    assert bench.client.wait(WAIT_S)
+    bench.client.check()
+    assert list(committed(bench.folder)) == [1]
+
+
+def test_a_descriptor_that_is_no_slot_is_an_error(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, (tmp_path / "file").open("rb") as file:
+        sock.connect(str(bench.place.folder / shelf.SOCKET))
+        sock.settimeout(WAIT_S)
+        packets.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+        ticket = Ticket(str(bench.folder), 1, 1, 0, 1).to_json()
+        order = {"do": "persist", "id": 7, "sequence": 1, "ticket": ticket, "metadata": {}, "patience_s": 1.0}
+        packets.send(sock, order, [file.fileno()])
+        got = packets.receive(sock)
+        assert got is not None
+        assert (got[0]["is"], got[0]["id"], got[0]["code"]) == ("failed", 7, "HF401")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_turned_away(bench: Bench) -> None:
+    program = f"""
+import os, socket
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+try:
+    sock.connect({str(bench.place.folder / shelf.SOCKET)!r})
+    print(sock.recv(100))
+except OSError as error:
+    print(type(error).__name__)
+"""
+    line = [sys.executable, "-I", "-S", "-c", program]
+    assert subprocess.run(line, capture_output=True, text=True, timeout=30).stdout == "PermissionError\n"
+    os.chmod(bench.place.folder, 0o711)
+    os.chmod(bench.place.folder / shelf.SOCKET, 0o777)
+    answers = ("b''\n", "ConnectionResetError\n")
+    assert subprocess.run(line, capture_output=True, text=True, timeout=30).stdout in answers
+
+
+# --- a worker's death -------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_killed_after_persist_returned_loses_nothing(tmp_path: Path) -> None:
+    """0 to 100 ms after; from the first save of a fresh saver on."""
+    for number, after_ms in enumerate((0, 0, 1, 3, 10, 30, 60, 100)):
+        folder = tmp_path / str(number)
+        done = run_worker(f"say()\npersist(7)\ntime.sleep({after_ms / 1000})\ndie()", folder)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        until(lambda folder=folder: list(committed(folder)) == [7], f"killed after {after_ms} ms")
+        assert content(folder, 7) == b"\7" * SIZE
+        until(lambda done=done: not Path(done.stdout.strip()).exists(), "the shelf is gone")
+
+
+def test_a_newer_memory_step_is_written_after_a_crash(tmp_path: Path) -> None:
+    number = rescue_attempt()
+    body = f"persist(20)\nassert saver.wait(20)\nstage(30, {number})\nstage(40, {number})\nsay()\ndie()"
+    done = run_worker(body, tmp_path)
+    until(lambda: sorted(committed(tmp_path)) == [20, 40])
+    assert committed(tmp_path) == {20: {"loss": 0.5}, 40: {"kept": 40}}
+    assert content(tmp_path, 40) == bytes([40]) * SIZE
+    assert (tmp_path / f"step_000000040.{number}").is_dir()
+    until(lambda: not Path(done.stdout.strip()).exists(), "the shelf is gone")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "stage(40, 7)\nsaver.close()\ndie()",  # it has said goodbye
+        "stage(40)\ndie()",  # nobody has said where
+        "stage(20, 7)\npersist(40)\nassert saver.wait(20)\ndie()",  # the disk has a newer one
+        "stage(40, 7)\nstage(40, 7)\nos.makedirs(FOLDER + '/step_000000040.0001')\ndie()",
+    ],
+)
+def test_nothing_is_written_that_need_not_be(tmp_path: Path, body: str) -> None:
+    done = run_worker("say()\n" + body, tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    until(lambda: not Path(done.stdout.strip()).exists(), "the shelf is gone")
+    assert not list(tmp_path.glob("*.*7"))
+
+
+def test_a_crash_of_two_ranks_saves_the_step_that_both_have(tmp_path: Path) -> None:
+    """One died before it had staged the newest; both have the one before."""
+    held = shelf.Shelf.make("two")
+    folder, number = tmp_path / "snaps", rescue_attempt()
+    folder.mkdir()
+    anchor = subprocess.Popen(["sleep", "600"])
+    clients = []
+    for rank, steps in ((0, (20, 40)), (1, (40, 60))):
+        place = Place(held.path, rank, 3, anchor.pid, held)
+        clients.append(SaverClient(place))
+        own = Slots(held.path, Owner(rank, rank, 2, 3))
+        for step in steps:
+            memory = own.stage(step, SIZE)
+            assert memory is not None
+            memory[:] = bytes([step + rank]) * SIZE
+            own.commit(Ticket(str(folder), step, number, rank, 2).to_json(), {"from": rank})
+        own.close()
+    for client in clients:
+        client._drop()  # as death does it
+    until(lambda: list(committed(folder)) == [40])
+    assert committed(folder) == {40: {"from": 0}}
+    (path,) = folder.glob("step_*/rank_00001.safetensors")
+    assert path.read_bytes() == bytes([41]) * SIZE
+    anchor.kill()
+    anchor.wait()
+    held.close()
+    until(lambda: not held.path.exists())
+
+
+# --- under another launcher -------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+import os, subprocess, sys
+env = {**os.environ, "TORCHELASTIC_RUN_ID": "team/x", "LOCAL_RANK": "3"}
+for count, body in enumerate(sys.argv[3:]):
+    subprocess.run([sys.executable, "-c", sys.argv[1] + body, sys.argv[2]],
+                   env={**env, "TORCHELASTIC_RESTART_COUNT": str(count)})
+"""
+
+
+def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> None:
+    first = "say('first')\nstage(20)\nstage(40)\nown.stage(60, SIZE)\ndie()"
+    second = (
+        "found = own.newest()\nsay(found.step, found.generation, found.local_rank, found.data[0], place.generation)"
+    )
+    line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    one, two = (text.split() for text in done.stdout.splitlines())
+    assert one[0] == two[0]
+    assert two[1:] == ["40", "0", "3", "40", "1"]
+    until(lambda: not Path(one[0]).exists(), "the shelf is gone with the launcher")
+
+
+def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Path) -> None:
+    first = "saver.persist(stage(1), Ticket('/nowhere', 1, 1, 0, 1))\nsay()\ndie()"
+    second = (
+        "end = time.monotonic() + 10\n"
+        "while not saver.news and time.monotonic() < end: saver.wait(5); time.sleep(0.01)\n"
+        "say(*saver.news)"
+    )
+    line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    told = done.stdout.splitlines()[1]
+    assert "rank 0, before its restart: " in told, done.stderr
+    assert "is not there" in told
+    until(lambda: not Path(told.split()[0]).exists())
+
+
+def test_workers_that_start_at_once_share_one_saver(tmp_path: Path) -> None:
+    many = """
+import os, subprocess, sys
+env = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
+line = [sys.executable, "-c", sys.argv[1] + sys.argv[3], sys.argv[2]]
+for process in [subprocess.Popen(line, env={**env, "LOCAL_RANK": str(rank)}) for rank in range(6)]:
+    process.wait()
+"""
+    body = """
+saver.wait(20)
+count = 0
+for name in os.listdir("/proc"):
+    try:
+        line = open(f"/proc/{name}/cmdline").read() if name.isdigit() else ""
+    except OSError:
+        continue
+    count += "holdfast.snapshots.saver" in line and str(place.folder) in line
+say(count)
+saver.close()
+"""
+    done = subprocess.run([sys.executable, "-c", many, WORKER, str(tmp_path), body], capture_output=True, text=True)
+    told = [text.split() for text in done.stdout.splitlines()]
+    assert len(told) == 6, done.stderr
+    assert {each[1] for each in told} == {"1"}
+    assert len({each[0] for each in told}) == 1
+    until(lambda: not Path(told[0][0]).exists())
+
+
+def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotMemoryError, match="cannot be used"):
+        Place.find({}, tmp_path / "no")
+    with pytest.raises(SnapshotMemoryError, match="the agent's saver cannot be reached"):
+        SaverClient(Place.find({packets.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
+    place = Place.find({packets.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
+    assert (place.folder, place.generation, place.local_rank) == (Path("/dev/shm/a@b"), 4, 2)
+
+
+def test_slots_of_two_plain_processes_have_nothing_in_common(tmp_path: Path) -> None:
+    first, second = (run_worker("stage(1)\nsay(own.newest().step)\nsaver.close()", tmp_path) for _ in range(2))
+    assert first.stdout.split()[1] == second.stdout.split()[1] == "1"
+    assert first.stdout.split()[0] != second.stdout.split()[0]
+    for each in (first, second):
+        until(lambda each=each: not Path(each.stdout.split()[0]).exists())
+
+
+def test_reading_slots_of_a_shelf_that_is_gone() -> None:
+    assert slots.local_ranks(Path("/dev/shm/holdfast-no-such")) == []
+    assert slots.committed_slots(Path("/dev/shm/holdfast-no-such"), 0) == []
