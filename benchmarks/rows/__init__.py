@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from benchmarks.harness import Row
-from benchmarks.rows import elastic, formation, help_text, idle, orphans, recovery, restart, simulated, start, tee
+from benchmarks.rows import (
+    elastic,
+    formation,
+    help_text,
+    idle,
+    orphans,
+    recovery,
+    restart,
+    simulated,
+    start,
+    tee,
+    train_samples,
+)
 
 ALL: tuple[Row, ...] = (
     help_text.ROW,
@@ -16,4 +28,5 @@ ALL: tuple[Row, ...] = (
     *formation.ROWS,
     *elastic.ROWS,
     simulated.ROW,
+    train_samples.ROW,
 )
