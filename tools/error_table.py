@@ -59,6 +59,7 @@ WHOSE = {
     errors.Fault.CALLER: "the caller's",
     errors.Fault.WORKER: "a worker's",
     errors.Fault.PEER: "another node's",
+    errors.Fault.STORAGE: "the storage's",
     errors.Fault.OURS: "holdfast's",
 }
 

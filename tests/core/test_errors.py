@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.core import errors
-from holdfast.core.errors import CallerError, HoldfastError, InternalError, PeerError, WorkerError
+from holdfast.core.errors import CallerError, HoldfastError, InternalError, PeerError, SnapshotError, WorkerError
 from holdfast.core.outcome import Failure, Verdict, job_exit_code, shell_status
 
 
@@ -26,7 +26,13 @@ def test_codes_are_unique() -> None:
 
 @pytest.mark.parametrize(
     ("root", "series", "exit_code"),
-    [(CallerError, "HF1", 2), (WorkerError, "HF2", 1), (PeerError, "HF3", 1), (InternalError, "HF9", 70)],
+    [
+        (CallerError, "HF1", 2),
+        (WorkerError, "HF2", 1),
+        (PeerError, "HF3", 1),
+        (SnapshotError, "HF4", 1),
+        (InternalError, "HF9", 70),
+    ],
 )
 def test_each_branch_has_its_series_and_exit_code(root: type[HoldfastError], series: str, exit_code: int) -> None:
     for error in tree(root):

@@ -204,7 +204,13 @@ def test_error_codes_are_unique() -> None:
 @pytest.mark.parametrize("error", list(error_table.tree()), ids=lambda error: error.__name__)
 def test_error_codes_match_whose_fault_it_is(error: type[error_table.errors.HoldfastError]) -> None:
     fault = error_table.errors.Fault
-    series = {fault.CALLER: "HF1", fault.WORKER: "HF2", fault.PEER: "HF3", fault.OURS: "HF9"}
+    series = {
+        fault.CALLER: "HF1",
+        fault.WORKER: "HF2",
+        fault.PEER: "HF3",
+        fault.STORAGE: "HF4",
+        fault.OURS: "HF9",
+    }
     assert re.fullmatch(series[error.fault] + r"\d\d", error.code)
     assert error.__doc__
 

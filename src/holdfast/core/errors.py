@@ -22,6 +22,7 @@ class Fault(Enum):
     CALLER = "caller"
     WORKER = "worker"
     PEER = "peer"
+    STORAGE = "storage"
     OURS = "ours"
 
 
@@ -308,7 +309,7 @@ class SnapshotError(HoldfastError):
     """The saved state of a training job, or the disk that holds it."""
 
     code = "HF400"
-    fault = Fault.CALLER
+    fault = Fault.STORAGE
     exit_code = EXIT_FAILURE
 
 
