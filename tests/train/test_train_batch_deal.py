@@ -26,7 +26,7 @@ def steps_of(plan, cursor, length):
     ]
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=250)
 @given(PLANS, st.integers(0, 2000), st.floats(0, 1))
 def test_an_even_tail_deals_every_position_once_and_weighs_it_rightly(plan, length, trained):
     cursor = int(trained * length)
@@ -48,7 +48,7 @@ def test_an_even_tail_deals_every_position_once_and_weighs_it_rightly(plan, leng
     assert sorted(dealt) == list(range(cursor, length))
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(PLANS, st.integers(0, 2000), st.sampled_from(["drop", "pad"]))
 def test_what_drop_and_pad_cost_is_as_stated(plan, length, tail):
     plan = GlobalBatch(plan.size, plan.world, plan.every, tail)
@@ -63,7 +63,7 @@ def test_what_drop_and_pad_cost_is_as_stated(plan, length, tail):
             assert {share.weight for share in steps[-1]} == {1.0}
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.integers(0, 3000))
 def test_a_kept_global_batch_makes_the_same_steps_on_any_world(size, batch_size, one, other, length):
     def made(world):

@@ -92,7 +92,7 @@ def check(job):
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(SETTINGS, max_examples=1500)
+@settings(SETTINGS, max_examples=1200)
 @given(jobs())
 def test_every_sample_of_the_surviving_history_once(job):
     check(job)
@@ -106,7 +106,7 @@ def test_the_order_is_that_of_a_job_that_was_never_stopped(job):
     assert check(job).steps == whole.steps
 
 
-@settings(SETTINGS, max_examples=500)
+@settings(SETTINGS, max_examples=400)
 @given(jobs(shards=True))
 def test_shards_are_continued_by_any_world(job):
     check(job)

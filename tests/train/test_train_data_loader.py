@@ -180,6 +180,33 @@ def test_persistent_workers_serve_several_epochs_and_a_state_loaded_between():
     assert samples(data) == order(epoch=1)[20:]
 
 
+def test_persistent_workers_forget_what_they_fetched_for_a_pass_that_was_left():
+    data = loader(num_workers=1, prefetch_factor=6, persistent_workers=True)
+    seen = next(iter(data))
+    assert next(iter(data)) == seen
+    assert samples(data) == order()
+
+
+def test_a_failing_dataset_costs_no_sample():
+    class Fails(Numbers):
+        broken = True
+
+        def __getitem__(self, index):
+            if self.broken and index == order()[9]:
+                raise OSError("disk")
+            return index
+
+    dataset = Fails(40)
+    data = DataLoader(dataset, 4, True, collate_fn=list)
+    trained = []
+    with pytest.raises(OSError, match="disk"):
+        trained.extend(chain.from_iterable(data))
+    assert trained == order()[:8]
+    assert data.cursor == 8
+    dataset.broken = False
+    assert trained + samples(data) == order()
+
+
 def test_a_pass_that_was_overtaken_says_so():
     data = loader()
     first = iter(data)
@@ -245,6 +272,7 @@ def test_a_dataset_that_can_only_be_read_from_its_start_is_refused():
         {"drop_last": True, "tail": "pad"},
         {"tail": "round"},
         {"batch_size": 0},
+        {"every": 0},
         {"rank": 1},
         {"rank": 2, "world": 2},
     ],

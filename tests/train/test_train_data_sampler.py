@@ -27,7 +27,7 @@ def ranks_of(length, world, state=None, **options):
     return ranks
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=250)
 @given(
     st.integers(0, 60) | st.integers(0, 5000),
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=4),

@@ -46,7 +46,7 @@ def loader(dataset, batch_size=4, **options):
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(SIZES, st.integers(0, 99), st.booleans())
 def test_the_order_goes_round_the_shards_and_forward_in_each(sizes, epoch, shuffle):
     order = ShardOrder(np.array(sizes), 1, epoch, shuffle=shuffle)
@@ -58,7 +58,7 @@ def test_the_order_goes_round_the_shards_and_forward_in_each(sizes, epoch, shuff
     assert (np.diff(places) >= 0).all()  # round after round
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(SIZES, st.integers(1, 6), st.integers(1, 40))
 def test_a_step_is_cut_into_stretches_of_neighbouring_shards(sizes, world, batch_size):
     order = ShardOrder(np.array(sizes), 1, 0, shuffle=True)

@@ -6,6 +6,7 @@ same plan from the same state.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -67,13 +68,16 @@ class DataLoader:
         self.rank, self.world = place(rank, world)
         tail = _tail(tail, drop_last=drop_last)
         if global_batch_size is None:
-            self.plan = GlobalBatch.following(self.world, 1 if batch_size is None else batch_size, every or 1, tail)
+            self.plan = GlobalBatch.following(
+                self.world, 1 if batch_size is None else batch_size, 1 if every is None else every, tail
+            )
         elif every is not None:
             raise DataError("every= follows from global_batch_size=, batch_size= and the world: leave it out.")
         else:
             self.plan = GlobalBatch.kept(global_batch_size, self.world, batch_size, tail)
         if seed is None:
             seed = 0 if generator is None else generator.initial_seed()
+        seed = operator.index(seed)
         length, order, self._order_of, source = _source(dataset, seed, shuffle=shuffle)
         self._position = Position(seed, length, order)
         self._share: Share | None = None

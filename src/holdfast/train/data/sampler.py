@@ -5,6 +5,7 @@ A sampler sees indices being drawn, often far ahead of the training; so it has t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -52,6 +53,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
                 "Use holdfast.train.DataLoader, or tail='pad' or 'drop'."
             )
         rank, world = place(rank, num_replicas)
+        seed = operator.index(seed)
         self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL)
         self._told = False
         self._begun = False
