@@ -32,6 +32,7 @@ from holdfast.core.errors import (
     SnapshotWriteError,
 )
 from holdfast.snapshots import digest, disk, layout
+from holdfast.snapshots.folder import rename_aside
 from holdfast.snapshots.layout import Key, Kind
 from holdfast.snapshots.manifest import RECORD_BYTES_MAX, Manifest, RankEntry, RankRecord
 
@@ -190,10 +191,9 @@ def commit(
 
 def abandon(ticket: Ticket) -> None:
     """Remove the attempt, as far as the disk lets us. Ranks that still write to it get a SnapshotWriteError."""
-    doomed = Path(ticket.folder) / ticket.key.named(Kind.GONE)
-    with contextlib.suppress(OSError):
-        # Renamed first: what is half deleted must not look like an attempt that somebody may still complete.
-        ticket.attempt_path.rename(doomed)
+    # Renamed first: what is half deleted must not look like an attempt that somebody may still complete.
+    doomed = rename_aside(ticket.attempt_path, ticket.key, Kind.GONE)
+    if doomed is not None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -55,14 +55,9 @@ def sync_folder(path: Path) -> None:
 
 
 def read_text(path: Path, bytes_max: int) -> str:
-    """A small file. FileNotFoundError; SnapshotDamagedError when it is too large or not UTF-8; see `read_error`."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(bytes_max + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise read_error(error, path) from error
+    """A small file. OSError; SnapshotDamagedError when it is too large or not UTF-8."""
+    with path.open("rb") as file:
+        data = file.read(bytes_max + 1)
     if len(data) > bytes_max:
         raise SnapshotDamagedError(f"{path}: longer than {bytes_max} bytes")
     try:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from dataclasses import dataclass
@@ -119,12 +120,10 @@ def inspect(path: Path) -> Snapshot:
             size_bytes = (path / entry.file).stat().st_size
             if size_bytes != entry.size_bytes:
                 raise SnapshotDamagedError(f"{entry.file} has {size_bytes} bytes, not {entry.size_bytes}")
-    except FileNotFoundError as error:
-        raise missing(path, error.filename) from None
     except SnapshotError as error:
         raise type(error)(f"{path}: {error}") from None
     except OSError as error:
-        raise disk.read_error(error, path) from error
+        raise unreadable(path, error) from error
     return Snapshot(path, manifest)
 
 
@@ -133,11 +132,13 @@ def is_damage(error: SnapshotError) -> bool:
     return isinstance(error, SnapshotDamagedError)
 
 
-def missing(snapshot: Path, file: str | os.PathLike[str]) -> SnapshotError:
-    """What it means that a file of a committed snapshot is not there: it lacks it, or the whole was removed."""
-    if snapshot.exists():
-        return SnapshotDamagedError(f"{snapshot}: {Path(file).name} is missing")
-    return SnapshotGoneError(f"{snapshot} was removed meanwhile; look for a newer one")
+def unreadable(snapshot: Path, error: OSError) -> SnapshotError:
+    """What it means that a file of a committed snapshot cannot be read: damage, the whole is gone, or neither."""
+    if error.errno in (errno.ENOENT, errno.ESTALE) and not snapshot.exists():
+        return SnapshotGoneError(f"{snapshot} was removed meanwhile; look for a newer one")
+    if error.errno == errno.ENOENT:
+        return SnapshotDamagedError(f"{snapshot}: {Path(error.filename or '').name} is missing")
+    return disk.read_error(error, Path(error.filename or snapshot))
 
 
 def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:

@@ -20,7 +20,7 @@ from types import TracebackType
 from holdfast.core.errors import SnapshotDamagedError
 from holdfast.snapshots import digest, disk, layout
 from holdfast.snapshots.digest import CHUNK_BYTES
-from holdfast.snapshots.folder import Snapshot, missing
+from holdfast.snapshots.folder import Snapshot, unreadable
 from holdfast.snapshots.image import LENGTH_BYTES, Image, head_bytes
 from holdfast.snapshots.manifest import RECORD_BYTES_MAX, RankRecord
 
@@ -39,10 +39,8 @@ class RankFile:
             # The file first: once it is open, retention may take its name.
             self._file = self.path.open("rb", buffering=0)
             self.record = self._read_record(snapshot, rank)
-        except FileNotFoundError as error:
-            raise missing(snapshot.path, error.filename) from None
         except OSError as error:
-            raise disk.read_error(error, self.path) from error
+            raise unreadable(snapshot.path, error) from error
 
     @cached_property
     def image(self) -> Image:
@@ -125,7 +123,7 @@ class RankFile:
             while filled < len(into) and (count := os.preadv(self._file.fileno(), [into[filled:]], begin + filled)):
                 filled += count
         except OSError as error:
-            raise disk.read_error(error, self.path) from error
+            raise unreadable(self.path.parent, error) from error
         if filled < len(into):
             raise self._damaged(f"it ends after {begin + filled} of {self.size_bytes} bytes")
         if digest.chunk_digest(into) != self.record.chunks[number]:
