@@ -109,11 +109,14 @@ class Saver:
         while not self._ended and not (self._finishing and self._idle()):
             for key, _ in self._selector.select():
                 key.data()
+            if self._members and not self._workers:
+                self._accept_all()  # who has connected is there, though we have not looked yet
+                if not self._workers:
+                    self._all_gone()
 
     def _idle(self) -> bool:
         """Nobody has anything left for us to do. The agent ends its workers before it asks."""
-        while self._accept():
-            pass
+        self._accept_all()
         return not any(each.saves for each in self._in_flight.values()) and (
             self._control is not None or not self._workers
         )
@@ -129,8 +132,7 @@ class Saver:
             self._ended = True
             return
         if got[0].get("do") == "finish":
-            while self._accept():
-                pass
+            self._accept_all()
             for worker in list(self._workers):
                 if worker.pidfd < 0 or _is_ready(worker.pidfd):
                     self._worker_gone(worker)
@@ -141,6 +143,10 @@ class Saver:
         self._finishing = True
 
     # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _accept_all(self) -> None:
+        while self._accept():
+            pass
 
     def _accept(self) -> bool:
         """One connection; False: there is none."""
@@ -240,16 +246,18 @@ class Saver:
         if worker.local_rank >= 0 and not worker.left:
             self._crashed = True
             self._keep_news(worker.local_rank, *worker.failures)
-        if not self._workers:
-            if self._crashed:
-                try:
-                    self._rescue()
-                except (OSError, ValueError) as error:
-                    self._news_to_agent(f"the newest state in memory was not saved: {error}")
-            self._crashed = False
-            self._members.clear()
 
     # --- after a crash ------------------------------------------------------------------------------------------------
+
+    def _all_gone(self) -> None:
+        """The last worker of this node has left or died."""
+        if self._crashed:
+            try:
+                self._rescue()
+            except (OSError, ValueError) as error:
+                self._news_to_agent(f"the newest state in memory was not saved: {error}")
+        self._crashed = False
+        self._members.clear()
 
     def _rescue(self) -> None:
         """Write the newest step that all ranks of this node have in memory, if the disk has none that is as new.

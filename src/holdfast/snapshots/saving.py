@@ -16,8 +16,9 @@ from holdfast.snapshots import layout, packets, slots
 from holdfast.snapshots.attempt import Ticket, commit, write_rank
 from holdfast.snapshots.layout import Kind
 
-RESCUE_PATIENCE_S = 60.0
-"""How long the other ranks are waited for when a memory step is written after a crash."""
+RESCUE_PATIENCE_S = 30.0
+"""How long the other ranks are waited for when a memory step is written after a crash. An agent that ends may have to
+wait for this, when another node is gone."""
 LOOK_AGAIN_S = 0.02
 
 Tell = Callable[[packets.Packet], None]
@@ -61,7 +62,8 @@ def _write(save: Save) -> None:
             raise SnapshotWriteError(f"{save.ticket.folder} is not an absolute path")
         if save.rescue:
             _await_attempt(save)
-        write_rank(save.ticket, slot.data)
+        # A slot may hold more than the rank's file, for a restart on this node.
+        write_rank(save.ticket, slot.data[: save.ticket.note.get("file_bytes", len(slot.data))])
     finally:
         fcntl.flock(save.fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps a descriptor of its own
         os.close(save.fd)

@@ -1,0 +1,264 @@
+"""The saver of an agent, in real jobs: workers, savers, keepers and agents are killed, and saves are finished."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.snapshots import shelf
+from tests.processes.conftest import is_alive, until
+
+ONE = ("--standalone", "--nproc-per-node", "1")
+SIZE = 1 << 20
+SAVES = f"""
+from holdfast.core.errors import SnapshotError
+from holdfast.snapshots.attempt import Ticket, begin
+from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
+SIZE, SNAPS = {SIZE}, os.path.join(os.path.dirname(os.environ["TRAIL"]), "snaps")
+place = Place.find()
+own, saver = place.slots(rank=RANK, world=WORLD), SaverClient(place)
+
+def stage(step, rescue=0):
+    memory = own.stage(step, SIZE)
+    memory[:] = bytes([step % 251]) * SIZE
+    return own.commit(Ticket(SNAPS, step, rescue, RANK, WORLD).to_json() if rescue else None, {{"kept": step}})
+
+def persist(step):
+    saver.persist(stage(step), Ticket(SNAPS, step, begin(SNAPS, step), RANK, WORLD))
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def snapshots(site) -> list[int]:
+    return sorted(int(path.name[5:14]) for path in (site.folder / "snaps").glob("step_*"))
+
+
+def saver_of(place: str) -> int:
+    """The process that looks after this shelf."""
+
+    def find() -> int:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                line = path.read_bytes()
+                if b"holdfast.snapshots.saver" in line and place.encode() in line and is_alive(int(path.parent.name)):
+                    return int(path.parent.name)
+        return 0
+
+    return int(until(find, "a saver"))
+
+
+def shelf_of(site, event: str = "place") -> str:
+    return str(site.wait(1, event)[0]["place"])
+
+
+def script(site, body: str) -> Path:
+    path: Path = site.script(SAVES + "note('place', place=str(place.folder), generation=place.generation)\n" + body)
+    return path
+
+
+def test_workers_killed_right_after_persist_lose_no_save(site) -> None:
+    """0 to 100 ms after it returned, six workers in each of two generations, each with snapshots of its own: all are saved."""
+    body = """
+on_signal("SIGTERM")
+SNAPS += str(RANK)
+if ROUND < 2:
+    slot = stage(ROUND)
+    meet()
+    saver.persist(slot, Ticket(SNAPS, ROUND, begin(SNAPS, ROUND), 0, 1))
+    time.sleep([0, 0.001, 0.005, 0.02, 0.05, 0.1][RANK])
+    die()
+"""
+    code, agent = site.run("--standalone", "--nproc-per-node", "6", "--max-restarts", "2", script(site, body))
+    assert code == 0, agent.text
+    found = {
+        path.name: sorted(int(each.name[5:14]) for each in path.glob("step_*")) for path in site.folder.glob("snaps*")
+    }
+    assert found == {f"snaps{rank}": [0, 1] for rank in range(6)}, agent.text
+    assert not Path(shelf_of(site)).exists()
+
+
+def test_a_restarted_worker_resumes_from_memory(site) -> None:
+    body = """
+found = own.newest()
+if found is None:
+    stage(20)
+    stage(40)
+    own.stage(60, SIZE)
+    die()
+note("found", step=found.step, good=bytes(found.data) == bytes([40]) * SIZE, before=found.generation)
+"""
+    code, agent = site.run(*ONE, "--max-restarts", "1", script(site, body))
+    assert code == 0, agent.text
+    (found,) = site.trail("found")
+    assert (found["step"], found["good"], found["before"]) == (40, True, 1)
+    assert [each["generation"] for each in site.trail("place")] == [1, 2]
+    assert len({each["place"] for each in site.trail("place")}) == 1
+    assert not Path(shelf_of(site)).exists()
+
+
+def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
+    body = "persist(20)\nassert saver.wait(20)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
+    code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
+    assert code == 137, agent.text
+    assert snapshots(site) == [20, 40]
+    assert (site.folder / "snaps" / "step_000000040.600000000").is_dir()
+
+
+def test_two_ranks_are_rescued_together(site) -> None:
+    body = "stage(40, 600000000)\nmeet()\nif RANK == 1: die()\nhold()"
+    found = site.folder / "snaps"
+    found.mkdir()
+    code, agent = site.run("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script(site, body))
+    assert code == 137, agent.text
+    (path,) = found.glob("step_000000040.*")
+    assert sorted(each.name for each in path.iterdir() if each.suffix == ".safetensors") == [
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_an_agent_that_is_told_to_end_waits_for_a_save(site, signum: int) -> None:
+    body = "on_signal('SIGTERM', 'SIGINT', exit_code=0)\nnote('ready')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\npersist(5)\nnote('handed')\nhold()"
+    agent = site.start(*ONE, script(site, body))
+    saver = saver_of(shelf_of(site))
+    os.kill(saver, signal.SIGSTOP)
+    (site.folder / "snaps").mkdir()
+    site.wait(1, "handed")
+    agent.signal(signum)
+    agent.says("a snapshot is still being written")
+    assert agent.process.poll() is None
+    assert snapshots(site) == []
+    os.kill(saver, signal.SIGCONT)
+    assert agent.end() == 128 + signum, agent.text
+    assert snapshots(site) == [5]
+    assert not is_alive(saver)
+    assert not Path(shelf_of(site)).exists()
+
+
+def test_a_killed_agent_leaves_no_process_and_the_next_start_no_file(site) -> None:
+    agent = site.start(*ONE, script(site, "persist(5)\nassert saver.wait(20)\nstage(6)\nmeet()\nhold()"))
+    site.wait(1, "up")
+    place = shelf_of(site)
+    saver = saver_of(place)
+    os.kill(saver, signal.SIGSTOP)
+    agent.signal(signal.SIGKILL)
+    site.all_gone()
+    until(lambda: not is_alive(saver), "the saver is gone", 1.0)
+    code, second = site.run(*ONE, site.script("note('second')", "second.py"))
+    assert code == 0, second.text
+    assert not Path(place).exists()
+    assert snapshots(site) == [5]
+
+
+def test_a_killed_saver_is_told_to_the_worker_and_replaced(site) -> None:
+    body = """
+persist(1)
+note("first")
+while len(own.committed()) < 2:
+    try:
+        saver.check()
+    except SnapshotError as error:
+        note("error", code=error.code)
+        persist(2)
+    time.sleep(0.01)
+assert saver.wait(20)
+saver.check()
+saver.close()
+"""
+    agent = site.start(
+        *ONE,
+        script(
+            site, "assert saver.wait(20)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n" + body
+        ),
+    )
+    site.wait(1, "served")
+    saver = saver_of(shelf_of(site))
+    os.kill(saver, signal.SIGSTOP)
+    (site.folder / "snaps").mkdir()
+    site.wait(1, "first")
+    os.kill(saver, signal.SIGKILL)
+    assert agent.end() == 0, agent.text
+    assert [each["code"] for each in site.trail("error")] == ["HF411"]
+    assert snapshots(site) == [2]
+
+
+def test_a_killed_keeper_takes_the_saver_along_and_slots_stay(site) -> None:
+    body = """
+found = own.newest()
+if found is None:
+    stage(40)
+    meet()
+    hold()
+note("found", step=found.step)
+persist(41)
+assert saver.wait(20)
+saver.check()
+"""
+    agent = site.start(*ONE, "--max-restarts", "1", script(site, body))
+    site.wait(1, "up")
+    saver = saver_of(shelf_of(site))
+    (keeper,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    os.kill(int(keeper), signal.SIGKILL)
+    assert agent.end() == 0, agent.text
+    assert not is_alive(saver)
+    assert [each["step"] for each in site.trail("found")] == [40]
+    assert snapshots(site) == [41]
+
+
+def test_a_failed_save_of_a_dead_worker_is_told_on_the_console(site) -> None:
+    body = "saver.persist(stage(1), Ticket('/nowhere', 1, 1, 0, 1))\ndie()"
+    code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
+    assert code == 137
+    assert "snapshots: rank 0, before its restart: /nowhere" in agent.text, agent.text
+
+
+def test_a_job_that_saves_nothing_has_no_saver_and_leaves_nothing(site) -> None:
+    body = "note('env', saver=os.environ['HOLDFAST_SAVER'], children=open(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read())"
+    code, agent = site.run("--standalone", "--nproc-per-node", "2", "--virtual-local-rank", site.script(body))
+    assert code == 0, agent.text
+    told = [each["saver"].rsplit("@", 2) for each in site.trail("env")]
+    assert sorted(each[2] for each in told) == ["0", "1"]  # the real local rank
+    assert not Path(told[0][0]).exists()
+    assert all(len(each["children"].split()) <= 2 for each in site.trail("env"))
+
+
+def test_two_agents_on_one_machine_have_a_shelf_each(site, endpoint: str) -> None:
+    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    body = "note('held', names=os.listdir(place.folder.parent))\nmeet('noted')\nsaver.close()"
+    agents = [site.start(*args, script(site, body)) for _ in range(2)]
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    places = {each["place"] for each in site.trail("place")}
+    assert len(places) == 2
+    assert not any(Path(each).exists() for each in places)
+
+
+def test_a_full_shm_is_the_worker_s_to_hear_and_nobody_s_end(site) -> None:
+    body = """
+from holdfast.core.errors import SnapshotMemoryError
+try:
+    own.reserve(1 << 50)
+except SnapshotMemoryError as error:
+    note("told", text=str(error))
+"""
+    code, agent = site.run(*ONE, script(site, body))
+    assert code == 0, agent.text
+    assert "has no room for a copy of" in site.trail("told")[0]["text"]
+
+
+def test_an_agent_cleans_up_after_dead_runs_only(site) -> None:
+    dead, living = shelf.Shelf.make("dead"), shelf.Shelf.make("living")
+    dead.close()
+    try:
+        code, agent = site.run(*ONE, site.script("note('second')"))
+        assert code == 0, agent.text
+        assert not dead.path.exists()
+        assert living.path.exists()
+    finally:
+        living.remove()
