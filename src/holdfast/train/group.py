@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ from holdfast.train.guards import enabled, guarded
 EXIT_PATIENCE_S = 60.0
 """At exit: how long a rank waits for the others to be done too."""
 
-PREFIX = "holdfast.train"
+_groups = itertools.count()
+"""One for each group of this process: all ranks make theirs in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def process_group(
     else:
         chosen = torch.device(device) if device is not None else _device_in_use()
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(PREFIX, dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"holdfast.train.{next(_groups)}", dist.distributed_c10d._get_default_store())
     group = ProcessGroup(rank, world, place.local_rank, chosen, store)
     clean = False
     try:
@@ -153,7 +155,7 @@ def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: f
         store: Any = dist.HashStore()
     else:
         store, _rank, _world = next(dist.rendezvous("env://", place.rank, place.world, **wait))
-        store = _of_this_attempt(store)
+        store = dist.PrefixStore(_fresh_prefix(), store)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         backend or ("nccl" if on_gpu else "gloo"),
@@ -165,22 +167,21 @@ def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: f
     )
 
 
-def _of_this_attempt(store: Any) -> Any:
-    """torchrun keeps one store over its restarts, and the addresses of a dead attempt in it make gloo hang.
+def _fresh_prefix() -> str:
+    """Keys of an earlier group in the same store would be taken for this one's: gloo hangs on the addresses of the dead.
 
-    Its restarts are counted per node, so only with one node do all ranks know the same number. Under holdfast run every
-    attempt has a fresh store.
+    torchrun keeps one store over its restarts. It counts them per node, so only with one node do all ranks know the same
+    number. Under holdfast run every attempt has a fresh store.
     """
-    one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}", store) if one_node else store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
+    return f"holdfast.{attempt}.{next(_groups)}"
 
 
 def _leave(group: ProcessGroup, *, clean: bool) -> None:
     if not dist.is_initialized():
         return  # the program destroyed it
-    if clean and group.world > 1:
-        _wait_for_others(group)
+    if group.world > 1:
+        _wait_for_others(group) if clean else _release_others(group)
     if "nccl" in dist.get_backend():
         if not clean:
             dist.distributed_c10d._abort_process_group()
@@ -198,8 +199,16 @@ def _wait_for_others(group: ProcessGroup) -> None:
         if group.store.add("done", 1) == group.world:
             group.store.set("all_done", b"1")
         group.store.wait(["all_done"], patience)
+        if group.store.get("all_done") != b"1":
+            return
         # Rank 0 may be the store's host (not under a launcher that serves one): it goes when the others have read that.
         if group.store.add("read", 1) == group.world:
             group.store.set("all_read", b"1")
         if group.rank == 0:
             group.store.wait(["all_read"], patience)
+
+
+def _release_others(group: ProcessGroup) -> None:
+    """Whoever waits for us at its exit need not. Nothing is waited for here: a store's `set` has no answer."""
+    with contextlib.suppress(RuntimeError):
+        group.store.set("all_done", b"0")

@@ -53,7 +53,7 @@ class Guards:
         self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()
         self._unused: list[Unused] = []
         self._board = board
-        self._epochs = StaleEpoch(self._warn)
+        self._epochs = StaleEpoch(self._warn_for_all)
         self._saves = LoneSave(self._warn, board)
         self._losses = LossDiffers(self._warn, board)
 
@@ -63,7 +63,12 @@ class Guards:
             return
         self._said.add(mistake)
         text += f"\n(holdfast guard '{mistake}', said once; off by {VARIABLE}=0 or process_group(guards=False))"
-        warnings.warn(text, GuardWarning, stacklevel=4)
+        warnings.warn(text, GuardWarning, stacklevel=2)
+
+    def _warn_for_all(self, mistake: str, text: str) -> None:
+        """What every rank sees alike is said by rank 0."""
+        if self._board.rank == 0:
+            self._warn(mistake, text)
 
     # --- connections ---------------------------------------------------------------------------------------------
 
@@ -111,7 +116,7 @@ class Guards:
         """Look at a DDP or FSDP2 model's passes, too. Once is enough; again does nothing."""
         if self._board.world == 1 or model in self._models:
             return
-        self._models[model] = NoSync(self._warn)
+        self._models[model] = NoSync(self._warn_for_all)
         if getattr(model, "find_unused_parameters", False) and not getattr(model, "static_graph", False):
             self._unused.append(Unused(self._warn, self._board, model))
         model.register_forward_pre_hook(_before_forward, prepend=True)  # FSDP2's own begins with a collective
@@ -144,6 +149,8 @@ class Guards:
 # --- one per process, as torch's default group is ------------------------------------------------------------------------
 
 _current: Guards | None = None
+_blocks = itertools.count()
+"""So that no block reads what an earlier one wrote: all ranks open them in the same order."""
 
 
 @contextlib.contextmanager
@@ -173,7 +180,7 @@ def _of_torch() -> Guards:
 
     if not dist.is_initialized():
         return Guards(0, 1, None)
-    store = dist.PrefixStore("holdfast.train", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"holdfast.guards.{next(_blocks)}", dist.distributed_c10d._get_default_store())
     return Guards(dist.get_rank(), dist.get_world_size(), store)
 
 

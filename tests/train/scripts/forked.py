@@ -1,0 +1,59 @@
+"""Ranks without a launcher that would watch or end them, forked from a process that has imported everything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import _dynamo  # noqa: F401 - DDP would import it in each rank
+from torch.distributed import fsdp  # noqa: F401 - as above
+
+PATIENCE_S = 30.0
+
+
+def run_ranks(world: int, function: Callable[[], None]) -> list[int | None]:
+    """Exit codes by rank: negative for a signal, None for a rank that was still there after PATIENCE_S."""
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = [_start(function, rank, world, port) for rank in range(world)]
+    deadline = time.monotonic() + PATIENCE_S
+    return [_end(pid, deadline) for pid in pids]
+
+
+def _start(function: Callable[[], None], rank: int, world: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        function()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:  # noqa: BLE001 - a rank's end is told by its code
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _end(pid: int, deadline: float) -> int | None:
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None

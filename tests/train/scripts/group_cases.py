@@ -1,0 +1,116 @@
+"""Ways through `process_group()`: group_cases.py CASE; tells what it saw on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import holdfast.train as ht
+from holdfast.core.errors import ProcessGroupError
+
+
+def tell(**facts: object) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def total(pg: ht.ProcessGroup) -> int:
+    count = torch.ones((), dtype=torch.int64)
+    dist.all_reduce(count)
+    return int(count)
+
+
+def place() -> None:
+    with ht.process_group() as pg:
+        pg.store.set(f"here/{pg.rank}", "x")
+        pg.store.wait([f"here/{rank}" for rank in range(pg.world)])
+        facts = {"rank": pg.rank, "world": pg.world, "local_rank": pg.local_rank, "device": str(pg.device)}
+        tell(total=total(pg), backend=dist.get_backend(), **facts)
+    tell(left=not dist.is_initialized())
+
+
+def trained() -> None:
+    """DDP models that outlive their group, and a second group after the first."""
+    models = []
+    for _ in range(2):
+        with ht.process_group() as pg:
+            model = ht.ddp(torch.nn.Linear(300, 300), pg)
+            models.append(model)
+            for _ in range(3):
+                model(torch.ones(4, 300)).sum().backward()
+    tell(left=not dist.is_initialized())
+
+
+def sharded() -> None:
+    with ht.process_group() as pg:
+        try:
+            ht.ddp(fully_shard(torch.nn.Linear(4, 4)), pg)
+        except ProcessGroupError as error:
+            tell(refused=str(error))
+
+
+def own_group() -> None:
+    """The program has made its group itself."""
+    dist.init_process_group("gloo")
+    with ht.process_group() as pg, ht.process_group() as inner:
+        tell(same=(pg.rank, pg.world) == (inner.rank, inner.world), world=total(pg))
+    tell(kept=dist.is_initialized())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def raises() -> None:
+    """Rank 1 fails while the others are in a collective."""
+    with ht.process_group(timeout_s=100) as pg:
+        total(pg)
+        if pg.rank == 1:
+            raise ValueError("boom")
+        total(pg)
+
+
+def raises_late() -> None:
+    """Rank 1 fails while the others wait for it at their exit."""
+    try:
+        with ht.process_group() as pg:
+            total(pg)
+            if pg.rank == 1:
+                time.sleep(0.5)
+                raise ValueError("boom")
+    finally:
+        tell(left=not dist.is_initialized())
+
+
+def killed() -> None:
+    """Rank 1 is gone without a word, in a collective of the others."""
+    with ht.process_group(timeout_s=100) as pg:
+        total(pg)
+        if pg.rank == 1:
+            os.kill(os.getpid(), 9)
+        total(pg)
+
+
+def exits() -> None:
+    with ht.process_group() as pg:
+        total(pg)
+        sys.exit(0)
+
+
+def crashes_once() -> None:
+    """The first attempt fails after its collectives have been set up."""
+    with ht.process_group() as pg:
+        model = ht.ddp(torch.nn.Linear(3, 3), pg)
+        model(torch.ones(4, 3)).sum().backward()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and pg.rank == 1:
+            raise ValueError("boom")
+        tell(rank=pg.rank, total=total(pg))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]]()
