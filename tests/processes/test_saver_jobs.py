@@ -142,12 +142,25 @@ def test_an_agent_that_is_told_to_end_waits_for_a_save(site, signum: int) -> Non
     assert not Path(shelf_of(site)).exists()
 
 
-def test_a_killed_agent_leaves_no_process_and_the_next_start_no_file(site) -> None:
+def test_a_killed_agent_leaves_no_process_and_no_file(site) -> None:
+    agent = site.start(*ONE, script(site, "stage(6)\nmeet()\nhold()"))
+    site.wait(1, "up")
+    place = shelf_of(site)
+    saver = saver_of(place)
+    agent.signal(signal.SIGKILL)
+    site.all_gone()
+    until(lambda: not is_alive(saver) and not Path(place).exists(), "saver and slots are gone", 1.0)
+
+
+def test_what_a_killed_agent_and_keeper_left_goes_with_the_next_start(site) -> None:
     agent = site.start(*ONE, script(site, "persist(5)\nassert saver.wait(20)\nstage(6)\nmeet()\nhold()"))
     site.wait(1, "up")
     place = shelf_of(site)
     saver = saver_of(place)
     os.kill(saver, signal.SIGSTOP)
+    (keeper,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    agent.signal(signal.SIGSTOP)  # so that it does not start another one
+    os.kill(int(keeper), signal.SIGKILL)
     agent.signal(signal.SIGKILL)
     site.all_gone()
     until(lambda: not is_alive(saver), "the saver is gone", 1.0)

@@ -14,6 +14,7 @@ Commands that come over the lifeline (see lifeline.py for the frames); a spawn b
     {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
     {"do": "ignore", "signum"}             whatever is spawned from here on ignores it
     {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock, unless another fence comes before
+    {"do": "remove", "path"}               at the keeper's end, when all is dead: a folder of plain files in memory
     {"do": "exit"}                         as if the agent were gone
 
 Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
@@ -141,6 +142,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
             keeper.run()
         finally:
             processes.kill_descendants(os.getpid(), limit_s=END_LIMIT_S)
+            keeper.remove_folders()
     except BaseException:  # noqa: BLE001 - nothing may unwind into the agent's frames
         import traceback
 
@@ -176,6 +178,8 @@ class Keeper:
         self._victims: set[int] = set()
         self._fence_at_s = inf
         """When the workers die unless the agent says something else before; by the clock that all processes share."""
+        self._doomed: list[str] = []
+        """Folders that go with us."""
         self._leaving = False
         self._poller = select.poll()
         sock.setblocking(False)
@@ -220,6 +224,14 @@ class Keeper:
                 self._kill_pass(self._kill_deadline)
             self._nursery.tick()
             self._flush()
+
+    def remove_folders(self) -> None:
+        """What the agent would have removed, had it not been killed."""
+        for folder in self._doomed:
+            with contextlib.suppress(OSError):  # mostly: it is gone already
+                for name in os.listdir(folder):
+                    os.unlink(os.path.join(folder, name))
+                os.rmdir(folder)
 
     def _patience_ms(self) -> int | None:
         if self._kill_deadline is not None:
@@ -270,6 +282,8 @@ class Keeper:
                 self._fence_at_s = inf if command["at_s"] is None else command["at_s"]
             case "ignore":
                 self._ignored = (*self._ignored, command["signum"])
+            case "remove":
+                self._doomed.append(command["path"])
             case "exit":
                 self._leaving = True
 

@@ -155,6 +155,10 @@ class KeeperClient:
         tells of it. None: nothing is. Holds until it is said anew."""
         self._send({"do": "fence", "at_s": at_s})
 
+    def remove_at_end(self, path: str) -> None:
+        """A folder of plain files, in memory, that must not outlive this agent: the keeper removes it in the end."""
+        self._send({"do": "remove", "path": path})
+
     def kill_tree(self, limit_s: float = KILL_LIMIT_S) -> None:
         """SIGKILL everything below the keeper but services and theirs: TreeGone follows."""
         self._send({"do": "kill_tree", "limit_s": limit_s})

@@ -3,7 +3,8 @@
 The saver (snapshots/saver.py) writes what workers leave in memory slots to disk. It is a service at the keeper, so that
 the end of a generation does not touch it. The agent listens; the connection that wakes it waits in the socket's backlog
 and is the saver's. When the saver dies, the next connection starts another one. The agent's end waits for saves in
-flight, at most FINISH_LIMIT_S; a killed agent's saver is killed with it, and its shelf is removed by the next start.
+flight, at most FINISH_LIMIT_S; a killed agent's saver is killed with it and its shelf removed by the keeper, or by the
+next start when the keeper was killed too.
 
 Knows the shelf, the socket and the keeper; must not know what a snapshot is.
 """
@@ -66,6 +67,8 @@ class SaverHost:
     def renew(self, keeper: KeeperClient) -> None:
         """Another keeper; the saver died with the one before."""
         self._keeper = keeper
+        if self._shelf is not None:
+            keeper.remove_at_end(str(self._shelf.path))
         if self._control is not None:
             self._ended("was killed with the keeper")
         elif self._listening is not None and self._failures < ENOUGH_FAILURES:
@@ -119,6 +122,7 @@ class SaverHost:
                 _remove(shelf)
             return
         self._shelf = shelf
+        self._keeper.remove_at_end(str(shelf.path))
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._start)
         self._cleaning = self._loop.create_task(asyncio.to_thread(clean))
