@@ -38,6 +38,7 @@ class RankFile:
         try:
             # The file first: once it is open, retention may take its name.
             self._file = self.path.open("rb", buffering=0)
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             self.record = self._read_record(snapshot, rank)
         except OSError as error:
             raise unreadable(snapshot.path, error) from error
@@ -154,7 +155,8 @@ def _memory(size_bytes: int) -> memoryview:
 
 def _in_threads(work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> None:
     """Do the work on all numbers, a share per thread."""
-    count = min(digest.threads(), len(numbers))
+    # While half of them wait for the disk, the other half hash.
+    count = min(2 * digest.threads(), len(numbers))
     if count < 2:
         return work(numbers)
     with ThreadPoolExecutor(count, "holdfast-digest") as pool:
