@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from holdfast.core.errors import ShardingError, SnapshotDamagedError
@@ -30,7 +31,8 @@ from holdfast.snapshots.image import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_
 from holdfast.snapshots.reader import RankFile
 from holdfast.snapshots.slots import HEADER_BYTES
 from holdfast.train import codec
-from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, Piece, local_tensor
+from holdfast.train.copying import PrivateMapping, can_settle, copy_all
+from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, Piece, local_pieces, local_tensor
 
 
 class Part(Protocol):
@@ -94,17 +96,24 @@ def _body_bytes(header: memoryview) -> int:
         raise SnapshotDamagedError(f"the slot's header is not readable: {error}") from None
 
 
+_Found = tuple[Part, str, Piece]
+"""A saved piece: where, under which name."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """Tensors, and the plan to fill them."""
 
     saved: Saved
-    targets: Mapping[str, torch.Tensor]
+    matching: Sequence[tuple[torch.Tensor, _Found]]
+    """What is held now as it was held then."""
     planner: LoadPlanner
     plan: LoadPlan
+    """For everything else."""
 
     def load(self) -> None:
         """Fill them. SnapshotDamagedError."""
+        self.saved.copy_whole(self.matching)
         self.saved.read_data(self.plan, self.planner)
 
 
@@ -113,11 +122,16 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
+        self._mapped: dict[Path, PrivateMapping] = {}
 
     @cached_property
-    def pieces(self) -> dict[str, dict[tuple[int, ...], tuple[Part, str, Piece]]]:
+    def _can_adopt(self) -> bool:
+        return can_settle()
+
+    @cached_property
+    def pieces(self) -> dict[str, dict[tuple[int, ...], _Found]]:
         """By key, then by offsets: where each piece is. Copies are left out."""
-        found: dict[str, dict[tuple[int, ...], tuple[Part, str, Piece]]] = {}
+        found: dict[str, dict[tuple[int, ...], _Found]] = {}
         for part in self._parts:
             described = _described(part.image)
             for entry in part.image.entries:
@@ -148,8 +162,73 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     def prepare(self, targets: Mapping[str, torch.Tensor]) -> Prepared:
         """Plan to fill these tensors, or this rank's shards of them. ShardingError when not all of it is at hand."""
-        planner, plan = self._plan(targets)
-        return Prepared(self, targets, planner, plan)
+        matching: list[tuple[torch.Tensor, _Found]] = []
+        others: dict[str, torch.Tensor] = {}
+        for key, tensor in targets.items():
+            self._check_shape(key, tensor)
+            found = self.match(key, tensor)
+            if found is None:
+                others[key] = tensor
+            else:
+                matching.append((local_tensor(tensor), found))
+        planner, plan = self._plan(others)
+        return Prepared(self, matching, planner, plan)
+
+    def match(self, key: str, tensor: torch.Tensor) -> _Found | None:
+        """The saved piece that is just what this process holds of this tensor; None when there is no such piece."""
+        sizes = tuple(tensor.shape)
+        offsets = (0,) * len(sizes)
+        if isinstance(tensor, DTensor):
+            held = local_pieces({key: tensor})
+            if len(held) != 1:
+                return None
+            offsets, sizes = held[0].offsets, held[0].sizes
+        found = self.pieces.get(key, {}).get(offsets)
+        return found if found is not None and found[2].sizes == sizes else None
+
+    def adopt(self, found: _Found) -> torch.Tensor | None:
+        """A piece in memory as a tensor that takes its pages from there, copied when they are written to; or None.
+
+        `settle` has to be called before anybody writes to that memory.
+        """
+        part, name, piece = found
+        if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not self._can_adopt:
+            return None
+        if part.path not in self._mapped:
+            self._mapped[part.path] = PrivateMapping(part.path)
+        span = part.image.spans[name]
+        mapping = self._mapped[part.path]
+        view = mapping.take(slice(part.offset + span.start, part.offset + span.stop))
+        return torch.frombuffer(view, dtype=piece.dtype).view(piece.sizes)
+
+    def settle(self) -> None:
+        """Have the adopted pages copied; may run in a thread of its own while they are in use."""
+        for mapping in self._mapped.values():
+            mapping.settle()
+
+    def copy_whole(self, matching: Sequence[tuple[torch.Tensor, _Found]]) -> None:
+        """Copy pieces as they are. SnapshotDamagedError."""
+        for number, items in self._by_part((tensor, *found) for tensor, found in matching).items():
+            part = self._parts[number]
+            data = part.bytes_of([name for _, name, _ in items])
+            copy_all(
+                [tensor for tensor, _, _ in items],
+                [piece_view(data, part.image.spans[name], piece) for _, name, piece in items],
+            )
+
+    def _by_part(self, items: Iterable[tuple[Any, Part, str, Piece]]) -> dict[int, list[tuple[Any, str, Piece]]]:
+        numbers = {id(part): number for number, part in enumerate(self._parts)}
+        by_part: dict[int, list[tuple[Any, str, Piece]]] = {}
+        for what, part, name, piece in items:
+            by_part.setdefault(numbers[id(part)], []).append((what, name, piece))
+        return by_part
+
+    def _check_shape(self, key: str, tensor: torch.Tensor) -> None:
+        found = self.whole_shape(key)
+        if found is None:
+            raise ShardingError(f"{key} is tracked now and was not when the snapshot was made")
+        if found[0] != tuple(tensor.shape):
+            raise ShardingError(f"{key} has the shape {list(tensor.shape)}, and {list(found[0])} in the snapshot")
 
     def fresh(self, key: str) -> torch.Tensor:
         """A saved tensor as a new one, whole, in main memory."""
@@ -163,12 +242,6 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
     def _plan(self, targets: Mapping[str, torch.Tensor]) -> tuple[LoadPlanner, LoadPlan]:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(targets), self.read_metadata(targets), is_coordinator=False)
-        for key, tensor in targets.items():
-            found = self.whole_shape(key)
-            if found is None:
-                raise ShardingError(f"{key} is tracked now and was not when the snapshot was made")
-            if found[0] != tuple(tensor.shape):
-                raise ShardingError(f"{key} has the shape {list(tensor.shape)}, and {list(found[0])} in the snapshot")
         plan = planner.create_local_plan()
         needed = sum(math.prod(item.lengths) for item in plan.items)
         held = sum(local_tensor(tensor).numel() for tensor in targets.values())
@@ -185,12 +258,9 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy what the plan wants to where the planner wants it."""
-        by_part: dict[int, list[tuple[ReadItem, str, Piece]]] = {}
-        for item in plan.items:
-            part, name, piece = self.pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
-            by_part.setdefault(next(i for i, each in enumerate(self._parts) if each is part), []).append(
-                (item, name, piece)
-            )
+        by_part = self._by_part(
+            (item, *self.pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]) for item in plan.items
+        )
         for number, items in by_part.items():
             part = self._parts[number]
             data = part.bytes_of([name for _, name, _ in items])
@@ -199,8 +269,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
                 source = piece_view(data, part.image.spans[name], piece)
                 targets.append(planner.resolve_tensor(item).detach())
                 sources.append(_narrow(source, item.storage_offsets, item.lengths))
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+            copy_all(targets, sources)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -249,7 +318,7 @@ def _described(image: Image) -> dict[str, Any]:
     return described
 
 
-def _storage_metadata(pieces: Mapping[tuple[int, ...], tuple[Part, str, Piece]]) -> TensorStorageMetadata:
+def _storage_metadata(pieces: Mapping[tuple[int, ...], _Found]) -> TensorStorageMetadata:
     first = next(iter(pieces.values()))[2]
     return TensorStorageMetadata(
         TensorProperties(dtype=first.dtype),

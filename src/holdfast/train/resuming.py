@@ -25,7 +25,7 @@ from holdfast.snapshots.layout import Key
 from holdfast.snapshots.reader import RankFile
 from holdfast.train.agreement import Peers
 from holdfast.train.reading import FilePart, Prepared, Saved, parts_of_slot
-from holdfast.train.state import Tracker
+from holdfast.train.state import Targets, Tracker
 from holdfast.train.tiers import Held, Tier
 
 
@@ -54,7 +54,8 @@ class Resumer:
     peers: Peers
     tier: Tier
     fresh_ok: bool
-    prepared: dict[Offer, Prepared] = field(default_factory=dict)
+    adopted: Saved | None = None
+    """Of a state in memory: its `settle` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
 
     def run(self) -> Resumed | None:
@@ -64,48 +65,56 @@ class Resumer:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _from_memory(self) -> Resumed | None:
-        said = self.peers.gather(self._offers())
+        held: dict[Offer, list[Held]] = {}
+        for each in self.tier.held(str(self.path)):
+            held.setdefault((each.step, each.generation, each.world), []).append(each)
+        said = self.peers.gather(sorted(held))
         chosen = self.peers.tell(self._choose(said) if said else None)
-        if chosen is None:
-            return None
-        offer = (chosen[0], chosen[1], chosen[2])
-        prepared = self.prepared[offer]
+        for offer in ((each[0], each[1], each[2]) for each in chosen):
+            resumed = self._from_slots(offer[0], held[offer])
+            if resumed is not None:
+                return resumed
+        return None
 
-        def load() -> int:
-            prepared.load()
-            return self._restore(prepared)
-
-        world_then, damage = self._together(load)
-        self.prepared.clear()
-        if damage:
-            self.skipped.append(f"step {offer[0]} in memory: {damage}")
-            return None
-        return Resumed(offer[0], "memory", world_then, tuple(self.skipped))
-
-    def _offers(self) -> list[Offer]:
-        """What this rank could load without any disk, newest first."""
-        found: dict[Offer, list[Held]] = {}
-        for held in self.tier.held(str(self.path)):
-            found.setdefault((held.step, held.generation, held.world), []).append(held)
-        offers = []
-        for offer in sorted(found, reverse=True):
-            try:
-                parts = [part for held in found[offer] for part in parts_of_slot(held.data, held.path)]
-                saved = Saved(parts)
-                self.prepared[offer] = saved.prepare(self.tracker.targets(saved, self.peers.rank))
-            except (ShardingError, SnapshotDamagedError):
-                continue  # pieces of it are on another node, or torn
-            offers.append(offer)
-        return offers
-
-    def _choose(self, said: list[list[Offer]]) -> Offer | None:
-        """Rank 0: the newest that all offer, unless the disk has a newer one."""
+    def _choose(self, said: list[list[list[int]]]) -> list[Offer]:
+        """Rank 0: what every rank has something of, newest first, and is not older than the disk."""
         common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
         if not common:
+            return []
+        try:
+            on_disk = folders.survey(self.path).newest_valid
+        except SnapshotError:
+            return []  # the disk is looked at next, and says it then
+        newest_step = -1 if on_disk is None else on_disk.step
+        return sorted((offer for offer in common if offer[0] >= newest_step), reverse=True)
+
+    def _from_slots(self, step: int, held: list[Held]) -> Resumed | None:
+        """None when not every rank finds all that it needs, or something is damaged."""
+        found: list[tuple[Prepared, Targets]] = []
+
+        def prepare() -> None:
+            saved = Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
+            targets = self.tracker.targets(saved, self.peers.rank)
+            found.append((saved.prepare(targets.fill), targets))
+
+        if self._failed_anywhere(prepare):
             return None
-        newest = max(common)
-        on_disk = folders.survey(self.path).newest_valid
-        return newest if on_disk is None or on_disk.step <= newest[0] else None
+        prepared, targets = found[0]
+        world_then, damage = self._together(lambda: self._restore(prepared, targets))
+        if damage:
+            self.skipped.append(f"step {step} in memory: {damage}")
+            return None
+        self.adopted = prepared.saved
+        return Resumed(step, "memory", world_then, tuple(self.skipped))
+
+    def _failed_anywhere(self, prepare: Callable[[], None]) -> bool:
+        """Whether it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
+        try:
+            prepare()
+            failed = False
+        except (ShardingError, SnapshotDamagedError):
+            failed = True
+        return any(self.peers.share(failed))
 
     # --- the disk -----------------------------------------------------------------------------------------------------
 
@@ -158,17 +167,17 @@ class Resumer:
         files = open_files(folders.inspect(path))
         try:
             saved = Saved([FilePart(file) for file in files])
-            prepared = saved.prepare(self.tracker.targets(saved, self.peers.rank))
-            prepared.load()
-            return self._restore(prepared)
+            targets = self.tracker.targets(saved, self.peers.rank)
+            return self._restore(saved.prepare(targets.fill), targets)
         finally:
             for file in files:
                 file.close()
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _restore(self, prepared: Prepared) -> int:
-        return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, prepared.targets)
+    def _restore(self, prepared: Prepared, targets: Targets) -> int:
+        prepared.load()
+        return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all())
 
     def _together(self, work: Callable[[], Any]) -> tuple[int, str]:
         """All ranks do it. Returns its result and no text, or a text when the snapshot is at fault; else all raise."""

@@ -19,6 +19,7 @@ from holdfast.snapshots import attempt
 from holdfast.snapshots.attempt import Ticket
 from holdfast.train import sharding
 from holdfast.train.agreement import Peers, node_key
+from holdfast.train.reading import Saved
 from holdfast.train.schedule import Timekeeper
 from holdfast.train.sharding import TEXT, Layout
 from holdfast.train.state import Collected, Tracker
@@ -53,10 +54,30 @@ class Saving:
         """By address of the memory: the places of the layout's entries in it."""
         self._reserving: threading.Thread | None = None
         self._too_small: SnapshotMemoryError | None = None
+        self._settling: threading.Thread | None = None
+        self._unsettled: SnapshotMemoryError | None = None
 
     @property
     def planned(self) -> bool:
         return self._layout is not None
+
+    def settle(self, adopted: Saved) -> None:
+        """Training goes on in pages of old slots; have them copied before any rank stages a new state there."""
+        self._settling = threading.Thread(target=self._settle, args=(adopted,), name="holdfast-settle")
+        self._settling.start()
+
+    def _settle(self, adopted: Saved) -> None:
+        try:
+            adopted.settle()
+        except SnapshotMemoryError as error:
+            self._unsettled = error
+
+    def _await_settled(self) -> None:
+        if self._settling is not None:
+            self._settling.join()
+            self._settling = None
+        if self._unsettled is not None:
+            raise self._unsettled
 
     def ask(self, step: int) -> tuple[bool, int]:
         """Rank 0's word: whether it is time to save to the disk now, and when to ask again."""
@@ -183,6 +204,7 @@ class Saving:
 
     def _plan(self, collected: Collected) -> None:
         self._await_reserved()
+        self._await_settled()  # nobody stages before all ranks have planned, hence before all have settled
         text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
         self._views.clear()
         self._layout = sharding.plan(self._peers, node_key(), collected.shared, collected.own, text_bytes, "")

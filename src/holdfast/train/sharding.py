@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.core.errors import ShardingError, SnapshotDamagedError
 from holdfast.snapshots.image import ALIGNMENT_BYTES, Entry, Image
 from holdfast.train.agreement import Peers
+from holdfast.train.copying import copy_all
 
 CODES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
@@ -301,19 +302,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into flat views of a slot, with torch's threads; complete when this returns."""
-    targets, sources, devices = [], [], set()
+    """Copy tensors into flat views of a slot; complete when this returns."""
+    sources = []
     for view, tensor in zip(views, tensors, strict=True):
         local = local_tensor(tensor)
-        if local.numel() == 0:
-            continue
         if local.dtype != view.dtype:
             local = local.contiguous().view(torch.uint8)
-        targets.append(view)
         sources.append(local.reshape(-1))
-        if local.device.type != "cpu":
-            devices.add(local.device)
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
-    for device in devices:
-        torch.accelerator.synchronize(device)
+    copy_all(views, sources)

@@ -119,9 +119,12 @@ class Snapshots:
         if self._saving is not None:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
         peers, tier = self._open()
-        resumed = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok).run()
+        resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok)
+        resumed = resumer.run()
         tier.forget(self.state.step if resumed else -1)
         self._begin(peers, tier)
+        if resumer.adopted is not None and self._saving is not None:
+            self._saving.settle(resumer.adopted)
         return resumed
 
     def _open(self) -> tuple[Peers, Tier]:

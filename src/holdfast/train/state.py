@@ -50,6 +50,19 @@ class Collected:
         )
 
 
+@dataclass
+class Targets:
+    """The shared tensors of a state that is to be restored."""
+
+    fill: dict[str, torch.Tensor] = field(default_factory=dict)
+    """To be filled."""
+    filled: dict[str, torch.Tensor] = field(default_factory=dict)
+    """That have their values already."""
+
+    def all(self) -> dict[str, torch.Tensor]:
+        return {**self.fill, **self.filled}
+
+
 class TrainState:
     """Where training is: what `track` returns."""
 
@@ -149,11 +162,9 @@ class _Optimizer:
         params = [[self._fqn(each) for each in group["params"]] for group in self.optimizer.param_groups]
         return {"groups": groups, "params": params, "state": state}
 
-    def targets(
-        self, saved: Saved, told: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def targets(self, saved: Saved, told: Mapping[str, Any], into: Targets) -> None:
         """Tensors to fill: those that are there, and new ones for what a fresh optimizer does not have yet."""
-        targets = {}
+        parameters = self.parameters()
         for fqn, rest in codec.section(told, "state").items():
             parameter = parameters.get(fqn)
             if parameter is None:
@@ -161,9 +172,7 @@ class _Optimizer:
             held = self.optimizer.state.get(parameter, {})
             for what, value in rest.items():
                 if value is None:
-                    key = f"{self.name}.state.{fqn}.{what}"
-                    targets[key] = _target(saved, key, held.get(what), parameter)
-        return targets
+                    _target(saved, f"{self.name}.state.{fqn}.{what}", held.get(what), parameter, into)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return {self._fqn(each): each for group in self.optimizer.param_groups for each in group["params"]}
@@ -190,20 +199,31 @@ class _Optimizer:
         self.optimizer.load_state_dict({"state": state, "param_groups": options})
 
 
-def _target(saved: Saved, key: str, held: Any, parameter: torch.Tensor) -> torch.Tensor:
+def _target(saved: Saved, key: str, held: Any, parameter: torch.Tensor, into: Targets) -> None:
     found = saved.whole_shape(key)
     if found is None:
         raise ShardingError(f"{key} is not in the snapshot")
     shape, dtype = found
     if isinstance(held, torch.Tensor) and tuple(held.shape) == shape and held.dtype == dtype:
-        return held
-    if shape != tuple(parameter.shape):
-        return torch.empty(shape, dtype=dtype)  # a counter, or a factored moment: replicated
-    device = local_tensor(parameter).device
-    if not isinstance(parameter, DTensor):
-        return torch.empty(shape, dtype=dtype, device=device)
-    local = torch.empty_like(parameter.to_local(), dtype=dtype, device=device, requires_grad=False)
-    return DTensor.from_local(
+        into.fill[key] = held
+        return
+    sharded = isinstance(parameter, DTensor) and shape == tuple(parameter.shape)
+    like_parameter = shape == tuple(parameter.shape)  # otherwise a counter, or a factored moment: replicated
+    device = local_tensor(parameter).device if like_parameter else torch.device("cpu")
+    local_shape = local_tensor(parameter).shape if sharded else shape
+    fresh = torch.empty(local_shape, dtype=dtype, device=device)
+    target = _as_sharded(fresh, parameter) if sharded else fresh
+    match = saved.match(key, target)
+    adopted = saved.adopt(match) if match is not None and device.type == "cpu" else None
+    if adopted is None:
+        into.fill[key] = target
+    else:
+        into.filled[key] = _as_sharded(adopted, parameter) if sharded else adopted
+
+
+def _as_sharded(local: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """As the parameter is."""
+    tensor: torch.Tensor = DTensor.from_local(
         local,
         parameter.device_mesh,
         parameter.placements,
@@ -211,6 +231,7 @@ def _target(saved: Saved, key: str, held: Any, parameter: torch.Tensor) -> torch
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    return tensor
 
 
 @dataclass
@@ -275,17 +296,16 @@ class Tracker:
         }
         return Collected(shared, encoder.tensors, codec.dumps(tree))
 
-    def targets(self, saved: Saved, rank: int) -> dict[str, torch.Tensor]:
+    def targets(self, saved: Saved, rank: int) -> Targets:
         """The shared tensors to fill before `restore`."""
-        targets: dict[str, torch.Tensor] = {}
+        into = Targets()
         encoder = codec.Encoder()
         for model in self._models:
-            model.collect(targets, encoder)
+            model.collect(into.fill, encoder)
         told = _told(saved, rank)
         for optimizer in self._optimizers:
-            part = _merged(saved, told, optimizer.name)
-            targets.update(optimizer.targets(saved, part, optimizer.parameters()))
-        return targets
+            optimizer.targets(saved, _merged(saved, told, optimizer.name), into)
+        return into
 
     def restore(self, saved: Saved, rank: int, world: int, filled: Mapping[str, torch.Tensor]) -> int:
         """Give everything its state, after `filled` (the targets) were. Returns the world then."""

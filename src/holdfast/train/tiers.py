@@ -89,6 +89,7 @@ class MemoryTier:
         self._saver = SaverClient(place)
         self._slots = place.slots(rank=rank, world=world)
         self._slot: Slot | None = None
+        self._newest_step = -1
 
     def reserve(self, size_bytes: int) -> None:
         self._slots.reserve(size_bytes)
@@ -127,7 +128,7 @@ class MemoryTier:
             raise SnapshotIncompleteError(f"after {PATIENCE_S:g} s the saver is still writing")
 
     def held(self, folder: str) -> list[Held]:
-        return [
+        found = [
             Held(
                 slot.step,
                 slot.generation,
@@ -140,9 +141,12 @@ class MemoryTier:
             for slot in committed_slots(self._place.folder, local_rank)
             if slot.ticket is not None and slot.ticket.get("folder") == folder
         ]
+        self._newest_step = max((held.step for held in found), default=-1)
+        return found
 
     def forget(self, above_step: int) -> None:
-        self._slots.forget(above_step=above_step)
+        if self._newest_step > above_step:  # looking costs a few milliseconds
+            self._slots.forget(above_step=above_step)
 
     def close(self, *, ahead: bool) -> None:
         if ahead:
