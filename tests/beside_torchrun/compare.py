@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from tests.beside_torchrun.beside import Probe, Side
 
 INTENDED = {
-    "env HOLDFAST_BOARD": "new: where should_stop() asks",
+    "env HOLDFAST_BOARD": "new: where should_stop() asks and steps are counted",
     "env HOLDFAST_SAVER": "new: where memory snapshots are kept and written out",
     "env NODE_RANK": "new: what Lightning and others read as the node's number",
     "env MASTER_ADDR": "an address that answers, where torchrun gives getfqdn()'s guess",

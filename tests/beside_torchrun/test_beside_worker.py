@@ -122,6 +122,7 @@ def test_c10d_on_two_nodes(launchers: Launchers, free_port) -> None:
 
 RANKS = {
     "HOLDFAST_BOARD",
+    "HOLDFAST_SAVER",
     "RANK",
     "GROUP_RANK",
     "NODE_RANK",

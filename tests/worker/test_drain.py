@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.core import board as layout
 from holdfast.core.board import BOARD_VARIABLE
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
 from holdfast.worker.drain import SafePoints
@@ -103,7 +104,7 @@ def test_nobody_passes_where_all_are_to_stop(board: Board) -> None:
         )
         for rank in range(2)
     ]
-    while any(not board._words[(1 + rank) * 8 + 1] for rank in range(2)):
+    while any(not board._words[layout.slot(rank) + layout.REACHED] for rank in range(2)):
         time.sleep(0.001)
     board.hold()
     time.sleep(HOLD_SETTLES_S)

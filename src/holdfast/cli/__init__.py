@@ -20,6 +20,7 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
     "launch": "the same for scripts that still want a --local-rank argument (torch.distributed.launch)",
+    "report": "show a run's generations, and how long each part of their starts took",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
 """Sub-command (a module of this package with `main(argv) -> int`) and what it does."""

@@ -7,15 +7,15 @@ is a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import SnapshotError, SnapshotGoneError, UsageError
 from holdfast.snapshots import folder, lease, reader, retention
 from holdfast.snapshots.folder import Snapshot, Survey
@@ -35,13 +35,6 @@ def main(argv: Sequence[str]) -> int:
         raise SnapshotError(f"{chosen.folder}: no such folder")
     status: int = chosen.run(chosen)
     return status
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that fails as the rest of holdfast does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}")
 
 
 def parser() -> Parser:
@@ -265,15 +258,3 @@ def print_rest(found: Survey) -> None:
         print(f"unfinished   {path.name}")
     for path in found.quarantined:
         print(f"quarantined  {path.name}")
-
-
-def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns side by side."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for each in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)).rstrip())
-
-
-def print_json(value: object) -> None:
-    """One JSON document."""
-    print(json.dumps(value, indent=1))

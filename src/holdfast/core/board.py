@@ -1,7 +1,7 @@
 """The layout of the board: a little memory that an agent shares with its workers, one generation long.
 
 Words of 8 bytes in the machine's own order, each written by one side only. A header of the agent's, then a slot for
-each local rank, of the worker's; a slot fills a cache line.
+each local rank, of the worker's. Imports nothing: the bootstrap loads it by its path, under any Python.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ BOARD_VARIABLE = "HOLDFAST_BOARD"
 """In a worker's environment: `PATH@SLOT`, where the board is and the first word of this worker's slot."""
 
 WORD_BYTES = 8
-SLOT_WORDS = 8
-"""Of the header as well."""
+SLOT_WORDS = 16
+"""Of the header as well; two cache lines, of which the second changes with every step."""
 
 # The header's words.
 HELD = 0
@@ -26,6 +26,20 @@ REACHED = 1
 """The newest safe point this worker has reached, counted from 1."""
 TOLD = 2
 """The safe point at which it was told to stop; 0: it was not."""
+
+
+# Moments of a worker's start and of its steps: nanoseconds of the monotonic clock, which all processes share; 0: not yet.
+MEETING = 3
+"""It asks for its process group: whatever it imports and sets up first is done."""
+STORE = 4
+"""It is connected to the store."""
+GROUP = 5
+"""It has its process group."""
+FIRST_STEP = 6
+"""The first step of an optimizer is done."""
+STEPS = 7
+"""How many steps of an optimizer are done: a number, and no moment."""
+LAST_STEP = 8
 
 
 def size_bytes(nproc: int) -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+BOARD = "HOLDFAST_BOARD"
 
 
 # --- the error file ---------------------------------------------------------------------------------------------------
@@ -253,6 +254,17 @@ def _serve_as_nursery() -> None:
     nursery.serve(int(control_fd))
 
 
+def _show_progress() -> None:
+    """On the agent's board, if there is one."""
+    address = os.environ.get(BOARD, "")
+    if address:
+        folder = os.path.dirname(os.path.abspath(__file__))
+        if os.path.basename(folder) == "__pycache__":
+            folder = os.path.dirname(folder)
+        board = _load(os.path.join(os.path.dirname(folder), "core", "board.py"))
+        _load(os.path.join(folder, "progress.py"), layout=board).begin(address)
+
+
 def _load(path: str, **given: Any) -> Any:
     """A module of ours by its path, which no other module can find."""
     machinery: Any = sys.modules["_frozen_importlib_external"]
@@ -273,6 +285,7 @@ def main() -> None:
         options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
         sys.orig_argv[1:] = [*options, *(["-m"] if mode == "module" else []), *sys.argv[2:]]
     del sys.argv[:2]
+    _show_progress()
     run = _prepare_module(target) if mode == "module" else _prepare_script(target)
     try:
         import faulthandler

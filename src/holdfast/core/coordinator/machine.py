@@ -249,7 +249,7 @@ class CoordinatorMachine(CoordinatorBase):
         if member.leaving and not (self.phase is Phase.DRAINING and in_world and was_busy):
             self._note("left", member=member.name)
             return
-        self._note("lost", member=member.name, reason=reason)
+        self._note("lost", member=member.name, reason=reason, silent_s=round(now - member.last_heard_s, 3))
         self.probation.lost(member.node.host, lived_s=now - member.began_s)
         if not in_world:
             return

@@ -45,6 +45,11 @@ class Board:
         """Whether this worker knows that it is to stop."""
         return self._words[layout.slot(local_rank) + layout.TOLD] != 0
 
+    def moment(self, mark: int) -> float | None:
+        """When the last of all workers passed this mark of its slot, in seconds of the monotonic clock; None: some have not."""
+        moments = [self._words[layout.slot(rank) + mark] for rank in range(self._nproc)]
+        return max(moments) / 1e9 if all(moments) else None
+
     def close(self) -> None:
         self._words.release()
         self._memory.close()

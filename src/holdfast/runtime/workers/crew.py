@@ -39,6 +39,7 @@ from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
+from holdfast.runtime.workers.phases import Phases
 from holdfast.runtime.workers.preload import order_for, script_argv
 from holdfast.runtime.workers.saver_host import SaverHost
 from holdfast.runtime.workers.sources import wants_store
@@ -83,6 +84,7 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._keeper = KeeperClient(keeper, self._on_keeper)
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
+        self._phases = Phases(journal.write)
         self._guard_s: float | None = None
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
@@ -121,6 +123,8 @@ class Crew:
 
     def signal(self, signum: int, *, to_end: bool) -> None:
         """To the leaders, not to their children. `to_end`: what they fail with from now on is a consequence."""
+        if to_end:
+            self._phases.stop()
         self._stopping = self._stopping or to_end
         for key in self._workers:
             self._keeper.signal(key, signum)
@@ -148,6 +152,7 @@ class Crew:
             self._keeper.fence(guard_s)
 
     def kill_tree(self) -> None:
+        self._phases.stop()
         self._stopping = True
         self._killing = True
         if self._keeper_ready.is_set():
@@ -159,6 +164,7 @@ class Crew:
             self._store.close()
         await self._saver.close()
         await self._keeper.close()
+        self._phases.close()
         if self._hold_timer is not None:
             self._hold_timer.cancel()
         if self._board is not None:
@@ -233,6 +239,7 @@ class Crew:
         if self._board is not None:
             self._board.close()
         self._board = Board(self._options.nproc)
+        self._phases.start(assign.generation, assign.restart_count, self._options.nproc, self._board)
         self._workers = {self._key(rank): _Worker(rank, streams) for rank, streams in self._streams.items()}
         for key, worker in self._workers.items():
             self._spawn(key, worker, assign, start)
@@ -276,6 +283,7 @@ class Crew:
                 if key in self._workers:
                     worker = self._workers[key]
                     worker.pid = pid
+                    self._phases.spawned()
                     self._journal.write("worker_started", local_rank=worker.local_rank, pid=pid)
             case kept.SpawnFailed(key, errno, text):
                 worker_or_none = self._workers.pop(key, None)
@@ -293,6 +301,7 @@ class Crew:
                 self._tree_gone(leftover)
             case kept.PreloadTold(text, trouble):
                 self._journal.write("preload", text=text, trouble=trouble)
+                self._phases.imported()
                 if trouble:
                     self.on_notice(f"preload: {text}")
             case kept.StandbyTold(pids, own_bytes):
@@ -306,6 +315,7 @@ class Crew:
         if exit_code == 0:
             self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=told))
             return
+        self._phases.trouble()
         lived_s = self._loop.time() - worker.began_s
         inquest = self._tasks.create_task(
             self._inquire(
@@ -362,6 +372,7 @@ class Crew:
     def _tree_gone(self, leftover: tuple[int, ...]) -> None:
         if leftover:
             self._journal.write("unkillable", pids=list(leftover))
+        self._phases.gone()
         self._router.end_attempt()
         self._killing = False
         self._tasks.create_task(self._tell_gone(self._generation))

@@ -1,0 +1,161 @@
+"""A worker's moments, for the board: when it began, met the others and made its steps. No user code, nothing in its way.
+
+Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`, core/board.py,
+is put here by the bootstrap. Hooks torch when the program has imported it, and never imports it:
+
+- `register_optimizer_step_post_hook`, torch's public global hook, counts steps; some 0.5 microseconds each.
+  Steps of an optimizer that is itself compiled (torch.compile) are not seen;
+- the handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group stands:
+  their begin, their answer and their end are the moments around the store. torch has no public hook there. Where its
+  table is missing there are no such moments, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+    from holdfast.core import board as layout  # noqa: TC004 - the bootstrap puts it here
+
+    Handler = Callable[..., Iterator[Any]]
+
+
+def begin(address: str) -> None:
+    """Mark what comes, as it comes. `address`: the value of HOLDFAST_BOARD; never raises."""
+    missing = set(HOOKS)
+    if missing & sys.modules.keys():
+        marks = open_marks(address)
+        for name in missing & sys.modules.keys():
+            if marks is not None:
+                HOOKS[name](marks, sys.modules[name])
+            missing.discard(name)
+    if missing:
+        sys.meta_path.insert(0, _WhenImported(address, missing))
+
+
+def open_marks(address: str) -> Marks | None:
+    """None without an agent, or when it is gone. A program without torch never comes here, and sees nothing of it."""
+    import mmap
+
+    path, _, slot = address.rpartition("@")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return Marks(memoryview(mmap.mmap(fd, 0)).cast("Q"), int(slot))
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+
+
+class Marks:
+    """The moments in this worker's slot. Its children have the memory too, but write nothing."""
+
+    def __init__(self, words: memoryview, slot: int) -> None:
+        self._words = words
+        self._slot = slot
+        self._pid = os.getpid()
+
+    def mark(self, which: int) -> None:
+        """The first time counts."""
+        if not self._words[self._slot + which] and os.getpid() == self._pid:
+            self._words[self._slot + which] = time.monotonic_ns()
+
+    def count_steps(self, optimizer: ModuleType) -> None:
+        words, pid, getpid, now_ns = self._words, self._pid, os.getpid, time.monotonic_ns
+        steps, last = self._slot + layout.STEPS, self._slot + layout.LAST_STEP
+        mark, first = self.mark, layout.FIRST_STEP
+        torch: Any = sys.modules["torch"]
+
+        def step_is_done(*_: object) -> None:
+            # A step that is being compiled must not have us in its graph: it does not count.
+            if not torch.compiler.is_compiling() and getpid() == pid:
+                if not words[steps]:
+                    mark(first)
+                words[steps] += 1
+                words[last] = now_ns()
+
+        register = getattr(optimizer, "register_optimizer_step_post_hook", None)
+        if register is not None:
+            register(step_is_done)
+
+    def watch_rendezvous(self, rendezvous: ModuleType) -> None:
+        handlers: dict[str, Handler] = getattr(rendezvous, "_rendezvous_handlers", {})
+        for scheme, handler in handlers.items():
+            handlers[scheme] = self._watched(handler)
+
+    def _watched(self, handler: Handler) -> Handler:
+        def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            self.mark(layout.MEETING)
+            met = False
+            try:
+                for found in handler(*args, **kwargs):
+                    self.mark(layout.STORE)
+                    met = True
+                    yield found
+            finally:
+                if met:
+                    self.mark(layout.GROUP)
+
+        return rendezvous
+
+
+HOOKS: dict[str, Callable[[Marks, ModuleType], None]] = {
+    "torch.optim.optimizer": Marks.count_steps,
+    "torch.distributed.rendezvous": Marks.watch_rendezvous,
+}
+"""What is to be done when a module has been imported."""
+
+
+class _WhenImported:
+    """A finder that finds nothing: it has hooks called when modules have been imported, then it is gone."""
+
+    def __init__(self, address: str, names: set[str]) -> None:
+        self._address = address
+        self._names = names
+        self._marks: Marks | None = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._names:
+            return None
+        self._names.discard(name)
+        if not self._names:
+            sys.meta_path.remove(self)
+        self._marks = self._marks or open_marks(self._address)
+        if self._marks is None:
+            return None
+        marks, hook = self._marks, HOOKS[name]
+        for finder in list(sys.meta_path):
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    _call_after(spec.loader, lambda module: hook(marks, module))
+                    return spec
+        return None
+
+
+def _call_after(loader: Any, hook: Callable[[ModuleType], None]) -> None:
+    """Have `hook` called when this loader has executed its module. Loaders that cannot be changed are left alone."""
+    try:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            hook(module)
+
+        loader.exec_module = exec_module
+    except AttributeError:
+        return

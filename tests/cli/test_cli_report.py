@@ -1,0 +1,134 @@
+"""`holdfast report`: from journals to rows, and what it says to a folder that is no run's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import main
+
+PHASES = {
+    "form_s": 0.02,
+    "spawn_s": 0.01,
+    "import_s": 2.5,
+    "store_s": 0.02,
+    "process_group_s": 0.03,
+    "first_step_s": 0.5,
+}
+
+
+def journal(folder: Path, *events: dict[str, Any], torn: str = "") -> str:
+    folder.mkdir()
+    lines = [json.dumps({"time": 1000.0 + number, "monotonic": 1.0, **event}) for number, event in enumerate(events)]
+    (folder / "events.jsonl").write_text("".join(line + "\n" for line in lines) + torn)
+    return str(folder)
+
+
+def begins(node: str, run_id: str = "job") -> dict[str, Any]:
+    return {"event": "begins", "member": f"{node}#ab", "run_id": run_id}
+
+
+def phases(generation: int, **more: float) -> dict[str, Any]:
+    return {"event": "phases", "generation": generation, "restart_count": 0, **PHASES, **more}
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> list[str]:
+    one = journal(
+        tmp_path / "one",
+        begins("a"),
+        {"event": "preload", "modules": ["torch"], "later": [], "why": "so"},
+        {"event": "preload", "text": "imported torch in 0.70 s", "trouble": False},
+        {"event": "coordinator.assigned", "generation": 1, "world_size": 4},
+        phases(1),
+        {"event": "standby", "pids": [5, 6], "own_bytes": 2 * 2**20},
+        {"event": "coordinator.lost", "member": "c#1", "reason": "silent for more than 6 s", "silent_s": 6.25},
+        {"event": "coordinator.stopping", "generation": 1, "reason": "member_lost", "text": "c was lost"},
+        {"event": "coordinator.assigned", "generation": 2, "world_size": 2},
+        phases(2, stop_s=0.004),
+        {"event": "ended", "kind": "succeeded", "exit_code": 0},
+    )
+    two = journal(tmp_path / "two", begins("b"), phases(1, import_s=3.0), phases(2, stop_s=0.1), torn='{"event": "hal')
+    return [one, two]
+
+
+def test_rows_of_the_slowest_node(two_nodes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *two_nodes]) == 0
+    head, *facts, first, second = capsys.readouterr().out.splitlines()
+    assert head == "run job on a, b: 2 generations, ended: succeeded, exit code 0"
+    assert facts[:2] == [
+        "preloaded: imported torch in 0.70 s",
+        "standby: 2 workers parked, 2.0 MiB of their own",
+    ]
+    assert facts[-1].split() == (
+        [
+            "GEN",
+            "BEGAN",
+            "RANKS",
+            "DETECT",
+            "STOP",
+            "FORM",
+            "SPAWN",
+            "IMPORT",
+            "STORE",
+            "GROUP",
+            "STEP",
+            "1",
+            "TOTAL",
+            "WHY",
+        ]
+    )
+    assert first.split()[2:] == ["4", "0.020", "0.010", "3.000", "0.020", "0.030", "0.500", "3.580", "start"]
+    assert second.split()[2:] == [
+        "2",
+        "6.250",
+        "0.100",
+        "0.020",
+        "0.010",
+        "2.500",
+        "0.020",
+        "0.030",
+        "0.500",
+        "9.430",
+        "c",
+        "was",
+        "lost",
+    ]
+
+
+def test_json_tells_the_same(two_nodes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--json", *two_nodes]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run_id"], told["nodes"], told["standbys"]) == ("job", ["a", "b"], 2)
+    assert [each["total_s"] for each in told["generations"]] == [3.58, 9.43]
+    assert told["generations"][1]["phases_s"]["detect"] == 6.25
+
+
+def test_the_newest_run_when_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["report"]) == 2
+    assert "no run in" in capsys.readouterr().err
+    (tmp_path / "holdfast").mkdir()
+    (tmp_path / "holdfast" / "runs").mkdir()
+    journal(tmp_path / "holdfast" / "runs" / "x_1", begins("a", "old"))
+    journal(tmp_path / "holdfast" / "runs" / "x_2", begins("a", "new"))
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out == "run new on a: 0 generations, not ended\n"
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = journal(tmp_path / "mine", begins("a", "mine")), journal(tmp_path / "other", begins("a", "other"))
+    odd = journal(tmp_path / "odd", {"event": "x"}, torn="[]\n")
+    for line, told in [
+        ([str(tmp_path)], "is no run folder"),
+        ([mine, other], "different runs: mine and other"),
+        ([odd], "line 2, is no event"),
+        (["--nonsense"], "HF101"),
+    ]:
+        assert main(["report", *line]) == 2
+        assert told in capsys.readouterr().err

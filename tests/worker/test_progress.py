@@ -1,0 +1,132 @@
+"""What a worker's board shows of its start and of its steps, forked and executed, and that nothing is in its way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core import board as layout
+from holdfast.runtime.workers.board import Board
+from holdfast.runtime.workers.spawn import BOOTSTRAP
+
+pytest.importorskip("torch")
+
+TRAINS = """
+    import os, sys
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for _ in range(7):
+        opt.step()
+    if os.fork() == 0:
+        opt.step()  # a child's own affair
+        os._exit(0)
+    os.wait()
+    dist.barrier()
+    dist.destroy_process_group()
+    from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+    print(len(hooks), *[type(each).__name__ for each in sys.meta_path])
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(3)
+"""
+MARKS = (layout.MEETING, layout.STORE, layout.GROUP, layout.FIRST_STEP, layout.STEPS)
+
+
+@pytest.fixture
+def board() -> Any:
+    made = Board(1)
+    yield made
+    made.close()
+
+
+def run(board: Board, folder: Path, source: str, **environ: str) -> str:
+    script = folder / "program.py"
+    script.write_text(source)
+    line = [sys.executable, BOOTSTRAP, "script", str(script)]
+    env = {"PATH": "/usr/bin:/bin", layout.BOARD_VARIABLE: board.address(0), **environ}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Dynamo does not know" not in done.stderr
+    return done.stdout
+
+
+def words(board: Board) -> list[int]:
+    return [board._words[layout.slot(0) + mark] for mark in MARKS]
+
+
+def test_a_program_without_torch_marks_nothing(board: Board, tmp_path: Path) -> None:
+    assert run(board, tmp_path, "import sys\nprint('mmap' in sys.modules)") == "False\n"
+    assert words(board) == [0] * len(MARKS)
+
+
+def test_steps_are_counted_without_a_process_group(board: Board, tmp_path: Path) -> None:
+    run(
+        board,
+        tmp_path,
+        "import torch\nopt = torch.optim.SGD([torch.zeros(1, requires_grad=True)])\nopt.step()\nopt.step()",
+    )
+    meeting, store, group, first, steps = words(board)
+    assert (meeting, store, group) == (0, 0, 0)
+    assert steps == 2
+    assert board.moment(layout.FIRST_STEP) == first / 1e9
+
+
+def test_a_group_that_failed_is_none(board: Board, tmp_path: Path) -> None:
+    source = (
+        "import datetime, torch.distributed as dist\ntry:\n"
+        "    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=0.2))\nexcept Exception as e: print('failed')"
+    )
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    assert run(board, tmp_path, source, **env) == "failed\n"
+    assert [word > 0 for word in words(board)] == [True, False, False, False, False]
+
+
+def test_a_compiled_step_has_nothing_of_ours_in_its_graph(board: Board, tmp_path: Path) -> None:
+    source = """
+import torch
+weight = torch.zeros(1, requires_grad=True)
+opt = torch.optim.SGD([weight], lr=0.1)
+@torch.compile(backend="eager")
+def step():
+    opt.step()
+weight.sum().backward()
+step()
+print(float(weight))
+"""
+    assert run(board, tmp_path, source).startswith("-0.1")
+    assert words(board)[-1] == 0, "and it is not counted, as the docs say"
+
+
+def test_an_agent_that_is_gone_matters_to_nobody(tmp_path: Path) -> None:
+    board = Board(1)
+    address = board.address(0)
+    board.close()
+    script = tmp_path / "program.py"
+    script.write_text("import torch\ntorch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()")
+    line = [sys.executable, BOOTSTRAP, "script", str(script)]
+    done = subprocess.run(line, env={"PATH": "/bin", layout.BOARD_VARIABLE: address}, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("preload", ["none", "auto"])
+def test_the_phases_of_a_job(run_cli: Any, tmp_path: Path, preload: str) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINS))
+    line = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs")]
+    done = run_cli([*line, "--preload", preload, str(tmp_path / "train.py")], timeout=90)
+    assert done.code == 0, done
+    assert len(done.out.splitlines()) >= 2
+    assert all("| 1 " in text and "WhenImported" not in text for text in done.out.splitlines()), done.out
+    (folder,) = (tmp_path / "logs").iterdir()
+    events = [json.loads(text) for text in (folder / "events.jsonl").read_text().splitlines()]
+    told = [event for event in events if event["event"] == "phases"]
+    assert [(event["generation"], event["restart_count"]) for event in told] == [(1, 0), (2, 1)]
+    worker = ["import_s", "store_s", "process_group_s", "first_step_s"]
+    for event, own in zip(told, (["form_s", "spawn_s"], ["detect_s", "stop_s", "form_s", "spawn_s"]), strict=True):
+        assert {name for name in event if name.endswith("_s")} == {*own, *worker}
+        assert all(event[name] >= 0 for name in own + worker)
