@@ -226,6 +226,38 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> 
     successor.close()
 
 
+def test_a_second_process_of_the_same_local_rank_is_refused(tmp_path: Path) -> None:
+    """And a forked child of the first does not count as one that lives on."""
+    first = Slots(tmp_path, Owner(0))
+    put(first, 1, 1)
+    program = """
+import sys
+from pathlib import Path
+from holdfast.snapshots.slots import Owner, Slots
+own = Slots(Path(sys.argv[1]), Owner(0))
+print(own.newest().step)
+try:
+    print(own.stage(2, 100) is not None)
+except Exception as error:
+    print(error)
+"""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    line = [sys.executable, "-c", program, str(tmp_path)]
+    told = subprocess.run(line, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    assert told == ["1", "another process has the memory slots of local rank 0."]
+    first.close()
+    told = subprocess.run(line, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    assert told == ["1", "True"]
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    os.close(read_end)
+
+
 # --- no room ----------------------------------------------------------------------------------------------------------
 
 FULL = """
@@ -315,7 +347,9 @@ def test_a_shelf_is_ours_alone_and_its_name_is_plain(made: Callable[[str], shelf
 def test_only_what_dead_runs_left_is_cleaned(tmp_path: Path, made: Callable[[str], shelf.Shelf]) -> None:
     dead, living, shared = made("dead"), made("living"), made("shared")
     for each in (dead, living, shared):
-        Slots(each.path, Owner(0)).reserve(100)
+        own = Slots(each.path, Owner(0))
+        own.reserve(100)
+        own.close()
     second = shelf.Shelf.at(shared.path.name, tmp_path)
     shared.close()
     dead.close()

@@ -23,7 +23,8 @@ ones are found when the saver has written the slot, by the digests of the snapsh
 shared one. The lock travels with a descriptor through the saver's socket, so there is no moment between handing over and
 taking over, and the kernel drops it when its holder dies. `stage` takes the slot that is older and not being written out;
 so the newest committed one is only overwritten while the other one, committed too, is being saved. When both are
-being saved there is none: the caller skips, or waits for the saver.
+being saved there is none: the caller skips, or waits for the saver. A second process with the same local rank (a
+launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
 
 Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
 """
@@ -54,7 +55,9 @@ COUNT = 2
 """Slots per local rank."""
 SAMPLE_STRIDE_BYTES = 1 << 20
 SAMPLE_BYTES = 4096
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: writable pages of a shared mapping come writable, at half the cost of _WRITE
+_POPULATE_READ = (
+    22  # MADV_POPULATE_READ, Linux 5.14: writable pages of a shared mapping come writable, at half the cost of _WRITE
+)
 _POPULATE_BYTES = 32 << 20
 """At once: other threads of the worker run in between."""
 
@@ -104,6 +107,8 @@ class Slots:
         self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(COUNT)]
         self._sequence = max(file.sequence for file in self._files)
         self._staging: _Staging | None = None
+        self._claim = -1
+        """Holds a lock of this process, once it has staged."""
 
     def reserve(self, size_bytes: int) -> None:
         """Take and map memory for two slots of this size, so that no `stage` has to.
@@ -206,6 +211,9 @@ class Slots:
         self.abandon()
         for file in self._files:
             file.close()
+        if self._claim >= 0:
+            os.close(self._claim)
+            self._claim = -1
 
     def _lock(self, index: int) -> int | None:
         """An exclusive lock, for as long as the descriptor is open; None when the saver has the slot.
@@ -213,7 +221,9 @@ class Slots:
         A descriptor of its own each time: what a forked data loader inherits must not hold a lock for ever.
         """
         try:
-            fd = os.open(self._files[index].path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if self._claim < 0:
+                self._claim = _claim(self._folder, self._owner.local_rank)
+            fd = _open_for_writing(self._files[index].path)
         except OSError as error:
             raise SnapshotMemoryError(f"{self._folder} cannot be used: {error.strerror}.") from error
         try:
@@ -258,7 +268,7 @@ class _File:
         if self.room_bytes >= size_bytes and self.room_bytes:
             return
         whole_bytes = -(-(HEADER_BYTES + max(1, size_bytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = _open_for_writing(self.path)
         try:
             before_bytes = os.fstat(fd).st_size
             whole_bytes = max(whole_bytes, before_bytes)
@@ -304,6 +314,21 @@ def lend(folder: Path, slot: Slot) -> int:
     if committed != slot.sequence:
         os.close(fd)
         raise ValueError(f"the slot of step {slot.step} was staged into since")
+    return fd
+
+
+def _open_for_writing(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _claim(folder: Path, local_rank: int) -> int:
+    """This local rank is ours until the descriptor is closed. Raises OSError, SnapshotMemoryError."""
+    fd = _open_for_writing(folder / f"{local_rank}.owner")
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # POSIX's kind: a forked child does not have it
+    except BlockingIOError as error:
+        os.close(fd)
+        raise SnapshotMemoryError(f"another process has the memory slots of local rank {local_rank}.") from error
     return fd
 
 
