@@ -156,7 +156,7 @@ def accumulate(model: nn.Module, every: int | HasShare = 1) -> Iterator[MicroBat
     accumulation = _accumulations.get(model)
     if accumulation is None:
         accumulation = _accumulations[model] = _Accumulation(model)
-        watch(model)
+    watch(model)
     if isinstance(every, int):
         if every < 1:
             raise ProcessGroupError(f"accumulate(every={every}): at least one micro-batch makes an optimizer step.")

@@ -52,6 +52,7 @@ class Guards:
         self._steps = 0
         self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()
         self._unused: list[Unused] = []
+        self._hooks = contextlib.ExitStack()
         self._board = board
         self._epochs = StaleEpoch(self._warn_for_all)
         self._saves = LoneSave(self._warn, board)
@@ -76,6 +77,7 @@ class Guards:
     def connected(self) -> Iterator[None]:
         """To torch, until the end of the block."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._hooks)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             stack.enter_context(self._sampler_noted())
             if self._board.world > 1:
@@ -118,9 +120,14 @@ class Guards:
             return
         self._models[model] = NoSync(self._warn_for_all)
         if getattr(model, "find_unused_parameters", False) and not getattr(model, "static_graph", False):
-            self._unused.append(Unused(self._warn, self._board, model))
-        model.register_forward_pre_hook(_before_forward, prepend=True)  # FSDP2's own begins with a collective
-        model.register_forward_hook(_after_forward)
+            unused = Unused(self._warn, self._board, model)
+            self._unused.append(unused)
+            self._hooks.callback(unused.remove_hooks)
+        # First of all hooks: FSDP2's own begins with a collective.
+        before = model.register_forward_pre_hook(_before_forward, prepend=True)
+        after = model.register_forward_hook(_after_forward)
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
 
     # --- what happens --------------------------------------------------------------------------------------------
 
@@ -196,7 +203,7 @@ def same_loss(value: Any) -> None:
         _current.loss(value)
 
 
-# Functions, not methods of Guards: the hooks stay on the model, which may be pickled, copied or outlive the group.
+# Functions, not methods of Guards: a model with hooks may be copied or pickled.
 
 
 def _before_forward(model: nn.Module, _arguments: Any) -> None:

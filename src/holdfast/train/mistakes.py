@@ -183,6 +183,11 @@ class Unused:
         self._count = len(parameters)
         self._hooks = [each.register_post_accumulate_grad_hook(self._gradient) for each in parameters]
 
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     def _gradient(self, parameter: torch.Tensor) -> None:
         self._used.add(id(parameter))
 
@@ -196,9 +201,7 @@ class Unused:
             self._steps += 1
             if self._steps < UNUSED_STEPS:
                 return False
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
+            self.remove_hooks()
             if self._needed:
                 self._board.count("unused/needed", 1)
             self._board.count("unused/seen", 1)
