@@ -263,7 +263,11 @@ def main() -> None:
             trainer.save(generation)
     dist.barrier()
     LEDGER.note("finished", step=trainer.step)
-    dist.destroy_process_group()
+    # Not destroy_process_group(): DDP's reducer may be the last to hold the gloo group, whose destructor then joins threads
+    # with the interpreter's lock in hand, while one of them waits for that lock. One worker in some seventy hung so for
+    # ever, under any launcher; what is soaked here is launchers.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,14 @@ from benchmarks.rows import (
     start,
     tee,
     train_samples,
+    warm,
 )
 
 ALL: tuple[Row, ...] = (
     help_text.ROW,
     start.ROW,
     restart.ROW,
+    *warm.ROWS,
     recovery.ROW,
     idle.ROW,
     orphans.ROW,
