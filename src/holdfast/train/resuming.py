@@ -7,6 +7,9 @@ decides, the others do what it says (agreement.py); a failure of one rank is tol
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,13 +23,18 @@ from holdfast.core.errors import (
     SnapshotGoneError,
 )
 from holdfast.snapshots import folder as folders
-from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import Key
+from holdfast.snapshots import layout
+from holdfast.snapshots.folder import Snapshot, Survey
+from holdfast.snapshots.layout import Key, Kind
 from holdfast.snapshots.reader import RankFile
 from holdfast.train.agreement import Peers
 from holdfast.train.reading import FilePart, Prepared, Saved, parts_of_slot
 from holdfast.train.state import Targets, Tracker
 from holdfast.train.tiers import Held, Tier
+
+STANDSTILL_S = 2.0
+"""An unfinished save in which nothing moves for so long is nobody's: its writer has died."""
+LOOK_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class Resumer:
     # --- the disk -----------------------------------------------------------------------------------------------------
 
     def _from_disk(self) -> Resumed | None:
-        self._together(self.tier.wait)  # a predecessor's save may be about to become the newest
+        self._together(self._await_predecessor)
         passed: set[Key] = set()
         while True:
             word = self.peers.tell(self._next_on_disk(passed) if self.peers.rank == 0 else None)
@@ -154,6 +162,19 @@ class Resumer:
         if chosen is None:
             return {"path": ""}
         return {"path": str(chosen.path), "step": chosen.key.step, "attempt": chosen.key.attempt}
+
+    def _await_predecessor(self) -> None:
+        """Its saves may be about to become the newest: the saver of this node knows, or the folder still changes."""
+        self.tier.wait()
+        if self.peers.rank:
+            return
+        before: set[tuple[str, int]] = set()
+        deadline = time.monotonic() + STANDSTILL_S
+        while (now := _unfinished(folders.survey(self.path))) and time.monotonic() < deadline:
+            if now != before:
+                before, deadline = now, time.monotonic() + STANDSTILL_S
+            time.sleep(LOOK_AGAIN_S)
+        folders.clear_debris(folders.survey(self.path))
 
     def _check(self, path: Path) -> int:
         """This rank's share of reading every byte."""
@@ -197,6 +218,20 @@ class Resumer:
             if "error" in each:
                 raise SnapshotError(f"rank {rank} could not resume: {each['error']}")
         return result, next((each["damage"] for each in said if "damage" in each), "")
+
+
+def _unfinished(found: Survey) -> set[tuple[str, int]]:
+    """What there is of attempts that would be newer than anything committed: names and sizes."""
+    newest = found.newest_valid
+    files = set()
+    for path in found.debris:
+        named = layout.parse(path.name)
+        if named is None or named.kind is not Kind.ATTEMPT or (newest is not None and named.key < newest.key):
+            continue
+        files.add((str(path), 0))
+        with contextlib.suppress(OSError):
+            files |= {(each.path, each.stat().st_size) for each in os.scandir(path)}
+    return files
 
 
 def open_files(snapshot: Snapshot) -> list[RankFile]:

@@ -1,0 +1,296 @@
+"""Jobs of several ranks, forked from one process that has imported torch once. Prints what each phase found as JSON.
+
+snapshot_ranks.py CASE FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # DDP and optimizers would import it in every rank
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast.train as ht
+from holdfast.train import saving, snapshots  # noqa: F401 - before the fork
+
+LIMIT_S = 30
+
+
+class Net(nn.Module):
+    """Shapes that divide by nothing, a buffer, a frozen parameter, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.norm = nn.BatchNorm1d(13)
+        self.last = nn.Linear(13, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(x)))) * self.scale + self.frozen[:3]
+
+
+def build(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    world = dist.get_world_size()
+    if kind == "ddp" and world > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(model.first, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copy", "shard"))
+        fully_shard(model, mesh=mesh)
+    weights = [each for each in model.parameters() if each.requires_grad]
+    return model, torch.optim.AdamW([{"params": weights[:2], "lr": 0.02}, {"params": weights[2:]}], lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    """The same samples on all ranks, so that the statistics of BatchNorm are replicas, too."""
+    batch = torch.randn(24, 7, generator=torch.Generator().manual_seed(step))
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything, unsharded, as lists."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    if optimizer.state:
+        told = get_optimizer_state_dict(model, optimizer, options=options)
+        state["state"], state["groups"] = told["state"], told["param_groups"]
+    return plain(state)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return [str(value.dtype), list(value.shape), value.flatten().tolist()]
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def ranks(world: int, work: Callable[[], Any], run_id: str = "ranks", per_node: int = 0) -> list[Any]:
+    """Fork `world` ranks, have each do the work, return what each returned: "killed N" for one that a signal ended.
+
+    The same run id finds the memory of the ranks before. `per_node`: so many pretend to be on one node; 0: all.
+    """
+    host, port = _store_host()
+    children = []
+    for rank in range(world):
+        out, into = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(out)
+            node, local_rank = divmod(rank, per_node or world)
+            os.environ.update(LOCAL_RANK=str(local_rank), TORCHELASTIC_RUN_ID=f"{run_id}-{node}")
+            saving.node_key = lambda: str(node)  # noqa: B023 - in the child
+            _be_rank(rank, world, port, work, into)
+        os.close(into)
+        children.append((pid, out))
+    results = []
+    for pid, out in children:
+        with os.fdopen(out) as file:
+            text = file.read()
+        _, status = os.waitpid(pid, 0)
+        results.append(json.loads(text) if text else f"killed {os.WTERMSIG(status)}")
+    os.kill(host, signal.SIGKILL)
+    os.waitpid(host, 0)
+    return results
+
+
+def _store_host() -> tuple[int, int]:
+    """A process that serves the store: it has threads, and who forks must have none. Returns its pid and port."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(2 * LIMIT_S)
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        os.write(into, str(store.port).encode())
+        while True:
+            signal.pause()
+    os.close(into)
+    port = int(os.read(out, 16))
+    os.close(out)
+    return pid, port
+
+
+def _be_rank(rank: int, world: int, port: int, work: Callable[[], Any], into: int) -> None:
+    code = 1
+    signal.alarm(LIMIT_S)
+    faulthandler.dump_traceback_later(LIMIT_S - 10)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        store = dist.TCPStore("127.0.0.1", port, None, False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - the parent looks at it
+            result = {"error": f"{type(error).__name__}: {error}"}
+            if os.environ.get("SHOW"):
+                traceback.print_exc()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(into, json.dumps(result).encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+# --- the cases --------------------------------------------------------------------------------------------------------
+
+
+def save_on(kind: str, folder: Path, steps: int = 3, memory_every: int | None = None) -> dict[str, Any]:
+    model, optimizer = build(kind)
+    snaps = ht.Snapshots(folder, every=None, memory_every=memory_every)
+    snaps.track(model=model, optimizer=optimizer)
+    if snaps.resume() is not None:
+        raise RuntimeError("there was something already")
+    for step in range(steps):
+        snaps.step(loss=train(model, optimizer, step))
+    snaps.save(wait=True)
+    state = whole(model, optimizer)
+    snaps.close()
+    return state
+
+
+def load_on(kind: str, folder: Path, more: int = 0) -> dict[str, Any]:
+    model, optimizer = build(kind, seed=99)
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    snaps.track(model=model, optimizer=optimizer)
+    resumed = snaps.resume()
+    if resumed is None:
+        return {"resumed": None}
+    state = whole(model, optimizer)
+    for step in range(resumed.step, resumed.step + more):
+        train(model, optimizer, step)
+    snaps.close()
+    return {"resumed": vars(resumed), "state": state}
+
+
+def reshard(kind: str, folder: Path) -> Any:
+    """Saved on 4 ranks; loaded on 1, 2, 3 and 8, from memory and from the disk, in this way and in others."""
+    states = ranks(4, lambda: save_on(kind, folder), kind)
+    sizes = sorted(each.stat().st_size for each in folder.glob("step_*/rank_*.safetensors"))
+    loads = {}
+    for world, other, source in (
+        (1, "ddp", "disk"),
+        (2, "fsdp", "disk"),
+        (3, "ddp", "memory"),
+        (3, "fsdp", "disk"),
+        (8, "fsdp", "disk"),
+        (4, "hsdp", "memory"),
+        (4, kind, "disk"),
+    ):
+        run_id = kind if source == "memory" else f"{kind}-{world}-{other}"
+        loads[f"{other} {world} {source}"] = ranks(world, lambda: load_on(other, folder), run_id)  # noqa: B023
+    return {"saved": states, "loaded": loads, "sizes": sizes}
+
+
+case_reshard_ddp = partial(reshard, "ddp")
+case_reshard_fsdp = partial(reshard, "fsdp")
+case_reshard_hsdp = partial(reshard, "hsdp")
+
+
+def case_nodes(folder: Path) -> Any:
+    """Two pretended nodes of two ranks, DDP: each node's memory is enough for it, and the disk has every tensor once."""
+    saved = ranks(4, lambda: save_on("ddp", folder), "nodes", per_node=2)
+    sizes = sorted(each.stat().st_size for each in folder.glob("step_*/rank_*.safetensors"))
+    return {
+        "saved": saved,
+        "sizes": sizes,
+        "memory": ranks(4, lambda: load_on("ddp", folder), "nodes", per_node=2),
+        "resized": ranks(2, lambda: load_on("ddp", folder), "nodes", per_node=1),
+        "disk": ranks(3, lambda: load_on("ddp", folder), "others", per_node=2),
+    }
+
+
+def case_curve(folder: Path) -> Any:
+    """Killed in the middle, with all the others; what comes after is as if nothing had happened."""
+
+    def life(place: Path, kill_at: int = 0) -> Any:
+        model, optimizer = build("fsdp")
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+        snaps = ht.Snapshots(place, every=ht.steps(8), memory_every=2)
+        snaps.track(model=model, optimizer=optimizer, schedule=schedule)
+        resumed = snaps.resume()
+        if resumed is None:
+            random.seed(dist.get_rank())
+            np.random.seed(dist.get_rank())
+        losses, drawn = [], []
+        while snaps.state.step < 20:
+            if snaps.state.step == kill_at and kill_at and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = train(model, optimizer, snaps.state.step)
+            schedule.step()
+            drawn.append([torch.rand(1).item(), random.random(), float(np.random.rand())])
+            losses.append(loss.item())
+            snaps.step(loss=loss)
+        state = whole(model, optimizer)
+        snaps.close()
+        return {"resumed": resumed and vars(resumed), "losses": losses, "drawn": drawn, "state": state}
+
+    def doomed() -> Any:
+        signal.alarm(3)  # the others wait for the dead one; a launcher would end them
+        return life(folder / "killed", kill_at=13)
+
+    return {
+        "calm": ranks(3, lambda: life(folder / "calm"), "calm"),
+        "killed": [text if isinstance(text, str) else "?" for text in ranks(3, doomed, "killed")],
+        "resumed": ranks(3, lambda: life(folder / "killed"), "killed"),
+    }
+
+
+def case_unequal(folder: Path) -> Any:
+    """What one rank cannot do is told to all."""
+
+    def odd() -> Any:
+        model, optimizer = build("ddp")
+        snaps = ht.Snapshots(folder, every=None)
+        snaps.track(model=model, optimizer=optimizer, odd=Odd(dist.get_rank() == 1))
+        snaps.resume()
+        try:
+            snaps.save()
+        finally:
+            snaps.close()
+
+    return ranks(2, odd)
+
+
+class Odd:
+    def __init__(self, bad: bool) -> None:
+        self.bad = bad
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"what": {"is": [1, object()]}} if self.bad else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+if __name__ == "__main__":
+    case, place = sys.argv[1], Path(sys.argv[2])
+    print(json.dumps(globals()[f"case_{case}"](place)))
