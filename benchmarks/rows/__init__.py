@@ -15,6 +15,7 @@ from benchmarks.rows import (
     start,
     tee,
     train_samples,
+    train_save,
     warm,
 )
 
@@ -30,5 +31,6 @@ ALL: tuple[Row, ...] = (
     *formation.ROWS,
     *elastic.ROWS,
     simulated.ROW,
+    *train_save.ROWS,
     train_samples.ROW,
 )

@@ -1,0 +1,107 @@
+"""A 473 MB training state saved and resumed, beside torch's own, in copies: what one warm copy of it takes in memory.
+
+In torchrun's column: torch.distributed.checkpoint's async_save and save, torch.save and torch.load, on the same state.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.harness import HOLDFAST, SCRIPTS, TORCHRUN, BenchmarkError, Launcher, Metric, Row, Sample, environment
+
+LIMIT_S = 300
+COMMITTED_WITHIN_S = 60
+KILLS = 200
+SEED = 1
+
+
+def script(name: str, *arguments: object, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *map(str, arguments)],
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    line = done.stdout.strip().rpartition("\n")[2]
+    if not line:
+        raise BenchmarkError(f"{name}: {done.stderr[-300:]}")
+    return line
+
+
+def measure(launcher: Launcher, folder: Path) -> Sample:
+    mode = "holdfast" if launcher is HOLDFAST else "torch"
+    sample: Sample = json.loads(script("train_state.py", mode, folder / "state", folder=made(folder)))
+    if sample.pop("mark", 0.0) != sample.pop("mark resumed", 0.0):
+        raise BenchmarkError("what was resumed is not what was saved")
+    return sample
+
+
+def made(folder: Path) -> Path:
+    (folder / "state").mkdir()
+    return folder
+
+
+def measure_killed(launcher: Launcher, folder: Path) -> Sample:
+    """One trainer that is killed within 100 ms after its save returned: is the snapshot there in the end?"""
+    ours = launcher is HOLDFAST
+    script("train_state.py", "holdfast_killed" if ours else "torch_killed", folder / "state", folder=made(folder))
+    pattern = "step_000000001.0001/MANIFEST.json" if ours else "async/.metadata"
+    deadline = time.monotonic() + (COMMITTED_WITHIN_S if ours else 2)
+    while not (saved := bool(list((folder / "state").glob(pattern)))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {"saved": 100.0 * saved}
+
+
+def measure_kills(_launcher: Launcher, folder: Path) -> Sample:
+    found = json.loads(script("train_kills.py", folder / "runs", KILLS, SEED, folder=folder))
+    if found["faults"]:
+        raise BenchmarkError(f"{len(found['faults'])} faults; first: {found['faults'][0]}")
+    return {"resumed as they should": 100.0 * sum(found["resumed"].values()) / (found["kills"] + 1)}
+
+
+COPIES = "copies"
+
+SAVE = Row(
+    name="train-save",
+    title="473 MB state",
+    metrics=(
+        Metric("stall, mean", COPIES, value_max=1.2, digits=2),
+        Metric("stall, worst", COPIES, value_max=2.0, digits=2),
+        Metric("memory save, mean", COPIES, value_max=1.2, digits=2),
+        Metric("memory save, worst", COPIES, value_max=2.0, digits=2),
+        Metric("stall of torch.save", COPIES, digits=2),
+        Metric("durable", COPIES, value_max=8.0, digits=2),
+        Metric("durable by torch.save", COPIES, digits=2),
+        Metric("resume", COPIES, value_max=2.0, digits=2),
+        Metric("first step after it", COPIES, digits=2),
+        Metric("copy", "ms", digits=1),
+    ),
+    measure=measure,
+    repeat={HOLDFAST.name: 5, TORCHRUN.name: 3},
+    group="train",
+    strict=True,
+)
+KILLED = Row(
+    name="train-killed",
+    title="trainer killed 0 to 100 ms after the save returned",
+    metrics=(Metric("saved", "%", value_min=100.0, digits=0),),
+    measure=measure_killed,
+    repeat={HOLDFAST.name: 8, TORCHRUN.name: 4},
+    group="train",
+    strict=True,
+)
+KILLS_ROW = Row(
+    name="train-kills",
+    title=f"{KILLS} SIGKILLs, at random times and at each phase of a save",
+    metrics=(Metric("resumed as they should", "%", value_min=100.0, digits=0),),
+    measure=measure_kills,
+    repeat={HOLDFAST.name: 1},
+    group="train",
+    strict=True,
+)
+ROWS = (SAVE, KILLED, KILLS_ROW)

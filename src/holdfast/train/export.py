@@ -1,0 +1,171 @@
+"""A committed snapshot as what other programs read: `python -m holdfast.train.export FOLDER --to PATH --format torch`.
+
+    torch        one file for torch.load(weights_only=True): {"model": …, "optimizer": …, …, "step": …}
+    safetensors  one file with the tensors of the models alone
+    dcp          a folder for torch.distributed.checkpoint.load
+
+Needs no job and no launcher; tensors are whole, whatever they were sharded over. State that differs between the ranks
+(random numbers, iterators) is rank 0's. Every byte is checked against its digest. The result appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import EXIT_FAILURE, HoldfastError, NoValidSnapshotError, SnapshotError
+from holdfast.snapshots import folder as folders
+from holdfast.snapshots.folder import Snapshot
+from holdfast.train import codec
+from holdfast.train.reading import FilePart, Saved
+from holdfast.train.resuming import open_files
+
+OWN = "own/"
+
+
+def load(snapshot: Snapshot) -> dict[str, Any]:
+    """The whole state: by name of what was tracked, then as its state_dict. SnapshotError."""
+    files = open_files(snapshot)
+    try:
+        saved = Saved([FilePart(file) for file in files])
+        return _assembled(saved)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _assembled(saved: Saved) -> dict[str, Any]:
+    keys = [key for key in saved.pieces if not key.startswith(OWN)]
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in _shapes(saved, keys).items()}
+    saved.prepare(tensors).load()
+    told = min(saved.texts, key=lambda text: int(text["rank"]))
+    state: dict[str, Any] = {"step": told["step"], "epoch": told["epoch"]}
+    for name, rest in codec.section(told, "models").items():
+        prefix = f"{name}."
+        state[name] = {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
+        state[name].update({fqn: codec.decode(value, saved.fresh) for fqn, value in rest.items()})
+    for name in codec.section(told, "optimizers"):
+        state[name] = _optimizer(saved, name, tensors)
+    for name, tree in codec.section(told, "others").items():
+        state[name] = codec.decode(tree, saved.fresh)
+    return state
+
+
+def _shapes(saved: Saved, keys: Sequence[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    found = {key: saved.whole_shape(key) for key in keys}
+    return {key: each for key, each in found.items() if each is not None}
+
+
+def _optimizer(saved: Saved, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """As torch's get_optimizer_state_dict has it: by names of parameters."""
+    state: dict[str, Any] = {}
+    groups: list[Any] = []
+    for text in saved.texts:
+        told = codec.section(codec.section(text, "optimizers"), name)
+        for fqn, rest in codec.section(told, "state").items():
+            state.setdefault(
+                fqn,
+                {
+                    what: tensors[f"{name}.state.{fqn}.{what}"]
+                    if value is None
+                    else codec.decode(value[0], saved.fresh)
+                    for what, value in rest.items()
+                },
+            )
+        groups = groups or [
+            {**codec.decode(group, saved.fresh), "params": params}
+            for group, params in zip(told.get("groups", []), told.get("params", []), strict=True)
+        ]
+    return {"state": state, "param_groups": groups}
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def to_torch(snapshot: Snapshot, path: Path) -> None:
+    """For torch.load."""
+    torch.save(load(snapshot), path)
+
+
+def to_safetensors(snapshot: Snapshot, path: Path) -> None:
+    """The models' tensors; with several models their names stand before them."""
+    from safetensors.torch import save_file
+
+    state = load(snapshot)
+    models = {
+        name: each
+        for name, each in state.items()
+        if isinstance(each, dict) and each and all(isinstance(value, torch.Tensor) for value in each.values())
+    }
+    if not models:
+        raise SnapshotError(f"{snapshot.path.name} has no model")
+    several = len(models) > 1
+    tensors = {(f"{n}.{key}" if several else key): value for n, each in models.items() for key, value in each.items()}
+    save_file(tensors, path, {"format": "pt", "step": str(snapshot.step)})
+
+
+def to_dcp(snapshot: Snapshot, path: Path) -> None:
+    """For torch.distributed.checkpoint.load."""
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        save(load(snapshot), storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
+    "torch": to_torch,
+    "dcp": to_dcp,
+    "safetensors": to_safetensors,
+}
+
+
+def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
+    """Write the newest snapshot (of this step) there; returns it. SnapshotError; FileExistsError; OSError."""
+    found = [each for each in folders.survey(folder).committed if step is None or each.step == step]
+    if not found:
+        raise NoValidSnapshotError(f"{folder} has no valid snapshot" + ("" if step is None else f" of step {step}"))
+    if to.exists():
+        raise FileExistsError(17, "exists already", str(to))
+    beside = to.with_name(f"{to.name}.{os.getpid()}.part")
+    try:
+        FORMATS[kind](found[-1], beside)
+        beside.rename(to)
+    finally:
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.unlink(missing_ok=True)
+    return found[-1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m holdfast.train.export", description="Export a snapshot.")
+    parser.add_argument("folder", type=Path, help="the snapshot folder")
+    parser.add_argument("--step", type=int, help="of this step; the newest otherwise")
+    parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="must not exist")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="torch")
+    options = parser.parse_args(arguments)
+    try:
+        done = export(options.folder, options.to, options.format, options.step)
+    except HoldfastError as error:
+        sys.stderr.write(f"holdfast: {error} [{error.code}]\n")
+        return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"holdfast: {options.to}: {error.strerror or error}\n")
+        return EXIT_FAILURE
+    sys.stdout.write(f"{done.path.name} -> {options.to}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
