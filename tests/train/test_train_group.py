@@ -21,6 +21,13 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(180)]
 
 
+def test_every_name_is_there_and_hides_no_module() -> None:
+    assert sorted(ht._HOMES) == list(ht.__all__)
+    for name in ht.__all__:
+        assert getattr(ht, name).__name__ == name
+        assert f"{ht.__name__}.{name}" not in sys.modules
+
+
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -26,6 +26,7 @@ WARNED = {
     "accumulated_with_sync_fsdp": "no_sync",
     "nothing_unused": "find_unused_parameters",
     "loss_not_reduced": "loss",
+    "best_of_own_loss": "loss",
 }
 SILENT = {
     "epoch_set",
@@ -37,6 +38,7 @@ SILENT = {
     "two_passes_one_backward",
     "something_unused",
     "loss_reduced",
+    "best_of_common_loss",
 }
 
 

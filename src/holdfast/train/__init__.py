@@ -12,6 +12,37 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from holdfast.train.accumulation import MicroBatch, accumulate, mid_accumulation
+    from holdfast.train.data.loader import DataLoader
+    from holdfast.train.data.sampler import DistributedSampler
+    from holdfast.train.data.seeds import sample_seed
+    from holdfast.train.data.shards import ShardedDataset
+    from holdfast.train.group import ProcessGroup, process_group
+    from holdfast.train.guards import GuardWarning, guarded, watch
+    from holdfast.train.schedule import steps
+    from holdfast.train.snapshots import Keep, Resumed, Snapshots
+    from holdfast.train.wrap import ddp
+
+__all__ = [
+    "DataLoader",
+    "DistributedSampler",
+    "GuardWarning",
+    "Keep",
+    "MicroBatch",
+    "ProcessGroup",
+    "Resumed",
+    "ShardedDataset",
+    "Snapshots",
+    "accumulate",
+    "ddp",
+    "guarded",
+    "mid_accumulation",
+    "process_group",
+    "sample_seed",
+    "steps",
+    "watch",
+]
+
 _HOMES = {
     "DataLoader": "data.loader",
     "DistributedSampler": "data.sampler",
@@ -32,8 +63,6 @@ _HOMES = {
     "watch": "guards",
 }
 """Where each name is. No module has the name of a function here: importing it would hide the function."""
-
-__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -237,7 +237,7 @@ class LossDiffers:
         self._steps += 1
         if self._steps & (self._steps - 1) == 0:
             self._open = f"loss/{self._steps}"
-            self._board.post(self._open, float(value))
+            self._board.post(self._open, float(value.detach() if isinstance(value, torch.Tensor) else value))
 
     def _compare(self) -> None:
         losses = self._board.posted(self._open)

@@ -32,6 +32,7 @@ from holdfast.snapshots import lease as leases
 from holdfast.snapshots.retention import Keep
 from holdfast.snapshots.saver_client import rescue_attempt
 from holdfast.train.agreement import Peers
+from holdfast.train.guards import same_loss
 from holdfast.train.pruning import Pruner
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.saving import Saving
@@ -71,7 +72,6 @@ class Snapshots:
         timed = None if every is None or isinstance(every, Steps) else seconds(every)
         self._schedule = Schedule(every if isinstance(every, Steps) else timed, memory_every)
         self._clock = Timekeeper(timed)
-        self._memory_wanted = memory_every is not None
         self._keep = keep
         self._fresh_ok = fresh_ok
         self._exit_on_stop = exit_on_stop
@@ -191,6 +191,8 @@ class Snapshots:
         if not self._optimized and self._tracker.optimizers:
             return
         self._optimized = False
+        if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
+            same_loss(metrics[self._keep.best[0]])  # the guard: rank 0's value decides for all
         if worker.should_stop():
             self._drain(saving)
             return

@@ -206,6 +206,34 @@ def loss_reduced(pg: ht.ProcessGroup) -> None:
         dist.barrier()
 
 
+def best_by(pg: ht.ProcessGroup, *, of_micro: bool) -> None:
+    """A snapshot folder that keeps the best loss: this rank's own, or everybody's."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    model = ht.ddp(net(), pg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    keep = ht.Keep(best=("loss", "min"))
+    with ht.Snapshots(folder[0], every=None, memory_every=None, keep=keep) as snaps:
+        snaps.track(model=model, optimizer=optimizer)
+        snaps.resume()
+        for _ in range(3):
+            with ht.accumulate(model) as micro:
+                micro.backward(loss := model(torch.randn(4, 3)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            snaps.step(loss=micro.loss if of_micro else loss)
+
+
+@case
+def best_of_own_loss(pg: ht.ProcessGroup) -> None:
+    best_by(pg, of_micro=False)
+
+
+@case
+def best_of_common_loss(pg: ht.ProcessGroup) -> None:
+    best_by(pg, of_micro=True)
+
+
 def weights_after_training(pg: ht.ProcessGroup) -> list[float]:
     torch.manual_seed(5)
     model = ht.ddp(net(), pg, find_unused_parameters=True)
