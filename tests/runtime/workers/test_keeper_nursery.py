@@ -374,6 +374,24 @@ def test_a_standby_that_was_killed_or_must_not_be_this_worker_costs_nothing(on_s
     on_site(scenario)
 
 
+def test_a_standby_that_is_killed_when_it_has_answered_has_ended(on_site: Any) -> None:
+    async def scenario(site: Site) -> None:
+        (pid,) = await parked(site, "heavy", standby=1)
+        site.write("waits.py", "import time\ntime.sleep(100)")
+        site.spawn("a", "waits.py")
+        for number in range(100):  # the keeper has its hands full, and hears the answer when it has reaped the dead
+            site.bench.keeper.spawn(f"other{number}", ["/bin/true"])
+        stat = Path(f"/proc/{pid}/stat")
+        await site.bench.until(lambda: site.name_of(pid) != "hf-standby" and stat.read_text().split(") ")[1][0] == "S")
+        os.kill(pid, signal.SIGKILL)
+        # Killed before it had answered, it would have been replaced by a fork, which nobody kills.
+        await site.until(lambda: "a" in site.pids)
+        if site.pids["a"] == pid:
+            assert await site.end_of("a") == [-signal.SIGKILL]
+
+    on_site(scenario)
+
+
 # --- when there is no nursery -----------------------------------------------------------------------------------------
 
 

@@ -389,8 +389,8 @@ class Keeper:
     def _ended(self, pid: int, status: int) -> None:
         for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
             self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
-        if pid not in self._kept:
-            self._nursery.settle_all()
+        if pid not in self._kept or self._kept[pid].key == nursery.STANDBY:
+            self._nursery.settle_all()  # it may have become a worker that we have not heard of yet
         kept = self._kept.pop(pid, None)
         if kept is not None:
             code = os.waitstatus_to_exitcode(status)
