@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from holdfast.core import board as layout
 from holdfast.runtime.workers.board import Board
+from holdfast.runtime.workers.phases import Phases
 from holdfast.runtime.workers.spawn import BOOTSTRAP
 
 pytest.importorskip("torch")
@@ -112,6 +114,61 @@ def test_an_agent_that_is_gone_matters_to_nobody(tmp_path: Path) -> None:
     line = [sys.executable, BOOTSTRAP, "script", str(script)]
     done = subprocess.run(line, env={"PATH": "/bin", layout.BOARD_VARIABLE: address}, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_child_that_imports_torch_first_counts_nothing(board: Board, tmp_path: Path) -> None:
+    source = """
+import os
+for _ in range(2):
+    if os.fork() == 0:
+        import torch
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+        os._exit(0)
+    os.wait()
+"""
+    run(board, tmp_path, source)
+    assert words(board) == [0] * len(MARKS)
+
+
+def test_finders_that_have_something_around_them(board: Board, tmp_path: Path) -> None:
+    source = """
+import sys
+class Around:
+    def __init__(self, finder):
+        self.find_spec = finder.find_spec
+sys.meta_path[:] = [Around(finder) for finder in sys.meta_path]
+import torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+"""
+    run(board, tmp_path, source)
+    assert words(board)[-1] == 1
+
+
+def test_a_torch_that_cannot_say_whether_it_compiles(board: Board, tmp_path: Path) -> None:
+    folder = tmp_path / "torch" / "optim"
+    folder.mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("")
+    (folder / "optimizer.py").write_text("hooks = []\nregister_optimizer_step_post_hook = hooks.append\n")
+    run(board, tmp_path, "from torch.optim.optimizer import hooks\n(hook,) = hooks\nhook()")
+    assert words(board) == [0] * len(MARKS)
+
+
+def test_a_worker_that_is_told_of_after_the_end_was_ordered(board: Board) -> None:
+    told: list[dict[str, Any]] = []
+
+    async def scenario() -> None:
+        phases = Phases(lambda _, **fields: told.append(fields))
+        phases.start(1, 0, 1, board)
+        phases.stop()
+        phases.spawned()
+        phases.imported()
+        phases.gone()
+        phases.start(2, 1, 1, board)
+        phases.close()
+
+    asyncio.run(scenario())
+    assert [set(fields) - {"generation", "restart_count"} for fields in told] == [{"form_s"}, {"stop_s", "form_s"}]
 
 
 @pytest.mark.parametrize("preload", ["none", "auto"])

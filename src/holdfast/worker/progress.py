@@ -78,8 +78,10 @@ class Marks:
         torch: Any = sys.modules["torch"]
 
         def step_is_done(*_: object) -> None:
-            # A step that is being compiled must not have us in its graph: it does not count.
-            if not torch.compiler.is_compiling() and getpid() == pid:
+            # A step that is being compiled must not have us in its graph: it does not count, and none does where
+            # torch is too old to say so.
+            is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+            if is_compiling is not None and not is_compiling() and getpid() == pid:
                 if not words[steps]:
                     mark(first)
                 words[steps] += 1
@@ -124,15 +126,17 @@ class _WhenImported:
         self._address = address
         self._names = names
         self._marks: Marks | None = None
+        self._pid = os.getpid()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._names:
-            return None
+        if name not in self._names or os.getpid() != self._pid:
+            return None  # a child may be the first to import torch: what it does is its own affair
         self._names.discard(name)
         if not self._names:
-            sys.meta_path.remove(self)
+            # We may be there no longer: a program can put something of its own around each finder.
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         self._marks = self._marks or open_marks(self._address)
         if self._marks is None:
             return None

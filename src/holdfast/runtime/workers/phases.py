@@ -86,7 +86,9 @@ class Phases:
             self._passed("import")
 
     def spawned(self) -> None:
-        """One more worker runs."""
+        """One more worker runs. Of a generation whose end has been ordered meanwhile it does not matter."""
+        if not self._awaited:
+            return
         self._awaited -= 1
         if self._awaited == 0:
             self._passed("spawn")
@@ -101,7 +103,7 @@ class Phases:
             if self._awaited == 0:
                 self._read()
             self._write("phases", **self._generation, **{f"{name}_s": s for name, s in self._told.items()})
-        self._generation, self._told, self._board = {}, {}, None
+        self._generation, self._told, self._board, self._awaited = {}, {}, None, 0
 
     def _passed(self, phase: str, moment_s: float | None = None) -> None:
         now = self._loop.time() if moment_s is None else moment_s
