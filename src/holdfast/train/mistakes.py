@@ -261,8 +261,9 @@ def _alike(a: float, b: float) -> bool:
 def _syncs(model: nn.Module) -> bool:
     """Whether the next backward pass exchanges gradients."""
     if isinstance(model, FSDPModule):
-        groups = model._get_fsdp_state()._fsdp_param_groups
-        return any(each.reduce_grads for each in groups)
+        with contextlib.suppress(AttributeError):  # private: another torch may have another name for it
+            return any(each.reduce_grads for each in model._get_fsdp_state()._fsdp_param_groups)
+        return False
     return bool(getattr(model, "require_backward_grad_sync", False))
 
 
