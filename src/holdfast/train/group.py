@@ -9,8 +9,8 @@ What is destroyed then is torch's registration. A gloo group itself is left to t
 destructor joins threads, and DDP's reducer may be the last to hold it and run it with the interpreter's lock in hand,
 while one of those threads waits for that lock, or for a peer that is dead: a hang that no Python code can end. (Measured
 with four ranks after DDP on two busy cores: 15 of 96 processes hung in or after torch's destroy_process_group, with a
-barrier before it or without, and 0 of 340 so.) What stays are a few idle threads and sockets. NCCL's communicators hold GPU memory, so they are destroyed, or aborted after an
-exception.
+barrier before it or without, and 0 of 340 so.) What stays are a few idle threads and sockets. NCCL's communicators hold
+GPU memory, so they are destroyed, or aborted after an exception.
 """
 
 from __future__ import annotations
