@@ -99,6 +99,20 @@ def test_rows_of_the_slowest_node(two_nodes: list[str], capsys: pytest.CaptureFi
     ]
 
 
+def test_a_loss_that_ends_the_run_is_no_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = journal(
+        tmp_path / "one",
+        begins("a"),
+        {"event": "coordinator.assigned", "generation": 1, "world_size": 4},
+        phases(1),
+        {"event": "coordinator.lost", "member": "c#1", "reason": "silent for more than 6 s", "silent_s": 6.25},
+        {"event": "coordinator.stopping", "generation": 1, "reason": "member_lost", "text": "c was lost"},
+        {"event": "ended", "kind": "failed", "exit_code": 1},
+    )
+    assert main(["report", folder]) == 0
+    assert "1 generation," in capsys.readouterr().out
+
+
 def test_json_tells_the_same(two_nodes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--json", *two_nodes]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -62,7 +62,7 @@ def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
 
 
 def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]) -> None:
-    why, silent_s = "", 0.0
+    why, silent_s, detect_s = "", 0.0, 0.0
     standby: Event = {}
     for event in journal:
         match event["event"]:
@@ -81,13 +81,14 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
                 why = event.get("text", "")
                 if event.get("reason") == "member_lost":
                     # What the survivors could not see: how long the lost node had been silent.
-                    next_one = _generation(found, event["generation"] + 1)
-                    next_one.phases_s["detect"] = max(next_one.phases_s.get("detect", 0.0), silent_s)
+                    detect_s = silent_s
             case "coordinator.assigned":
                 generation = _generation(found, event["generation"])
                 generation.world_size, generation.why = event["world_size"], why
                 generation.began_epoch_s = event["time"]
-                why = ""
+                if detect_s:
+                    generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
+                why, detect_s = "", 0.0
             case "phases":
                 generation = _generation(found, event["generation"])
                 generation.restart_count = event["restart_count"]
