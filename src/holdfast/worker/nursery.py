@@ -4,7 +4,8 @@
 
 CONTROL_FD is one end of a SOCK_SEQPACKET socketpair, the keeper has the other (runtime/workers/nursery.py). Packets:
 
-    first     {"modules", "later", "first_path", "argv"}: what to import, and a worker's command line
+    first     {"modules", "later", "served", "first_path", "argv"}: what to import, whether workers run already, and a
+              worker's command line
     then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "keeper"}: a worker is wanted; descriptors: its
               answer's socket, then one for each number in "fds"
               {"park", "keeper"}: a standby is wanted, which hears over its answer's socket (its only descriptor) what
@@ -193,7 +194,7 @@ class Nursery:
         sys.argv = order["argv"][self._program_at + 2 :]
         self._import_all(order["modules"])
         later = list(order["later"])
-        served = False
+        served: bool = order["served"]
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         while True:

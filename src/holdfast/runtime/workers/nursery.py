@@ -248,7 +248,7 @@ class Nursery:
             for fd in fds:
                 os.close(fd)
         self._later = len(order["later"])
-        first = {"modules": order["modules"], "later": order["later"], **order["worker"]}
+        first = {"modules": order["modules"], "later": order["later"], "served": self._served, **order["worker"]}
         self._queue.appendleft((json.dumps(first).encode("ascii"), [], None))
         self._flush()
 
