@@ -34,6 +34,7 @@ PER_RUN = (
     "TORCHELASTIC_ERROR_FILE",
     "HOLDFAST_PROBE_FILE",
     "HOLDFAST_BOARD",
+    "HOLDFAST_SAVER",
     "LOGS_OF_PROBE",
 )
 libc = ctypes.CDLL(None)
