@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +149,12 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]:
         assert main(["report", *line]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_is_no_fault(two_nodes: list[str]) -> None:
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    line = [sys.executable, "-m", "holdfast", "report", *two_nodes]
+    done = subprocess.run(line, stdout=ours, stderr=subprocess.PIPE, timeout=30)
+    os.close(ours)
+    assert (done.returncode, done.stderr) == (141, b"")

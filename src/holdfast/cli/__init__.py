@@ -6,6 +6,7 @@ command and its help answer at once. Nobody imports this package.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
@@ -53,6 +55,7 @@ def run_command(command: str, rest: list[str]) -> int:
 
     try:
         status: int = import_module(f"holdfast.cli.{command}").main(rest)
+        sys.stdout.flush()
     except HoldfastError as error:
         if error.fault is Fault.OURS:
             show_traceback(error)
@@ -60,6 +63,9 @@ def run_command(command: str, rest: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `holdfast report | head`; what is left in the buffer shall not complain either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     return status
 
 

@@ -1,18 +1,30 @@
-"""A keeper on a bench: started by exec, driven step by step, with everything that it tells."""
+"""A keeper on a bench, driven step by step, with everything that it tells; and a site: a bench with a nursery and scripts."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
+import textwrap
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper import exec_keeper
-from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent
+from holdfast.runtime.workers.keeper_client import (
+    KeeperClient,
+    KeeperEvent,
+    PreloadTold,
+    ProcessEnded,
+    ProcessStarted,
+    StandbyTold,
+)
+from holdfast.runtime.workers.preload import FOLDER
+from holdfast.runtime.workers.spawn import BOOTSTRAP
 
 EVENT_LIMIT_S = 10.0
 E = TypeVar("E")
@@ -63,3 +75,101 @@ def on_bench() -> Iterator[Callable[..., None]]:
                 break
         except ChildProcessError:
             break
+
+
+HEAVY = """
+    import os
+    with open(os.path.join(os.path.dirname(__file__), "imports"), "a") as file:
+        file.write(f"{os.getpid()}\\n")
+"""
+PROBE = """
+    import os, sys
+    import heavy
+    with open("/proc/self/stat") as file:
+        parent = int(file.read().rpartition(")")[2].split()[1])
+    print(os.getpid(), parent, len(sys.argv), flush=True)
+"""
+
+
+class Site:
+    """A folder with a heavy module and a script, and workers that run it on a bench."""
+
+    def __init__(self, bench: Any, folder: Path) -> None:
+        self.bench = bench
+        self.folder = folder
+        self.told: list[str] = []
+        self.ended: dict[str, ProcessEnded] = {}
+        self.pids: dict[str, int] = {}
+        self.parked: tuple[int, ...] = ()
+        self.own_bytes = 0
+        self.heavy = HEAVY
+        self.write("heavy.py", HEAVY)
+        self.write("probe.py", PROBE)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(textwrap.dedent(text))
+
+    def nurse(self, *modules: str, later: tuple[str, ...] = (), threads: int = 1, standby: int = 0) -> None:
+        self.bench.keeper.nurse(
+            {
+                "do": "nurse",
+                "argv": [sys.executable, "-u", BOOTSTRAP, "nursery", FOLDER, "3"],
+                "env_set": {"OMP_NUM_THREADS": str(threads)},
+                "modules": list(modules),
+                "later": list(later),
+                "standby": standby,
+                "worker": {"argv": self.argv(), "first_path": str(self.folder)},
+            }
+        )
+
+    def argv(self, script: str = "probe.py", *arguments: str) -> list[str]:
+        return [sys.executable, "-u", BOOTSTRAP, "script", str(self.folder / script), *arguments]
+
+    def spawn(self, key: str, *line: str, **options: Any) -> None:
+        with open(self.folder / f"{key}.out", "ab") as file:
+            fds = {1: file.fileno(), 2: file.fileno(), **options.pop("fds", {})}
+            self.bench.keeper.spawn(key, self.argv(*line), fds=fds, warm=True, **options)
+
+    async def take(self) -> Any:
+        event = await asyncio.wait_for(self.bench.events.get(), 20)
+        match event:
+            case PreloadTold(text):
+                self.told.append(text)
+            case StandbyTold(pids, own_bytes):
+                self.parked, self.own_bytes = pids, own_bytes
+            case ProcessStarted(key, pid):
+                self.pids[key] = pid
+            case ProcessEnded(key):
+                self.ended[key] = event
+        return event
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.take()
+
+    async def end_of(self, *keys: str) -> list[int]:
+        await self.until(lambda: set(keys) <= self.ended.keys())
+        return [self.ended[key].exit_code for key in keys]
+
+    def output(self, key: str) -> str:
+        return (self.folder / f"{key}.out").read_text(errors="surrogateescape")
+
+    def name_of(self, pid: int) -> str:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+
+    def imports(self) -> list[int]:
+        """The process of every import of the heavy module."""
+        return [int(line) for line in (self.folder / "imports").read_text().split()]
+
+    async def nursery(self) -> int:
+        """Its pid, once it is ready."""
+        await self.until(lambda: any(text.startswith("imported") for text in self.told))
+        return self.imports()[-1]
+
+
+@pytest.fixture
+def on_site(on_bench: Callable[..., None], tmp_path: Path) -> Callable[..., None]:
+    def run(scenario: Callable[[Site], Any]) -> None:
+        on_bench(lambda bench: scenario(Site(bench, tmp_path)))
+
+    return run

@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import sys
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,120 +15,17 @@ import pytest
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import (
     KeeperDied,
-    PreloadTold,
-    ProcessEnded,
-    ProcessStarted,
-    StandbyTold,
     TreeGone,
     sweep,
 )
-from holdfast.runtime.workers.preload import FOLDER
-from holdfast.runtime.workers.spawn import BOOTSTRAP
 
 OnBench = Callable[..., None]
-
-HEAVY = """
-    import os
-    with open(os.path.join(os.path.dirname(__file__), "imports"), "a") as file:
-        file.write(f"{os.getpid()}\\n")
-"""
-PROBE = """
-    import os, sys
-    import heavy
-    with open("/proc/self/stat") as file:
-        parent = int(file.read().rpartition(")")[2].split()[1])
-    print(os.getpid(), parent, len(sys.argv), flush=True)
-"""
-
-
-class Site:
-    """A folder with a heavy module and a script, and workers that run it on a bench."""
-
-    def __init__(self, bench: Any, folder: Path) -> None:
-        self.bench = bench
-        self.folder = folder
-        self.told: list[str] = []
-        self.ended: dict[str, ProcessEnded] = {}
-        self.pids: dict[str, int] = {}
-        self.parked: tuple[int, ...] = ()
-        self.own_bytes = 0
-        self.write("heavy.py", HEAVY)
-        self.write("probe.py", PROBE)
-
-    def write(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(textwrap.dedent(text))
-
-    def nurse(self, *modules: str, later: tuple[str, ...] = (), threads: int = 1, standby: int = 0) -> None:
-        self.bench.keeper.nurse(
-            {
-                "do": "nurse",
-                "argv": [sys.executable, "-u", BOOTSTRAP, "nursery", FOLDER, "3"],
-                "env_set": {"OMP_NUM_THREADS": str(threads)},
-                "modules": list(modules),
-                "later": list(later),
-                "standby": standby,
-                "worker": {"argv": self.argv(), "first_path": str(self.folder)},
-            }
-        )
-
-    def argv(self, script: str = "probe.py", *arguments: str) -> list[str]:
-        return [sys.executable, "-u", BOOTSTRAP, "script", str(self.folder / script), *arguments]
-
-    def spawn(self, key: str, *line: str, **options: Any) -> None:
-        with open(self.folder / f"{key}.out", "ab") as file:
-            fds = {1: file.fileno(), 2: file.fileno(), **options.pop("fds", {})}
-            self.bench.keeper.spawn(key, self.argv(*line), fds=fds, warm=True, **options)
-
-    async def take(self) -> Any:
-        event = await asyncio.wait_for(self.bench.events.get(), 20)
-        match event:
-            case PreloadTold(text):
-                self.told.append(text)
-            case StandbyTold(pids, own_bytes):
-                self.parked, self.own_bytes = pids, own_bytes
-            case ProcessStarted(key, pid):
-                self.pids[key] = pid
-            case ProcessEnded(key):
-                self.ended[key] = event
-        return event
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self.take()
-
-    async def end_of(self, *keys: str) -> list[int]:
-        await self.until(lambda: set(keys) <= self.ended.keys())
-        return [self.ended[key].exit_code for key in keys]
-
-    def output(self, key: str) -> str:
-        return (self.folder / f"{key}.out").read_text(errors="surrogateescape")
-
-    def name_of(self, pid: int) -> str:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-
-    def imports(self) -> list[int]:
-        """The process of every import of the heavy module."""
-        return [int(line) for line in (self.folder / "imports").read_text().split()]
-
-    async def nursery(self) -> int:
-        """Its pid, once it is ready."""
-        await self.until(lambda: any(text.startswith("imported") for text in self.told))
-        return self.imports()[-1]
-
-
-@pytest.fixture
-def on_site(on_bench: OnBench, tmp_path: Path) -> Callable[..., None]:
-    def run(scenario: Callable[[Site], Any]) -> None:
-        on_bench(lambda bench: scenario(Site(bench, tmp_path)))
-
-    return run
-
 
 # --- who forks, who reaps ---------------------------------------------------------------------------------------------
 
 
 def test_one_import_for_all_workers_and_the_keeper_is_their_parent(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.nurse("heavy")
         keys = [f"w{number}" for number in range(20)]
         for key in keys:
@@ -145,7 +40,7 @@ def test_one_import_for_all_workers_and_the_keeper_is_their_parent(on_site: Any)
 
 
 def test_exit_codes_and_signals_come_from_the_worker_itself(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write("seven.py", "raise SystemExit(7)")
         site.write("wrong.py", "import heavy\nraise ValueError('mine')")
         site.write("waits.py", "import time\ntime.sleep(100)")
@@ -168,7 +63,7 @@ def test_exit_codes_and_signals_come_from_the_worker_itself(on_site: Any) -> Non
 def test_descriptors_folder_and_cpus_as_for_exec(on_site: Any) -> None:
     cpu = min(os.sched_getaffinity(0))
 
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write(
             "place.py",
             """
@@ -195,8 +90,10 @@ def test_descriptors_folder_and_cpus_as_for_exec(on_site: Any) -> None:
 
 
 def test_what_imports_print_and_set_reaches_every_worker(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        site.write("heavy.py", HEAVY + "\n    os.environ['BY_IMPORT'] = '1'\n    print('heavy is here', flush=True)\n")
+    async def scenario(site: Any) -> None:
+        site.write(
+            "heavy.py", site.heavy + "\n    os.environ['BY_IMPORT'] = '1'\n    print('heavy is here', flush=True)\n"
+        )
         site.write("asks.py", "import os\nprint(os.environ['BY_IMPORT'])")
         site.nurse("heavy")
         site.spawn("a", "asks.py")
@@ -208,7 +105,7 @@ def test_what_imports_print_and_set_reaches_every_worker(on_site: Any) -> None:
 
 
 def test_later_modules_are_there_for_a_restart(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write("late.py", "")
         site.write("asks.py", "import sys\nprint('late' in sys.modules)")
         site.nurse("heavy", later=("late",))
@@ -226,7 +123,7 @@ def test_later_modules_are_there_for_a_restart(on_site: Any) -> None:
 def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(on_site: Any) -> None:
     pytest.importorskip("numpy")
 
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write("pool.py", "import os, numpy\ntasks = len(os.listdir('/proc/self/task'))\n")
         site.write(
             "uses.py",
@@ -249,11 +146,11 @@ def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(on_site: Any
 # --- ended before it has begun ----------------------------------------------------------------------------------------
 
 
-def slow_import(site: Site) -> Callable[[], None]:
+def slow_import(site: Any) -> Callable[[], None]:
     """Makes the heavy module wait for leave; returns what gives it."""
     gate = site.folder / "gate"
     os.mkfifo(gate)
-    site.write("heavy.py", f"{HEAVY}\n    open({str(gate)!r}).read()\n")
+    site.write("heavy.py", f"{site.heavy}\n    open({str(gate)!r}).read()\n")
 
     def open_gate() -> None:
         with open(gate, "w"):
@@ -263,7 +160,7 @@ def slow_import(site: Site) -> Callable[[], None]:
 
 
 def test_a_signal_ends_a_worker_that_is_not_there_yet(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         go_on = slow_import(site)
         site.nurse("heavy")
         site.spawn("ended")
@@ -279,7 +176,7 @@ def test_a_signal_ends_a_worker_that_is_not_there_yet(on_site: Any) -> None:
 
 
 def test_kill_tree_ends_those_that_are_not_there_yet_and_spares_the_nursery(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         go_on = slow_import(site)
         site.nurse("heavy")
         for key in ("a", "b"):
@@ -297,119 +194,11 @@ def test_kill_tree_ends_those_that_are_not_there_yet_and_spares_the_nursery(on_s
     on_site(scenario)
 
 
-# --- standbys ---------------------------------------------------------------------------------------------------------
-
-
-async def parked(site: Site, *modules: str, standby: int = 2, **more: Any) -> tuple[int, ...]:
-    """A first worker has run; pids of the standbys that came then."""
-    site.nurse(*modules, standby=standby, **more)
-    site.spawn("first")
-    await site.end_of("first")
-    site.parked = ()
-    await site.until(lambda: len(site.parked) == standby)
-    return site.parked
-
-
-def test_standbys_become_the_next_workers_and_others_take_their_place(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        waiting = await parked(site, "heavy")
-        assert site.own_bytes > 0
-        for pid in waiting:
-            assert site.name_of(pid) == "hf-standby"
-        for key in ("a", "b", "c"):
-            site.spawn(key, "probe.py", "x", "y")
-        assert await site.end_of("a", "b", "c") == [0, 0, 0]
-        assert (site.pids["a"], site.pids["b"]) == waiting
-        for key in ("a", "b", "c"):
-            assert site.output(key).split() == [str(site.pids[key]), str(site.bench.keeper.handle.pid), "3"]
-        await site.until(lambda: len(site.parked) == 2 and not set(site.parked) & set(waiting))
-        assert len(site.imports()) == 1
-
-    on_site(scenario)
-
-
-def test_standbys_have_what_is_imported_for_restarts(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        site.write("late.py", "")
-        site.write("asks.py", "import sys\nprint('late' in sys.modules)")
-        (pid,) = await parked(site, "heavy", standby=1, later=("late",))
-        site.spawn("next", "asks.py")
-        await site.end_of("next")
-        assert (site.pids["next"], site.output("next")) == (pid, "True\n")
-
-    on_site(scenario)
-
-
-def test_what_is_left_for_restarts_is_imported_by_a_nursery_that_was_built_again(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        site.write("odd.py", UNFIT["thread"][0])
-        site.write("late.py", "")
-        site.write("asks.py", "import sys\nprint('late' in sys.modules)")
-        (pid,) = await parked(site, "heavy", standby=1, later=("odd", "late"))
-        site.spawn("next", "asks.py")
-        await site.end_of("next")
-        assert (site.pids["next"], site.output("next")) == (pid, "True\n")
-
-    on_site(scenario)
-
-
-def test_the_end_of_a_generation_spares_the_standbys_and_the_end_of_the_keeper_does_not(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        waiting = await parked(site, "heavy")
-        site.write("waits.py", "import time\ntime.sleep(100)")
-        site.spawn("b", "waits.py")
-        await site.until(lambda: "b" in site.pids)
-        assert site.pids["b"] == waiting[0]
-        site.bench.keeper.kill_tree()
-        assert await site.end_of("b") == [-9], "a standby that has become a worker is no longer spared"
-        assert isinstance(await site.take(), TreeGone)
-        assert processes.is_alive(waiting[1])
-        os.kill(site.bench.keeper.handle.pid, signal.SIGKILL)
-        while not isinstance(await site.take(), KeeperDied):
-            pass
-        await asyncio.to_thread(sweep, site.bench.keeper.handle)
-        assert not processes.is_alive(waiting[1])
-
-    on_site(scenario)
-
-
-def test_a_standby_that_was_killed_or_must_not_be_this_worker_costs_nothing(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        waiting = await parked(site, "heavy", standby=3)
-        os.kill(waiting[0], signal.SIGSTOP)
-        os.kill(waiting[0], signal.SIGKILL)
-        site.spawn("a")
-        site.spawn("b", env_set={"OMP_NUM_THREADS": "7"})
-        assert await site.end_of("a", "b") == [0, 0]
-        assert site.pids["a"] not in (*waiting[:1], site.pids["b"])
-        assert "OMP_NUM_THREADS is the worker's own" in site.told[-1]
-
-    on_site(scenario)
-
-
-def test_a_standby_that_is_killed_when_it_has_answered_has_ended(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        (pid,) = await parked(site, "heavy", standby=1)
-        site.write("waits.py", "import time\ntime.sleep(100)")
-        site.spawn("a", "waits.py")
-        for number in range(100):  # the keeper has its hands full, and hears the answer when it has reaped the dead
-            site.bench.keeper.spawn(f"other{number}", ["/bin/true"])
-        stat = Path(f"/proc/{pid}/stat")
-        await site.bench.until(lambda: site.name_of(pid) != "hf-standby" and stat.read_text().split(") ")[1][0] == "S")
-        os.kill(pid, signal.SIGKILL)
-        # Killed before it had answered, it would have been replaced by a fork, which nobody kills.
-        await site.until(lambda: "a" in site.pids)
-        if site.pids["a"] == pid:
-            assert await site.end_of("a") == [-signal.SIGKILL]
-
-    on_site(scenario)
-
-
 # --- when there is no nursery -----------------------------------------------------------------------------------------
 
 
 def test_a_killed_nursery_is_built_again_and_nobody_waits_for_that(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write("waits.py", "import time\ntime.sleep(100)")
         site.nurse("heavy")
         site.spawn("old", "waits.py")
@@ -433,8 +222,10 @@ def test_a_killed_nursery_is_built_again_and_nobody_waits_for_that(on_site: Any)
 
 
 def test_one_that_dies_while_it_imports_is_not_built_again(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
-        site.write("heavy.py", HEAVY + "\n    if not open('/proc/self/cmdline').read().count('probe.py'): os.abort()\n")
+    async def scenario(site: Any) -> None:
+        site.write(
+            "heavy.py", site.heavy + "\n    if not open('/proc/self/cmdline').read().count('probe.py'): os.abort()\n"
+        )
         site.nurse("heavy")
         site.spawn("a")
         assert await site.end_of("a") == [0]
@@ -462,7 +253,7 @@ UNFIT = {
 def test_what_cannot_be_forked_is_executed_and_one_line_says_why(on_site: Any, kind: str) -> None:
     source, why = UNFIT[kind]
 
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write("odd.py", source)
         site.write("torch.py", "class cuda:\n    is_initialized = staticmethod(lambda: True)\n")
         site.write("asks.py", "import sys\nprint('odd' in sys.modules)")
@@ -478,7 +269,7 @@ def test_what_cannot_be_forked_is_executed_and_one_line_says_why(on_site: Any, k
 
 
 def test_an_unfit_module_is_left_out_and_the_others_serve(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write("odd.py", UNFIT["thread"][0])
         site.nurse("heavy", "odd", "missing")
         await site.nursery()
@@ -493,7 +284,7 @@ def test_an_unfit_module_is_left_out_and_the_others_serve(on_site: Any) -> None:
 
 
 def test_variables_that_libraries_read_and_another_interpreter_lead_to_exec(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.nurse("heavy")
         await site.nursery()
         site.spawn("threads", env_set={"OMP_NUM_THREADS": "7"})
@@ -514,7 +305,7 @@ def test_variables_that_libraries_read_and_another_interpreter_lead_to_exec(on_s
 
 
 def test_nothing_outlives_the_keeper(on_site: Any) -> None:
-    async def scenario(site: Site) -> None:
+    async def scenario(site: Any) -> None:
         site.write("waits.py", "import time\ntime.sleep(100)")
         site.nurse("heavy")
         site.spawn("w", "waits.py")
