@@ -79,6 +79,7 @@ SAVE = Row(
         Metric("durable by torch.save", COPIES, digits=2),
         Metric("resume", COPIES, value_max=2.0, digits=2),
         Metric("first step after it", COPIES, digits=2),
+        Metric("first step of a fresh start", COPIES, digits=2),
         Metric("copy", "ms", digits=1),
     ),
     measure=measure,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 from holdfast.core.errors import SnapshotError
 from holdfast.snapshots import retention
 from holdfast.snapshots.retention import Keep, Verified
+from holdfast.train.copying import step_back
 from holdfast.train.tiers import Tier
-
-NICENESS = 10
-"""Training goes first."""
 
 
 class Pruner:
@@ -54,7 +51,7 @@ class Pruner:
 
     def _prune(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            step_back()
         try:
             done = retention.prune(self._path, self._keep, verified=self._verified)
         except SnapshotError as error:

@@ -19,6 +19,7 @@ from holdfast.snapshots import attempt
 from holdfast.snapshots.attempt import Ticket
 from holdfast.train import sharding
 from holdfast.train.agreement import Peers, node_key
+from holdfast.train.copying import step_back
 from holdfast.train.reading import Saved
 from holdfast.train.schedule import Timekeeper
 from holdfast.train.sharding import TEXT, Layout
@@ -72,7 +73,8 @@ class Saving:
         except SnapshotMemoryError as error:
             self._unsettled = error
 
-    def _await_settled(self) -> None:
+    def await_settled(self) -> None:
+        """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times as long."""
         if self._settling is not None:
             self._settling.join()
             self._settling = None
@@ -204,7 +206,7 @@ class Saving:
 
     def _plan(self, collected: Collected) -> None:
         self._await_reserved()
-        self._await_settled()  # nobody stages before all ranks have planned, hence before all have settled
+        self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
         text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
         self._views.clear()
         self._layout = sharding.plan(self._peers, node_key(), collected.shared, collected.own, text_bytes, "")
@@ -215,6 +217,7 @@ class Saving:
         self._reserving.start()
 
     def _reserve(self, size_bytes: int) -> None:
+        step_back()
         try:
             self.tier.reserve(size_bytes)
         except SnapshotMemoryError as error:

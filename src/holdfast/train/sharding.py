@@ -305,8 +305,8 @@ def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
     """Copy tensors into flat views of a slot; complete when this returns."""
     sources = []
     for view, tensor in zip(views, tensors, strict=True):
-        local = local_tensor(tensor)
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if local.dtype != view.dtype:
-            local = local.contiguous().view(torch.uint8)
-        sources.append(local.reshape(-1))
+            local = local.detach().contiguous().view(torch.uint8)
+        sources.append(local)
     copy_all(views, sources)

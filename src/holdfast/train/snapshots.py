@@ -34,6 +34,7 @@ from holdfast.snapshots.saver_client import rescue_attempt
 from holdfast.train.agreement import Peers
 from holdfast.train.guards import same_loss
 from holdfast.train.pruning import Pruner
+from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.saving import Saving
 from holdfast.train.schedule import Schedule, Steps, Timekeeper, seconds
@@ -124,8 +125,20 @@ class Snapshots:
         tier.forget(self.state.step if resumed else -1)
         self._begin(peers, tier)
         if resumer.adopted is not None and self._saving is not None:
-            self._saving.settle(resumer.adopted)
+            self._settle(self._saving, resumer.adopted)
         return resumed
+
+    def _settle(self, saving: Saving, adopted: Saved) -> None:
+        """In the background, beside the first batch; the first optimizer step waits for it."""
+        saving.settle(adopted)
+        hooks: list[Any] = []
+
+        def wait_once(*_: Any) -> None:
+            saving.await_settled()
+            for hook in hooks:
+                hook.remove()
+
+        hooks += [optimizer.register_step_pre_hook(wait_once) for optimizer in self._tracker.optimizers]
 
     def _open(self) -> tuple[Peers, Tier]:
         """The other ranks, the memory, and the folder for this job alone."""
