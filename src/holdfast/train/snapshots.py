@@ -20,7 +20,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -82,7 +82,7 @@ class Snapshots:
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None
-        self._tier: Tier | None = None
+        self._opened: Tier | None = None
         self._saving: Saving | None = None
         self._lease: leases.Lease | None = None
         self._pruner: Pruner | None = None
@@ -92,6 +92,11 @@ class Snapshots:
     def state(self) -> TrainState:
         """Step, epoch, `epochs()`: what `track` returns."""
         return self._tracker.state
+
+    @property
+    def _current_tier(self) -> Tier | None:
+        """The one that was opened, or what took its place when there was no room for it."""
+        return self._opened if self._saving is None else self._saving.tier
 
     # --- what is saved ------------------------------------------------------------------------------------------------
 
@@ -119,14 +124,24 @@ class Snapshots:
         """
         if self._saving is not None:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
-        peers, tier = self._open()
-        resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok)
-        resumed = resumer.run()
+        with self._closed_by_failure():
+            peers, tier = self._open()
+            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok)
+            resumed = resumer.run()
         tier.forget(self.state.step if resumed else -1)
         self._begin(peers, tier)
         if resumer.adopted is not None and self._saving is not None:
             self._settle(self._saving, resumer.adopted)
         return resumed
+
+    @contextlib.contextmanager
+    def _closed_by_failure(self) -> Iterator[None]:
+        """Who cannot begin gives the folder back."""
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
 
     def _settle(self, saving: Saving, adopted: Saved) -> None:
         """In the background, beside the first batch; the first optimizer step waits for it."""
@@ -145,7 +160,7 @@ class Snapshots:
         if not self._tracker.names():
             raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
         peers = self._peers = Peers.of_this_process()
-        tier = self._tier = open_tier(rank=peers.rank, world=peers.world)
+        tier = self._opened = open_tier(rank=peers.rank, world=peers.world)
         atexit.register(self._at_exit)
         word: dict[str, Any] = {}
         failure: HoldfastError | None = None
@@ -176,10 +191,11 @@ class Snapshots:
         if self._closed:
             raise TrackingError("these snapshots are closed")
         if self._saving is None:
-            peers, tier = self._open()
-            fresh = peers.tell(folders.survey(self.path).fresh if peers.rank == 0 else None)
-            if not fresh and not self._fresh_ok:
-                raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
+            with self._closed_by_failure():
+                peers, tier = self._open()
+                fresh = peers.tell(folders.survey(self.path).fresh if peers.rank == 0 else None)
+                if not fresh and not self._fresh_ok:
+                    raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
             self._begin(peers, tier)
         assert self._saving is not None
         return self._saving
@@ -250,12 +266,12 @@ class Snapshots:
 
     def _check(self) -> None:
         """Raise what went wrong in the background."""
-        if self._tier is not None:
-            self._tier.check()
+        if self._current_tier is not None:
+            self._current_tier.check()
         if self._lease is not None:
             self._lease.check()
-        if self._pruner is not None and self._tier is not None:
-            self._pruner.check(self._tier)
+        if self._pruner is not None and self._current_tier is not None:
+            self._pruner.check(self._current_tier)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -271,18 +287,18 @@ class Snapshots:
         with contextlib.ExitStack() as last:
             if self._lease is not None:
                 last.callback(self._lease.release)
-            if self._tier is not None:
-                last.callback(self._tier.close, ahead=self._schedule.saved_step > self._schedule.durable_step)
+            if self._current_tier is not None:
+                last.callback(self._current_tier.close, ahead=self._schedule.saved_step > self._schedule.durable_step)
                 if self._pruner is not None:
                     last.callback(self._pruner.finish)
-                self._tier.wait()
+                self._current_tier.wait()
 
     def _abandon(self) -> None:
         """After an exception: wait for nothing, and have the saver write what memory is ahead."""
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._tier is not None:
-            self._tier.close(ahead=True)
+        if self._current_tier is not None:
+            self._current_tier.close(ahead=True)
         if self._lease is not None:
             self._lease.release()
 

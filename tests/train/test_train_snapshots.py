@@ -1,0 +1,240 @@
+"""Snapshots of one process: what is due, what comes back, what is said when it cannot."""
+
+from __future__ import annotations
+
+import errno
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast.train as ht
+from holdfast.core.errors import (
+    IntervalError,
+    NoValidSnapshotError,
+    ShardingError,
+    SnapshotMemoryError,
+    SnapshotWriteError,
+    TrackingError,
+)
+from holdfast.snapshots import disk
+from holdfast.train import snapshots, tiers
+from holdfast.train.schedule import Schedule, Steps, Timekeeper, crossed, seconds
+
+
+@pytest.fixture(autouse=True)
+def private(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No saver process for each test; memory and saver have jobs of their own (test_train_sharding_worlds, …_kill)."""
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: tiers.PrivateTier())
+
+
+class Job:
+    def __init__(self, folder: Path, *, width: int = 4, resume: bool = True, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, width)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 6])
+        self.snaps = ht.Snapshots(folder, **{"every": ht.steps(3), "memory_every": None, **options})
+        self.state = self.snaps.track(model=self.model, optimizer=self.optimizer, schedule=self.schedule)
+        self.resumed = self.snaps.resume() if resume else None
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.loss = self.model(torch.randn(5, 3)).square().mean()
+            self.loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.snaps.step(loss=self.loss)
+
+    def weights(self) -> list[float]:
+        moments = [value for each in self.optimizer.state.values() for value in each.values()]
+        return torch.cat([each.flatten().double() for each in (*self.model.parameters(), *moments)]).tolist()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step_*"))
+
+
+def test_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    calm = Job(tmp_path / "calm")
+    calm.train(8)
+    calm.snaps.close()
+    drawn = random.random()
+    torch_drawn = torch.rand(1)
+    broken = Job(tmp_path / "broken")
+    broken.train(7)
+    broken.snaps.close()
+    assert names(tmp_path / "broken") == ["step_000000003.0001", "step_000000006.0001"]
+    again = Job(tmp_path / "broken")
+    assert again.resumed is not None
+    assert (again.resumed.step, again.resumed.source, again.resumed.world_then) == (6, "disk", 1)
+    again.train(2)
+    assert again.weights() == calm.weights()
+    assert again.schedule.state_dict() == calm.schedule.state_dict()
+    assert torch.rand(1) == torch_drawn
+    assert 0 <= drawn < 1
+    again.snaps.close()
+
+
+def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.train(6)
+    job.snaps.close()
+    file = tmp_path / "step_000000006.0001" / "rank_00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    again = Job(tmp_path)
+    assert again.resumed is not None
+    assert again.resumed.step == 3
+    assert len(again.resumed.skipped) == 1
+    assert again.resumed.skipped[0].startswith("step_000000006.0001")
+    assert (tmp_path / "bad.step_000000006.0001").is_dir()
+    again.snaps.close()
+
+
+def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
+    (tmp_path / "bad.step_000000006.0001").mkdir()
+    with pytest.raises(NoValidSnapshotError):
+        Job(tmp_path)
+    job = Job(tmp_path, fresh_ok=True)
+    assert job.resumed is None
+    job.snaps.close()
+
+
+def test_another_model_is_said_and_not_loaded(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.train(3)
+    job.snaps.close()
+    with pytest.raises(ShardingError, match=r"model\.weight has the shape \[5, 3\], and \[4, 3\]"):
+        Job(tmp_path, width=5)
+    assert names(tmp_path) == ["step_000000003.0001"]
+
+
+def test_what_fails_in_the_background_comes_out_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job = Job(tmp_path)
+    job.train(2)
+    monkeypatch.setattr(disk, "write_all", full)
+    job.train(1)
+    job.snaps._current_tier._join()
+    with pytest.raises(SnapshotWriteError, match="No space left"):
+        job.train(1)
+    monkeypatch.undo()
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: tiers.PrivateTier())
+    job.snaps.save(wait=True)
+    assert names(tmp_path) == ["step_000000004.0001"]
+    monkeypatch.setattr(disk, "write_all", full)
+    job.snaps.save()
+    with pytest.raises(SnapshotWriteError):
+        job.snaps.close()
+
+
+def test_nothing_is_saved_while_gradients_are_pending(tmp_path: Path) -> None:
+    job = Job(tmp_path, every=ht.steps(2))
+    for step in range(6):
+        job.model(torch.randn(5, 3)).sum().backward()
+        if step % 3 == 2:
+            job.optimizer.step()
+        job.snaps.step()
+    job.snaps.close()
+    assert names(tmp_path) == ["step_000000003.0001", "step_000000006.0001"]
+
+
+def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(self: Any, size_bytes: int) -> None:
+        raise SnapshotMemoryError("/dev/shm has no room")
+
+    monkeypatch.setattr(tiers.PrivateTier, "reserve", small)
+    job = Job(tmp_path)
+    job.train(1)
+    monkeypatch.undo()
+    with pytest.warns(RuntimeWarning, match="no snapshots in memory") as said:
+        job.train(5)
+    assert len(said) == 1
+    job.snaps.close()
+    assert len(names(tmp_path)) == 2
+
+
+def test_asked_to_stop_it_saves_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, every=None)
+    job.train(2)
+    monkeypatch.setattr("holdfast.worker.should_stop", lambda: True)
+    with pytest.raises(SystemExit) as end, job.snaps:
+        job.train(1)
+    assert end.value.code == 0
+    assert names(tmp_path) == ["step_000000003.0001"]
+
+
+def test_calls_in_an_impossible_order(tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="nothing is tracked"):
+        ht.Snapshots(tmp_path).resume()
+    with pytest.raises(TrackingError, match="no state_dict"):
+        ht.Snapshots(tmp_path).track(model=3)
+    job = Job(tmp_path)
+    job.train(3)
+    with pytest.raises(TrackingError, match="once"):
+        job.snaps.resume()
+    job.snaps.close()
+    with pytest.raises(TrackingError, match="closed"):
+        job.snaps.save()
+    with pytest.raises(TrackingError, match="call resume"):
+        Job(tmp_path, resume=False).train(1)
+
+
+def test_epochs_go_on_where_they_were() -> None:
+    state = snapshots.TrainState()
+    state.epoch = 2
+    assert list(state.epochs(4)) == [2, 3]
+    assert list(state.epochs(4)) == []
+
+
+# --- when it is due ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("2min", 120), ("1.5h", 5400), ("1d", 86400), (5, 5)])
+def test_times(text: Any, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "2 weeks", "-1s", 0, "min", float("inf"), True])
+def test_what_is_no_time(text: Any) -> None:
+    with pytest.raises(IntervalError):
+        seconds(text)
+
+
+def test_a_multiple_that_was_passed_is_not_forgotten() -> None:
+    assert crossed(10, 9, 10)
+    assert crossed(13, 9, 10)
+    assert not crossed(13, 10, 10)
+    schedule = Schedule(Steps(10), 4)
+    schedule.start(7)
+    assert [step for step in range(8, 13) if schedule.durable_due(step)] == [10, 11, 12]
+    schedule.saved(12, durable=True)
+    assert not schedule.durable_due(13)
+
+
+@pytest.mark.parametrize("pace_s", [0.001, 0.1, 3.0, 500.0])
+def test_rank_0_is_asked_seldom_and_is_not_late(pace_s: float) -> None:
+    clock = Timekeeper(120.0)
+    clock.start(0, 0.0)
+    step, asked, look_at = 0, 0, 1
+    while True:
+        step += 1
+        now_s = step * pace_s
+        if step >= look_at:
+            asked += 1
+            if clock.due(now_s):
+                break
+            look_at = clock.next_look(step, now_s)
+    assert now_s <= 120.0 + 2 * pace_s
+    assert asked <= 20

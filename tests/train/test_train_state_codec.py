@@ -1,0 +1,81 @@
+"""State that is no tensor: back exactly as it was, or refused with its place."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.errors import SnapshotDamagedError, StateTypeError
+from holdfast.train import codec
+
+KEYS = st.one_of(
+    st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.tuples(st.integers()), st.just("$tuple")
+)
+TREES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def back(value: Any) -> Any:
+    encoder = codec.Encoder("own/0/")
+    tree = codec.loads(codec.dumps(encoder.encode(value, "it")))
+    return codec.decode(tree, encoder.tensors.__getitem__)
+
+
+def exact(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(exact(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(exact, one, other))
+    return one == other
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(TREES)
+def test_trees_come_back(tree: Any) -> None:
+    assert exact(back(tree), tree)
+
+
+def test_what_json_has_not() -> None:
+    assert math.isnan(back(float("nan")))
+    assert back([float("inf"), -math.inf]) == [math.inf, -math.inf]
+    assert exact(back(Counter({3: 1, 5: 2})), Counter({3: 1, 5: 2}))
+    assert exact(back(OrderedDict(b=1, a=2)), OrderedDict(b=1, a=2))
+    assert back(np.float64(0.25)) == 0.25
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    assert back(array).dtype == np.int16
+    assert (back(array) == array).all()
+    tensor = torch.randn(3)
+    assert back({"a": [tensor]})["a"][0] is tensor
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, len, lambda: None, torch.float32, 1j])
+def test_what_needs_pickle_is_refused_with_its_place(value: Any) -> None:
+    with pytest.raises(StateTypeError, match=r"^it\['a'\]\[1\]"):
+        codec.Encoder().encode({"a": [0, value]}, "it")
+
+
+def test_a_tree_without_end_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(StateTypeError, match="levels deep"):
+        codec.Encoder().encode(endless, "it")
+
+
+@pytest.mark.parametrize("text", [b"{", b'{"$strange": 1}', b"\xff"])
+def test_damaged_text(text: bytes) -> None:
+    with pytest.raises(SnapshotDamagedError):
+        codec.decode(codec.loads(text), {}.__getitem__)
