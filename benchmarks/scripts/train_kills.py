@@ -185,14 +185,14 @@ def fork(work: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
     return pid, out
 
 
-def watch_life(pid: int, out: int, kill_after_s: float | None) -> list[str]:
-    """What it said until its end; killed so long after it had resumed, unless it kills itself."""
-    text, deadline, killed = b"", time.monotonic() + LIMIT_S, False
+def watch_life(pid: int, out: int, kill_after_s: float | None) -> tuple[list[str], bool]:
+    """What it said until its end, and whether SIGKILL was its end; killed so long after it had resumed, if not before."""
+    text, deadline, killed, late = b"", time.monotonic() + LIMIT_S, False, False
     while True:
         readable, _, _ = select.select([out], [], [], max(deadline - time.monotonic(), 0))
         if not readable:
             os.kill(pid, signal.SIGKILL)
-            killed = True
+            killed, late = True, late or not text  # it said nothing within the limit: it hangs
             deadline = time.monotonic() + LIMIT_S
             continue
         data = os.read(out, 65536)
@@ -202,22 +202,25 @@ def watch_life(pid: int, out: int, kill_after_s: float | None) -> list[str]:
             deadline = time.monotonic() + kill_after_s
         text += data
     os.close(out)
-    os.waitpid(pid, 0)
-    return text.decode().splitlines()
+    _, status = os.waitpid(pid, 0)
+    return text.decode().splitlines(), os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not late
 
 
 def main() -> None:
     folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
     pid, out = fork(partial(calm, count=STEPS_MAX if count > 20 else 1500))
-    expected = watch_life(pid, out, None)
+    expected, _ = watch_life(pid, out, None)
     found: Counter[str] = Counter()
     faults: list[str] = []
     bound = newest = 0
     for number in range(count + 1):
         point = "" if number == count or number % 2 else POINTS[(number // 2 + seed) % len(POINTS)]
         pid, out = fork(partial(life, folder, point, seed * 100_000 + number))
-        said = watch_life(pid, out, chance.uniform(0, LIFE_S_MAX) if not point else 2.0)
+        said, by_sigkill = watch_life(pid, out, chance.uniform(0, LIFE_S_MAX) if not point else 2.0)
+        if not said and by_sigkill:
+            found["killed while it resumed"] += 1  # what it was armed for was still going on, of the life before
+            continue
         if not said or not said[0].startswith("resumed"):
             faults.append(f"life {number}, killed at {point or 'random'}: it did not resume: {said[:1]}")
             continue

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scripts" / "train_kills.py"
-KILLS = 10
+KILLS = 12
 
 
-@pytest.mark.parametrize("seed", [0, 5, 10])
+@pytest.mark.parametrize("seed", [0, 8])
 def test_every_life_goes_on_from_the_newest_state_bit_for_bit(seed: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, tmp_path / "runs", str(KILLS), str(seed)], capture_output=True, text=True, timeout=110
