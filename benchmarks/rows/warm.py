@@ -42,8 +42,8 @@ def flags(ranks: int, *more: str) -> list[str]:
 
 def start_s(work: str, ranks: int, extra: dict[str, str], launcher: Launcher, folder: Path) -> float:
     """From the launcher's start until the last rank has done its first work."""
-    environ = {**ONE_THREAD, **extra, "WARM_WORK": work}
-    with launched(launcher, flags(ranks), "warm.py", folder, extra=environ) as (process, began_ns):
+    environ = {**ONE_THREAD, **extra}
+    with launched(launcher, flags(ranks), f"warm_{work}.py", folder, extra=environ) as (process, began_ns):
         code = process.wait(LIMIT_S)
     done = stamps(folder, "done")
     if code != 0 or len(done) != ranks:
@@ -53,10 +53,11 @@ def start_s(work: str, ranks: int, extra: dict[str, str], launcher: Launcher, fo
 
 def restart_s(work: str, ranks: int, crash_s: float, extra: dict[str, str], launcher: Launcher, folder: Path) -> float:
     """From the death of rank 1 until the last rank of the restarted group has done its first work."""
-    environ = {**ONE_THREAD, **extra, "WARM_WORK": work, "WARM_CRASH_S": str(crash_s)}
+    environ = {**ONE_THREAD, **extra, "WARM_CRASH_S": str(crash_s)}
     if launcher is not HOLDFAST:
         environ |= OWN_STORE
-    with launched(launcher, flags(ranks, "--max-restarts", "1"), "warm.py", folder, extra=environ) as (process, _):
+    line = flags(ranks, "--max-restarts", "1")
+    with launched(launcher, line, f"warm_{work}.py", folder, extra=environ) as (process, _):
         code = process.wait(LIMIT_S)
     crash, done = stamps(folder, "crash"), stamps(folder, "done")
     if code != 0 or len(crash) != 1 or len(done) != ranks:
@@ -85,8 +86,8 @@ def crashed(after_s: float) -> str:
 
 def memory(launcher: Launcher, folder: Path) -> Sample:
     """torchrun's workers alone; of holdfast everything, launcher, keeper, nursery, standbys and store included."""
-    environ = {**ONE_THREAD, "WARM_WORK": "idle"}
-    with launched(launcher, flags(8, "--max-restarts", "1"), "warm.py", folder, extra=environ) as (process, _):
+    environ = {**ONE_THREAD, "WARM_IDLE": "1"}
+    with launched(launcher, flags(8, "--max-restarts", "1"), "warm_reduce.py", folder, extra=environ) as (process, _):
         workers = wait_for_stamps(folder, "pid", 8, process, LIMIT_S).values()
         wait_for_stamps(folder, "done", 8, process, LIMIT_S)
         time.sleep(SETTLE_S)
