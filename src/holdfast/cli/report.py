@@ -15,8 +15,8 @@ from typing import Any
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
 from holdfast.insight.timeline import PHASES, Generation, Timeline, timeline
+from holdfast.runtime.journal import FILE_NAME as JOURNAL
 
-JOURNAL = "events.jsonl"
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
 MIB = 2**20
 

@@ -43,7 +43,7 @@ from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import FromCoordinator
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.driver import Driver
-from holdfast.runtime.journal import Journal
+from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import Link, Meeting
 from holdfast.runtime.report import write_reports
 from holdfast.runtime.workers.console import Console
@@ -86,7 +86,7 @@ def run_job(options: RunOptions, keeper: KeeperHandle, *, judge: Judge, render: 
 async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, render: Render) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
-    journal = Journal(folder.path / "events.jsonl" if folder.path is not None else None)
+    journal = Journal(folder.path / FILE_NAME if folder.path is not None else None)
     host = socket.gethostname().partition(".")[0]
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX

@@ -12,6 +12,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+FILE_NAME = "events.jsonl"
+"""In the run folder."""
 EVENTS_MAX = 10_000
 """Waiting to be written; more are dropped and counted."""
 CLOSE_S_MAX = 1.0

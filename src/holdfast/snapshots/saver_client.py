@@ -185,9 +185,12 @@ class SaverClient:
             return self.wait(patience_s)
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
-    def close(self) -> None:
-        """Say goodbye: what is in flight is finished, and nothing is rescued. Waits for nothing."""
-        if self._sock is not None:
+    def close(self, *, rescue: bool = False) -> None:
+        """Say goodbye: what is in flight is finished, and nothing is rescued. Waits for nothing.
+
+        `rescue`: without a goodbye, so that the saver writes the newest step in memory, as after a crash.
+        """
+        if self._sock is not None and not rescue:
             with contextlib.suppress(OSError):
                 packets.send(self._sock, {"do": "bye"})
         self._drop()

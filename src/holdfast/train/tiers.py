@@ -149,10 +149,7 @@ class MemoryTier:
             self._slots.forget(above_step=above_step)
 
     def close(self, *, ahead: bool) -> None:
-        if ahead:
-            self._saver._drop()  # without a goodbye: the saver then writes the newest step, as after a crash
-        else:
-            self._saver.close()
+        self._saver.close(rescue=ahead)
         self._slots.close()
         self._place.close()
 

@@ -32,6 +32,7 @@ CONTROL_FD = 3
 REBUILDS_MAX = 10
 """In the life of a job; one that is killed so often has no place on this machine."""
 PACKET_BYTES_MAX = 65_536
+ANSWER_BYTES_MAX = 4096
 WISH_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
 
 Command = dict[str, Any]
@@ -47,8 +48,7 @@ class Fork:
         self.standby = standby
         self.theirs: socket.socket | None = None
         if standby is None:
-            self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.ours.setblocking(False)
+            self.ours, self.theirs = _socket_pair()
         else:
             self.ours = standby.ours
 
@@ -78,8 +78,7 @@ class Standby:
 
     def __init__(self) -> None:
         """Raises OSError when no descriptor is left."""
-        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.ours.setblocking(False)
+        self.ours, self.theirs = _socket_pair()
         self.pid = 0
 
     def packet(self, keeper: int) -> tuple[bytes, list[int]]:
@@ -224,8 +223,7 @@ class Nursery:
             self._say(f"the nursery cannot be started: {error.strerror}", "")
 
     def _start(self, order: Command) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
+        self._control, theirs = _socket_pair()
         self._poller.register(self._control, select.POLLIN)
         program = {
             "key": KEY,
@@ -324,13 +322,10 @@ class Nursery:
     # --- the workers --------------------------------------------------------------------------------------------------
 
     def _settle(self, fork: Fork) -> None:
-        try:
-            answer = fork.ours.recv(4096)
-        except BlockingIOError:
+        answer = _heard(fork.ours)
+        if answer is None:
             return
-        except OSError:
-            answer = b""
-        word, _, rest = answer.decode(errors="replace").partition(" ")
+        word, rest = answer
         if word != "pid":
             self._give_up(fork, rest)
             return
@@ -375,13 +370,10 @@ class Nursery:
         self._flush()
 
     def _hear_standby(self, standby: Standby) -> None:
-        try:
-            answer = standby.ours.recv(4096)
-        except BlockingIOError:
+        answer = _heard(standby.ours)
+        if answer is None:
             return
-        except OSError:
-            answer = b""
-        word, _, rest = answer.decode(errors="replace").partition(" ")
+        word, rest = answer
         if word != "pid":
             self._dismiss(standby)
             return
@@ -418,3 +410,22 @@ class Nursery:
         del self._forks[fork.ours.fileno()]
         self._poller.unregister(fork.ours)
         self._queue = deque(item for item in self._queue if item[2] is not fork)
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Our end, which never blocks, and the other. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def _heard(sock: socket.socket) -> tuple[str, str] | None:
+    """The first word of an answer, and the rest; empty when whoever was to answer is gone. None: nothing yet."""
+    try:
+        answer = sock.recv(ANSWER_BYTES_MAX)
+    except BlockingIOError:
+        return None
+    except OSError:
+        answer = b""
+    word, _, rest = answer.decode(errors="replace").partition(" ")
+    return word, rest
