@@ -40,6 +40,11 @@ FIRST_STEP = 6
 STEPS = 7
 """How many steps of an optimizer are done: a number, and no moment."""
 LAST_STEP = 8
+OWN = 9
+"""Nanoseconds of all steps together from the end of the step before to the beginning of backward: a number."""
+BEATS = 10
+"""How many times the program said that it goes on, holdfast.worker.beat(): a number."""
+LAST_BEAT = 11
 
 
 def size_bytes(nproc: int) -> int:

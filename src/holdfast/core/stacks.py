@@ -1,0 +1,30 @@
+"""Where a worker is: stacks and what the kernel says of it, as its agent collected them. Plain data, sent between nodes."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+FRAMES_MAX = 64
+
+
+class Frame(Struct, frozen=True, array_like=True):
+    file: str
+    line: int
+    function: str
+
+
+class RankSample(Struct, frozen=True, array_like=True):
+    """One look at one worker."""
+
+    local_rank: int
+    pid: int
+    state: str
+    """Of its main thread, the kernel's letter: R runs, S sleeps, D in the kernel, T stopped, Z dead; empty: gone."""
+    cpu_s: float
+    """Processor time that all its threads have used so far."""
+    frames: tuple[Frame, ...] = ()
+    """Of the main thread, innermost first, at most FRAMES_MAX; empty when it did not answer (stopped, no Python)."""
+    note: str = ""
+    """What else explains it, in words: `its data loader's process 4711 is stopped`."""
+    file: str = ""
+    """On its node: the whole text, all threads."""
