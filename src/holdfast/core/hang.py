@@ -1,0 +1,56 @@
+"""What was found when a job seemed to stand still: every rank's story, and the finding. Plain data.
+
+Whoever makes a finding of the stories is given to the coordinator, as the judge of failures is: see insight/hangs.py.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct
+
+from holdfast.core.stacks import RankSample
+
+
+class HangKind(Enum):
+    HUNG = "hung"
+    """Somebody does not come to what the others wait for."""
+    STUCK = "stuck"
+    """All wait in communication, at one place: nobody can be named."""
+    PAUSED = "paused"
+    """Nobody waits for anybody: evaluation, saving, a sleep that all share. No alarm by itself."""
+    MOVING = "moving"
+    """Somebody for whom the others wait works: no hang while that lasts."""
+
+
+class RankStory(Struct, frozen=True):
+    """One rank as it was seen in a row of looks."""
+
+    rank: int
+    host: str
+    local_rank: int
+    age_s: float
+    """Since its last step or beat, at the newest look."""
+    samples: tuple[RankSample, ...] = ()
+    """Oldest first."""
+
+
+class Place(Struct, frozen=True, array_like=True):
+    """Ranks that were found at one place, and the place in words."""
+
+    ranks: tuple[int, ...]
+    words: str
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    kind: HangKind
+    code: str
+    """HF240 …; empty where there is nothing to explain."""
+    text: str
+    """One or two lines."""
+    culprits: tuple[int, ...] = ()
+    """Ranks."""
+    groups: tuple[Place, ...] = ()
+    """The odd ones first, then by size."""
+    signature: str = ""
+    """Equal in two findings if and only if every rank stands where it stood."""
