@@ -31,6 +31,17 @@ class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
     """From an agent to the coordinator."""
 
 
+class Question(Enum):
+    """What somebody on a node may want of the whole job. A closed set."""
+
+    STATUS = "status"
+    STACKS = "stacks"
+    STOP = "stop"
+    """Not only asked: the workers drain, and every agent ends."""
+    KILL = "kill"
+    """The same at once: nothing is saved."""
+
+
 class Running(Struct, frozen=True, array_like=True):
     """A generation that is at work on a node whose coordinator went away."""
 
@@ -101,6 +112,15 @@ class Held(AgentMessage, frozen=True, tag="held"):
 
 class Ping(AgentMessage, frozen=True, tag="ping"):
     number: int
+
+
+class Ask(AgentMessage, frozen=True, tag="ask"):
+    """A command on this node has a question. Ends in one Answer of the same number, or in the loss of the link."""
+
+    number: int
+    question: Question
+    by: str = ""
+    """Who asks, in words."""
 
 
 class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
@@ -185,6 +205,20 @@ class Pong(CoordinatorMessage, frozen=True, tag="pong"):
     number: int
 
 
+class Answer(CoordinatorMessage, frozen=True, tag="answer"):
+    number: int
+    body: bytes
+    """JSON, for the command that asked: no agent reads it."""
+
+
+class Quit(CoordinatorMessage, frozen=True, tag="quit"):
+    """Somebody wants the job to end: every agent does as if it had got a signal."""
+
+    drain: bool
+    """False: kill the workers at once."""
+    by: str
+
+
 class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
     """This agent cannot be a member; the text names both sides of the contradiction."""
 
@@ -192,5 +226,20 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
     text: str
 
 
-FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Ping
-FromCoordinator = Joined | Waiting | Assign | Start | Drain | DrainTo | Resume | Abandon | Stop | Finish | Pong | Refuse
+FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Ping | Ask
+FromCoordinator = (
+    Joined
+    | Waiting
+    | Assign
+    | Start
+    | Drain
+    | DrainTo
+    | Resume
+    | Abandon
+    | Stop
+    | Finish
+    | Pong
+    | Answer
+    | Quit
+    | Refuse
+)

@@ -39,6 +39,7 @@ from holdfast.core.agent.machine import WORK_TRANSITIONS
 from holdfast.core.agent.state import Link, Work
 from holdfast.core.protocol import (
     Abandon,
+    Answer,
     CoordinatorMessage,
     Drain,
     DrainTo,
@@ -48,6 +49,7 @@ from holdfast.core.protocol import (
     Joined,
     Pong,
     Prepared,
+    Quit,
     Refuse,
     Resume,
     Start,
@@ -245,6 +247,9 @@ def test_transition(before: Work, after: Work) -> None:
 # --- every event in every state ---------------------------------------------------------------------------------------
 
 MESSAGES: list[FromCoordinator] = [
+    Answer(1, b"{}"),
+    Quit(drain=True, by="holdfast stop"),
+    Quit(drain=False, by="holdfast kill"),
     Joined(6.0, 4.0, 1.0),
     Waiting("waiting for Godot"),
     Pong(1),

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
+from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked, Tick
 from holdfast.core.coordinator.machine import TRANSITIONS
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Failure, OutcomeKind
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import (
     AgentMessage,
+    Ask,
     Assign,
     Drain,
     Finish,
@@ -22,6 +23,7 @@ from holdfast.core.protocol import (
     Leave,
     Ping,
     Prepared,
+    Question,
     Resume,
     Running,
     Start,
@@ -154,6 +156,7 @@ MESSAGES: list[FromAgent] = [
     Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
     Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
     Ping(3),
+    Ask(1, Question.STATUS),
     Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, Running(1, 0, 1, 0)),
     Leave("SIGTERM"),
     Leave("SIGTERM", drain=True),
@@ -176,6 +179,8 @@ EVENTS: list[Event] = [
     LinkOpened(9, "10.0.0.9", "10.0.0.1"),
     *(LinkClosed(link, "reset") for link in (1, 2, 9)),
     *(Heard(link, message) for link in (1, 2, 9) for message in MESSAGES),
+    QuitAsked(drain=True, by="holdfast stop"),
+    QuitAsked(drain=False, by="holdfast kill"),
     Tick(),
 ]
 

@@ -57,6 +57,7 @@ from holdfast.core.protocol import (
     Ping,
     Pong,
     Prepared,
+    Quit,
     Refuse,
     Resume,
     Start,
@@ -211,6 +212,8 @@ class AgentMachine(AgentBase):
                 self._on_stop(now, generation, text)
             case Finish(outcome):
                 self._end(outcome)
+            case Quit(drain, by):
+                self._on_quit(now, drain=drain, by=by)
             case Refuse(code, text):
                 self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=2, code=code, message=text))
 
@@ -336,6 +339,17 @@ class AgentMachine(AgentBase):
             self._leave(event.name, drain=True)
         else:
             self._go(now)
+
+    def _on_quit(self, now: float, *, drain: bool, by: str) -> None:
+        if drain:
+            if self._leaving is None:
+                self._on_signal(now, Signalled(signal.SIGTERM, by))
+            return
+        event = self._leaving = Signalled(signal.SIGKILL, by)
+        self._leave(by)
+        if self._at_work() or self.work is Work.STOPPING:
+            self._kill()
+        self._end(self._farewell(event, drained=False))
 
     def _go(self, now: float) -> None:
         """A leaving agent has nothing to wait for: stop what is left, and end."""

@@ -17,7 +17,7 @@ from holdfast.core.coordinator.state import Draining, Member, Phase, World, name
 from holdfast.core.errors import JoinTimeoutError
 from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import Grow, JobSpec, Limits
-from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Waiting
+from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Quit, Waiting
 
 TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
@@ -74,6 +74,8 @@ class CoordinatorBase:
         self._gather_until_s: float | None = None
         self._phase_since_s = now
         self._say_at_s = now + limits.say_interval_s
+        self._quit: Quit | None = None
+        """Somebody wants the job to end: whoever comes now is sent home."""
         self._reason = ""
         self._out: list[Command] = []
 

@@ -29,8 +29,15 @@ class Heard(Struct, frozen=True):
     message: FromAgent
 
 
+class QuitAsked(Struct, frozen=True):
+    """Somebody on one of the nodes wants the job to end."""
+
+    drain: bool
+    by: str
+
+
 class Tick(Struct, frozen=True):
     """A deadline given by next_deadline() has passed."""
 
 
-Event = LinkOpened | LinkClosed | Heard | Tick
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | Tick

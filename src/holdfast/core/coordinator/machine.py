@@ -18,7 +18,7 @@ from holdfast.core.coordinator.admission import Admit, Deny
 from holdfast.core.coordinator.base import TRANSITIONS, CoordinatorBase
 from holdfast.core.coordinator.commands import Command, DropLink, Tell
 from holdfast.core.coordinator.ending import Again, after_stop
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
+from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked, Tick
 from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
 from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
 from holdfast.core.errors import NodesError
@@ -36,6 +36,7 @@ from holdfast.core.protocol import (
     Ping,
     Pong,
     Prepared,
+    Quit,
     Refuse,
     Resume,
     Start,
@@ -65,6 +66,8 @@ class CoordinatorMachine(CoordinatorBase):
                 self._on_link_closed(now, link, reason)
             case Heard(link, message):
                 self._on_message(now, link, message)
+            case QuitAsked(drain, by):
+                self._on_quit(Quit(drain, by))
             case Tick():
                 pass
         self._advance(now)
@@ -139,6 +142,9 @@ class CoordinatorMachine(CoordinatorBase):
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:
             self._out.append(Tell(link, Finish(self.outcome)))
+            return
+        if self._quit is not None:
+            self._out.append(Tell(link, self._quit))
             return
         self._welcome(now, self._admission.consider(link, join, self.members.values(), now))
 
@@ -240,6 +246,13 @@ class CoordinatorMachine(CoordinatorBase):
             self._member_gone(now, StopReason.MEMBER_LEFT, text)
         elif self.phase is Phase.RUNNING:
             self._drain(now, StopReason.MEMBER_LEFT, text)
+
+    def _on_quit(self, quit_: Quit) -> None:
+        """Everybody goes, as if the scheduler had told each node: how follows from what the agents then say."""
+        self._quit = quit_
+        self._note("quit", drain=quit_.drain, by=quit_.by)
+        for member in self.members.values():
+            self._tell(member, quit_)
 
     def _lose(self, now: float, member: Member, reason: str) -> None:
         """The member is gone: link closed, lease run out, or dropped."""
