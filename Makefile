@@ -7,7 +7,7 @@
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
 #                SOAK_SEED=1, SOAK_LAUNCHERS), then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
-#   make fmt     format the code and regenerate docs/errors.md
+#   make fmt     format the code and regenerate docs/errors.md and docs/events.md
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -60,6 +60,7 @@ fmt: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python -m tools.error_table --write
+	$(BIN)/python -m tools.event_table --write
 
 debian:
 	@sh tools/debian.sh

@@ -10,13 +10,18 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 FILE_NAME = "events.jsonl"
 """In the run folder."""
 EVENTS_MAX = 10_000
 """Waiting to be written; more are dropped and counted."""
 CLOSE_S_MAX = 1.0
+
+Listener = Callable[[str, Mapping[str, Any]], None]
+"""Gets an event's name and its fields; must neither block nor raise."""
 
 
 class Journal:
@@ -32,12 +37,19 @@ class Journal:
         """Lost because the queue was full or the disk failed, and not yet recorded."""
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Tell it every event from now on, also where there is no file, in the thread that writes the event."""
+        self._listeners.append(listener)
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` (epoch seconds), `monotonic` (seconds), `event` and the fields. Never blocks, never raises.
 
         What JSON does not know is written as its `str`.
         """
+        for listener in self._listeners:
+            listener(event, fields)
         if self._path is None:
             return
         line = _encode({"time": time.time(), "monotonic": time.monotonic(), "event": event}, fields)

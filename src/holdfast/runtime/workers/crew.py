@@ -33,7 +33,7 @@ from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers import keeper_client as kept
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
-from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn
+from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn, noted
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
@@ -240,6 +240,17 @@ class Crew:
             self._board.close()
         self._board = Board(self._options.nproc)
         self._phases.start(assign.generation, assign.restart_count, self._options.nproc, self._board)
+        self._journal.write(
+            "generation",
+            generation=assign.generation,
+            restart_count=assign.restart_count,
+            group_rank=assign.group_rank,
+            group_world_size=assign.group_world_size,
+            rank_base=assign.rank_base,
+            world_size=assign.world_size,
+            nproc=self._options.nproc,
+            master=f"{start.master_addr}:{start.master_port}",
+        )
         self._workers = {self._key(rank): _Worker(rank, streams) for rank, streams in self._streams.items()}
         for key, worker in self._workers.items():
             self._spawn(key, worker, assign, start)
@@ -269,6 +280,10 @@ class Crew:
         worker.began_s = self._loop.time()
         self._router.started(worker.local_rank)
 
+    def _place(self, local_rank: int) -> dict[str, int]:
+        base = self._assign.rank_base if self._assign is not None else 0
+        return {"generation": self._generation, "local_rank": local_rank, "rank": base + local_rank}
+
     def _key(self, local_rank: int) -> str:
         return f"worker#{self._generation}#{local_rank}"
 
@@ -284,11 +299,12 @@ class Crew:
                     worker = self._workers[key]
                     worker.pid = pid
                     self._phases.spawned()
-                    self._journal.write("worker_started", local_rank=worker.local_rank, pid=pid)
+                    self._journal.write("worker_started", **self._place(worker.local_rank), pid=pid)
             case kept.SpawnFailed(key, errno, text):
                 worker_or_none = self._workers.pop(key, None)
                 if worker_or_none is not None:
                     failure = self._unstarted(worker_or_none.local_rank, errno, text)
+                    self._journal.write("worker_failed", generation=self._generation, **noted(failure))
                     self._emit(WorkerEnded(self._generation, worker_or_none.local_rank, failure))
             case kept.ProcessEnded(key, pid, exit_code):
                 ended = self._workers.pop(key, None)
@@ -310,17 +326,16 @@ class Crew:
                 self._tasks.create_task(self._revive())
 
     def _ended(self, worker: _Worker, pid: int, exit_code: int) -> None:
-        self._journal.write("worker_ended", local_rank=worker.local_rank, pid=pid, exit_code=exit_code)
         told = self._board is not None and self._board.told(worker.local_rank)
+        place, stopped = self._place(worker.local_rank), self._stopping or told
+        self._journal.write("worker_ended", **place, pid=pid, exit_code=exit_code, stopped=stopped)
         if exit_code == 0:
             self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=told))
             return
         self._phases.trouble()
         lived_s = self._loop.time() - worker.began_s
         inquest = self._tasks.create_task(
-            self._inquire(
-                worker, pid, exit_code, lived_s, self._generation, tuple(self._inquests), self._stopping or told
-            )
+            self._inquire(worker, pid, exit_code, lived_s, self._generation, tuple(self._inquests), stopped)
         )
         self._inquests.add(inquest)
         inquest.add_done_callback(self._inquests.discard)
@@ -337,6 +352,7 @@ class Crew:
     ) -> None:
         """Read what the dead left; files are read in a thread, because a disk may stall. Told in the order of death."""
         failure = await asyncio.to_thread(self._failure, worker, pid, exit_code, lived_s, after_stop)
+        self._journal.write("worker_failed", generation=generation, **noted(failure))
         if earlier:
             await asyncio.wait(earlier)
         self._emit(WorkerEnded(generation, worker.local_rank, failure))

@@ -203,3 +203,17 @@ def failure_of_spawn(
         started=False,
         timestamp=now_epoch_s,
     )
+
+
+def noted(failure: Failure) -> dict[str, object]:
+    """What the journal's event `worker_failed` tells of it."""
+    return {
+        "local_rank": failure.local_rank,
+        "rank": failure.rank,
+        "pid": failure.pid,
+        "exit_code": failure.exit_code,
+        "error_type": failure.error_type,
+        "message": failure.message.partition("\n")[0],
+        "error_file": failure.error_file,
+        "after_stop": failure.after_stop,
+    }

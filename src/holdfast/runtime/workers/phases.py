@@ -102,7 +102,8 @@ class Phases:
         if self._generation:
             if self._awaited == 0:
                 self._read()
-            self._write("phases", **self._generation, **{f"{name}_s": s for name, s in self._told.items()})
+            told = {f"{name}_s": s for name, s in self._told.items()}
+            self._write("phases", **self._generation, **told, until_monotonic=round(self._last_s, DIGITS))
         self._generation, self._told, self._board, self._awaited = {}, {}, None, 0
 
     def _passed(self, phase: str, moment_s: float | None = None) -> None:

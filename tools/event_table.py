@@ -1,0 +1,79 @@
+"""Make docs/events.md from the table of holdfast.insight.events, so that the two cannot differ.
+
+python -m tools.event_table           # print
+python -m tools.event_table --write   # write docs/events.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.insight.events import ALWAYS, GROUPS, EventKind, Field
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "events.md"
+
+HEAD = """# events.jsonl: what happened on a node
+
+This page is made from `src/holdfast/insight/events.py` by `make fmt`. The tests hold the records of real jobs against that table.
+
+Every agent writes `events.jsonl` into its run folder (`<log dir>/<run id>_<8 characters>`): one JSON object per line, complete
+when the line ends. It is written by a thread of its own: a disk that stalls costs events, never training. `holdfast report`
+reads it ([report.md](report.md)); other tools may. A later version may add events and fields; those that are here keep their meaning.
+
+```
+{"time": 1718000000.1, "monotonic": 512.8, "event": "worker_started", "generation": 1, "local_rank": 0, "rank": 4, "pid": 4711}
+```
+
+Every record has
+
+"""
+
+TAIL = """
+## torchrun's events: `--event-log-handler`
+
+`--event-log-handler console` writes torchelastic's events, one JSON object per line, to stderr, as torchrun does: `name`
+(`torchelastic.worker.status.START`, `SUCCEEDED`, `FAILED`, `TERMINATED`, `RENDEZVOUS`, `ASSIGN_WORKER_RANKS`), `source` (`AGENT` or
+`WORKER`), `timestamp` and `metadata` with torchrun's keys. `null` (the default) and `dynamic_rendezvous` write nothing. Other names
+are refused before anything is started; torch 2.13 has no way to register more.
+
+Two things are better than there: `timestamp` is milliseconds since 1970 (torchrun writes 0), and the agent's `FAILED` is told when
+workers failed (torchrun tells `SUCCEEDED`). In `metadata.metadata` numbers are numbers, and not lists of one.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return HEAD + fields_table(ALWAYS) + "\n" + "\n".join(map(group_text, GROUPS)) + TAIL
+
+
+def group_text(group: tuple[str, tuple[EventKind, ...]]) -> str:
+    title, kinds = group
+    return f"## {title}\n\n" + "\n".join(event_text(kind) for kind in kinds)
+
+
+def event_text(kind: EventKind) -> str:
+    text = f"### `{kind.name}`\n\n{kind.when[0].upper()}{kind.when[1:]}.\n"
+    return text + ("\n" + fields_table(kind.fields) if kind.fields else "")
+
+
+def fields_table(fields: tuple[Field, ...]) -> str:
+    return "\n".join(["| field | value | what it tells |", "|---|---|---|", *rows(fields)]) + "\n"
+
+
+def rows(fields: tuple[Field, ...]) -> Iterator[str]:
+    for field in fields:
+        kind = field.kind.value + (" or null" if field.null else "") + (", not always" if field.optional else "")
+        yield f"| `{field.name}` | {kind} | {field.words} |"
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--write"]:
+        PATH.write_text(render(), encoding="utf-8")
+    else:
+        print(render(), end="")
+
+
+if __name__ == "__main__":
+    main()
