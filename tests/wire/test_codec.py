@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from holdfast.core.errors import ProtocolError
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import NodeSpec
+from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import (
     AgentMessage,
     Assign,
@@ -21,9 +22,13 @@ from holdfast.core.protocol import (
     Join,
     Joined,
     Leave,
+    Look,
+    Looked,
+    Notice,
     Ping,
     Pong,
     Prepared,
+    Progress,
     Refuse,
     Start,
     Stop,
@@ -34,6 +39,7 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
+from holdfast.core.stacks import FRAMES_MAX, Frame, RankSample
 from holdfast.wire.codec import MESSAGE_BYTES_MAX, decode_from_agent, decode_from_coordinator, encode
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -60,6 +66,23 @@ outcomes = st.builds(
     message=text,
     verdict=st.none() | st.builds(Verdict, code=text, cause=text, culprit=st.none() | failures),
 )
+progress = st.builds(
+    RankProgress,
+    local_rank=number,
+    stage=st.sampled_from(Stage),
+    steps=number,
+    age_s=st.floats(0, 1e9),
+    own_s=st.floats(0, 1e9),
+)
+samples = st.builds(
+    RankSample,
+    local_rank=number,
+    pid=number,
+    state=st.sampled_from(["R", "S", ""]),
+    cpu_s=st.floats(0, 1e9),
+    frames=st.lists(st.builds(Frame, file=text, line=number, function=text), max_size=3).map(tuple),
+    note=text,
+)
 from_agent = st.one_of(
     st.builds(Join, node=nodes, last_generation=number),
     st.builds(Prepared, generation=number, store_port=st.none() | port),
@@ -68,6 +91,14 @@ from_agent = st.one_of(
     st.builds(Stopped, generation=number),
     st.builds(StoreLost, generation=number),
     st.builds(Leave, reason=text),
+    st.builds(Progress, generation=number, ranks=st.lists(progress, max_size=3).map(tuple)),
+    st.builds(
+        Looked,
+        generation=number,
+        number=number,
+        samples=st.lists(samples, max_size=3).map(tuple),
+        reach=st.lists(text, max_size=2).map(tuple),
+    ),
     st.builds(Ping, number=number),
 )
 assigns = st.builds(
@@ -88,6 +119,8 @@ from_coordinator = st.one_of(
     assigns,
     st.builds(Start, generation=number, master_addr=text, master_port=port),
     st.builds(Stop, generation=number, reason=st.sampled_from(StopReason), text=text),
+    st.builds(Look, generation=number, number=number, store=st.booleans()),
+    st.builds(Notice, text=text),
     st.builds(Finish, outcome=outcomes),
     st.builds(Pong, number=number),
     st.builds(Refuse, code=text, text=text),
@@ -196,6 +229,17 @@ def test_the_culprit_keeps_its_words() -> None:
     assert isinstance(decoded, Finish)
     assert decoded.outcome.verdict is not None
     assert decoded.outcome.verdict.culprit == culprit
+
+
+def test_the_stacks_of_very_many_workers_lose_their_outer_frames() -> None:
+    frames = tuple(Frame(f"/{'long/' * 40}{depth}\udce9.py", depth, "f") for depth in range(FRAMES_MAX))
+    samples = tuple(RankSample(rank, rank, "S", 1.0, frames) for rank in range(2000))
+    data = encode(Looked(1, 7, samples))
+    assert len(data) <= MESSAGE_BYTES_MAX
+    decoded = decode_from_agent(data)
+    assert isinstance(decoded, Looked)
+    assert [each.local_rank for each in decoded.samples] == list(range(2000))
+    assert all(0 < len(each.frames) < FRAMES_MAX and each.frames[0].file.endswith("/0?.py") for each in decoded.samples)
 
 
 def test_words_that_are_no_text_still_travel() -> None:

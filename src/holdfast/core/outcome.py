@@ -7,6 +7,7 @@ from enum import Enum
 from msgspec import Struct
 
 from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE
+from holdfast.core.hang import Finding
 
 TEXT_BYTES_MAX = 16_384
 """Tracebacks and log tails are cut to this before they travel."""
@@ -97,6 +98,10 @@ class Evidence(Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...]
     lost_nodes: tuple[str, ...]
     gave_up: str
+    hang: Finding | None = None
+    """It stood still when it ended."""
+    hung: Failure | None = None
+    """The worker to blame for that, as it was when it was last seen; None: nobody can be named."""
 
 
 def shell_status(exit_code: int) -> int:

@@ -77,6 +77,28 @@ class Limits(Struct, frozen=True, kw_only=True):
     exclude_first_s: float = 60.0
     """How long the first exclusion of a host lasts; each later one doubles."""
     exclude_max_s: float = 3600.0
+    progress_interval_s: float = 1.0
+    """How often an agent tells how far its workers are."""
+    hang_report_s: float = 60.0
+    """No rank has made a step for so long, nor for hang_steps steps: every worker is looked at (rdzv-conf hang_report)."""
+    hang_steps: int = 20
+    """Steps, each as long as the median."""
+    hang_timeout_s: float = 300.0
+    """Nobody has moved for so long, by looks at all stacks: the generation is ended (--hang-timeout); 0: never."""
+    pause_report_s: float = 300.0
+    """The same where hang_timeout_s is 0, for telling of a job in which nobody waits for anybody."""
+    look_gap_s: float = 2.0
+    """Between the looks of one examination."""
+    look_wait_s: float = 5.0
+    """A node that has not answered a look by then is told of without."""
+    look_again_s: float = 10.0
+    """Between the looks at a hang that was reported."""
+    look_moving_s: float = 30.0
+    """Until the next examination when somebody moves, or nobody waits for anybody."""
+    hang_grace_s: float = 3.0
+    """SIGTERM to SIGKILL after a hang: who hangs does not save."""
+    straggler_window_s: float = 5.0
+    """Steps are compared over windows of at least so long."""
     identical_failures_max: int = 8
     """So many identical quick failures in a row end the job whatever the budget says."""
 

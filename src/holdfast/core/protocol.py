@@ -14,6 +14,8 @@ from msgspec import Struct
 
 from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import NodeSpec
+from holdfast.core.progress import RankProgress
+from holdfast.core.stacks import RankSample
 
 
 class StopReason(Enum):
@@ -25,6 +27,7 @@ class StopReason(Enum):
     MEMBER_JOINED = "member_joined"
     STORE_LOST = "store_lost"
     FENCED = "fenced"
+    HUNG = "hung"
 
 
 class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
@@ -108,6 +111,24 @@ class Held(AgentMessage, frozen=True, tag="held"):
     generation: int
     reached: int
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one yet."""
+
+
+class Progress(AgentMessage, frozen=True, tag="progress"):
+    """How far its workers are; once in Limits.progress_interval_s while they run."""
+
+    generation: int
+    ranks: tuple[RankProgress, ...]
+
+
+class Looked(AgentMessage, frozen=True, tag="looked"):
+    """Answer to Look."""
+
+    generation: int
+    number: int
+    """The Look's."""
+    samples: tuple[RankSample, ...] = ()
+    reach: tuple[str, ...] = ()
+    """What became of the test connection, in words; empty: it stood, or was not asked for."""
 
 
 class Ping(AgentMessage, frozen=True, tag="ping"):
@@ -195,6 +216,21 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     text: str = ""
 
 
+class Look(CoordinatorMessage, frozen=True, tag="look"):
+    """Where are your workers? Answered by one Looked."""
+
+    generation: int
+    number: int
+    store: bool = False
+    """Also try to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
+
+
+class Notice(CoordinatorMessage, frozen=True, tag="notice"):
+    """Something about the running job that people should know, for the console: a few lines."""
+
+    text: str
+
+
 class Finish(CoordinatorMessage, frozen=True, tag="finish"):
     """The job is over."""
 
@@ -226,7 +262,7 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
     text: str
 
 
-FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Ping | Ask
+FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Progress | Looked | Ping | Ask
 FromCoordinator = (
     Joined
     | Waiting
@@ -237,6 +273,8 @@ FromCoordinator = (
     | Resume
     | Abandon
     | Stop
+    | Look
+    | Notice
     | Finish
     | Pong
     | Answer

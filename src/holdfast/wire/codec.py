@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from holdfast.core.errors import ProtocolError
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome
-from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, WorkersFailed
+from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, Looked, WorkersFailed
+from holdfast.core.stacks import Frame, RankSample
 from holdfast.wire.framing import FRAME_BYTES_MAX
 
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX - 1024
@@ -21,6 +22,8 @@ TEXT_CHARS_CUTS = (4096, 512, 64)
 """Failure texts are cut to these, one after the other, until the message fits into a frame."""
 FAILURES_MAX = 4096
 """And then so many failures are named."""
+CHARS_PER_FRAME = 64
+"""Stacks are cut to one frame for each so many characters."""
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
@@ -28,9 +31,10 @@ _coordinator_decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack
 
 
 def encode(message: FromAgent | FromCoordinator) -> bytes:
-    """At most MESSAGE_BYTES_MAX bytes: a message with very many failures loses the ends of their texts.
+    """At most MESSAGE_BYTES_MAX bytes: a message with very many failures loses the ends of their texts, one with very
+    many stacks their outer frames.
 
-    Raises ProtocolError when a message without failures is too large.
+    Raises ProtocolError when a message without either is too large.
     """
     try:
         data = _encoder.encode(message)
@@ -67,6 +71,8 @@ def _cut(message: FromAgent | FromCoordinator, chars_max: int) -> FromAgent | Fr
         return replace(message, failures=_cut_failures(message.failures, chars_max))
     if isinstance(message, Finish):
         return replace(message, outcome=_cut_outcome(message.outcome, chars_max))
+    if isinstance(message, Looked):
+        return replace(message, samples=tuple(_cut_sample(sample, chars_max) for sample in message.samples))
     return message
 
 
@@ -90,6 +96,17 @@ def _cut_failure(failure: Failure, chars_max: int) -> Failure:
         message=_clean(failure.message[:chars_max]),
         traceback=_clean(failure.traceback[-chars_max:]),
         stderr_tail=_clean(failure.stderr_tail[-chars_max:]),
+    )
+
+
+def _cut_sample(sample: RankSample, chars_max: int) -> RankSample:
+    """The innermost frames are kept."""
+    frames = sample.frames[: max(1, chars_max // CHARS_PER_FRAME)]
+    return replace(
+        sample,
+        frames=tuple(Frame(_clean(each.file[-chars_max:]), each.line, _clean(each.function)) for each in frames),
+        note=_clean(sample.note[:chars_max]),
+        file=_clean(sample.file),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from holdfast.core.errors import ProtocolError
 
 MAGIC = b"HOLDFAST"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PREAMBLE_BYTES = len(MAGIC) + 2
 LENGTH_BYTES = 4
 

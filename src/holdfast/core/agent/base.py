@@ -12,6 +12,7 @@ from holdfast.core.agent.commands import (
     HangUp,
     HoldWorkers,
     KillTree,
+    LookAtWorkers,
     Note,
     ReleaseWorkers,
     Send,
@@ -24,7 +25,8 @@ from holdfast.core.agent.state import Link, Term, Work
 from holdfast.core.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.core.outcome import Outcome, OutcomeKind
 from holdfast.core.policy import Limits, NodeSpec
-from holdfast.core.protocol import FromAgent, Leave, Running
+from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.protocol import FromAgent, Leave, Looked, Progress, Running
 
 WORK_TRANSITIONS: dict[tuple[Work, Work], str] = {
     (Work.IDLE, Work.PREPARING): "Assign",
@@ -191,6 +193,19 @@ class AgentBase:
             self._send(message)
         elif self._at_work():
             self._kill()
+
+    def _on_progress(self, generation: int, ranks: tuple[RankProgress, ...]) -> None:
+        term = self.term
+        if self._at_work() and self._joined and term is not None and term.generation == generation and term.vouched:
+            told = (structs.replace(rank, stage=Stage.DONE) if rank.local_rank in term.done else rank for rank in ranks)
+            self._send(Progress(generation, tuple(told)))
+
+    def _on_look(self, generation: int, number: int, *, store: bool) -> None:
+        term = self.term
+        if self._at_work() and term is not None and term.generation == generation and not term.all_ended:
+            self._out.append(LookAtWorkers(generation, number, store))
+        else:
+            self._send(Looked(generation, number))
 
     def _send(self, message: FromAgent) -> None:
         if self.link is Link.UP:

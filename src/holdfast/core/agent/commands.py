@@ -59,6 +59,14 @@ class ReleaseWorkers(Struct, frozen=True):
     safe_point: int
 
 
+class LookAtWorkers(Struct, frozen=True):
+    """Take a sample of each worker; `store`: and try to reach the generation's store. Ends in WorkersSeen."""
+
+    generation: int
+    number: int
+    store: bool
+
+
 class KillTree(Struct, frozen=True):
     """SIGKILL whatever this generation left alive, leaders and all. Ends in TreeGone, after the last WorkerEnded."""
 
@@ -93,6 +101,7 @@ Command = (
     | SignalWorkers
     | HoldWorkers
     | ReleaseWorkers
+    | LookAtWorkers
     | KillTree
     | Say
     | Note

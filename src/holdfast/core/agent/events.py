@@ -5,7 +5,9 @@ from __future__ import annotations
 from msgspec import Struct
 
 from holdfast.core.outcome import Failure
+from holdfast.core.progress import RankProgress
 from holdfast.core.protocol import FromCoordinator
+from holdfast.core.stacks import RankSample
 
 
 class Dialed(Struct, frozen=True):
@@ -67,6 +69,22 @@ class WorkersHeld(Struct, frozen=True):
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one."""
 
 
+class WorkersProgress(Struct, frozen=True):
+    """How far the workers of a generation are: unasked, again and again while they run."""
+
+    generation: int
+    ranks: tuple[RankProgress, ...]
+
+
+class WorkersSeen(Struct, frozen=True):
+    """Answer to LookAtWorkers."""
+
+    generation: int
+    number: int
+    samples: tuple[RankSample, ...]
+    reach: tuple[str, ...] = ()
+
+
 class WorkersFenced(Struct, frozen=True):
     """The keeper has killed them at the fence, because this process stood still."""
 
@@ -111,6 +129,8 @@ Event = (
     | PrepareFailed
     | WorkerEnded
     | WorkersHeld
+    | WorkersProgress
+    | WorkersSeen
     | WorkersFenced
     | TreeGone
     | StoreDied

@@ -18,6 +18,7 @@ from holdfast.core.agent.commands import (
     Command,
     Dial,
     HangUp,
+    LookAtWorkers,
     Prepare,
     ReleaseWorkers,
     Say,
@@ -40,6 +41,8 @@ from holdfast.core.agent.events import (
     WorkerEnded,
     WorkersFenced,
     WorkersHeld,
+    WorkersProgress,
+    WorkersSeen,
 )
 from holdfast.core.agent.seeking import Seeking
 from holdfast.core.agent.state import Link, Term, Work
@@ -54,6 +57,9 @@ from holdfast.core.protocol import (
     Held,
     Join,
     Joined,
+    Look,
+    Looked,
+    Notice,
     Ping,
     Pong,
     Prepared,
@@ -63,6 +69,7 @@ from holdfast.core.protocol import (
     Start,
     Stop,
     Stopped,
+    StopReason,
     StoreLost,
     Waiting,
     WorkerDone,
@@ -138,6 +145,10 @@ class AgentMachine(AgentBase):
                 self._on_worker_ended(event)
             case WorkersHeld(generation, reached):
                 self._on_held(now, generation, reached)
+            case WorkersProgress(generation, ranks):
+                self._on_progress(generation, ranks)
+            case WorkersSeen(generation, number, samples, reach):
+                self._send(Looked(generation, number, samples, reach))
             case WorkersFenced():
                 if self._at_work() or self.work is Work.STOPPING:
                     self._note("fenced_by_keeper")
@@ -193,8 +204,10 @@ class AgentMachine(AgentBase):
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
             case Pong(number):
                 self._lease.answered(number)
-            case Waiting(text):
+            case Waiting(text) | Notice(text):
                 self._out.append(Say(text))
+            case Look(generation, number, store):
+                self._on_look(generation, number, store=store)
             case Assign():
                 self._on_assign(message)
             case Start():
@@ -208,8 +221,9 @@ class AgentMachine(AgentBase):
             case Abandon(generation):
                 if self._at_work() and self._term().generation == generation:
                     self._kill()
-            case Stop(generation, _, text):
-                self._on_stop(now, generation, text)
+            case Stop(generation, reason, text):
+                grace_s = self.limits.hang_grace_s if reason is StopReason.HUNG else inf
+                self._on_stop(now, generation, text, grace_s)
             case Finish(outcome):
                 self._end(outcome)
             case Quit(drain, by):
@@ -217,7 +231,7 @@ class AgentMachine(AgentBase):
             case Refuse(code, text):
                 self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=2, code=code, message=text))
 
-    def _on_stop(self, now: float, generation: int, text: str) -> None:
+    def _on_stop(self, now: float, generation: int, text: str, grace_s: float) -> None:
         term = self.term
         if term is None and self._leaving is not None and generation == self._last_generation:
             # All nodes have left at the safe point: nobody needs this one, or the coordinator it hosts, any more.
@@ -228,6 +242,7 @@ class AgentMachine(AgentBase):
             if text:
                 self._out.append(Say(text))
             self._stop(now, signal.SIGTERM)
+            term.kill_at_s = min(term.kill_at_s, now + grace_s)
         elif self.work is Work.KILLING:
             # The sweep after the last rank was done is under way: what would have been a pause becomes the end.
             term.stopped = True
