@@ -46,6 +46,12 @@ BEATS = 10
 """How many times the program said that it goes on, holdfast.worker.beat(): a number."""
 LAST_BEAT = 11
 
+STACKS = 12
+"""Of the agent's, before the worker is started: its descriptor of the file for this worker's stacks; 0: there is none."""
+
+LOOK_SIGNAL = 62
+"""SIGRTMAX - 2 on Linux: a worker that catches it writes its stacks into that file, whatever it is doing."""
+
 
 def size_bytes(nproc: int) -> int:
     return (1 + nproc) * SLOT_WORDS * WORD_BYTES

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 BOARD = "HOLDFAST_BOARD"
+STACKS_FD = 600
+"""Where the file for stacks is open, if nothing else is there: above what birth.py uses while a worker is forked."""
 
 
 # --- the error file ---------------------------------------------------------------------------------------------------
@@ -254,15 +256,47 @@ def _serve_as_nursery() -> None:
     nursery.serve(int(control_fd))
 
 
-def _show_progress() -> None:
-    """On the agent's board, if there is one."""
+def _serve_agent() -> None:
+    """Show our progress on the agent's board, and our stacks when it looks; without an agent, nothing."""
     address = os.environ.get(BOARD, "")
     if address:
         folder = os.path.dirname(os.path.abspath(__file__))
         if os.path.basename(folder) == "__pycache__":
             folder = os.path.dirname(folder)
         board = _load(os.path.join(os.path.dirname(folder), "core", "board.py"))
+        _answer_looks(address, board)
         _load(os.path.join(folder, "progress.py"), layout=board).begin(address)
+
+
+def _answer_looks(address: str, board: Any) -> None:
+    """Have all stacks written into the agent's file on its signal: in C, whoever holds the interpreter's lock."""
+    path, _, slot = address.rpartition("@")
+    try:
+        import faulthandler
+
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            word = os.pread(fd, board.WORD_BYTES, (int(slot) + board.STACKS) * board.WORD_BYTES)
+        finally:
+            os.close(fd)
+        number = int.from_bytes(word, sys.byteorder)
+        if number:
+            file = os.open(f"{os.path.dirname(path)}/{number}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            faulthandler.register(board.LOOK_SIGNAL, _out_of_the_way(file), all_threads=True)
+    except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
+        return  # the agent is gone, or this Python cannot do it
+
+
+def _out_of_the_way(fd: int) -> int:
+    """The same file under a number that no program comes upon; it is open in no other program that this one executes."""
+    for number in range(min(STACKS_FD, os.sysconf("SC_OPEN_MAX") - 1), 2, -1):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(fd, number, inheritable=False)
+            os.close(fd)
+            return number
+    return fd
 
 
 def _load(path: str, **given: Any) -> Any:
@@ -285,7 +319,7 @@ def main() -> None:
         options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
         sys.orig_argv[1:] = [*options, *(["-m"] if mode == "module" else []), *sys.argv[2:]]
     del sys.argv[:2]
-    _show_progress()
+    _serve_agent()
     run = _prepare_module(target) if mode == "module" else _prepare_script(target)
     try:
         import faulthandler

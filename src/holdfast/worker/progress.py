@@ -5,6 +5,8 @@ is put here by the bootstrap. Hooks torch when the program has imported it, and 
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps; some 0.5 microseconds each.
   Steps of an optimizer that is itself compiled (torch.compile) are not seen;
+- `torch.autograd.backward`, which Tensor.backward calls too, gets something around it that adds up the time before it:
+  what a rank did by itself, for backward is where it waits for others;
 - the handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group stands:
   their begin, their answer and their end are the moments around the store. torch has no public hook there. Where its
   table is missing there are no such moments, and nothing else changes.
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from holdfast.core import board as layout  # noqa: TC004 - the bootstrap puts it here
 
     Handler = Callable[..., Iterator[Any]]
+
+BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+"""torch.autograd.backward's arguments. Ours has the same: to take and pass on just anything costs a quarter of a microsecond."""
 
 
 def begin(address: str) -> None:
@@ -58,38 +63,95 @@ def open_marks(address: str) -> Marks | None:
         os.close(fd)
 
 
+class _Pace:
+    """Counts steps, and the time that a rank needs for them by itself. Closures, for they run in every step."""
+
+    def __init__(self, words: memoryview, slot: int) -> None:
+        steps, last, own = (slot + mark for mark in (layout.STEPS, layout.LAST_STEP, layout.OWN))
+        first = slot + layout.FIRST_STEP
+        now_ns = time.monotonic_ns
+        torch: Any = sys.modules["torch"]
+        ours, count, own_ns = True, 0, 0
+        since_ns = 0  # the end of the newest step or backward; 0 before the first step and inside of a backward
+
+        def step_is_done(*_: object) -> None:
+            nonlocal count, since_ns
+            # A step that is being compiled must not have us in its graph: it does not count, and none does where
+            # torch is too old to say so.
+            try:
+                if torch.compiler.is_compiling() or not ours:
+                    return
+            except AttributeError:
+                return
+            count += 1
+            since_ns = now_ns()
+            words[own] = own_ns
+            words[last] = since_ns
+            words[steps] = count
+            if count == 1:
+                words[first] = since_ns
+
+        def around(original: Any) -> Any:
+            import functools
+
+            def backward(
+                tensors: Any,
+                grad_tensors: Any = None,
+                retain_graph: Any = None,
+                create_graph: Any = False,
+                grad_variables: Any = None,
+                inputs: Any = None,
+            ) -> Any:
+                nonlocal since_ns, own_ns
+                if not since_ns or not ours:
+                    return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                own_ns += now_ns() - since_ns
+                since_ns = 0  # a backward inside of this one (checkpointing) is part of it
+                try:
+                    return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                finally:
+                    since_ns = now_ns()
+
+            _leave_to_eager(backward)
+            return functools.update_wrapper(backward, original)
+
+        def disown() -> None:
+            nonlocal ours
+            ours = False
+
+        self.step_is_done, self.around, self.disown = step_is_done, around, disown
+
+
 class Marks:
     """The moments in this worker's slot. Its children have the memory too, but write nothing."""
 
     def __init__(self, words: memoryview, slot: int) -> None:
         self._words = words
         self._slot = slot
-        self._pid = os.getpid()
+        self._own = True
+        """False in a child. A call of getpid() would cost more than all the rest that is done for a step."""
+        self._pace = _Pace(words, slot)
+        os.register_at_fork(after_in_child=self._disown)
+
+    def _disown(self) -> None:
+        self._own = False
+        self._pace.disown()
 
     def mark(self, which: int) -> None:
         """The first time counts."""
-        if not self._words[self._slot + which] and os.getpid() == self._pid:
+        if self._own and not self._words[self._slot + which]:
             self._words[self._slot + which] = time.monotonic_ns()
 
     def count_steps(self, optimizer: ModuleType) -> None:
-        words, pid, getpid, now_ns = self._words, self._pid, os.getpid, time.monotonic_ns
-        steps, last = self._slot + layout.STEPS, self._slot + layout.LAST_STEP
-        mark, first = self.mark, layout.FIRST_STEP
-        torch: Any = sys.modules["torch"]
-
-        def step_is_done(*_: object) -> None:
-            # A step that is being compiled must not have us in its graph: it does not count, and none does where
-            # torch is too old to say so.
-            is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-            if is_compiling is not None and not is_compiling() and getpid() == pid:
-                if not words[steps]:
-                    mark(first)
-                words[steps] += 1
-                words[last] = now_ns()
-
         register = getattr(optimizer, "register_optimizer_step_post_hook", None)
         if register is not None:
-            register(step_is_done)
+            register(self._pace.step_is_done)
+
+    def time_backward(self, autograd: ModuleType) -> None:
+        """A torch whose backward takes other arguments is left alone: then nobody knows what a rank did by itself."""
+        code = getattr(getattr(autograd, "backward", None), "__code__", None)
+        if code is not None and code.co_varnames[: code.co_argcount] == BACKWARD_TAKES:
+            autograd.backward = self._pace.around(autograd.backward)  # type: ignore[attr-defined]
 
     def watch_rendezvous(self, rendezvous: ModuleType) -> None:
         handlers: dict[str, Handler] = getattr(rendezvous, "_rendezvous_handlers", {})
@@ -112,7 +174,16 @@ class Marks:
         return rendezvous
 
 
+def _leave_to_eager(function: Any) -> None:
+    """Have torch's compiler pass this function by, as it does with torch's own that it stands around."""
+    try:
+        sys.modules["torch._C"]._dynamo.eval_frame.skip_code(function.__code__)
+    except (KeyError, AttributeError):
+        return  # an older one, which looks into it and finds nothing that it could compile
+
+
 HOOKS: dict[str, Callable[[Marks, ModuleType], None]] = {
+    "torch.autograd": Marks.time_backward,
     "torch.optim.optimizer": Marks.count_steps,
     "torch.distributed.rendezvous": Marks.watch_rendezvous,
 }

@@ -1,11 +1,16 @@
-"""The agent's side of the board: holds workers at their safe points, says where they stop, sees how far they are."""
+"""The agent's side of the board: holds workers at their safe points, says where they stop, sees how far they are.
+
+Beside it, for each worker, the file into which it writes its stacks when the agent looks (see looker.py).
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 
 from holdfast.core import board as layout
+from holdfast.core.progress import RankProgress, Stage
 
 HOLD_SETTLES_S = 0.02
 """From setting HELD until every worker's newest safe point can be read: one that read HELD before it was set has
@@ -22,6 +27,16 @@ class Board:
         os.truncate(self._fd, layout.size_bytes(nproc))
         self._memory = mmap.mmap(self._fd, layout.size_bytes(nproc))
         self._words = memoryview(self._memory).cast("Q")
+        self._began_ns = time.monotonic_ns()
+        self._stacks: list[int] = []
+        for rank in range(nproc):
+            fd = os.memfd_create("holdfast-stacks")
+            self._stacks.append(fd)
+            self._words[layout.slot(rank) + layout.STACKS] = fd
+
+    def stacks(self, local_rank: int) -> int:
+        """The descriptor of the file for this worker's stacks: in memory, for no disk may stall a worker. Open until close()."""
+        return self._stacks[local_rank]
 
     def address(self, local_rank: int) -> str:
         """What a worker finds in its environment. The path is good for as long as this agent has the board open."""
@@ -50,7 +65,29 @@ class Board:
         moments = [self._words[layout.slot(rank) + mark] for rank in range(self._nproc)]
         return max(moments) / 1e9 if all(moments) else None
 
+    def progress(self, now_ns: int) -> tuple[RankProgress, ...]:
+        """How far each local rank is at this moment of the monotonic clock. Nobody is DONE here: the board knows no ends."""
+        return tuple(self._progress(rank, now_ns) for rank in range(self._nproc))
+
+    def _progress(self, local_rank: int, now_ns: int) -> RankProgress:
+        at = layout.slot(local_rank)
+        words = self._words[at : at + layout.SLOT_WORDS]
+        steps, beats = words[layout.STEPS], words[layout.BEATS]
+        if steps or beats:
+            stage = Stage.STEPPING
+        elif words[layout.GROUP]:
+            stage = Stage.READY
+        elif words[layout.STORE]:
+            stage = Stage.GROUPING
+        else:
+            stage = Stage.MEETING if words[layout.MEETING] else Stage.STARTING
+        since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT]) or self._began_ns
+        age_s = max(0, now_ns - since_ns) / 1e9
+        return RankProgress(local_rank, stage, steps or beats, age_s, words[layout.OWN] / 1e9)
+
     def close(self) -> None:
         self._words.release()
         self._memory.close()
         os.close(self._fd)
+        for fd in self._stacks:
+            os.close(fd)
