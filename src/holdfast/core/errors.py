@@ -207,6 +207,24 @@ class ProcessGroupError(CallerError, ValueError):
     code = "HF126"
 
 
+class NoRunError(CallerError):
+    """No such job runs on this host, or several do and none was named, or the run that was named has ended."""
+
+    code = "HF127"
+
+
+class ControlRefusedError(CallerError):
+    """A job that runs may not be asked: it belongs to another user, or the question is none that its agent knows."""
+
+    code = "HF128"
+
+
+class ControlSilentError(CallerError):
+    """A job's agent on this host does not answer in time: it is stopped, hangs, or the machine is in trouble."""
+
+    code = "HF129"
+
+
 class RetentionError(CallerError, ValueError):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 

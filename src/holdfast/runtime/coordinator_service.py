@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.protocol import FromAgent, FromCoordinator
+from holdfast.core.protocol import Ask, FromAgent, FromCoordinator, Looked
+from holdfast.runtime.answers import Answers
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
 
@@ -108,6 +109,7 @@ class CoordinatorService:
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute)
         self._driver.feed(Tick())
         self.machine = machine
+        self._answers = Answers(machine, self._links, self._driver.feed)
         self.proxy: StoreProxy | None = None
 
     async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:
@@ -138,11 +140,19 @@ class CoordinatorService:
         return link
 
     def heard(self, number: int, message: FromAgent) -> None:
-        if number in self._links:
-            self._driver.feed(Heard(number, message))
+        if number not in self._links:
+            return
+        match message:
+            case Ask():
+                self._answers.asked(number, message)
+            case Looked() if self._answers.looked(number, message):
+                pass
+            case _:
+                self._driver.feed(Heard(number, message))
 
     def link_closed(self, number: int, reason: str) -> None:
         if self._forget(number):
+            self._answers.link_closed(number)
             self._driver.feed(LinkClosed(number, reason))
 
     async def close(self) -> None:
@@ -154,6 +164,7 @@ class CoordinatorService:
             except TimeoutError:
                 self._journal.write("linger_over", links=len(self._remote))
         self._driver.stop()
+        self._answers.close()
         for link in list(self._links.values()):
             link.close("the coordinator ends")
         self._links.clear()

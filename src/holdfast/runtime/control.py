@@ -1,0 +1,230 @@
+"""The agent's ear for commands on its own host: a Unix socket that only its user may talk to.
+
+One JSON line in, one JSON line out. Knows who may ask, how large a question is and how long anybody is waited for: a
+client that stalls stalls nobody. What the answer is knows `Inquiry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from holdfast.core.errors import ControlRefusedError, ControlSilentError
+from holdfast.core.options import RunOptions
+from holdfast.core.outcome import Outcome
+from holdfast.core.protocol import Question
+from holdfast.runtime import running
+from holdfast.runtime.detached import run_detached
+from holdfast.runtime.journal import Journal
+from holdfast.runtime.workers.log_layout import RunFolder
+
+REQUEST_BYTES_MAX = 4096
+REQUEST_S_MAX = 5.0
+"""From the connection to the end of the question."""
+TAKE_S_MAX = 10.0
+"""So long a client may take to take its answer."""
+CLIENTS_MAX = 32
+FAREWELL_S_MAX = 1.0
+"""At the end: for answers that are under way, and for the removal of socket and entry."""
+CREDENTIALS = struct.Struct("3i")
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A closed set of questions."""
+
+    ask: Question | None = None
+    """None: how it ends, to be answered when it has."""
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    whole: bool = True
+    """False: the coordinator could not be asked; the answer is this node's alone."""
+    body: msgspec.Raw = msgspec.Raw(b"null")
+    code: str = ""
+    """Of an error: the question was not answered, and `text` says why."""
+    text: str = ""
+
+
+class End(msgspec.Struct, frozen=True):
+    """How this node's part of the job ended."""
+
+    kind: str
+    exit_code: int
+    message: str
+    cause: str
+
+
+Answerer = Callable[[Question], Awaitable[Reply]]
+
+
+class Control:
+    """One per agent. Nothing that goes wrong with it is the job's business: it says so in the journal, and is not there."""
+
+    def __init__(self, answer: Answerer, journal: Journal) -> None:
+        self._answer = answer
+        self._journal = journal
+        self._server: asyncio.Server | None = None
+        self._entry = ""
+        self._socket = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
+
+    async def open(self, options: RunOptions, folder: RunFolder, host: str) -> None:
+        """Listen, and then say so. Never raises OSError."""
+        try:
+            private: str | None = running.private_folder()
+        except OSError as error:
+            private = None
+            self._journal.write("control", problem=f"no list of running jobs: {error.strerror or error}")
+        try:
+            listening = self._bind(folder, private)
+        except OSError as error:
+            self._journal.write("control", problem=f"no control socket: {error.strerror or error}")
+            return
+        more: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+        self._server = await asyncio.start_unix_server(self._serve, sock=listening, limit=REQUEST_BYTES_MAX, **more)
+        entry = running.Entry(
+            run_id=options.job.run_id,
+            endpoint=options.meeting_point,
+            host=host,
+            pid=os.getpid(),
+            folder=str(folder.path or ""),
+            socket=self._socket,
+            began_epoch_s=time.time(),
+            script=options.command.target,
+        )
+        if private is not None:
+            try:
+                self._entry = running.write(entry, private)
+            except OSError as error:
+                self._journal.write("control", problem=f"no entry in {private}: {error.strerror or error}")
+
+    async def close(self, outcome: Outcome | None) -> None:
+        """`outcome` None: there is none, this process ends by a fault of its own."""
+        if not self._ended.done():
+            self._ended.set_result(outcome)
+        if self._server is None:
+            return
+        self._server.close()
+        paths = [path for path in (self._entry, self._socket) if path]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S_MAX):
+                await run_detached(lambda: _remove(paths))
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            task.cancel()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _bind(self, folder: RunFolder, private: str | None) -> socket.socket:
+        """In the run folder, or where there is none or it takes no sockets, in the private folder. Raises OSError."""
+        places = [str(folder.path / running.SOCKET_NAME)] if folder.path is not None else []
+        if private is not None:
+            places.append(os.path.join(private, f"{os.getpid()}-{os.urandom(4).hex()}.sock"))
+        error = OSError("there is no folder for it")
+        for path in places:
+            try:
+                listening = _listen(path)
+            except OSError as problem:
+                error = problem
+                continue
+            self._socket = path
+            return listening
+        raise error
+
+    # ---------------------------------------------------------------- one client
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            reply = await self._reply(reader, writer)
+            if reply is not None:
+                writer.write(msgspec.json.encode(reply) + b"\n")
+                async with asyncio.timeout(TAKE_S_MAX):
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            pass  # it is gone, or does not listen, or we end
+        finally:
+            writer.transport.abort()
+            self._tasks.discard(task)
+
+    async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply | None:
+        """None: there is nobody to answer."""
+        uid = _peer_uid(writer)
+        if uid not in (0, os.geteuid()):
+            return Reply(code=ControlRefusedError.code, text="this job belongs to another user")
+        if len(self._tasks) > CLIENTS_MAX:
+            return Reply(code=ControlSilentError.code, text=f"{CLIENTS_MAX} clients are being answered; try again")
+        try:
+            async with asyncio.timeout(REQUEST_S_MAX):
+                line = await reader.readline()
+        except (TimeoutError, ValueError):
+            return Reply(code=ControlRefusedError.code, text="no question within the limits of time and size")
+        if not line:
+            return None
+        try:
+            request = msgspec.json.decode(line, type=Request)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return Reply(code=ControlRefusedError.code, text=f"not a question: {error}")
+        if request.ask is None:
+            return await self._until_ended(reader)
+        return await self._answer(request.ask)
+
+    async def _until_ended(self, reader: asyncio.StreamReader) -> Reply | None:
+        """Waits for the end of the job or of the client, whatever comes first."""
+        gone = asyncio.ensure_future(reader.read(1))
+        try:
+            waiting: set[asyncio.Future[Any]] = {gone, self._ended}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+        if not self._ended.done():
+            return None
+        outcome = self._ended.result()
+        if outcome is None:
+            return Reply(code="HF900", text="the agent ended by a fault of its own")
+        cause = outcome.verdict.cause if outcome.verdict is not None else ""
+        end = End(outcome.kind.value, outcome.exit_code, outcome.message, cause)
+        return Reply(body=msgspec.Raw(msgspec.json.encode(end)))
+
+
+def _listen(path: str) -> socket.socket:
+    """A listening socket at this path, which only its owner can connect to from the first moment. Raises OSError."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(listening.fileno(), 0o600)  # what is bound takes its mode from the socket
+        with running.reachable(path) as name:
+            listening.bind(name)
+        os.chmod(path, 0o600)
+        listening.listen()
+    except BaseException:
+        listening.close()
+        raise
+    listening.setblocking(False)
+    return listening
+
+
+def _peer_uid(writer: asyncio.StreamWriter) -> int:
+    told = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    uid: int = CREDENTIALS.unpack(told)[1]
+    return uid
+
+
+def _remove(paths: list[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
