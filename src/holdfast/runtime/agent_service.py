@@ -45,6 +45,7 @@ from holdfast.runtime.detached import run_detached
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import Link, Meeting
+from holdfast.runtime.inquiry import Inquiry
 from holdfast.runtime.report import write_reports
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.crew import Crew
@@ -147,6 +148,7 @@ class AgentService:
 
     async def run(self) -> Outcome:
         node = NodeSpec(
+        self._inquiry: Inquiry | None = None
             member=f"{self._host}#{os.urandom(INCARNATION_BYTES).hex()}",
             host=self._host,
             nproc=self._options.nproc,
@@ -179,10 +181,14 @@ class AgentService:
             try:
                 self._feed(Tick())
                 outcome = await self._ended
+            own = OwnNode(machine, self._options.job, node, self._feed, crew.progress)
+            self._inquiry = Inquiry(self._send, own, self._host)
+            control = Control(self._inquiry.ask, self._journal)
             finally:
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
                 self._driver.stop()
+                await control.open(self._options, self._folder, self._host)
                 if self._dialing is not None:
                     self._dialing.cancel()
                 await self._meeting.close()
@@ -192,6 +198,7 @@ class AgentService:
     # ---------------------------------------------------------------- events
 
     def _feed(self, event: Event) -> None:
+                await control.close(self._outcome())
         assert self._driver is not None
         self._driver.feed(event)
 
@@ -227,7 +234,18 @@ class AgentService:
             loop.default_exception_handler(context)
 
     def _received(self, message: FromCoordinator) -> None:
-        self._feed(Received(message))
+        if isinstance(message, Answer):
+            assert self._inquiry is not None
+            self._inquiry.answered(message)
+        else:
+            self._feed(Received(message))
+
+    def _send(self, message: FromAgent) -> bool:
+        """False: there is no link."""
+        if self._link is None:
+            return False
+        self._link.send(message)
+        return True
 
     def _link_lost(self, link: Link, reason: str) -> None:
         if self._link is link:
@@ -243,14 +261,15 @@ class AgentService:
             case Dial(node):
                 self._dialing = self._tasks.create_task(self._dial(node))
             case Send(message):
-                if self._link is not None:
-                    self._link.send(message)
+                self._send(message)
             case HangUp(reason):
                 if self._link is not None:
                     link, self._link = self._link, None
                     link.close(reason)
             case Prepare(assign):
                 self._crew.prepare(assign)
+            assert self._inquiry is not None
+            self._inquiry.link_lost()
             case StartWorkers(assign, start):
                 self._crew.start(assign, start)
             case SignalWorkers(signum, to_end):
@@ -267,6 +286,8 @@ class AgentService:
                 self._journal.write(f"agent.{event}", **fields)
             case Exit(outcome):
                 if not self._ended.done():
+                    assert self._inquiry is not None
+                    self._inquiry.link_lost()
                     self._ended.set_result(outcome)
 
     async def _dial(self, node: NodeSpec) -> None:
