@@ -138,6 +138,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("--exclude-after", INT, 0, LIFE, "shut out a host blamed so often, for a while; 0: never", "N", ours=True),
     Option("--event-log-handler", TEXT, "null", LIFE, "where events go: null or console", "NAME"),
+    Option(
+        "--metrics", TEXT, None, LIFE, "serve Prometheus metrics there (loopback by default)", "[HOST:]PORT", ours=True
+    ),
+    Option("--health", TEXT, None, LIFE, "answer health checks there; the same port will do", "[HOST:]PORT", ours=True),
     Option("--log-dir", TEXT, None, LOGS, "folder of the run folders; /dev/null for no files", "DIR"),
     Option(
         "--redirects", TEXT, "0", LOGS, "to file only: 1 stdout, 2 stderr, 3 both; or RANK:N,...", "SPEC", short="-r"

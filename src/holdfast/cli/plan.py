@@ -55,6 +55,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         ("stop", stop_text(options)),
         ("drain", drain_text(options)),
         ("logs", log_text(options, job_id)),
+        *([("watched", watched)] if (watched := watched_text(options)) else []),
     ]
     lines = ["holdfast would run this; nothing was started.", ""]
     lines += [f"{name:14}{text}" for name, text in facts]
@@ -141,6 +142,15 @@ def drain_text(options: RunOptions) -> str:
         signal += f", and on {Signals(options.preempt_signal).name}"
     wait_s = options.limits.drain_s
     return f"scripts that ask should_stop(): to their next safe point within {wait_s:g} s, on {signal}"
+
+
+def watched_text(options: RunOptions) -> str:
+    """Empty when nothing is to be seen from outside."""
+    places = (("metrics", options.metrics), ("health", options.health))
+    parts = [f"{name} at {place}" for name, place in places if place is not None]
+    if options.event_log_handler == "console":
+        parts.append("torchelastic's events on stderr")
+    return ", ".join(parts)
 
 
 def log_text(options: RunOptions, job_id: str) -> str:

@@ -22,7 +22,7 @@ from holdfast.core.errors import (
     ProcessesError,
     UsageError,
 )
-from holdfast.core.options import LogOptions, RunOptions, Std, StreamChoice
+from holdfast.core.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.core.policy import Limits
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
+HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
 
@@ -59,6 +60,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     command = worker_command(parsed, environ, notices)
     threads = omp_num_threads(environ, devices.number, cpus)
     logs = log_options(parsed, environ, devices.number, notices)
+    metrics, (health, health_if_free) = served(parsed, "metrics"), health_check(parsed, environ, notices)
     imports = preload(parsed, command, place.job, counted="OMP_NUM_THREADS" in environ or threads is not None)
     options = RunOptions(
         job=place.job,
@@ -86,6 +88,9 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         standby=given.standby == "on" and bool(imports.modules) and may_restart(place.job),
         start_method=given.start_method,
         event_log_handler=given.event_log_handler,
+        metrics=metrics,
+        health=health,
+        health_if_free=health_if_free,
         monitor_interval_s=given.monitor_interval,
         notices=tuple(notices),
     )
@@ -142,6 +147,29 @@ def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
     if seconds < 0:
         raise parsed.error("shutdown_timeout", UsageError, "must be 0 or more seconds")
     return float(seconds)
+
+
+def served(parsed: Parsed, dest: str) -> Endpoint | None:
+    """`[HOST:]PORT` of --metrics or --health."""
+    text = getattr(parsed.values, dest)
+    if text is None:
+        return None
+    try:
+        return values.serving_place(text)
+    except ValueError as error:
+        raise parsed.error(dest, UsageError, str(error)) from None
+
+
+def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> tuple[Endpoint | None, bool]:
+    """Where, and whether it was torchrun's variable that asked: that one never keeps a job from starting."""
+    place, text = served(parsed, "health"), environ.get(HEALTH_VARIABLE)
+    if place is not None or text is None:
+        return place, False
+    try:
+        return values.serving_place(text), True
+    except ValueError:
+        notices.append(f"{HEALTH_VARIABLE}={text} is no port: no health check is served")
+        return None, False
 
 
 def signals_to_handle(parsed: Parsed, notices: list[str]) -> tuple[int, ...]:

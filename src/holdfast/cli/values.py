@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import signal
 
-from holdfast.core.options import Std, StreamChoice
+from holdfast.core.options import Endpoint, Std, StreamChoice
 
+LOOPBACK = "127.0.0.1"
+PORT_MAX = 65535
 UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 
 
@@ -70,6 +72,24 @@ def rank_list(text: str) -> frozenset[int] | None:
         return frozenset(int(item) for item in text.split(","))
     except ValueError:
         raise ValueError("must be local ranks separated by commas, as in 0,1,2") from None
+
+
+def serving_place(text: str) -> Endpoint:
+    """`[HOST:]PORT`; without a host the loopback interface, port 0 is any free one.
+
+    >>> str(serving_place("9400")), str(serving_place("0.0.0.0:9400")), str(serving_place("[::1]:9400"))
+    ('127.0.0.1:9400', '0.0.0.0:9400', '[::1]:9400')
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon:
+        host = LOOPBACK
+    elif host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError("write an IPv6 address in brackets: [address]:port")
+    if not is_number(port) or int(port) > PORT_MAX or not host:
+        raise ValueError(f"{text!r}: must be PORT or HOST:PORT, a port is a number from 0 to {PORT_MAX}")
+    return Endpoint(host=host, port=int(port))
 
 
 def signal_numbers(text: str) -> tuple[tuple[int, ...], list[str]]:

@@ -151,6 +151,12 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """None: leave OMP_NUM_THREADS alone (it is set, or there is one process)."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
+    metrics: Endpoint | None = None
+    """Where Prometheus metrics are served; None: nowhere."""
+    health: Endpoint | None = None
+    """Where health checks are answered; None: nowhere."""
+    health_if_free: bool = False
+    """It was torchrun's variable that asked: a port that is taken is only said."""
     monitor_interval_s: float = 0.1
     """Accepted for compatibility; nothing polls."""
     preload: Preload = Preload()
