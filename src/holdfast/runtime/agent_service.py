@@ -40,12 +40,14 @@ from holdfast.core.coordinator.ending import Judge
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
-from holdfast.core.protocol import FromCoordinator
+from holdfast.core.protocol import Answer, FromAgent, FromCoordinator
+from holdfast.runtime.control import Control
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.driver import Driver
+from holdfast.runtime.inquiry import Inquiry
 from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import Link, Meeting
-from holdfast.runtime.inquiry import Inquiry
+from holdfast.runtime.own_node import OwnNode
 from holdfast.runtime.report import write_reports
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.crew import Crew
@@ -143,12 +145,12 @@ class AgentService:
         self._link: Link | None = None
         self._driver: Driver[Event, Command] | None = None
         self._crew: Crew | None = None
+        self._inquiry: Inquiry | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._dialing: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         node = NodeSpec(
-        self._inquiry: Inquiry | None = None
             member=f"{self._host}#{os.urandom(INCARNATION_BYTES).hex()}",
             host=self._host,
             nproc=self._options.nproc,
@@ -176,29 +178,34 @@ class AgentService:
             crew.on_notice = self._console.say
             machine = AgentMachine(node, self._options.limits, self._loop.time())
             self._driver = Driver(machine, Tick(), self._execute, after=lambda: crew.fence(machine.fence_at_s))
+            own = OwnNode(machine, self._options.job, node, self._feed, crew.progress)
+            self._inquiry = Inquiry(self._send, own, self._host)
+            control = Control(self._inquiry.ask, self._journal)
             self._loop.set_exception_handler(self._crashed)
             handled = self._install_signals()
             try:
                 self._feed(Tick())
+                await control.open(self._options, self._folder, self._host)
                 outcome = await self._ended
-            own = OwnNode(machine, self._options.job, node, self._feed, crew.progress)
-            self._inquiry = Inquiry(self._send, own, self._host)
-            control = Control(self._inquiry.ask, self._journal)
             finally:
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
                 self._driver.stop()
-                await control.open(self._options, self._folder, self._host)
                 if self._dialing is not None:
                     self._dialing.cancel()
                 await self._meeting.close()
                 await crew.close()
+                await control.close(self._outcome())
         return outcome
+
+    def _outcome(self) -> Outcome | None:
+        """None: there is none yet, or a fault of ours in its place."""
+        ended = self._ended
+        return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
 
     # ---------------------------------------------------------------- events
 
     def _feed(self, event: Event) -> None:
-                await control.close(self._outcome())
         assert self._driver is not None
         self._driver.feed(event)
 
@@ -250,6 +257,8 @@ class AgentService:
     def _link_lost(self, link: Link, reason: str) -> None:
         if self._link is link:
             self._link = None
+            assert self._inquiry is not None
+            self._inquiry.link_lost()
             self._feed(LinkLost(reason))
 
     # ---------------------------------------------------------------- commands
@@ -265,11 +274,11 @@ class AgentService:
             case HangUp(reason):
                 if self._link is not None:
                     link, self._link = self._link, None
+                    assert self._inquiry is not None
+                    self._inquiry.link_lost()
                     link.close(reason)
             case Prepare(assign):
                 self._crew.prepare(assign)
-            assert self._inquiry is not None
-            self._inquiry.link_lost()
             case StartWorkers(assign, start):
                 self._crew.start(assign, start)
             case SignalWorkers(signum, to_end):
@@ -286,8 +295,6 @@ class AgentService:
                 self._journal.write(f"agent.{event}", **fields)
             case Exit(outcome):
                 if not self._ended.done():
-                    assert self._inquiry is not None
-                    self._inquiry.link_lost()
                     self._ended.set_result(outcome)
 
     async def _dial(self, node: NodeSpec) -> None:
