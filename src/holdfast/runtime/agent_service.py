@@ -40,6 +40,7 @@ from holdfast.core.coordinator.ending import Judge
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
+from holdfast.core.progress import JobView, RankProgress
 from holdfast.core.protocol import Answer, FromAgent, FromCoordinator
 from holdfast.runtime.control import Control
 from holdfast.runtime.detached import run_detached
@@ -47,6 +48,7 @@ from holdfast.runtime.driver import Driver
 from holdfast.runtime.inquiry import Inquiry
 from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import Link, Meeting
+from holdfast.runtime.observing import observing
 from holdfast.runtime.own_node import OwnNode
 from holdfast.runtime.report import write_reports
 from holdfast.runtime.workers.console import Console
@@ -94,13 +96,14 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, rend
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        outcome = await AgentService(options, keeper, judge, folder, console, router, journal, host).run()
-        finished = Finished(outcome, str(folder.path or ""))
-        journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
-        await asyncio.to_thread(write_reports, outcome, folder.path)
-        if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
-            stall_s = CONSOLE_LAST_CHANCE_S_MAX
-        text = render(finished)
+        service = AgentService(options, keeper, judge, folder, console, router, journal, host)
+        with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
+            outcome = await service.run()
+            journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
+            await asyncio.to_thread(write_reports, outcome, folder.path)
+            if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
+                stall_s = CONSOLE_LAST_CHANCE_S_MAX
+        text = render(Finished(outcome, str(folder.path or "")))
         if text:
             console.say(text, prefix="")
     except asyncio.CancelledError:  # Ctrl-C while the last output is being shown
@@ -202,6 +205,15 @@ class AgentService:
         """None: there is none yet, or a fault of ours in its place."""
         ended = self._ended
         return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
+
+    def look(self) -> tuple[RankProgress, ...]:
+        """How far this node's workers are; nothing while there are none."""
+        return self._crew.progress() if self._crew is not None else ()
+
+    def view(self) -> JobView | None:
+        """What the coordinator knows; None where it does not run here."""
+        coordinator = self._meeting.coordinator
+        return coordinator.machine.view(self._loop.time()) if coordinator is not None else None
 
     # ---------------------------------------------------------------- events
 

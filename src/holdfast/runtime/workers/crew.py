@@ -28,6 +28,7 @@ from holdfast.core.board import BOARD_VARIABLE
 from holdfast.core.errors import HoldfastError, LogDirError, PeerError
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Failure
+from holdfast.core.progress import RankProgress
 from holdfast.core.protocol import Assign, Start
 from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
@@ -286,6 +287,12 @@ class Crew:
 
     def _key(self, local_rank: int) -> str:
         return f"worker#{self._generation}#{local_rank}"
+
+    # ---------------------------------------------------------------- what is seen of the workers
+
+    def progress(self) -> tuple[RankProgress, ...]:
+        """How far the workers of this generation are, as they wrote on the board."""
+        return self._board.progress(time.monotonic_ns()) if self._board is not None else ()
 
     # ---------------------------------------------------------------- what the keeper tells
 
