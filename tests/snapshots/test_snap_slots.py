@@ -66,7 +66,7 @@ def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path)
     own.close()
 
 
-@pytest.mark.parametrize("where", [0, 1 << 20, SIZE - 1])
+@pytest.mark.parametrize("where", [0, 64 * -(-SIZE // slots.SAMPLES), SIZE - 1])
 def test_a_body_that_was_written_after_commit_is_refused(tmp_path: Path, where: int) -> None:
     own = Slots(tmp_path, Owner(0))
     memory = own.stage(1, SIZE)

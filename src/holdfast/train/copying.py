@@ -101,24 +101,35 @@ def _page_runs(spans: Sequence[slice]) -> list[tuple[int, int]]:
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Each source into its target, which has as many items; complete when this returns."""
-    blocks: list[_Block] = []
-    slow_targets, slow_sources = [], []
-    crowded = _is_crowded()
-    for target, source in zip(targets, sources, strict=True):
-        if source.numel() == 0:
-            continue
-        if crowded and _plain(target) and _plain(source) and target.dtype == source.dtype:
-            blocks.append((target.data_ptr(), source.data_ptr(), source.nbytes))
-        else:
-            slow_targets.append(target)
-            slow_sources.append(source.detach().reshape(target.shape))
-    devices = {each.device for each in (*slow_targets, *slow_sources) if each.device.type != "cpu"}
     with torch.no_grad():
-        if slow_targets:
-            torch._foreach_copy_(slow_targets, slow_sources, non_blocking=bool(devices))
-    _move(blocks)
+        if _is_crowded():
+            targets, sources = _move_plain(targets, sources)
+        # Whatever is done here for each tensor is done hundreds of times while training waits.
+        fitting = [
+            source if source.shape == target.shape else source.reshape(target.shape)
+            for target, source in zip(targets, sources, strict=True)
+        ]
+        devices = {each.device for each in (*targets, *fitting) if not each.is_cpu}
+        if fitting:
+            torch._foreach_copy_(list(targets), fitting, non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.synchronize(device)
+
+
+def _move_plain(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Copy what is nothing but bytes with threads of ours; returns the others."""
+    blocks: list[_Block] = []
+    others: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for target, source in zip(targets, sources, strict=True):
+        if _plain(target) and _plain(source) and target.dtype == source.dtype:
+            blocks.append((target.data_ptr(), source.data_ptr(), source.nbytes))
+        else:
+            others[0].append(target)
+            others[1].append(source)
+    _move(blocks)
+    return others
 
 
 def _is_crowded() -> bool:
@@ -130,7 +141,7 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.dtype.is_complex and tensor.is_conj())
 
 
-def _move(blocks: list[_Block]) -> None:
+def _move(blocks: Sequence[_Block]) -> None:
     pieces: deque[_Block] = deque()
     for target, source, nbytes in blocks:
         if nbytes <= SMALL_BYTES_MAX:

@@ -173,11 +173,12 @@ class Saving:
         memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return "no room"  # both slots are being written: the next one will do
+        if not sharding.copy_into(self._views_of(memory, layout), self._sources(collected, layout)):
+            return "unplanned"
         memory[: len(layout.file.header)] = layout.file.header
         if layout.beside is not None:
             memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
         memory[room] = collected.text.ljust(room.stop - room.start)
-        sharding.copy_into(self._views_of(memory, layout), self._sources(collected, layout))
         self.tier.commit(self._ticket(self._rescue), self._metadata(metrics))
         return "staged"
 

@@ -145,22 +145,22 @@ class Layout:
         return slice(found.start + self.beside_at, found.stop + self.beside_at)
 
     def views(self, memory: memoryview) -> dict[str, torch.Tensor]:
-        """The places of the entries in this memory, flat, as tensors of their own type; the text is not among them."""
+        """The places of the entries in this memory, as tensors of their own type and shape; the text is not among them."""
         views = {}
         for image, begin in ((self.file, 0), (self.beside, self.beside_at)):
             for entry in () if image is None else image.entries:
                 if entry.name != TEXT and image is not None:
                     at = begin + image.spans[entry.name].start
-                    views[entry.name] = _flat_view(memory, at, entry)
+                    views[entry.name] = _view(memory, at, entry)
         return views
 
 
-def _flat_view(memory: memoryview, at: int, entry: Entry) -> torch.Tensor:
+def _view(memory: memoryview, at: int, entry: Entry) -> torch.Tensor:
     dtype = DTYPES[entry.dtype]
     count = math.prod(entry.shape)
     if count == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(entry.shape)
 
 
 def local_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -301,12 +301,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into flat views of a slot; complete when this returns."""
+def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+    """Copy tensors into their places in a slot; complete when this returns. False, and nothing copied: they do not fit."""
     sources = []
     for view, tensor in zip(views, tensors, strict=True):
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if local.dtype != view.dtype:
-            local = local.detach().contiguous().view(torch.uint8)
+        if local.dtype != view.dtype and local.dtype not in CODES:
+            local = local.detach().contiguous().flatten().view(torch.uint8)
+        if local.dtype != view.dtype or local.shape != view.shape:
+            return False
         sources.append(local)
     copy_all(views, sources)
+    return True

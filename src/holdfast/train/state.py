@@ -41,13 +41,9 @@ class Collected:
     """Of this rank; changes with every step."""
 
     def signature(self) -> tuple[Any, ...]:
-        """Equal as long as a layout holds."""
-        return (
-            tuple(
-                (key, each.shape, each.dtype, getattr(each, "placements", None)) for key, each in self.shared.items()
-            ),
-            tuple((key, each.shape, each.dtype) for key, each in self.own.items()),
-        )
+        """Equal as long as a layout holds, and the tensors' shapes and types stay the same."""
+        sharded = [(key, each.placements) for key, each in self.shared.items() if isinstance(each, DTensor)]
+        return (list(self.shared), list(self.own), sharded)
 
 
 @dataclass
