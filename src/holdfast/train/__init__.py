@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from holdfast.train.guards import GuardWarning, guarded, watch
     from holdfast.train.schedule import steps
     from holdfast.train.snapshots import Keep, Resumed, Snapshots
+    from holdfast.train.storage import SnapshotReader, SnapshotWriter
     from holdfast.train.wrap import ddp
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "ProcessGroup",
     "Resumed",
     "ShardedDataset",
+    "SnapshotReader",
+    "SnapshotWriter",
     "Snapshots",
     "accumulate",
     "ddp",
@@ -52,6 +55,8 @@ _HOMES = {
     "ProcessGroup": "group",
     "Resumed": "snapshots",
     "ShardedDataset": "data.shards",
+    "SnapshotReader": "storage",
+    "SnapshotWriter": "storage",
     "Snapshots": "snapshots",
     "accumulate": "accumulation",
     "ddp": "wrap",

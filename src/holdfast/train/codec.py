@@ -90,40 +90,50 @@ class Encoder:
         return name
 
 
-def decode(tree: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The value again; `tensor` gives the tensor of a name. SnapshotDamagedError for a tree that is none of ours."""
+_Get = Callable[[str], torch.Tensor]
+
+
+def decode(tree: Any, tensor: _Get, array: _Get | None = None) -> Any:
+    """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is made of.
+
+    SnapshotDamagedError for a tree that is none of ours.
+    """
+    return _decode(tree, (tensor, array or tensor))
+
+
+def _decode(tree: Any, get: tuple[_Get, _Get]) -> Any:
     if isinstance(tree, list):
-        return [decode(each, tensor) for each in tree]
+        return [_decode(each, get) for each in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) == 1:
         ((kind, content),) = tree.items()
         if kind.startswith(_KIND):
-            return _decode_kind(kind, content, tensor)
-    return {key: decode(each, tensor) for key, each in tree.items()}
+            return _decode_kind(kind, content, get)
+    return {key: _decode(each, get) for key, each in tree.items()}
 
 
-def _decode_kind(kind: str, content: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def _decode_kind(kind: str, content: Any, get: tuple[_Get, _Get]) -> Any:
     match kind:
         case "$tensor":
-            return tensor(content)
+            return get[0](content)
         case "$tuple":
-            return tuple(decode(each, tensor) for each in content)
+            return tuple(_decode(each, get) for each in content)
         case "$float":
             return float(content)
         case "$bytes":
             return base64.b64decode(content)
         case "$array":
-            return _array(content, tensor)
+            return _array(content, get[1])
         case "$dict" | "$ordered" | "$counter":
-            pairs = ((decode(key, tensor), decode(each, tensor)) for key, each in content)
+            pairs = ((_decode(key, get), _decode(each, get)) for key, each in content)
             if kind == "$counter":
                 return Counter(dict(pairs))
             return OrderedDict(pairs) if kind == "$ordered" else dict(pairs)
     raise SnapshotDamagedError(f"the saved state has a value of the unknown kind {kind!r}")
 
 
-def _array(content: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def _array(content: Any, tensor: _Get) -> Any:
     import numpy as np
 
     name, kind, shape = content

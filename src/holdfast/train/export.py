@@ -24,11 +24,9 @@ import torch
 from holdfast.core.errors import EXIT_FAILURE, HoldfastError, NoValidSnapshotError, SnapshotError
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import Snapshot
-from holdfast.train import codec
-from holdfast.train.reading import FilePart, Saved
-from holdfast.train.resuming import open_files
-
-OWN = "own/"
+from holdfast.train.assembling import load_all
+from holdfast.train.reading import FilePart, Saved, open_files
+from holdfast.train.storage import is_dcp, load_nested
 
 
 def load(snapshot: Snapshot) -> dict[str, Any]:
@@ -36,55 +34,10 @@ def load(snapshot: Snapshot) -> dict[str, Any]:
     files = open_files(snapshot)
     try:
         saved = Saved([FilePart(file) for file in files])
-        return _assembled(saved)
+        return load_nested(snapshot, saved) if is_dcp(saved) else load_all(saved)
     finally:
         for file in files:
             file.close()
-
-
-def _assembled(saved: Saved) -> dict[str, Any]:
-    keys = [key for key in saved.pieces if not key.startswith(OWN)]
-    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in _shapes(saved, keys).items()}
-    saved.prepare(tensors).load()
-    told = min(saved.texts, key=lambda text: int(text["rank"]))
-    state: dict[str, Any] = {"step": told["step"], "epoch": told["epoch"]}
-    for name, rest in codec.section(told, "models").items():
-        prefix = f"{name}."
-        state[name] = {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
-        state[name].update({fqn: codec.decode(value, saved.fresh) for fqn, value in rest.items()})
-    for name in codec.section(told, "optimizers"):
-        state[name] = _optimizer(saved, name, tensors)
-    for name, tree in codec.section(told, "others").items():
-        state[name] = codec.decode(tree, saved.fresh)
-    return state
-
-
-def _shapes(saved: Saved, keys: Sequence[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    found = {key: saved.whole_shape(key) for key in keys}
-    return {key: each for key, each in found.items() if each is not None}
-
-
-def _optimizer(saved: Saved, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """As torch's get_optimizer_state_dict has it: by names of parameters."""
-    state: dict[str, Any] = {}
-    groups: list[Any] = []
-    for text in saved.texts:
-        told = codec.section(codec.section(text, "optimizers"), name)
-        for fqn, rest in codec.section(told, "state").items():
-            state.setdefault(
-                fqn,
-                {
-                    what: tensors[f"{name}.state.{fqn}.{what}"]
-                    if value is None
-                    else codec.decode(value[0], saved.fresh)
-                    for what, value in rest.items()
-                },
-            )
-        groups = groups or [
-            {**codec.decode(group, saved.fresh), "params": params}
-            for group, params in zip(told.get("groups", []), told.get("params", []), strict=True)
-        ]
-    return {"state": state, "param_groups": groups}
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -109,6 +62,8 @@ def to_safetensors(snapshot: Snapshot, path: Path) -> None:
         raise SnapshotError(f"{snapshot.path.name} has no model")
     several = len(models) > 1
     tensors = {(f"{n}.{key}" if several else key): value for n, each in models.items() for key, value in each.items()}
+    # It refuses tensors that share memory; tied ones do.
+    tensors = {key: each.clone() for key, each in tensors.items()}
     save_file(tensors, path, {"format": "pt", "step": str(snapshot.step)})
 
 

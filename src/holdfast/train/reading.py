@@ -26,13 +26,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from holdfast.core.errors import ShardingError, SnapshotDamagedError
+from holdfast.core.errors import ShardingError, SnapshotDamagedError, SnapshotError
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.image import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
 from holdfast.snapshots.reader import RankFile
 from holdfast.snapshots.slots import HEADER_BYTES
 from holdfast.train import codec
 from holdfast.train.copying import PrivateMapping, can_settle, copy_all
-from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, Piece, local_pieces, local_tensor
+from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, TIED, Piece, local_pieces, local_tensor
 
 
 class Part(Protocol):
@@ -130,7 +131,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     @cached_property
     def pieces(self) -> dict[str, dict[tuple[int, ...], _Found]]:
-        """By key, then by offsets: where each piece is. Copies are left out."""
+        """By key, then by offsets: where each piece is. Copies are left out; what was tied has all its names."""
         found: dict[str, dict[tuple[int, ...], _Found]] = {}
         for part in self._parts:
             described = _described(part.image)
@@ -138,6 +139,10 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
                 if entry.name != TEXT:
                     piece = Piece.of_entry(entry, described.get(entry.name))
                     found.setdefault(piece.key, {}).setdefault(piece.offsets, (part, entry.name, piece))
+        for text in self.texts:
+            for name, key in codec.section(text, TIED).items():
+                if name not in found and key in found:
+                    found[name] = found[key]
         return found
 
     @cached_property
@@ -289,6 +294,19 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
         return False
+
+
+def open_files(snapshot: Snapshot) -> list[RankFile]:
+    """All ranks' files of a snapshot; to be closed by the caller."""
+    files: list[RankFile] = []
+    try:
+        for rank in range(snapshot.manifest.world):
+            files.append(RankFile(snapshot, rank))  # noqa: PERF401 - those that are open are closed below
+    except SnapshotError:
+        for file in files:
+            file.close()
+        raise
+    return files
 
 
 def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:

@@ -24,11 +24,11 @@ from holdfast.core.errors import (
 )
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import layout
-from holdfast.snapshots.folder import Snapshot, Survey
+from holdfast.snapshots.folder import Survey
 from holdfast.snapshots.layout import Key, Kind
 from holdfast.snapshots.reader import RankFile
 from holdfast.train.agreement import Peers
-from holdfast.train.reading import FilePart, Prepared, Saved, parts_of_slot
+from holdfast.train.reading import FilePart, Prepared, Saved, open_files, parts_of_slot
 from holdfast.train.state import Targets, Tracker
 from holdfast.train.tiers import Held, Tier
 
@@ -231,17 +231,4 @@ def _unfinished(found: Survey) -> set[tuple[str, int]]:
         files.add((str(path), 0))
         with contextlib.suppress(OSError):
             files |= {(each.path, each.stat().st_size) for each in os.scandir(path)}
-    return files
-
-
-def open_files(snapshot: Snapshot) -> list[RankFile]:
-    """All ranks' files of a snapshot; to be closed by the caller."""
-    files: list[RankFile] = []
-    try:
-        for rank in range(snapshot.manifest.world):
-            files.append(RankFile(snapshot, rank))  # noqa: PERF401 - those that are open are closed below
-    except SnapshotError:
-        for file in files:
-            file.close()
-        raise
     return files

@@ -46,6 +46,11 @@ STATIC = "holdfast.static"
 TEXT = "holdfast.text"
 """Name of the entry that holds this rank's state that is no tensor, as JSON padded with spaces."""
 
+OWN = "own/"
+"""Names of tensors that are one rank's own begin so."""
+TIED = "tied"
+"""In the text: names of tensors that were stored under another one, which is the same tensor."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -80,6 +85,23 @@ class Piece:
         if self.is_whole and self.dtype in CODES:
             return None
         return [self.key, self.offsets, self.sizes, self.whole, _dtype_name(self.dtype)]
+
+    @classmethod
+    def of_item(cls, item: WriteItem) -> Piece | None:
+        """What torch's planner wants written; None for nothing at all: a rank's part of a tensor too short for all."""
+        data = item.tensor_data
+        if data is None:
+            raise ShardingError(f"{item.index.fqn} is no tensor")
+        sizes, whole = tuple(data.chunk.sizes), tuple(data.size)
+        if math.prod(sizes) == 0 and math.prod(whole):
+            return None
+        return cls(item.index.fqn, tuple(data.chunk.offsets), sizes, whole, data.properties.dtype)
+
+    @classmethod
+    def own(cls, key: str, tensor: torch.Tensor) -> Piece:
+        """A tensor that is this rank's own, or what it holds of it."""
+        local = local_tensor(tensor)
+        return cls(key, (0,) * local.dim(), tuple(local.shape), tuple(local.shape), local.dtype)
 
     @classmethod
     def of_entry(cls, entry: Entry, described: Any) -> Piece:
@@ -166,16 +188,7 @@ def _view(memory: memoryview, at: int, entry: Entry) -> torch.Tensor:
 def local_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
     """What this rank holds of these tensors, by torch's planner."""
     plan = create_default_local_save_plan(dict(tensors), False)
-    pieces = []
-    for item in plan.items:
-        data = item.tensor_data
-        if data is None:
-            raise ShardingError(f"{item.index.fqn} is no tensor")
-        sizes, whole = tuple(data.chunk.sizes), tuple(data.size)
-        if math.prod(sizes) == 0 and math.prod(whole):
-            continue  # a rank that got nothing of a short tensor
-        pieces.append(Piece(item.index.fqn, tuple(data.chunk.offsets), sizes, whole, data.properties.dtype))
-    return pieces
+    return [piece for item in plan.items if (piece := Piece.of_item(item)) is not None]
 
 
 def _save_plan(pieces: Iterable[Piece]) -> SavePlan:
@@ -262,21 +275,17 @@ def plan(
     if isinstance(share, str):
         raise ShardingError(share)
     mine, beside = ([pieces[number] for number in numbers] for numbers in share)
-    mine += [_own_piece(key, tensor) for key, tensor in own.items()]
-    file = _image(mine, text_bytes, static)
+    mine += [Piece.own(key, tensor) for key, tensor in own.items()]
+    file = image_of(mine, text_bytes, static)
     return Layout(
         file,
-        _image(beside, 0, "") if beside else None,
+        image_of(beside, 0, "") if beside else None,
         tuple((piece.name, piece.key) for piece in (*mine, *beside)),
     )
 
 
-def _own_piece(key: str, tensor: torch.Tensor) -> Piece:
-    local = local_tensor(tensor)
-    return Piece(key, (0,) * local.dim(), tuple(local.shape), tuple(local.shape), local.dtype)
-
-
-def _image(pieces: Sequence[Piece], text_bytes: int, static: str) -> Image:
+def image_of(pieces: Sequence[Piece], text_bytes: int, static: str) -> Image:
+    """The rank's file with these pieces and so much text."""
     described = {piece.name: piece.described for piece in pieces if piece.described is not None}
     entries = [piece.entry for piece in pieces]
     if text_bytes:

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.core.errors import ShardingError, TrackingError
 from holdfast.train import codec
 from holdfast.train.reading import Saved
-from holdfast.train.sharding import local_tensor
+from holdfast.train.sharding import OWN, TIED, local_tensor
 
 FORMAT = 1
 
@@ -76,6 +77,24 @@ class TrainState:
             self.epoch += 1
 
 
+class Shared:
+    """Tensors of models and optimizers, each once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, str] = {}
+        """Further names of a tensor, and its first one."""
+        self._names: dict[int, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Under this name, or as another name of what is there."""
+        first = self._names.setdefault(id(tensor), name)
+        if first == name:
+            self.tensors[name] = tensor
+        else:
+            self.tied[name] = first
+
+
 # --- what is tracked --------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +104,8 @@ class _Model:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
         self._names: dict[str, str] = {}
+        self._made: set[str] | None = None
+        """Raw names of tensors that `state_dict` makes (an extra state): nobody can fill them in place."""
 
     def fqn(self, raw: str) -> str:
         """Without what DDP, compile and activation checkpointing put in front."""
@@ -93,13 +114,18 @@ class _Model:
             self._names[raw] = next(iter(found)) if len(found) == 1 else raw
         return self._names[raw]
 
-    def collect(self, shared: dict[str, torch.Tensor], encoder: codec.Encoder) -> Any:
+    def collect(self, shared: Shared, encoder: codec.Encoder) -> Any:
         """Adds the tensors; returns the rest, encoded."""
         rest = {}
-        for raw, value in self.module.state_dict().items():
+        # Not detached: parameters and buffers that are tied are known by being one object, on every rank alike.
+        state = self.module.state_dict(keep_vars=True)
+        if self._made is None:
+            live = {id(each) for each in (*self.module.parameters(), *self.module.buffers())}
+            self._made = {raw for raw, value in state.items() if id(value) not in live}
+        for raw, value in state.items():
             fqn = self.fqn(raw)
-            if isinstance(value, torch.Tensor):
-                shared[f"{self.name}.{fqn}"] = value
+            if isinstance(value, torch.Tensor) and raw not in self._made:
+                shared.add(f"{self.name}.{fqn}", value)
             else:
                 rest[fqn] = encoder.encode(value, f"{self.name}.{fqn}")
         return rest
@@ -135,7 +161,7 @@ class _Optimizer:
             raise TrackingError(f"{self.name} has parameters of no tracked model: track(model=…, {self.name}=…)")
         return self._fqns[parameter]
 
-    def collect(self, shared: dict[str, torch.Tensor], encoder: codec.Encoder) -> Any:
+    def collect(self, shared: Shared, encoder: codec.Encoder) -> Any:
         """Adds the tensors; returns the rest, encoded."""
         groups: list[Any] = []
         state: dict[str, dict[str, Any]] = {}
@@ -151,7 +177,7 @@ class _Optimizer:
                 state[fqn] = rest
                 for what, value in held.items():
                     if isinstance(value, torch.Tensor):
-                        shared[f"{self.name}.state.{fqn}.{what}"] = value
+                        shared.tensors[f"{self.name}.state.{fqn}.{what}"] = value
                         rest[what] = None
                     else:
                         rest[what] = [encoder.encode(value, f"{self.name}.state.{fqn}.{what}")]
@@ -195,6 +221,22 @@ class _Optimizer:
         self.optimizer.load_state_dict({"state": state, "param_groups": options})
 
 
+def _check_tied(saved: Saved, name: str, first: str) -> None:
+    """ShardingError when they are one tensor now and were two when they were saved."""
+    was, now = saved.pieces.get(name), saved.pieces.get(first)
+    if was is None or was is now:
+        return
+    if now is None or not _same_bits(saved.fresh(name), saved.fresh(first)):
+        raise ShardingError(f"{name} and {first} are one tensor now, and were two in the snapshot")
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    same: bool = torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return same
+
+
 def _target(saved: Saved, key: str, held: Any, parameter: torch.Tensor, into: Targets) -> None:
     found = saved.whole_shape(key)
     if found is None:
@@ -230,6 +272,17 @@ def _as_sharded(local: torch.Tensor, parameter: Any) -> torch.Tensor:
     return tensor
 
 
+def _refuse_fsdp1(name: str, module: nn.Module) -> None:
+    """Its parameters are flat pieces of many, and their names and state come only by collectives: a save would stall for
+    gathering the whole model. FSDP2 has neither.
+    """
+    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        raise TrackingError(
+            f"track({name}=…): FullyShardedDataParallel (FSDP1) is not supported: shard with fully_shard (FSDP2),\n"
+            "or save yourself: torch.distributed.checkpoint.save(…, storage_writer=ht.SnapshotWriter(folder, step=…))"
+        )
+
+
 @dataclass
 class Tracker:
     """Everything that is tracked, by the names it was given."""
@@ -245,6 +298,7 @@ class Tracker:
             if "/" in name or name in self.names():
                 raise TrackingError(f"track({name}=…): the name is taken, or has a slash")
             if isinstance(each, nn.Module):
+                _refuse_fsdp1(name, each)
                 self._models.append(_Model(name, each))
             elif isinstance(each, Optimizer) and type(each).state_dict is Optimizer.state_dict:
                 self._optimizers.append(_Optimizer(name, each, self._models))
@@ -277,8 +331,8 @@ class Tracker:
 
     def collect(self, rank: int, world: int) -> Collected:
         """What there is to save now. codec.StateTypeError names what cannot be saved."""
-        shared: dict[str, torch.Tensor] = {}
-        encoder = codec.Encoder(f"own/{rank}/")
+        shared = Shared()
+        encoder = codec.Encoder(f"{OWN}{rank}/")
         tree = {
             "format": FORMAT,
             "rank": rank,
@@ -289,15 +343,18 @@ class Tracker:
             "optimizers": {each.name: each.collect(shared, encoder) for each in self._optimizers},
             "others": {name: encoder.encode(each.state_dict(), name) for name, each in self._others.items()},
             "random": encoder.encode(random_state(), "random"),
+            TIED: shared.tied,
         }
-        return Collected(shared, encoder.tensors, codec.dumps(tree))
+        return Collected(shared.tensors, encoder.tensors, codec.dumps(tree))
 
     def targets(self, saved: Saved, rank: int) -> Targets:
         """The shared tensors to fill before `restore`."""
-        into = Targets()
-        encoder = codec.Encoder()
+        shared, encoder = Shared(), codec.Encoder()
         for model in self._models:
-            model.collect(into.fill, encoder)
+            model.collect(shared, encoder)
+        for name, first in shared.tied.items():
+            _check_tied(saved, name, first)
+        into = Targets(fill=shared.tensors)
         told = _told(saved, rank)
         for optimizer in self._optimizers:
             optimizer.targets(saved, _merged(saved, told, optimizer.name), into)
@@ -329,6 +386,10 @@ def _told(saved: Saved, rank: int) -> dict[str, Any]:
         raise ShardingError("no rank's state is at hand")
     world_then = codec.expect(next(iter(texts.values())).get("world"), int, "world")
     found = texts.get(rank % world_then)
+    if found is not None and found.get("format") == "dcp":
+        raise ShardingError(
+            "torch.distributed.checkpoint.save made the snapshot: load it with its load() and ht.SnapshotReader"
+        )
     if found is None:
         raise ShardingError(f"the state of rank {rank % world_then} is not at hand")
     if found.get("format") != FORMAT:

@@ -1,0 +1,147 @@
+"""torch.distributed.checkpoint's own save and load over our files: any world, both kinds of snapshots, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast.train as ht
+from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
+from holdfast.snapshots import folder, reader
+from holdfast.train import export, tiers
+
+SCRIPT = Path(__file__).parent / "scripts" / "storage_ranks.py"
+pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120)]
+
+
+def found_by(case: str, place: Path) -> Any:
+    done = subprocess.run([sys.executable, SCRIPT, case, place], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_saved_by_torch_on_two_ranks_loaded_on_any(tmp_path: Path) -> None:
+    found = found_by("dcp", tmp_path)
+    reference = found["saved"][0]["state"]
+    assert [each["committed"] for each in found["saved"]] == ["step_000000003.0001", None]
+    for name, results in found["loaded"].items():
+        assert [each["state"] for each in results] == [reference] * len(results), name
+        assert all(each["extra"] for each in results)
+    (snapshot,) = folder.survey(tmp_path).committed
+    reader.verify(snapshot)
+    assert snapshot.manifest.metrics == {"loss": 0.5}
+    files = sorted(path.name for path in snapshot.path.iterdir())
+    assert files == ["MANIFEST.json", *(f"rank_0000{n}.{kind}" for n in (0, 1) for kind in ("json", "safetensors"))]
+
+
+def test_torch_loads_what_snapshots_saved(tmp_path: Path) -> None:
+    found = found_by("tracked", tmp_path)
+    for name, results in found["loaded"].items():
+        for each in results:
+            assert each == {"state": found["saved"][0]["state"], "step": 3}, name
+
+
+def test_a_rank_that_fails_commits_nothing(tmp_path: Path) -> None:
+    found = found_by("failing", tmp_path)
+    assert all("cannot write" in each["said"] and "No space left" in each["said"] for each in found["found"])
+    assert found["left"] == []
+    assert found["again"][0]["committed"] == "step_000000003.0001"
+
+
+def test_fsdp1_is_refused_and_can_be_saved_so(tmp_path: Path) -> None:
+    for each in found_by("fsdp1", tmp_path):
+        assert "FSDP1" in each["said"]
+        assert "SnapshotWriter" in each["said"]
+        assert each["changed"]
+        assert each["same"]
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: that there is no process group
+        yield
+
+
+def save(path: Path, state: dict[str, Any], step: int = 1) -> Path:
+    writer = ht.SnapshotWriter(path, step=step)
+    dcp.save(state, storage_writer=writer)
+    assert writer.committed is not None
+    return writer.committed
+
+
+def test_what_needs_pickle_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(dcp.CheckpointException) as error:
+        save(tmp_path, {"model": {"weight": torch.ones(2)}, "odd": [object()]})
+    (inner, _) = next(iter(error.value.failures.values()))
+    assert isinstance(inner, StateTypeError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    state = {"holdfast.text": torch.ones(2)}
+    with pytest.raises(dcp.CheckpointException) as error:
+        save(tmp_path, state)
+    (inner, _) = next(iter(error.value.failures.values()))
+    assert isinstance(inner, ShardingError)
+
+
+def test_no_pickle_is_in_the_files(tmp_path: Path) -> None:
+    path = save(tmp_path, {"model": {"weight": torch.ones(2)}, "more": {"lr": 0.1, "names": ["a", ("b",)]}})
+    assert sorted(each.suffix for each in path.iterdir()) == [".json", ".json", ".safetensors"]
+    assert b"torch" not in (path / "rank_00000.safetensors").read_bytes()
+
+
+def test_the_newest_of_a_folder_or_of_a_step(tmp_path: Path) -> None:
+    for step, value in ((1, 1.0), (2, 2.0), (2, 3.0)):
+        save(tmp_path, {"weight": torch.full((3,), value)}, step)
+    found = {}
+    for name, snapshots in {
+        "newest": ht.SnapshotReader(tmp_path),
+        "of step 1": ht.SnapshotReader(tmp_path, step=1),
+        "this one": ht.SnapshotReader(tmp_path / "step_000000002.0001"),
+    }.items():
+        into = {"weight": torch.zeros(3)}
+        dcp.load(into, storage_reader=snapshots)
+        found[name] = into["weight"].tolist()
+    assert found == {"newest": [3.0] * 3, "of step 1": [1.0] * 3, "this one": [2.0] * 3}
+    for wrong in ({"path": tmp_path, "step": 9}, {"path": tmp_path / "nowhere"}):
+        with pytest.raises(NoValidSnapshotError, match="no snapshot"):
+            ht.SnapshotReader(**wrong)
+
+
+def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, {"weight": torch.ones(3)}) / "rank_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises((dcp.CheckpointException, AssertionError), match="not what was saved"):
+        dcp.load({"weight": torch.zeros(3)}, storage_reader=ht.SnapshotReader(tmp_path))
+    path.unlink()
+    with pytest.raises(SnapshotDamagedError, match="missing"):
+        ht.SnapshotReader(tmp_path)
+
+
+def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: tiers.PrivateTier())
+    state = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "list": [torch.ones(1), {"lr": 0.5}], "n": 7}
+    save(tmp_path / "runs", state)
+    assert export.main([str(tmp_path / "runs"), "--to", str(tmp_path / "out.pt")]) == 0
+    again = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(again["model"]["weight"], state["model"]["weight"])
+    assert (again["list"][0].tolist(), again["list"][1], again["n"]) == ([1.0], {"lr": 0.5}, 7)
+    snaps = ht.Snapshots(tmp_path / "runs")
+    snaps.track(model=torch.nn.Linear(3, 2))
+    with pytest.raises(ShardingError, match="SnapshotReader"):
+        snaps.resume()
