@@ -88,6 +88,7 @@ class Saver:
         self._members: dict[int, int] = {}
         """Local rank -> generation, of all that said hello since the last rescue."""
         self._crashed = False
+        self._mappings = slots.Mappings()
         self._in_flight: dict[int, InFlight] = {}
         self._newest_asked: dict[str, int] = {}
         """Snapshot folder -> newest step that was to be saved there and did not fail."""
@@ -218,7 +219,7 @@ class Saver:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
         sequence, patience_s = packets.field(packet, "sequence", int), packets.field(packet, "patience_s", float)
         ticket, metadata = ticket_of(packets.field(packet, "ticket", dict)), packets.field(packet, "metadata", dict)
-        save = Save(fds.pop(), sequence, ticket, metadata, patience_s, worker.local_rank)
+        save = Save(fds.pop(), sequence, ticket, metadata, patience_s, worker.local_rank, self._mappings)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
     def _answer(self, worker: Worker, save: Save, answer: packets.Packet) -> None:
@@ -277,7 +278,16 @@ class Saver:
             return
         for slot, ticket in chosen:
             lent = slots.lend(self._folder, slot)
-            save = Save(lent, slot.sequence, ticket, slot.metadata, RESCUE_PATIENCE_S, slot.local_rank, rescue=True)
+            save = Save(
+                lent,
+                slot.sequence,
+                ticket,
+                slot.metadata,
+                RESCUE_PATIENCE_S,
+                slot.local_rank,
+                self._mappings,
+                rescue=True,
+            )
             self._begin(save, partial(self._rescued, save))
 
     def _rescuable(self, local_rank: int, generation: int) -> dict[tuple[str, int, int], tuple[slots.Slot, Ticket]]:

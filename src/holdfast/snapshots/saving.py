@@ -33,6 +33,7 @@ class Save(NamedTuple):
     metadata: dict[str, Any]
     patience_s: float
     local_rank: int
+    mappings: slots.Mappings
     rescue: bool = False
 
 
@@ -55,7 +56,7 @@ def carry_out(save: Save, tell: Tell) -> None:
 def _write(save: Save) -> None:
     """The slot is free when this returns, whatever becomes of it."""
     try:
-        slot = slots.read_descriptor(save.fd)
+        slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.ticket.step:
             raise SnapshotDamagedError(f"step {save.ticket.step} was not saved: its memory slot is not what it was.")
         if not os.path.isabs(save.ticket.folder):
