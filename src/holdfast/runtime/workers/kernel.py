@@ -1,0 +1,111 @@
+"""What /proc says of processes: states, processor time, signals, children. Bounded reads; knows nothing of workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+TASKS_MAX = 256
+"""Threads of one process that are described."""
+
+
+class Stat(NamedTuple):
+    state: str
+    """The kernel's letter for the main thread."""
+    cpu_s: float
+    """Of all threads together, children not counted."""
+    parent: int
+    name: str
+
+
+class Child(NamedTuple):
+    pid: int
+    name: str
+    state: str
+
+
+class Signals(NamedTuple):
+    """Masks of a process, and of its main thread."""
+
+    caught: int = 0
+    blocked: int = 0
+    waiting: int = 0
+
+    def catches(self, signum: int) -> bool:
+        return bool(self.caught >> (signum - 1) & 1)
+
+    def blocks(self, signum: int) -> bool:
+        """The main thread does; also while its handler runs."""
+        return bool(self.blocked >> (signum - 1) & 1)
+
+    def pending(self, signum: int) -> bool:
+        return bool(self.waiting >> (signum - 1) & 1)
+
+
+def read_stat(pid: int | str) -> Stat | None:
+    """None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    head, _, rest = text.rpartition(b")")  # the name may itself hold parentheses
+    fields = rest.split()
+    if len(fields) < 13:
+        return None
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Stat(fields[0].decode(), cpu_s, int(fields[1]), head.partition(b"(")[2].decode(errors="replace"))
+
+
+def exists(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and stat.state not in ("Z", "X", "x")
+
+
+def signals(pid: int) -> Signals:
+    """All empty when there is no such process."""
+    found = {}
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                name, _, value = line.partition(b":")
+                if name in (b"SigCgt", b"SigBlk", b"SigPnd", b"ShdPnd"):
+                    found[name] = int(value, 16)
+    except (OSError, ValueError):
+        return Signals()
+    waiting = found.get(b"SigPnd", 0) | found.get(b"ShdPnd", 0)
+    return Signals(found.get(b"SigCgt", 0), found.get(b"SigBlk", 0), waiting)
+
+
+def children(parents: Iterable[int]) -> dict[int, list[Child]]:
+    """The processes that each of these has started, the dead that it has not waited for among them; in order of their pids."""
+    found: dict[int, list[Child]] = {parent: [] for parent in parents}
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        stat = read_stat(pid)
+        if stat is not None and stat.parent in found:
+            found[stat.parent].append(Child(pid, stat.name, stat.state))
+    return found
+
+
+def describe_tasks(pid: int) -> list[str]:
+    """One line for each thread: number, name, state, and in which of the kernel's functions it sleeps, where that may be known."""
+    try:
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return []
+    lines = []
+    for task in tasks[:TASKS_MAX]:
+        stat = read_stat(f"{pid}/task/{task}")
+        if stat is not None:
+            lines.append(f"{task} {stat.name} {stat.state} {_wchan(pid, task)}".rstrip())
+    return lines
+
+
+def _wchan(pid: int, task: int) -> str:
+    try:
+        with open(f"/proc/{pid}/task/{task}/wchan", encoding="ascii", errors="replace") as file:
+            text = file.read(200)
+    except OSError:
+        return ""
+    return "" if text == "0" else text

@@ -1,0 +1,175 @@
+"""Looks at the workers of one generation on this node: where they are, what the kernel says of them, evidence kept.
+
+A look ends within LOOK_S_MAX whatever state the workers are in. It asks a worker for its stacks only when it is sure
+that the worker catches the signal and that what it writes comes to us: nothing else about the worker changes. Judges
+nothing: see insight/hangs.py for what the samples mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+from holdfast.core.board import LOOK_SIGNAL
+from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread
+from holdfast.core.stacks import RankSample
+from holdfast.runtime.detached import run_detached
+from holdfast.runtime.workers import kernel
+from holdfast.runtime.workers.board import Board
+from holdfast.runtime.workers.stack_files import StackFiles
+
+ANSWER_S_MAX = 1.0
+"""For the workers to write their stacks; they do so in milliseconds."""
+KEEP_S_MAX = 0.8
+"""For the evidence to reach the disk; after that it goes on without us, and samples name no file."""
+LOOK_S_MAX = 2.0
+STILL_S = 0.01
+"""A dump that has not grown for so long, by a worker that handles no signal, is whole."""
+
+NOTES_MAX = 4
+"""Processes of one worker that are named."""
+
+_STOPPED = ("T", "t")
+_DEAD = ("Z", "X", "x")
+
+
+class _Look(Struct):
+    """One worker, while it is looked at."""
+
+    local_rank: int
+    pid: int
+    fd: int
+    """Of the file into which it writes; a duplicate of ours."""
+    stat: kernel.Stat | None = None
+    asked: bool = False
+    size: int = 0
+    still_since_s: float = 0.0
+    text: str = ""
+    note: str = ""
+
+
+class Looker:
+    """One per generation."""
+
+    def __init__(self, board: Board, *, generation: int, rank_base: int) -> None:
+        """`rank_base`: the rank of local rank 0."""
+        self._board = board
+        self._files = StackFiles(generation, rank_base)
+        self._one_at_a_time = asyncio.Lock()
+
+    async def look(self, pids: Mapping[int, int], folder: Path | None) -> tuple[RankSample, ...]:
+        """A sample of each worker, given as local rank -> pid. `folder`: the run's; None: no evidence is kept.
+
+        Bounded by LOOK_S_MAX once it is its turn: one look at a time.
+        """
+        async with self._one_at_a_time:
+            await self._files.pause()
+            # Duplicates: the board may be closed meanwhile, and its numbers used for something else.
+            looks = [_Look(rank, pid, os.dup(self._board.stacks(rank))) for rank, pid in sorted(pids.items())]
+            samples = await run_detached(lambda: _collect(looks))
+            if folder is None or not samples:
+                return samples
+            texts = {look.local_rank: look.text for look in looks}
+            try:
+                async with asyncio.timeout(KEEP_S_MAX):
+                    samples = await run_detached(lambda: self._files.keep(folder, samples, texts))
+            except (OSError, TimeoutError):
+                return samples
+            self._files.spy(samples)
+            return samples
+
+    async def close(self) -> None:
+        """Whatever still writes evidence of this generation is ended."""
+        await self._files.close()
+
+
+def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
+    """Blocks; closes the looks' files."""
+    try:
+        children = kernel.children(look.pid for look in looks)
+        for look in looks:
+            look.stat = kernel.read_stat(look.pid)
+            look.note = "; ".join(_notes(children.get(look.pid, ())))
+            _ask(look)
+        deadline = time.monotonic() + ANSWER_S_MAX
+        # Looked at again and again: nothing tells us that somebody's handler has returned.
+        while not all(_answered(look) for look in looks if look.asked) and time.monotonic() < deadline:
+            time.sleep(STILL_S / 2)
+        for look in looks:
+            if look.asked:
+                look.text = os.pread(look.fd, DUMP_BYTES_MAX, 0).decode(errors="replace")
+        return tuple(_sample(look) for look in looks)
+    finally:
+        for look in looks:
+            os.close(look.fd)
+
+
+def _ask(look: _Look) -> None:
+    """Send the signal to a worker that will answer it."""
+    if look.stat is None or look.stat.state in _STOPPED + _DEAD:
+        return  # it would answer when it goes on, once for each time that it was asked
+    signals = kernel.signals(look.pid)
+    if not signals.catches(LOOK_SIGNAL) or signals.pending(LOOK_SIGNAL) or not _has_open(look.pid, look.fd):
+        return  # the signal would kill it, or it would write somewhere else
+    os.truncate(look.fd, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(look.pid, LOOK_SIGNAL)
+        look.asked = True
+
+
+def _has_open(pid: int, fd: int) -> bool:
+    """Whether this very file is open in that process: it may have closed it, and be another program by now."""
+    ours = os.fstat(fd)
+    folder = f"/proc/{pid}/fd"
+    try:
+        numbers = sorted(map(int, os.listdir(folder)), reverse=True)
+    except OSError:
+        return False
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            theirs = os.stat(f"{folder}/{number}")
+            if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
+                return True
+    return False
+
+
+def _answered(look: _Look) -> bool:
+    """Whether all that this worker will write has been written."""
+    now_s, size = time.monotonic(), os.fstat(look.fd).st_size
+    signals = kernel.signals(look.pid)
+    if size != look.size or signals.pending(LOOK_SIGNAL) or signals.blocks(LOOK_SIGNAL):
+        look.size, look.still_since_s = size, now_s
+        return False
+    if not kernel.exists(look.pid):
+        return True
+    return size > 0 and now_s - look.still_since_s >= STILL_S
+
+
+def _sample(look: _Look) -> RankSample:
+    if look.stat is None:
+        return RankSample(look.local_rank, look.pid, "", 0.0)
+    return RankSample(look.local_rank, look.pid, look.stat.state, look.stat.cpu_s, main_thread(look.text), look.note)
+
+
+def _notes(children: Iterable[kernel.Child]) -> list[str]:
+    """What is wrong with the processes that a worker has started; those of a data loader even when all is well."""
+    notes = []
+    idle = []
+    for child in children:
+        loader = "data loader's process" if child.name.startswith("pt_data_worker") else f"process ({child.name})"
+        if child.state in _STOPPED:
+            notes.append(f"its {loader} {child.pid} is stopped")
+        elif child.state in _DEAD:
+            notes.append(f"its {loader} {child.pid} is dead")
+        elif child.name.startswith("pt_data_worker") and child.state == "S":
+            idle.append(child.pid)
+    if idle and not notes:
+        some = ", ".join(map(str, idle[:NOTES_MAX])) + (" …" if len(idle) > NOTES_MAX else "")
+        notes.append(f"its data loader's {'processes wait' if len(idle) > 1 else 'process waits'} too ({some})")
+    return notes[:NOTES_MAX]
