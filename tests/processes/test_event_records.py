@@ -30,7 +30,7 @@ def test_a_job_that_restarts(site) -> None:
     code, agent = site.run("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", site.script(FAILS_ONCE))
     assert code == 0, agent.text
     assert wrong(site) == []
-    (failed,) = agent.events("worker_failed")
+    (failed,) = (each for each in agent.events("worker_failed") if not each["after_stop"])
     assert (failed["rank"], failed["generation"], failed["error_type"]) == (1, 1, "ValueError")
     assert failed["message"] == "ValueError: first"
     first, second = agent.events("generation")

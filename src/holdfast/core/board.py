@@ -48,6 +48,10 @@ LAST_BEAT = 11
 
 STACKS = 12
 """Of the agent's, before the worker is started: its descriptor of the file for this worker's stacks; 0: there is none."""
+BEGAN_AT = 13
+"""The step of the whole job, as the script counts it over all restarts, at which this worker began, plus 1; 0: it does not say."""
+AT = 14
+"""The same of the step that it does now."""
 
 LOOK_SIGNAL = 62
 """SIGRTMAX - 2 on Linux: a worker that catches it writes its stacks into that file, whatever it is doing."""

@@ -70,7 +70,7 @@ PHASE_FIELDS = tuple(
 NODE = (
     EventKind(
         "begins",
-        "the agent begins: the first event of a run",
+        "the agent begins",
         (MEMBER, Field("run_id", TEXT, "the job"), Field("endpoint", TEXT, "where its nodes meet")),
     ),
     EventKind("ended", "this node's part of the job is over: the last event but for what is dropped", OUTCOME),
@@ -114,6 +114,11 @@ NODE = (
         "standby",
         "the next generation's workers stand parked",
         (Field("pids", WHOLES, "their processes"), Field("own_bytes", WHOLE, "memory that is theirs alone")),
+    ),
+    EventKind(
+        "control",
+        "`holdfast status` and the like cannot ask this agent, or do not find it",
+        (Field("problem", TEXT, "why"),),
     ),
     EventKind("journal_dropped", "the disk was too slow", (Field("count", WHOLE, "so many events are missing here"),)),
 )
@@ -181,7 +186,12 @@ WORK = (
             Field("steps", WHOLES, "steps (or beats) of this generation so far"),
             Field("ages_s", NUMBERS, "seconds since the newest of them"),
             Field("own_s", NUMBERS, "seconds of all of them that each rank itself took, up to backward"),
-            Field("bases", WHOLES, "the job's step at which `steps` began to count; -1: the script does not tell"),
+            Field(
+                "began_at",
+                WHOLES,
+                "the step of the whole job at which each began (`holdfast.worker.at_step`); -1: it does not say",
+            ),
+            Field("at", WHOLES, "the step of the whole job that each is at now; -1: it does not say"),
         ),
     ),
     EventKind("store_lost", "the generation's store has ended unasked", (GENERATION, Field("why", TEXT, "in words"))),

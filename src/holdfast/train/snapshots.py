@@ -180,6 +180,7 @@ class Snapshots:
 
     def _begin(self, peers: Peers, tier: Tier) -> None:
         step = self.state.step
+        worker.at_step(step)
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
         if peers.rank == 0 and self._keep is not None:
@@ -215,6 +216,7 @@ class Snapshots:
         self._tracker.note_trained()
         if self._beat is not None:
             self._beat()
+        worker.at_step(self.state.step)
         self._metrics = metrics
         self._check()
         if not self._optimized and self._tracker.optimizers:

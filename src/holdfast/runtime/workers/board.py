@@ -85,6 +85,11 @@ class Board:
         age_s = max(0, now_ns - since_ns) / 1e9
         return RankProgress(local_rank, stage, steps or beats, age_s, words[layout.OWN] / 1e9)
 
+    def job_steps(self, local_rank: int) -> tuple[int, int]:
+        """At which step of the whole job this worker began, and which it is at now; -1: its script does not say."""
+        at = layout.slot(local_rank)
+        return self._words[at + layout.BEGAN_AT] - 1, self._words[at + layout.AT] - 1
+
     def close(self) -> None:
         self._words.release()
         self._memory.close()

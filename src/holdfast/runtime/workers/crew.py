@@ -42,6 +42,7 @@ from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
 from holdfast.runtime.workers.phases import Phases
 from holdfast.runtime.workers.preload import order_for, script_argv
+from holdfast.runtime.workers.progress_notes import ProgressNotes
 from holdfast.runtime.workers.saver_host import SaverHost
 from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
@@ -86,6 +87,7 @@ class Crew:
         self._keeper = KeeperClient(keeper, self._on_keeper)
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._phases = Phases(journal.write)
+        self._progress_notes = ProgressNotes(journal.write)
         self._guard_s: float | None = None
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
@@ -166,6 +168,7 @@ class Crew:
         await self._saver.close()
         await self._keeper.close()
         self._phases.close()
+        self._progress_notes.close()
         if self._hold_timer is not None:
             self._hold_timer.cancel()
         if self._board is not None:
@@ -252,6 +255,7 @@ class Crew:
             nproc=self._options.nproc,
             master=f"{start.master_addr}:{start.master_port}",
         )
+        self._progress_notes.start(assign.generation, assign.rank_base, self._board, self.progress)
         self._workers = {self._key(rank): _Worker(rank, streams) for rank, streams in self._streams.items()}
         for key, worker in self._workers.items():
             self._spawn(key, worker, assign, start)
@@ -396,6 +400,7 @@ class Crew:
         if leftover:
             self._journal.write("unkillable", pids=list(leftover))
         self._phases.gone()
+        self._progress_notes.close()
         self._router.end_attempt()
         self._killing = False
         self._tasks.create_task(self._tell_gone(self._generation))
