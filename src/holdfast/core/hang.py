@@ -5,6 +5,7 @@ Whoever makes a finding of the stories is given to the coordinator, as the judge
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from msgspec import Struct
@@ -54,3 +55,6 @@ class Finding(Struct, frozen=True, kw_only=True):
     """The odd ones first, then by size."""
     signature: str = ""
     """Equal in two findings if and only if every rank stands where it stood."""
+
+
+Examine = Callable[[Sequence[RankStory]], Finding]

@@ -262,7 +262,9 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
     text: str
 
 
-FromAgent = Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Progress | Looked | Ping | Ask
+FromAgent = (
+    Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Progress | Looked | Ping | Ask
+)
 FromCoordinator = (
     Joined
     | Waiting

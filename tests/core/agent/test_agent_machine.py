@@ -34,9 +34,12 @@ from holdfast.core.agent.events import (
     WorkerEnded,
     WorkersFenced,
     WorkersHeld,
+    WorkersProgress,
+    WorkersSeen,
 )
 from holdfast.core.agent.machine import WORK_TRANSITIONS
 from holdfast.core.agent.state import Link, Work
+from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import (
     Abandon,
     Answer,
@@ -47,6 +50,8 @@ from holdfast.core.protocol import (
     FromCoordinator,
     Held,
     Joined,
+    Look,
+    Notice,
     Pong,
     Prepared,
     Quit,
@@ -255,6 +260,7 @@ MESSAGES: list[FromCoordinator] = [
     Pong(1),
     Pong(99),
     Finish(SUCCESS),
+    Notice("rank 1 hangs"),
     Refuse("HF103", "no room"),
     *(
         message
@@ -267,6 +273,8 @@ MESSAGES: list[FromCoordinator] = [
             DrainTo(generation, 9),
             Resume(generation),
             Abandon(generation),
+            Look(generation, 1),
+            Stop(generation, StopReason.HUNG, "rank 1 hangs"),
         )
     ),
 ]
@@ -288,6 +296,8 @@ EVENTS: list[Event] = [
             WorkersHeld(generation, 0),
             WorkersHeld(generation, 6),
             WorkersFenced(),
+            WorkersProgress(generation, (RankProgress(0, Stage.STEPPING, 9), RankProgress(1, Stage.STEPPING, 9))),
+            WorkersSeen(generation, 1, ()),
             TreeGone(generation),
             StoreDied(generation),
         )

@@ -11,6 +11,7 @@ from holdfast.core.coordinator.machine import TRANSITIONS
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Failure, OutcomeKind
 from holdfast.core.policy import NodeSpec
+from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import (
     AgentMessage,
     Ask,
@@ -21,8 +22,10 @@ from holdfast.core.protocol import (
     Held,
     Join,
     Leave,
+    Looked,
     Ping,
     Prepared,
+    Progress,
     Question,
     Resume,
     Running,
@@ -172,6 +175,9 @@ MESSAGES: list[FromAgent] = [
             StoreLost(generation),
             Held(generation, 0),
             Held(generation, 5),
+            Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
+            Progress(generation, (RankProgress(0, Stage.MEETING),)),
+            Looked(generation, 1),
         )
     ),
 ]

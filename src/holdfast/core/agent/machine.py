@@ -18,7 +18,6 @@ from holdfast.core.agent.commands import (
     Command,
     Dial,
     HangUp,
-    LookAtWorkers,
     Prepare,
     ReleaseWorkers,
     Say,
@@ -143,12 +142,8 @@ class AgentMachine(AgentBase):
                     self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=exit_code, code=code, message=reason))
             case WorkerEnded():
                 self._on_worker_ended(event)
-            case WorkersHeld(generation, reached):
-                self._on_held(now, generation, reached)
-            case WorkersProgress(generation, ranks):
-                self._on_progress(generation, ranks)
-            case WorkersSeen(generation, number, samples, reach):
-                self._send(Looked(generation, number, samples, reach))
+            case WorkersHeld() | WorkersProgress() | WorkersSeen():
+                self._on_told(now, event)
             case WorkersFenced():
                 if self._at_work() or self.work is Work.STOPPING:
                     self._note("fenced_by_keeper")
@@ -165,6 +160,16 @@ class AgentMachine(AgentBase):
                     self._out.append(SignalWorkers(signum, to_end=False))
             case Tick():
                 pass
+
+    def _on_told(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
+        """How far the workers are, and where."""
+        match event:
+            case WorkersHeld(generation, reached):
+                self._on_held(now, generation, reached)
+            case WorkersProgress(generation, ranks):
+                self._on_progress(generation, ranks)
+            case WorkersSeen(generation, number, samples, reach):
+                self._send(Looked(generation, number, samples, reach))
 
     def _on_dial_failed(self, now: float, event: DialFailed) -> None:
         self.link = Link.DOWN

@@ -26,7 +26,10 @@ TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.PREPARING, Phase.RUNNING): "every member is prepared and the store has a port; Start is sent",
     (Phase.PREPARING, Phase.GATHERING): "a member of the new world was lost or left; nothing was started yet",
     (Phase.RUNNING, Phase.DRAINING): "a member arrived, or wants to leave and its workers ask for safe points",
-    (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived; Stop is sent",
+    (
+        Phase.RUNNING,
+        Phase.STOPPING,
+    ): "a worker failed, a member was lost, left or arrived, or all stand still; Stop is sent",
     (Phase.RUNNING, Phase.OVER): "every rank is done",
     (
         Phase.DRAINING,
@@ -77,6 +80,8 @@ class CoordinatorBase:
         self._quit: Quit | None = None
         """Somebody wants the job to end: whoever comes now is sent home."""
         self._reason = ""
+        self._why = ""
+        """How the newest generation that is over has ended."""
         self._out: list[Command] = []
 
     @property

@@ -10,6 +10,8 @@ from holdfast.core.coordinator.commands import Command
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.events import Event
 from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.coordinator.oversight import cannot_tell
+from holdfast.core.hang import Examine
 from holdfast.core.policy import JobSpec, Limits
 
 
@@ -26,10 +28,11 @@ class ElectedCoordinator(CoordinatorMachine):
         holds: Callable[[], bool],
         floor: int = 0,
         tail_s: float = 0.0,
+        examine: Examine = cannot_tell,
     ) -> None:
         """`floor`: the newest generation that a predecessor may have started; `tail_s`: how long from now its
         workers may still live where nobody hears of them (a fence at most)."""
-        super().__init__(job, limits, judge, now)
+        super().__init__(job, limits, judge, now, examine=examine)
         self._holds = holds
         self._told = floor
         if floor:  # as if an agent of the predecessor's came, which lost it so long ago that only the tail is left

@@ -30,7 +30,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     | the store host died                     | again, free, with back-off                        |
     | no worker failed (arrival, leave)       | again, free                                       |
     | it was drained                          | again, free, whatever its workers ended with      |
-    | a worker failed                         | again if the budget allows, else over             |
+    | a worker failed, or all stood still     | again if the budget allows, else over             |
     """
     lived_s = world.stop_began_s - (world.started_s if world.started_s is not None else world.stop_began_s)
     own = [failure for failure in world.failures if not failure.after_stop]
@@ -42,7 +42,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     if not (world.lost_nodes or world.drain_agreed):
         if world.stop_reason is StopReason.STORE_LOST:
             decision = budget.pause("the store host died", lived_s)
-        elif own:
+        elif own or world.stop_reason is StopReason.HUNG:
             decision = budget.charge(verdict.culprit.signature if verdict.culprit else verdict.cause, lived_s)
     if isinstance(decision, Retry):
         return Again(decision.backoff_s, verdict)
@@ -57,4 +57,8 @@ def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
         failures=tuple(world.failures),
         lost_nodes=tuple(world.lost_nodes),
         gave_up=gave_up,
+        hang=world.hang,
+        hung=world.hung,
+        done=world.done_ranks(),
+        hosts=tuple(name.rpartition("#")[0] for name in world.order),
     )

@@ -15,11 +15,12 @@ from __future__ import annotations
 from math import inf
 
 from holdfast.core.coordinator.admission import Admit, Deny
-from holdfast.core.coordinator.base import TRANSITIONS, CoordinatorBase
+from holdfast.core.coordinator.base import TRANSITIONS
 from holdfast.core.coordinator.commands import Command, DropLink, Tell
 from holdfast.core.coordinator.ending import Again, after_stop
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked, Tick
 from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
+from holdfast.core.coordinator.oversight import CoordinatorOversight
 from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
 from holdfast.core.errors import NodesError
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind
@@ -33,9 +34,11 @@ from holdfast.core.protocol import (
     Join,
     Joined,
     Leave,
+    Looked,
     Ping,
     Pong,
     Prepared,
+    Progress,
     Quit,
     Refuse,
     Resume,
@@ -52,7 +55,7 @@ from holdfast.core.protocol import (
 __all__ = ["TRANSITIONS", "CoordinatorMachine"]
 
 
-class CoordinatorMachine(CoordinatorBase):
+class CoordinatorMachine(CoordinatorOversight):
     """Decides membership, generations, ranks and the end of one job. `TRANSITIONS` lists every change of phase."""
 
     # ---------------------------------------------------------------- surface
@@ -78,7 +81,7 @@ class CoordinatorMachine(CoordinatorBase):
         """When a Tick is owed; None once the job is over."""
         if self.phase is Phase.OVER:
             return None
-        deadlines = [self._liveness.next_look_s()]
+        deadlines = [self._liveness.next_look_s(), self._oversight_due_s()]
         if self.phase is Phase.GATHERING:
             deadlines.append(self._say_at_s)
             decision = decide(self.job, self.limits, self._gathering, self._now)
@@ -121,7 +124,12 @@ class CoordinatorMachine(CoordinatorBase):
             case WorkerDone(generation, local_rank):
                 if self._is_current(member, generation) and self._at_work():
                     self._world().mark_done(member.name, local_rank)
+                    self._rank_done(now, member, local_rank)
                     self._forgo_answer(member)
+            case Progress():
+                self._on_progress(now, member, message)
+            case Looked():
+                self._on_looked(member, message)
             case WorkersFailed(generation, failures):
                 if failures and self._is_current(member, generation) and self.phase is not Phase.PREPARING:
                     self._on_failures(now, member, failures)
@@ -293,6 +301,9 @@ class CoordinatorMachine(CoordinatorBase):
         while (decision := self._admission.settle(self.members.values())) is not None:
             self._welcome(now, decision)
         self._count_candidates(now)
+        hung = self._oversee(now)
+        if hung and self.phase is Phase.RUNNING:
+            self._stop(now, StopReason.HUNG, hung)
         before = None
         while before is not self.phase and not self._is_over():
             before = self.phase
@@ -468,5 +479,6 @@ class CoordinatorMachine(CoordinatorBase):
         gathering = self._gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
         self._say_at_s = now + self.limits.say_interval_s
+        self._why = reason
         self._count_candidates(now)
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
+from holdfast.core.hang import Finding
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import StopReason
@@ -101,6 +102,10 @@ class World:
     stop_reason: StopReason | None = None
     stop_text: str = ""
     stop_began_s: float = 0.0
+    hang: Finding | None = None
+    """It was found standing still, and has not moved since."""
+    hung: Failure | None = None
+    """The worker to blame for that."""
 
     def __post_init__(self) -> None:
         self.size = sum(self.nproc.values())
@@ -110,6 +115,15 @@ class World:
         if 0 <= local_rank < self.nproc[member] and local_rank not in ranks:
             ranks.add(local_rank)
             self.done_count += 1
+
+    def done_ranks(self) -> tuple[int, ...]:
+        """All ranks that ended with 0."""
+        ranks: list[int] = []
+        base = 0
+        for name in self.order:
+            ranks += [base + local_rank for local_rank in sorted(self.done.get(name, ()))]
+            base += self.nproc[name]
+        return tuple(ranks)
 
     @property
     def drain_agreed(self) -> bool:

@@ -1,0 +1,241 @@
+"""The coordinator's part that sees how far the workers are: progress, looks, hangs, stragglers, the view for people.
+
+Of what it finds one thing only changes the course of the job: a generation that hangs is ended, see `_oversee`.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from holdfast.core.coordinator import view
+from holdfast.core.coordinator.base import CoordinatorBase
+from holdfast.core.coordinator.ending import Judge
+from holdfast.core.coordinator.looking import Round
+from holdfast.core.coordinator.pace import Paces, of_world
+from holdfast.core.coordinator.state import Member, Phase, World
+from holdfast.core.coordinator.stragglers import Straggler, Stragglers
+from holdfast.core.coordinator.watch import EndHung, LookNow, Order, Over, Report, Watch
+from holdfast.core.hang import Examine, Finding, HangKind, RankStory
+from holdfast.core.outcome import Failure
+from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.progress import JobView, Stage
+from holdfast.core.protocol import Look, Looked, Notice, Progress
+
+SIGKILL = 9
+NOTICES_SAID_MAX = 3
+"""Stragglers that are told at a time; the journal has all."""
+
+
+def cannot_tell(stories: object) -> Finding:  # noqa: ARG001 — one of many that examine
+    """For a coordinator that was given nobody who can: nothing is ever found."""
+    return Finding(kind=HangKind.MOVING, code="", text="")
+
+
+class CoordinatorOversight(CoordinatorBase):
+    """Watches over the generation that runs."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        limits: Limits,
+        judge: Judge,
+        now: float,
+        *,
+        fixed_master: tuple[str, int] | None = None,
+        examine: Examine = cannot_tell,
+    ) -> None:
+        """`fixed_master`: the address and port every generation announces (static rendezvous), else rank 0's own."""
+        super().__init__(job, limits, judge, now, fixed_master=fixed_master)
+        self._examine = examine
+        self._paces: Paces | None = None
+        """Of the newest generation that was at work."""
+        self._watch: Watch | None = None
+        """None: nothing runs."""
+        self._stragglers = Stragglers(limits.straggler_window_s)
+        self._trained_s = 0.0
+        """In generations that are over."""
+        self._looks = 0
+        self._round: Round | None = None
+        """The look under way."""
+        self._silent: set[str] = set()
+        """Members that have not answered a look in time: they are asked, but not waited for again."""
+        self._hung = ""
+        """Why the generation is to be ended."""
+
+    def view(self, now: float) -> JobView:
+        """The job as it is, for people. Costs as much as it has ranks."""
+        training_s = self._trained_s + (self._paces.training_s if self._paces is not None else 0.0)
+        return view.JobView(
+            run_id=self.job.run_id,
+            phase=self.phase.value,
+            generation=self.generation,
+            restarts=self.budget.used,
+            restarts_max=self.job.max_restarts,
+            world_size=self.world.size if self.world is not None else 0,
+            since_s=now - self._phase_since_s,
+            job_s=now - self._born_s,
+            training_s=training_s,
+            why=self.world.stop_text if self.world is not None and self.phase is Phase.STOPPING else self._why,
+            nodes=view.nodes(self.members.values(), self.world, self.phase, self._paces, self._membership, now),
+            notices=self._notices(),
+        )
+
+    def _notices(self) -> tuple[str, ...]:
+        hang = self._watch.reported if self._watch is not None else None
+        stragglers = self._stragglers.standing if self._watch is not None else ()
+        return (*([hang.text] if hang is not None else []), *(each.text for each in stragglers))
+
+    # ---------------------------------------------------------------- what the agents say
+
+    def _on_progress(self, now: float, member: Member, message: Progress) -> None:
+        if not (self._at_work() and self._is_current(member, message.generation)):
+            return
+        paces = self._paces_of(self._world())
+        if not paces.heard(member.name, message.ranks, now):
+            return
+        for pace in paces.of_member(member.name, len(message.ranks)):
+            if pace.stage is not Stage.DONE:
+                self._stragglers.heard(pace)
+        if self._watch is not None:
+            self._heed(now, self._watch.moved(now))
+        news = self._stragglers.news()
+        if news:
+            self._tell_of_stragglers(news)
+
+    def _rank_done(self, now: float, member: Member, local_rank: int) -> None:
+        if self._paces is not None and self._paces.generation == self.generation:
+            pace = self._paces.of(member.name, local_rank)
+            if pace is not None:
+                self._paces.enter(pace, Stage.DONE, now)
+                self._stragglers.ended(pace.rank)
+
+    def _on_looked(self, member: Member, message: Looked) -> None:
+        asked = self._round
+        if asked is None or asked.number != message.number or not self._is_current(member, message.generation):
+            return
+        paces = self._paces_of(self._world())
+        asked.awaited.discard(member.name)
+        self._silent.discard(member.name)
+        asked.reach += message.reach
+        for sample in message.samples:
+            pace = paces.of(member.name, sample.local_rank)
+            if pace is not None:
+                asked.samples[pace.rank] = sample
+
+    # ---------------------------------------------------------------- what follows
+
+    def _oversight_due_s(self) -> float:
+        """When `_oversee` has something to do."""
+        if self.phase is not Phase.RUNNING or self._watch is None:
+            return inf
+        if self._round is not None:
+            return self._round.asked_s + self.limits.look_wait_s
+        return self._watch.due_s()
+
+    def _oversee(self, now: float) -> str:
+        """Why the generation must be ended; empty: it need not."""
+        if self.phase is not Phase.RUNNING:
+            self._watch = self._round = None  # also between two worlds, and on the way to a safe point
+            return ""
+        if self._watch is None:
+            self._watch = Watch(self.limits, self._paces_of(self._world()), self._examine)
+        asked = self._round
+        if asked is not None and (not asked.awaited or now >= asked.asked_s + self.limits.look_wait_s):
+            self._close_round(now, asked, self._watch)
+        self._heed(now, self._watch.advance(now))
+        hung, self._hung = self._hung, ""
+        return hung
+
+    def _paces_of(self, world: World) -> Paces:
+        """Of this world, made when it is first asked for."""
+        if self._paces is not None and self._paces.generation == world.generation:
+            return self._paces
+        if self._paces is not None:
+            self._trained_s += self._paces.training_s
+        hosts = {name: self.members[name].node.host for name in world.order if name in self.members}
+        began_s = self._now if world.started_s is None else world.started_s
+        nodes = of_world(world.order, world.nproc, hosts)
+        self._paces = Paces(world.generation, nodes, began_s, self.limits.hang_report_s)
+        self._stragglers = Stragglers(self.limits.straggler_window_s)
+        for name, done in world.done.items():
+            for local_rank in done:
+                pace = self._paces.of(name, local_rank)
+                if pace is not None:
+                    self._paces.enter(pace, Stage.DONE, began_s)
+        return self._paces
+
+    def _look(self, now: float, *, store: bool) -> None:
+        world = self._world()
+        self._looks += 1
+        asked = [self.members[n] for n in world.order if n in self.members and not world.finished(n)]
+        self._round = Round(self._looks, now, {member.name for member in asked} - self._silent)
+        for member in asked:
+            self._tell(member, Look(world.generation, self._looks, store))
+
+    def _close_round(self, now: float, asked: Round, watch: Watch) -> None:
+        self._round = None
+        late = asked.awaited & self.members.keys()
+        if late:
+            self._silent |= late
+            self._note("look_unanswered", generation=self.generation, members=sorted(late))
+        samples, reach = asked.samples, tuple(asked.reach)
+        for order in watch.looked(now, asked_s=asked.asked_s, samples=samples, reach=reach):
+            self._heed(now, order)
+
+    def _heed(self, now: float, order: Order | None) -> None:
+        world = self._world()
+        match order:
+            case LookNow(store):
+                self._look(now, store=store)
+            case Report(finding, text, still_s, files):
+                world.hang = finding
+                self._tell_world(world, Notice(text))
+                self._note(
+                    "hang",
+                    generation=world.generation,
+                    kind=finding.kind.value,
+                    code=finding.code,
+                    text=finding.text,
+                    culprits=list(finding.culprits),
+                    groups=[{"ranks": list(place.ranks), "place": place.words} for place in finding.groups],
+                    files=files,
+                    still_s=round(still_s, 3),
+                )
+            case Over(_, still_s):
+                world.hang = None
+                self._tell_world(world, Notice(f"the job goes on after {still_s:.0f} s without a step"))
+                self._note("hang_over", generation=world.generation, still_s=round(still_s, 3))
+            case EndHung(finding, text, culprit):
+                world.hang, self._hung = finding, text
+                world.hung = _failure_of(culprit) if culprit is not None else None
+            case None:
+                pass
+
+    def _tell_of_stragglers(self, news: list[Straggler]) -> None:
+        world = self._world()
+        for each in news:
+            self._note(
+                "straggler_over" if each.over else "straggler",
+                generation=world.generation,
+                code=each.code,
+                host=each.host,
+                ranks=list(each.ranks),
+                own_s=round(each.own_s, 6),
+                peers_s=round(each.peers_s, 6),
+                step_s=round(each.step_s, 6),
+            )
+        more = len(news) - NOTICES_SAID_MAX
+        lines = [each.text for each in news[:NOTICES_SAID_MAX]] + ([f"and {more} more"] if more > 0 else [])
+        self._tell_world(world, Notice("\n".join(lines)))
+
+
+def _failure_of(story: RankStory) -> Failure:
+    """The culprit of a hang, as one that is about to be killed for it."""
+    newest = story.samples[-1] if story.samples else None
+    return Failure(
+        rank=story.rank,
+        local_rank=story.local_rank,
+        host=story.host,
+        pid=newest.pid if newest is not None else 0,
+        exit_code=-SIGKILL,
+    )

@@ -1,0 +1,76 @@
+"""The job in plain data for people, from what the coordinator remembers. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.core.coordinator.membership import Membership
+from holdfast.core.coordinator.pace import Pace, Paces
+from holdfast.core.coordinator.state import Member, Phase, World
+from holdfast.core.progress import JobView, NodeView, RankView
+
+__all__ = ["JobView", "nodes"]
+
+IN_WORLD = {
+    Phase.PREPARING: "starting",
+    Phase.RUNNING: "running",
+    Phase.DRAINING: "draining",
+    Phase.STOPPING: "stopping",
+}
+
+
+def nodes(
+    members: Iterable[Member],
+    world: World | None,
+    phase: Phase,
+    paces: Paces | None,
+    membership: Membership,
+    now: float,
+) -> tuple[NodeView, ...]:
+    """The nodes of the world by group rank, then the others in the order of their arrival."""
+    places = {name: place for place, name in enumerate(world.order)} if world is not None and phase in IN_WORLD else {}
+    on_probation = {member.name for member, _ in membership.waiting(now)}
+    views: list[NodeView] = []
+    for member in sorted(members, key=lambda one: (places.get(one.name, len(places)), one.arrival)):
+        in_world = world if member.name in places else None
+        at_work = in_world is not None and phase is not Phase.PREPARING
+        known = paces if at_work and paces is not None and paces.generation == in_world.generation else None  # type: ignore[union-attr]
+        views.append(
+            NodeView(
+                member=member.name,
+                host=member.node.host,
+                group_rank=places.get(member.name),
+                state=_state(member, in_world, phase, on_probation),
+                heard_s=now - member.last_heard_s,
+                ranks=tuple(_rank(pace, now) for pace in known.of_member(member.name, member.node.nproc))
+                if known is not None
+                else (),
+            )
+        )
+    return tuple(views)
+
+
+def _state(member: Member, world: World | None, phase: Phase, on_probation: set[str]) -> str:
+    if world is None:
+        if member.leaving:
+            return "leaving"
+        if member.name in on_probation:
+            return "on probation"
+        return "arriving" if phase is Phase.GATHERING else "spare"
+    if phase is Phase.PREPARING:
+        return "prepared" if member.name in world.prepared else "starting"
+    if world.finished(member.name):
+        return "done"
+    return "leaving" if member.leaving else IN_WORLD[phase]
+
+
+def _rank(pace: Pace, now: float) -> RankView:
+    return RankView(
+        rank=pace.rank,
+        local_rank=pace.local_rank,
+        stage=pace.stage,
+        steps=pace.steps,
+        step_s=pace.step_s,
+        own_s=pace.own_step_s,
+        age_s=max(0.0, now - pace.newest_s),
+    )

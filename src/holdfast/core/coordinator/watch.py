@@ -1,0 +1,285 @@
+"""Does the job stand still? Pure: when to look at all workers, and what follows from what was seen.
+
+    QUIET ──► EXAMINING ──► (between examinations) ──► EXAMINING …      a step, or a rank that comes further: QUIET
+      nobody has made a step for max(hang_report_s, hang_steps × the median step), once a rank has made its first three;
+      or nobody has come nearer to the process group for hang_report_s while somebody waits for it
+
+An examination is LOOKS looks at all workers, of which a function that is given makes a Finding:
+
+| the finding      | what follows                                                                                        |
+|------------------|-----------------------------------------------------------------------------------------------------|
+| MOVING           | another examination later                                                                           |
+| PAUSED           | the same; told only when nobody has moved for hang_timeout_s                                         |
+| HUNG, STUCK      | told once, then looked at again and again                                                           |
+| but MOVING, and nobody has moved for hang_timeout_s since the first look that showed the same | the generation is ended  |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec import Struct, structs
+
+from holdfast.core.coordinator.pace import GROUPING, Pace, Paces
+from holdfast.core.hang import Examine, Finding, HangKind, RankStory
+from holdfast.core.policy import Limits
+from holdfast.core.progress import Stage
+from holdfast.core.stacks import RankSample
+
+LOOKS = 3
+"""Of one examination, look_gap_s apart."""
+NO_GROUP = "HF245"
+"""The process group does not come to stand."""
+REACH_SHOWN_MAX = 3
+RANKS_NAMED_MAX = 4
+
+
+class LookNow(Struct, frozen=True):
+    """Look at all workers; ends in Watch.looked. `store`: the nodes also try to reach the generation's store."""
+
+    store: bool
+
+
+class Report(Struct, frozen=True):
+    """Tell everybody, once."""
+
+    finding: Finding
+    text: str
+    still_s: float
+    """Nobody has made a step for so long."""
+    files: dict[int, str]
+    """By rank: where its stacks are, on its own node."""
+
+
+class Over(Struct, frozen=True):
+    """What was reported has passed."""
+
+    finding: Finding
+    still_s: float
+
+
+class EndHung(Struct, frozen=True):
+    """End the generation."""
+
+    finding: Finding
+    text: str
+    culprit: RankStory | None
+
+
+Order = LookNow | Report | Over | EndHung
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    store: bool
+    """They wait for the process group, and not for a step."""
+    since_s: float
+    next_look_s: float
+    looking: bool = False
+    looks: int = 0
+    """Of the examination under way."""
+    began_s: float = 0.0
+    """When its first look was asked for."""
+    samples: dict[int, deque[RankSample]] = field(default_factory=dict)
+    reach: tuple[str, ...] = ()
+    signature: str = ""
+    same_since_s: float = 0.0
+    """Nobody has moved since, as far as was looked."""
+    reported: Finding | None = None
+
+
+class Watch:
+    """Of one generation."""
+
+    def __init__(self, limits: Limits, paces: Paces, examine: Examine) -> None:
+        self._limits = limits
+        self._paces = paces
+        self._examine = examine
+        self._suspicion: _Suspicion | None = None
+        self._patience_s = limits.hang_report_s
+        """Without a step, until somebody is suspected; measured anew when it is over."""
+
+    @property
+    def reported(self) -> Finding | None:
+        """The hang that was told and stands."""
+        return self._suspicion.reported if self._suspicion is not None else None
+
+    def due_s(self) -> float:
+        """When `advance` has something to do."""
+        suspicion = self._suspicion
+        if suspicion is not None:
+            return inf if suspicion.looking else suspicion.next_look_s
+        since_s = self._still_since_s()
+        return inf if since_s is None else since_s + self._patience_s
+
+    def advance(self, now: float) -> LookNow | None:
+        if now < self.due_s():
+            return None
+        suspicion = self._suspicion or self._suspect(now)
+        if suspicion is None:
+            return None
+        if suspicion.looks == 0:
+            suspicion.began_s = now
+        suspicion.looking = True
+        return LookNow(suspicion.store)
+
+    def moved(self, now: float) -> Over | None:
+        """A step was made, or a rank has come further."""
+        suspicion, self._suspicion = self._suspicion, None
+        self._patience_s = self._limits.hang_report_s
+        if suspicion is None or suspicion.reported is None:
+            return None
+        return Over(suspicion.reported, now - suspicion.since_s)
+
+    def looked(
+        self, now: float, *, asked_s: float, samples: Mapping[int, RankSample], reach: tuple[str, ...]
+    ) -> list[Order]:
+        """What the look has shown, by rank; who did not answer in time is missing."""
+        suspicion = self._suspicion
+        if suspicion is None or not suspicion.looking:
+            return []
+        suspicion.looking = False
+        suspicion.looks += 1
+        suspicion.reach = reach
+        for rank, sample in samples.items():
+            suspicion.samples.setdefault(rank, deque(maxlen=LOOKS)).append(sample)
+        if suspicion.looks < LOOKS:
+            suspicion.next_look_s = max(now, asked_s + self._limits.look_gap_s)
+            return []
+        return self._conclude(now, suspicion)
+
+    # ---------------------------------------------------------------- suspicion
+
+    def _still_since_s(self) -> float | None:
+        paces = self._paces
+        if paces.newest_s is not None:
+            return paces.newest_s
+        return paces.stage_newest_s if paces.grouping else None
+
+    def _suspect(self, now: float) -> _Suspicion | None:
+        since_s = self._still_since_s()
+        assert since_s is not None
+        store = self._paces.newest_s is None
+        steps_s = 0.0 if store else self._limits.hang_steps * self._paces.step_s()
+        self._patience_s = max(self._limits.hang_report_s, steps_s)
+        if now < since_s + self._patience_s:
+            return None
+        self._suspicion = _Suspicion(store, since_s, next_look_s=now)
+        return self._suspicion
+
+    # ---------------------------------------------------------------- what was found
+
+    def _conclude(self, now: float, suspicion: _Suspicion) -> list[Order]:
+        limits, timeout_s = self._limits, self._limits.hang_timeout_s
+        stories = self._stories(now, suspicion)
+        finding = self._examine(stories)
+        if suspicion.store:
+            finding = self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
+        if finding.kind is HangKind.MOVING:
+            suspicion.signature = ""
+            self._look_again(now, suspicion)
+            return []
+        if finding.signature != suspicion.signature:
+            suspicion.signature, suspicion.same_since_s = finding.signature, suspicion.began_s
+        same_s = now - suspicion.same_since_s
+        orders: list[Order] = []
+        silent = finding.kind is HangKind.PAUSED and same_s < (timeout_s or limits.pause_report_s)
+        if suspicion.reported is None and not silent:
+            suspicion.reported = finding
+            orders.append(self._report(finding, stories, now - suspicion.since_s, same_s))
+        if timeout_s and same_s >= timeout_s:
+            first = next((story for story in stories if story.rank in finding.culprits), None)
+            text = f"nothing has moved for {same_s:.0f} s (--hang-timeout {timeout_s:g}): {_first_line(finding.text)}"
+            suspicion.next_look_s = inf
+            return [*orders, EndHung(finding, text, first)]
+        self._look_again(now, suspicion)
+        return orders
+
+    def _look_again(self, now: float, suspicion: _Suspicion) -> None:
+        """One look more at a hang that was told; else a whole examination."""
+        limits = self._limits
+        if suspicion.reported is not None:
+            suspicion.looks, suspicion.next_look_s = LOOKS - 1, now + limits.look_again_s
+            suspicion.began_s = suspicion.next_look_s
+        else:
+            suspicion.looks, suspicion.next_look_s = 0, now + limits.look_moving_s
+            suspicion.samples.clear()
+        decisive_s = suspicion.same_since_s + (limits.hang_timeout_s or limits.pause_report_s)
+        if suspicion.signature and now < decisive_s < suspicion.next_look_s:
+            suspicion.next_look_s = decisive_s
+
+    def _stories(self, now: float, suspicion: _Suspicion) -> list[RankStory]:
+        return [
+            RankStory(
+                rank=pace.rank,
+                host=pace.host,
+                local_rank=pace.local_rank,
+                age_s=now - (pace.stage_since_s if suspicion.store else pace.newest_s),
+                samples=tuple(suspicion.samples.get(pace.rank, ())),
+            )
+            for pace in self._paces.alive()
+        ]
+
+    def _about_the_group(self, finding: Finding, still_s: float, reach: tuple[str, ...]) -> Finding:
+        """The same in words about the process group: who has not come, and which node cannot reach the store."""
+        alive = self._paces.alive()
+        missing = [pace for pace in alive if pace.stage is Stage.STARTING]
+        waiting = [pace.rank for pace in alive if pace.stage in GROUPING]
+        if finding.kind is HangKind.MOVING and not reach:
+            return finding
+        lines = [_first_line(finding.text)]
+        if finding.kind is not HangKind.HUNG:
+            absent = f"; {_named(missing)} not come" if missing else ""
+            lines = [f"{_ranks(waiting)} in init_process_group for {still_s:.0f} s{absent}"]
+        if reach:
+            lines.append(f"{'; '.join(reach[:REACH_SHOWN_MAX])} (firewall? wrong address?)")
+        named = finding.kind is HangKind.HUNG or bool(missing)
+        return structs.replace(
+            finding,
+            kind=HangKind.HUNG if named else HangKind.STUCK,
+            code=finding.code if finding.kind is HangKind.HUNG and finding.code and not reach else NO_GROUP,
+            text="\n".join(lines),
+            culprits=finding.culprits or tuple(pace.rank for pace in missing),
+        )
+
+    def _report(self, finding: Finding, stories: Sequence[RankStory], still_s: float, same_s: float) -> Report:
+        by_rank = {story.rank: story for story in stories}
+        shown = [*finding.culprits, *(place.ranks[0] for place in finding.groups if place.ranks)]
+        files = {
+            rank: by_rank[rank].samples[-1].file
+            for rank in dict.fromkeys(shown)
+            if rank in by_rank and by_rank[rank].samples and by_rank[rank].samples[-1].file
+        }
+        lines = finding.text.splitlines()[:2]
+        if files:
+            rank, file = next(iter(files.items()))
+            lines.append(f"stacks of rank {rank}, on {by_rank[rank].host}: {file}")
+        timeout_s = self._limits.hang_timeout_s
+        if not timeout_s:
+            lines.append("it is left alone (--hang-timeout 0)")
+        elif same_s < timeout_s:
+            lines.append(
+                f"if nothing moves for another {timeout_s - same_s:.0f} s its workers are ended (--hang-timeout)"
+            )
+        return Report(finding, "\n".join(lines), still_s, files)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} waits"
+    if len(ranks) > RANKS_NAMED_MAX:
+        return f"{len(ranks)} ranks wait"
+    return f"ranks {', '.join(map(str, ranks))} wait"
+
+
+def _named(missing: Sequence[Pace]) -> str:
+    words = ", ".join(f"rank {pace.rank} on {pace.host}" for pace in missing[:RANKS_NAMED_MAX])
+    more = f" and {len(missing) - RANKS_NAMED_MAX} more" if len(missing) > RANKS_NAMED_MAX else ""
+    return f"{words}{more} {'has' if len(missing) == 1 else 'have'}"
