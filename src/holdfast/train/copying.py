@@ -133,8 +133,15 @@ def _move_plain(
 
 
 def _is_crowded() -> bool:
-    """More threads want to run than there are cores."""
-    return os.getloadavg()[0] > CROWDED * len(os.sched_getaffinity(0))
+    """More threads want to run just now than there are cores. The load average would still tell of the last minute."""
+    if torch.get_num_threads() == 1:
+        return False  # nobody to wait for
+    try:
+        with open("/proc/loadavg", "rb") as file:
+            running = int(file.read().split()[3].partition(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return False
+    return running > CROWDED * len(os.sched_getaffinity(0))
 
 
 def _plain(tensor: torch.Tensor) -> bool:
