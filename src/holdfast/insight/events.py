@@ -22,6 +22,7 @@ class Kind(Enum):
     WHOLES = "list of whole numbers"
     NUMBERS = "list of numbers"
     ITEMS = "list"
+    TABLE = "object"
 
 
 class Field(NamedTuple):
@@ -42,7 +43,7 @@ class EventKind(NamedTuple):
 
 
 TEXT, WHOLE, NUMBER, FLAG = Kind.TEXT, Kind.WHOLE, Kind.NUMBER, Kind.FLAG
-TEXTS, WHOLES, NUMBERS, ITEMS = Kind.TEXTS, Kind.WHOLES, Kind.NUMBERS, Kind.ITEMS
+TEXTS, WHOLES, NUMBERS, ITEMS, TABLE = Kind.TEXTS, Kind.WHOLES, Kind.NUMBERS, Kind.ITEMS, Kind.TABLE
 
 ALWAYS = (
     Field("time", NUMBER, "seconds since 1970, by this node's clock"),
@@ -212,6 +213,15 @@ AGENT = (
 
 ORDER = Field("order", TEXTS, "its members; ranks follow this order")
 
+STRAGGLER = (
+    Field("code", TEXT, "HF250: a rank, HF251: all ranks of a node"),
+    Field("host", TEXT, "which"),
+    Field("ranks", WHOLES, "which of it"),
+    Field("own_s", NUMBER, "seconds of a step that they take themselves"),
+    Field("peers_s", NUMBER, "the same of their peers, the median"),
+    Field("step_s", NUMBER, "seconds of a whole step"),
+)
+
 COORDINATOR = (
     EventKind(
         "coordinator.joined",
@@ -284,6 +294,36 @@ COORDINATOR = (
         "the next generation is awaited",
         (REASON, Field("not_before_s", NUMBER, "seconds of pause after failures")),
     ),
+    EventKind(
+        "coordinator.hang",
+        "the job stands still, and it was looked where",
+        (
+            GENERATION,
+            Field("kind", TEXT, "`hung` (somebody does not come), `stuck` (all wait in communication) or `paused`"),
+            Field("code", TEXT, "HF24x; may be empty"),
+            Field("text", TEXT, "the finding in words"),
+            Field("culprits", WHOLES, "ranks"),
+            Field(
+                "groups",
+                ITEMS,
+                'who stands where: `{"ranks": [3], "place": "in time.sleep at data.py:17"}`, the odd ones first',
+            ),
+            Field("files", TABLE, "by rank: where its stacks are kept, on its node"),
+            Field("still_s", NUMBER, "seconds since the newest step"),
+        ),
+    ),
+    EventKind(
+        "coordinator.hang_over",
+        "a job that was told to hang makes steps again",
+        (GENERATION, Field("still_s", NUMBER, "seconds without a step")),
+    ),
+    EventKind(
+        "coordinator.look_unanswered",
+        "nodes that did not tell in time where their workers stand",
+        (GENERATION, Field("members", TEXTS, "these")),
+    ),
+    EventKind("coordinator.straggler", "ranks or a node are slower than their peers", (GENERATION, *STRAGGLER)),
+    EventKind("coordinator.straggler_over", "they are not any more", (GENERATION, *STRAGGLER)),
     EventKind("coordinator.over", "the job is over", OUTCOME),
     EventKind("coordinator.concluded", "the same, when everybody was told", OUTCOME),
 )
@@ -328,5 +368,7 @@ def fits(value: object, kind: Kind) -> bool:
             return isinstance(value, bool)
         case Kind.ITEMS:
             return isinstance(value, list)
+        case Kind.TABLE:
+            return isinstance(value, dict)
     part = {Kind.TEXTS: Kind.TEXT, Kind.WHOLES: Kind.WHOLE, Kind.NUMBERS: Kind.NUMBER}[kind]
     return isinstance(value, list) and all(fits(each, part) for each in value)
