@@ -9,6 +9,8 @@ from typing import NoReturn
 
 from holdfast.core.errors import UsageError
 
+RANKS_MAX = 1_000_000
+
 
 class Parser(argparse.ArgumentParser):
     """argparse that fails as the rest of holdfast does."""
@@ -27,3 +29,19 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
 def print_json(value: object) -> None:
     """One JSON document."""
     print(json.dumps(value, indent=1))
+
+
+def ranks_of(texts: Sequence[str] | None) -> set[int]:
+    """Of `--rank 3 --rank 0-7,12`; empty: all. Raises UsageError.
+
+    >>> sorted(ranks_of(["3", "0-1,8"]))
+    [0, 1, 3, 8]
+    """
+    found: set[int] = set()
+    for text in texts or ():
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) >= RANKS_MAX:
+                raise UsageError(f"--rank {text}: write ranks like 3, 0-7 or 1,5")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found

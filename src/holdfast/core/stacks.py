@@ -28,3 +28,30 @@ class RankSample(Struct, frozen=True, array_like=True):
     """What else explains it, in words: `its data loader's process 4711 is stopped`."""
     file: str = ""
     """On its node: the whole text, all threads."""
+
+
+class RankStack(Struct, frozen=True, kw_only=True):
+    """Where one rank of the job is."""
+
+    rank: int
+    host: str
+    local_rank: int
+    pid: int
+    state: str
+    cpu_s: float
+    stack: int
+    """Its number in StacksView.stacks; -1: it did not answer."""
+    note: str = ""
+    file: str = ""
+
+
+class StacksView(Struct, frozen=True, kw_only=True):
+    """Where all ranks of a job are now. Equal stacks are told once."""
+
+    run_id: str
+    generation: int
+    world_size: int
+    ranks: tuple[RankStack, ...] = ()
+    stacks: tuple[tuple[Frame, ...], ...] = ()
+    silent: tuple[str, ...] = ()
+    """Hosts that did not answer in time."""

@@ -16,7 +16,7 @@ from holdfast.core.coordinator.events import QuitAsked
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.progress import JobView, NodeView
 from holdfast.core.protocol import Answer, Ask, FromCoordinator, Look, Looked, Question
-from holdfast.core.stacks import Frame, RankSample
+from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,33 +31,6 @@ FIRST_LOOK = 1 << 40
 
 class Link(Protocol):
     def send(self, message: FromCoordinator) -> None: ...
-
-
-class RankStack(Struct, frozen=True, kw_only=True):
-    """Where one rank is."""
-
-    rank: int
-    host: str
-    local_rank: int
-    pid: int
-    state: str
-    cpu_s: float
-    stack: int
-    """Which of the stacks; -1: it did not answer."""
-    note: str
-    file: str
-
-
-class StacksView(Struct, frozen=True, kw_only=True):
-    """All ranks now. Equal stacks are told once."""
-
-    run_id: str
-    generation: int
-    world_size: int
-    ranks: tuple[RankStack, ...] = ()
-    stacks: tuple[tuple[Frame, ...], ...] = ()
-    silent: tuple[str, ...] = ()
-    """Hosts that did not answer in time."""
 
 
 class _Look(Struct):

@@ -66,6 +66,10 @@ class Call:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
+    def fileno(self) -> int:
+        """Can be read when the answer comes, or the agent has gone."""
+        return self._socket.fileno()
+
     def answer(self, limit_s: float | None = ANSWER_S_MAX) -> Reply | None:
         """None: the agent has ended without an answer. `limit_s` None: for ever. Raises ControlSilentError,
         ControlRefusedError."""

@@ -1,0 +1,153 @@
+"""Which job a command means: by run id, by the beginning of it, by run folder, or the only one that runs.
+
+Knows the list of running agents and where runs are kept; must not know what is asked of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.core.errors import ControlRefusedError, NoRunError
+from holdfast.insight.numbers import duration
+from holdfast.runtime import running
+from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.running import Entry
+from holdfast.runtime.workers.log_layout import default_log_dir, safe_name
+
+VERDICT = "verdict.json"
+LISTED_MAX = 20
+
+
+def running_job(run: str | None) -> list[Entry]:
+    """The agents on this host of the one job that is meant, oldest first. Raises NoRunError, ControlRefusedError."""
+    entries = running.entries()
+    if run is not None and is_folder(run):
+        return by_folder(Path(os.path.abspath(run)), entries)
+    found = entries if run is None else matching(entries, run)
+    jobs = {entry.job for entry in found}
+    if len(jobs) == 1:
+        return found
+    if jobs:
+        raise NoRunError(f"{several(run, len(jobs))}; name one of them, or its run folder:\n{listed(found)}")
+    raise NoRunError(nothing(run, entries))
+
+
+def run_folders(run: str | None) -> list[Path]:
+    """The run folders on this host of a job, running or ended: of the newest where several have that name. Raises
+    NoRunError."""
+    if run is not None and is_folder(run):
+        folder = Path(os.path.abspath(run))
+        check_folder(folder)
+        return [folder]
+    entries = running.entries()
+    found = entries if run is None else matching(entries, run)
+    jobs = {entry.job for entry in found}
+    if len(jobs) > 1:
+        raise NoRunError(f"{several(run, len(jobs))}; name one of them, or its run folder:\n{listed(found)}")
+    folders = [Path(entry.folder) for entry in found if entry.folder]
+    if found and not folders:
+        raise NoRunError(f"{found[0].name} runs with --log-dir /dev/null: it keeps no logs")
+    if not folders:
+        folders = newest_ended(run)
+    if not folders:
+        raise NoRunError(nothing(run, entries))
+    return folders
+
+
+def is_folder(run: str) -> bool:
+    """Rather than the id of a run: it is written as a path, or there is a run folder of that name here."""
+    return os.sep in run or os.path.exists(os.path.join(run, JOURNAL))
+
+
+def matching(entries: Sequence[Entry], run: str) -> list[Entry]:
+    """Exactly so, or else beginning so."""
+    exact = [entry for entry in entries if run in (entry.run_id, entry.name)]
+    return exact or [entry for entry in entries if entry.run_id.startswith(run) or entry.name.startswith(run)]
+
+
+def by_folder(folder: Path, entries: Sequence[Entry]) -> list[Entry]:
+    """All agents of the job that this folder belongs to, its own first."""
+    own = [entry for entry in entries if entry.folder and os.path.realpath(entry.folder) == os.path.realpath(folder)]
+    if own:
+        return own + [entry for entry in entries if entry.job == own[0].job and entry not in own]
+    check_folder(folder)
+    path = folder / running.SOCKET_NAME
+    if path.exists() and running.listens(str(path)):
+        return [unlisted(folder)]
+    raise NoRunError(f"the run in {folder} has ended{how_it_ended(folder)}")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises NoRunError, ControlRefusedError."""
+    try:
+        names = os.listdir(folder)
+    except PermissionError:
+        raise ControlRefusedError(f"{folder} belongs to another user (uid {folder.stat().st_uid})") from None
+    except OSError as error:
+        raise NoRunError(f"{folder} is no run folder: {error.strerror}") from None
+    if JOURNAL not in names:
+        raise NoRunError(f"{folder} is no run folder: there is no {JOURNAL} in it")
+
+
+def unlisted(folder: Path) -> Entry:
+    """An agent that wrote its entry where we do not look: it had another XDG_RUNTIME_DIR or TMPDIR."""
+    return Entry(
+        run_id=folder.name,
+        endpoint="",
+        host="",
+        pid=0,
+        folder=str(folder),
+        socket=str(folder / running.SOCKET_NAME),
+        began_epoch_s=0.0,
+    )
+
+
+def newest_ended(run: str | None) -> list[Path]:
+    """The newest run folder of this name where runs are kept when nobody says otherwise."""
+    log_dir = Path(default_log_dir())
+    wanted = "" if run is None else safe_name(run)
+    try:
+        found = [folder for folder in log_dir.iterdir() if folder.name.startswith(wanted)]
+        ages = {folder: (folder / JOURNAL).stat().st_mtime for folder in found if (folder / JOURNAL).is_file()}
+    except OSError:
+        return []
+    exact = [folder for folder in ages if folder.name.rpartition("_")[0] == wanted or folder.name == wanted]
+    pool = exact or list(ages)
+    return [max(pool, key=lambda folder: ages[folder])] if pool else []
+
+
+def how_it_ended(folder: Path) -> str:
+    """`: failed, exit code 3`; empty where nothing tells."""
+    try:
+        outcome = json.loads((folder / VERDICT).read_bytes())
+        return f": {outcome['kind']}, exit code {outcome['exit_code']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def nothing(run: str | None, entries: Sequence[Entry]) -> str:
+    if run is None:
+        ended = newest_ended(None)
+        last = f"; the newest run here, {ended[0]}, has ended{how_it_ended(ended[0])}" if ended else ""
+        return f"no job of this user runs on this host{last}"
+    ended = newest_ended(run)
+    if ended:
+        return f"{run} does not run on this host: {ended[0]} has ended{how_it_ended(ended[0])}"
+    known = f"; what runs:\n{listed(entries)}" if entries else ", and no other job of this user does"
+    return f"no job {run!r} runs on this host{known}"
+
+
+def several(run: str | None, number: int) -> str:
+    return f"{number} jobs run on this host" if run is None else f"{run!r} is {number} jobs on this host"
+
+
+def listed(entries: Sequence[Entry]) -> str:
+    lines = [
+        f"  {entry.name}  for {duration(max(0.0, time.time() - entry.began_epoch_s))}, pid {entry.pid}  {entry.script}"
+        for entry in entries[:LISTED_MAX]
+    ]
+    return "\n".join(lines + ([f"  … and {len(entries) - LISTED_MAX} more"] if len(entries) > LISTED_MAX else []))

@@ -1,0 +1,255 @@
+"""`holdfast logs [RUN]`: what the workers of this host wrote, of a job that runs or has ended.
+
+Knows the options and how to follow; where a run's log files are knows `Shelf`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import select
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.cli.finding import run_folders, running_job
+from holdfast.cli.printing import Parser, ranks_of
+from holdfast.core.errors import HoldfastError, NoRunError, UsageError
+from holdfast.runtime.control_client import Call
+from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.workers.log_tail import ChangeWatch, LineCutter
+
+CHUNK_BYTES = 256 * 1024
+LOOK_S = 1.0
+"""While following: where the kernel tells of no change (network folders), files are looked at so often."""
+
+
+class LogFile(NamedTuple):
+    """What one worker writes into one of its streams."""
+
+    rank: int
+    stream: str
+    generation: int
+    path: Path
+
+
+class Line(NamedTuple):
+    file: LogFile
+    text: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `holdfast logs` with these arguments; returns the exit status. Raises HoldfastError."""
+    chosen = parser().parse_args(argv)
+    wanted = Wanted.of(chosen)
+    folders = run_folders(chosen.run)
+    files = wanted.files(folders)
+    if not files and not chosen.follow:
+        raise NoRunError(f"{', '.join(map(str, folders))}: {wanted.missing(folders)}")
+    show = Printer(chosen.json, alone=len(wanted.ranks) == 1)
+    if chosen.follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            follow(folders, wanted, show, chosen.lines if chosen.lines is not None else 10)
+        return 0
+    for file in files:
+        lines = (line for line in whole_lines(file) if wanted.takes(line.text))
+        for line in lines if chosen.lines is None else deque(lines, chosen.lines):
+            show(line)
+    return 0
+
+
+def parser() -> Parser:
+    made = Parser(prog="holdfast logs", description="Show what the workers of this host wrote.", allow_abbrev=False)
+    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the newest")
+    made.add_argument("--rank", action="append", metavar="N", help="only these ranks: 3, 0-7, 1,5; may be repeated")
+    made.add_argument("-f", "--follow", action="store_true", help="go on with what they write, until the job ends")
+    made.add_argument("--grep", metavar="RE", help="only lines in which this regular expression is found")
+    made.add_argument("--stdout", action="store_true", help="only what they wrote to stdout")
+    made.add_argument("--stderr", action="store_true", help="only what they wrote to stderr")
+    made.add_argument("--generation", type=int, metavar="G", help="of this generation; the newest")
+    made.add_argument("-n", "--lines", type=int, metavar="N", help="the last N lines of each file; all, with -f 10")
+    made.add_argument("--json", action="store_true", help="print a JSON object for each line")
+    return made
+
+
+class Wanted(NamedTuple):
+    ranks: set[int]
+    streams: tuple[str, ...]
+    generation: int | None
+    pattern: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, chosen: argparse.Namespace) -> Wanted:
+        """Raises UsageError."""
+        if chosen.lines is not None and chosen.lines < 0:
+            raise UsageError(f"--lines {chosen.lines}: a number from 0")
+        try:
+            pattern = re.compile(chosen.grep) if chosen.grep is not None else None
+        except re.error as error:
+            raise UsageError(f"--grep {chosen.grep}: {error}") from None
+        streams = tuple(name for name in ("stdout", "stderr") if getattr(chosen, name))
+        return cls(ranks_of(chosen.rank), streams or ("stdout", "stderr"), chosen.generation, pattern)
+
+    def takes(self, text: str) -> bool:
+        return self.pattern is None or self.pattern.search(text) is not None
+
+    def files(self, folders: Sequence[Path]) -> list[LogFile]:
+        """Those there are, by generation, rank and stream: of the newest generation unless another was named."""
+        found = [file for folder in folders for file in log_files(folder)]
+        newest = max((file.generation for file in found), default=0)
+        generation = newest if self.generation is None else self.generation
+        taken = [
+            file
+            for file in found
+            if file.generation == generation
+            and file.stream in self.streams
+            and (not self.ranks or file.rank in self.ranks)
+        ]
+        return sorted(taken, key=lambda file: (file.rank, file.stream != "stdout"))
+
+    def missing(self, folders: Sequence[Path]) -> str:
+        found = [file for folder in folders for file in log_files(folder)]
+        if not found:
+            return "no worker has written anything yet"
+        generations = sorted({file.generation for file in found})
+        if self.generation is not None and self.generation not in generations:
+            return f"no generation {self.generation}; there are {', '.join(map(str, generations))}"
+        ranks = sorted({file.rank for file in found})
+        return f"no such rank on this host; here are {', '.join(map(str, ranks))}"
+
+
+def log_files(folder: Path) -> list[LogFile]:
+    """All that are in a run folder; its journal tells which rank was which in which generation."""
+    found = []
+    for generation, restart_count, rank_base, nproc in generations(folder):
+        attempt = folder / f"attempt_{restart_count}_generation_{generation}"
+        if not attempt.is_dir():
+            attempt = folder / f"attempt_{restart_count}"
+        for local_rank in range(nproc):
+            for stream in ("stdout", "stderr"):
+                path = attempt / str(local_rank) / f"{stream}.log"
+                if path.is_file():
+                    found.append(LogFile(rank_base + local_rank, stream, generation, path))
+    return found
+
+
+def generations(folder: Path) -> Iterator[tuple[int, int, int, int]]:
+    """Of each one that was started here: number, restart count, rank of its first worker here, workers."""
+    try:
+        lines = (folder / JOURNAL).read_bytes().splitlines()
+    except OSError as error:
+        raise NoRunError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
+    for line in lines:
+        if b'"generation"' not in line:
+            continue
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            event = json.loads(line)
+            if event["event"] == "generation":
+                yield event["generation"], event["restart_count"], event["rank_base"], event["nproc"]
+
+
+class Printer:
+    """Lines to the screen: with the rank in front unless there is but one."""
+
+    def __init__(self, as_json: bool, *, alone: bool) -> None:
+        self._json = as_json
+        self._alone = alone
+
+    def __call__(self, line: Line) -> None:
+        file, text = line
+        if self._json:
+            fields = {"rank": file.rank, "stream": file.stream, "generation": file.generation, "line": text}
+            print(json.dumps(fields))
+        else:
+            print(text if self._alone else f"{file.rank}| {text}")
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def whole_lines(file: LogFile) -> Iterator[Line]:
+    """All there are now; of one that overwrites itself the last state, and the unfinished last one too."""
+    tail = Tail(file)
+    try:
+        yield from tail.read()
+        yield from tail.rest()
+    finally:
+        tail.close()
+
+
+class Tail:
+    """One file, read on from where it was read to."""
+
+    def __init__(self, file: LogFile) -> None:
+        self.file = file
+        self._cutter = LineCutter()
+        try:
+            self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise NoRunError(f"{file.path}: {error.strerror}") from error
+
+    def read(self) -> Iterator[Line]:
+        while chunk := os.read(self._fd, CHUNK_BYTES):
+            yield from self._lines(self._cutter.feed(chunk))
+
+    def rest(self) -> Iterator[Line]:
+        yield from self._lines(self._cutter.flush())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _lines(self, data: bytes) -> Iterator[Line]:
+        for line in data.split(b"\n")[:-1]:
+            yield Line(self.file, line.decode(errors="replace"))
+
+
+def follow(folders: list[Path], wanted: Wanted, show: Printer, lines: int) -> None:
+    """The last lines, and all that come until the job ends; its next generations too."""
+    with contextlib.ExitStack() as stack:
+        watch = ChangeWatch()
+        stack.callback(watch.close)
+        for folder in folders:
+            watch.add(folder / JOURNAL)
+        end = end_of(folders, stack)
+        tails: dict[Path, Tail] = {}
+        first = True
+        while True:
+            ended = wait_for_news(watch, end) if not first else False
+            for file in wanted.files(folders):
+                if file.path not in tails:
+                    tails[file.path] = Tail(file)
+                    stack.callback(tails[file.path].close)
+                    watch.add(file.path)
+            for tail in tails.values():
+                news = (line for line in tail.read() if wanted.takes(line.text))
+                for line in deque(news, lines) if first else news:
+                    show(line)
+            show.flush()
+            if ended or end is None:
+                break
+            first = False
+        for tail in tails.values():
+            for line in tail.rest():
+                show(line)
+
+
+def end_of(folders: Sequence[Path], stack: contextlib.ExitStack) -> Call | None:
+    """A connection that has something to read when the job ends; None: it has ended."""
+    try:
+        entries = running_job(str(folders[0]))
+        return stack.enter_context(Call(entries[0], None))
+    except HoldfastError:
+        return None
+
+
+def wait_for_news(watch: ChangeWatch, end: Call | None) -> bool:
+    """Until a file changes, or at most LOOK_S; True: the job has ended."""
+    sources = [fd for fd in (watch.fd, end.fileno() if end is not None else -1) if fd >= 0]
+    ready, _, _ = select.select(sources, [], [], LOOK_S)
+    watch.drain()
+    return end is not None and end.fileno() in ready

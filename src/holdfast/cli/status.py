@@ -1,0 +1,112 @@
+"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again.
+
+Knows the options and the terminal; which job is meant knows finding.py, what is shown knows insight/status.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.cli.finding import how_it_ended, running_job
+from holdfast.cli.printing import Parser, print_json
+from holdfast.core.errors import NoRunError, UsageError
+from holdfast.core.progress import JobView
+from holdfast.core.protocol import Question
+from holdfast.insight.status import status_lines
+from holdfast.runtime.control_client import ask_any
+from holdfast.runtime.running import Entry
+
+WATCH_S = "2"
+WATCH_S_MIN = 0.1
+CLEAR = "\x1b[H\x1b[2J"
+SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""A screen of its own without a cursor, and back to what was there."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `holdfast status` with these arguments; returns the exit status. Raises HoldfastError."""
+    chosen = parser().parse_args(argv)
+    interval_s = watch_interval(chosen)
+    entries = running_job(chosen.run)
+    if interval_s is None:
+        show(*look(entries), chosen)
+        return 0
+    watch(entries, interval_s, chosen)
+    return 0
+
+
+def parser() -> Parser:
+    made = Parser(prog="holdfast status", description="Show a running job, from any of its nodes.", allow_abbrev=False)
+    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
+    made.add_argument("--ranks", action="store_true", default=None, help="a line for each rank, however many")
+    made.add_argument("--watch", nargs="?", const=WATCH_S, metavar="S", help="again every S seconds (2), until it ends")
+    made.add_argument("--json", action="store_true", help="print JSON; with --watch a line for each look")
+    return made
+
+
+def watch_interval(chosen: argparse.Namespace) -> float | None:
+    """Seconds; None: look once. Of `--watch RUN` the word is the run."""
+    if chosen.watch is None:
+        return None
+    try:
+        interval_s = float(chosen.watch)
+    except ValueError:
+        if chosen.run is not None:
+            raise UsageError(f"--watch {chosen.watch}: not a number of seconds") from None
+        chosen.run, interval_s = chosen.watch, float(WATCH_S)
+    if not WATCH_S_MIN <= interval_s < float("inf"):
+        raise UsageError(f"--watch {chosen.watch}: at least {WATCH_S_MIN:g} seconds")
+    return interval_s
+
+
+def look(entries: list[Entry]) -> tuple[JobView, bool]:
+    """What is known of the job, and whether that is all of it."""
+    _, reply = ask_any(entries, Question.STATUS)
+    return reply.read(JobView), reply.whole
+
+
+def show(view: JobView, whole: bool, chosen: argparse.Namespace) -> None:
+    if chosen.json:
+        print_json({"whole": whole, **msgspec.to_builtins(view)})
+    else:
+        print("\n".join(status_lines(view, ranks=chosen.ranks)))
+
+
+def watch(entries: list[Entry], interval_s: float, chosen: argparse.Namespace) -> None:
+    """Until the job ends or somebody presses Ctrl-C, which is how one leaves this."""
+    live = sys.stdout.isatty() and not chosen.json
+    text = ""
+    if live:
+        print(SCREEN_ON, end="", flush=True)
+    try:
+        while True:
+            began_s = time.monotonic()
+            view, whole = look(entries)
+            if chosen.json:
+                print(json.dumps({"time": time.time(), "whole": whole, **msgspec.to_builtins(view)}), flush=True)
+            else:
+                text = "\n".join(status_lines(view, ranks=chosen.ranks))
+                print(f"{CLEAR}{text}" if live else f"{text}\n", flush=True)
+            time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
+    except NoRunError:
+        ending = f"run {entries[0].name} has ended{how_it_ended_in(entries)}"
+        text = f"{text}\n\n{ending}" if live else ending
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if live:
+            print(SCREEN_OFF, end="", flush=True)
+    if text and (live or not chosen.json):
+        print(text if live or text.startswith("run ") else "", flush=True)
+
+
+def how_it_ended_in(entries: list[Entry]) -> str:
+    from pathlib import Path
+
+    return next((told for entry in entries if (told := how_it_ended(Path(entry.folder)))), "")

@@ -1,0 +1,104 @@
+"""`holdfast stop [RUN]`: end a running job on all its nodes, as a signal to every agent would; its workers save first.
+
+`holdfast kill` is the same without the saving.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.cli.finding import running_job
+from holdfast.cli.printing import Parser, print_json
+from holdfast.core.errors import ControlSilentError, NoRunError
+from holdfast.core.protocol import Question
+from holdfast.insight.numbers import plural
+from holdfast.runtime.control_client import Call, Reply, ask
+from holdfast.runtime.running import Entry
+
+EXIT_NOT_STOPPED = 1
+SAY_S = 60.0
+"""Between two words of the wait for the end; saving takes as long as it takes."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """As runtime/control.py sends it."""
+
+    kind: str
+    exit_code: int
+    message: str = ""
+    cause: str = ""
+
+
+class Told(msgspec.Struct, frozen=True):
+    nodes: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
+    made = Parser(
+        prog="holdfast stop",
+        description="End a running job on all its nodes. Workers that ask for safe points stop there and save.",
+        allow_abbrev=False,
+    )
+    return run(made, argv, Question.STOP)
+
+
+def run(made: Parser, argv: Sequence[str], question: Question) -> int:
+    """0: it has ended, however, or with --no-wait: every node was told."""
+    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
+    made.add_argument("--no-wait", action="store_true", help="return when all nodes are told")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    chosen = made.parse_args(argv)
+    entry, waiting = hold(running_job(chosen.run))
+    with waiting:
+        reply = ask(entry, question)
+        nodes = reply.read(Told).nodes
+        whole = reply.whole
+        if chosen.no_wait:
+            tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": False})
+            return 0
+        if not chosen.json:
+            print(f"{entry.name}: {plural(nodes, 'node')} told to {question.value}", flush=True)
+        answer = wait(entry, waiting)
+    if answer is None:
+        print(f"holdfast: the agent (pid {entry.pid}) ended without a word; see {entry.folder}", file=sys.stderr)
+        return EXIT_NOT_STOPPED
+    end = answer.read(End)
+    tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": True, **msgspec.to_builtins(end)})
+    return 0
+
+
+def wait(entry: Entry, waiting: Call) -> Reply | None:
+    """How it ended, whenever that is; None: it does not say. Whoever waits learns that he does."""
+    while True:
+        try:
+            return waiting.answer(limit_s=SAY_S)
+        except ControlSilentError:
+            print(f"holdfast: {entry.name} (pid {entry.pid}) has not ended yet; Ctrl-C leaves", file=sys.stderr)
+
+
+def hold(entries: list[Entry]) -> tuple[Entry, Call]:
+    """The first agent of the job that answers, and a connection on which it will say how the job ended: made before the job
+    is told to end, so that the end is not missed. Raises what the last one's silence is."""
+    for entry in entries[:-1]:
+        try:
+            ask(entry, Question.STATUS)
+            return entry, Call(entry, None)
+        except (ControlSilentError, NoRunError):
+            continue
+    return entries[-1], Call(entries[-1], None)
+
+
+def tell(as_json: bool, end: dict[str, object]) -> None:
+    if as_json:
+        print_json(end)
+    elif not end["ended"]:
+        print(f"{end['run']}: {plural(int(str(end['nodes'])), 'node')} told")
+    else:
+        why = end["message"] or end["cause"]
+        print(f"{end['run']} has ended: {end['kind']}, exit code {end['exit_code']}{f' ({why})' if why else ''}")
+    if not end["whole"]:
+        print("holdfast: the coordinator does not answer: this node alone was told", file=sys.stderr)
