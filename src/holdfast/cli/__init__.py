@@ -22,7 +22,13 @@ EXIT_BROKEN_PIPE = 141
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
     "launch": "the same for scripts that still want a --local-rank argument (torch.distributed.launch)",
+    "status": "show a running job: its nodes and ranks, steps, restarts; --watch",
+    "stacks": "show where all ranks of a running job are, now",
+    "logs": "show what workers wrote; --rank, --follow, --grep",
+    "stop": "end a running job on all its nodes; its workers save first",
+    "kill": "end a running job on all its nodes at once; nothing is saved",
     "report": "show a run's generations, and how long each part of their starts took",
+    "env": "describe this machine and its software, to paste into an issue",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
 """Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
