@@ -85,9 +85,17 @@ class Encoder:
         )
 
     def _leave(self, path: str, tensor: torch.Tensor) -> str:
+        check_storable(path, tensor)
         name = f"{self._prefix}{path}"
         self.tensors[name] = tensor
         return name
+
+
+def check_storable(path: str, tensor: torch.Tensor) -> None:
+    """StateTypeError for a tensor that is no array of items."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
+        raise StateTypeError(f"{path}: a {kind} tensor cannot be stored")
 
 
 _Get = Callable[[str], torch.Tensor]

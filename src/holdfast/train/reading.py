@@ -202,6 +202,8 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         if part.path not in self._mapped:
             self._mapped[part.path] = PrivateMapping(part.path)
         span = part.image.spans[name]
+        if (part.offset + span.start) % piece.dtype.itemsize:
+            return None
         mapping = self._mapped[part.path]
         view = mapping.take(slice(part.offset + span.start, part.offset + span.stop))
         return torch.frombuffer(view, dtype=piece.dtype).view(piece.sizes)
@@ -310,13 +312,18 @@ def open_files(snapshot: Snapshot) -> list[RankFile]:
 
 
 def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
-    """A piece in memory, as a tensor of its shape that shares it."""
+    """A piece in memory, as a tensor of its shape that shares it where it can."""
     count = math.prod(piece.sizes)
     if count == 0:
         return torch.empty(piece.sizes, dtype=piece.dtype)
+    # What safetensors has no type for is stored as bytes, anywhere; torch crashes where its items are not aligned.
+    aligned = span.start % piece.dtype.itemsize == 0
+    dtype, items = (piece.dtype, count) if aligned else (torch.uint8, count * piece.dtype.itemsize)
     if data.readonly:
-        return _quiet_frombuffer(data, piece.dtype, count, span.start).view(piece.sizes)
-    return torch.frombuffer(data, dtype=piece.dtype, count=count, offset=span.start).view(piece.sizes)
+        flat = _quiet_frombuffer(data, dtype, items, span.start)
+    else:
+        flat = torch.frombuffer(data, dtype=dtype, count=items, offset=span.start)
+    return (flat if aligned else flat.clone().view(piece.dtype)).view(piece.sizes)
 
 
 def _quiet_frombuffer(data: memoryview, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:

@@ -88,6 +88,7 @@ class Shared:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Under this name, or as another name of what is there."""
+        codec.check_storable(name, tensor)
         first = self._names.setdefault(id(tensor), name)
         if first == name:
             self.tensors[name] = tensor
@@ -177,7 +178,9 @@ class _Optimizer:
                 state[fqn] = rest
                 for what, value in held.items():
                     if isinstance(value, torch.Tensor):
-                        shared.tensors[f"{self.name}.state.{fqn}.{what}"] = value
+                        name = f"{self.name}.state.{fqn}.{what}"
+                        codec.check_storable(name, value)
+                        shared.tensors[name] = value
                         rest[what] = None
                     else:
                         rest[what] = [encoder.encode(value, f"{self.name}.state.{fqn}.{what}")]
