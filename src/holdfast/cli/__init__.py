@@ -27,6 +27,7 @@ COMMANDS = {
     "logs": "show what workers wrote; --rank, --follow, --grep",
     "stop": "end a running job on all its nodes; its workers save first",
     "kill": "end a running job on all its nodes at once; nothing is saved",
+    "doctor": "check this node, and with the line of a run on several nodes every pair of them",
     "report": "show a run's generations, and how long each part of their starts took",
     "env": "describe this machine and its software, to paste into an issue",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",

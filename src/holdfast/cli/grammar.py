@@ -67,7 +67,9 @@ class Parsed(NamedTuple):
         return (EnvironmentValueError if self.by_variable(dest) else kind)(f"{self.said(dest)}: {problem}")
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str], table: Sequence[Option]) -> Parsed:
+def parse(
+    argv: Sequence[str], environ: Mapping[str, str], table: Sequence[Option], *, needs_script: bool = True
+) -> Parsed:
     """Flags over variables over defaults. `help` and `version` need no script; nothing else is looked at then.
 
     Raises UsageError for the line, EnvironmentValueError for a variable.
@@ -76,7 +78,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], table: Sequence[Optio
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
     asks_about_us = bool(line.values.get("help") or line.values.get("version"))
-    if line.script is None and not asks_about_us:
+    if line.script is None and needs_script and not asks_about_us:
         raise UsageError("no training script given; usage: holdfast run [options] script.py [its arguments]")
     for option in table:
         if option.dest in line.values:

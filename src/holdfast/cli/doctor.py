@@ -1,0 +1,234 @@
+"""`holdfast doctor [the options of a run]`: checks this node, and, with the same line on several nodes, every pair of them.
+
+Knows the line and what is printed. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
+it: facts are gathered by runtime/doctor and judged by insight/doctor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.cli import grammar
+from holdfast.cli.helptext import line as help_line
+from holdfast.cli.options import FLAG, FLOAT, OPTIONS, TEXT, Option
+from holdfast.core.errors import RendezvousConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.cli.grammar import Parsed
+    from holdfast.cli.meeting import Meeting
+    from holdfast.core.doctor import Finding, LocalFacts
+    from holdfast.core.options import Endpoint
+    from holdfast.runtime.doctor.visit import Asked, Visited
+
+OWN = (
+    Option(
+        "--timeout",
+        FLOAT,
+        60.0,
+        "doctor",
+        "how long to wait for the other nodes, and for each check",
+        "S",
+        env=False,
+        ours=True,
+    ),
+    Option(
+        "--all-reduce",
+        TEXT,
+        "auto",
+        "doctor",
+        "a small one with gloo: auto (where all nodes have torch) or off",
+        "auto|off",
+        env=False,
+        choices=("auto", "off"),
+        ours=True,
+    ),
+    Option("--json", FLAG, False, "doctor", "print JSON", env=False, ours=True),
+)
+TABLE = (*OPTIONS, *OWN)
+USED = (
+    *("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+    *("--master-addr", "--master-port", "--local-addr", "--log-dir"),
+)
+"""Options of a run that matter here; the others are accepted."""
+TIMEOUT_S_MAX = 3600.0
+LOCAL_TORCH_S_MIN = 60.0
+
+
+class Found(NamedTuple):
+    """What there is to print."""
+
+    findings: tuple[Finding, ...]
+    facts: LocalFacts
+    visited: Visited | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `holdfast doctor` with these arguments; returns the exit status. Raises HoldfastError."""
+    parsed = grammar.parse(argv, os.environ, TABLE, needs_script=False)
+    if parsed.values.help:
+        print(usage())
+        return 0
+    if parsed.values.version:
+        from holdfast.cli import print_version
+
+        return print_version()
+    if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
+        raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
+    found = look(parsed)
+    from holdfast.insight.doctor.table import render, worst
+
+    if parsed.values.json:
+        from holdfast.cli.printing import print_json
+
+        print_json(as_json(found))
+    else:
+        print(render(found.findings))
+    return worst(found.findings).exit_code
+
+
+def usage() -> str:
+    used = [option for option in OPTIONS if option.name in USED]
+    return "\n".join(
+        [
+            "usage: holdfast doctor [options] [the rest of a line of holdfast run]",
+            "",
+            "Checks this node: Python, torch, GPUs, memory, limits, clock, names, interfaces, ports. With --nnodes and",
+            "--rdzv-endpoint, on all nodes at once: every pair of them too. Nothing of the job is started.",
+            "Exit codes: 0 pass, 10 warn, 20 retry, 30 fatal; 2 for a line that makes no sense.",
+            "",
+            "options:",
+            *(help_line(option) for option in OWN),
+            "",
+            "as in holdfast run (its other options are accepted, and without effect):",
+            *(help_line(option) for option in used),
+        ]
+    )
+
+
+def look(parsed: Parsed) -> Found:
+    """Raises CallerError for a line that makes no sense."""
+    import asyncio
+
+    from holdfast.cli.meeting import resolve
+    from holdfast.core.policy import Limits
+
+    notices = list(parsed.notices)
+    place = resolve(parsed, os.environ, patience=Limits(), notices=notices)
+    for notice in notices:
+        say(notice)
+    together = place.job.max_nodes > 1 and not place.standalone
+    if together and (place.etcd is not None or place.third_party is not None):
+        raise RendezvousConfigError(
+            f"--rdzv-backend {place.job.backend}: doctor's nodes meet at a port of one of them; "
+            "give --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    return asyncio.run(examine(parsed, place, together=together))
+
+
+async def examine(parsed: Parsed, place: Meeting, *, together: bool) -> Found:
+    import asyncio
+
+    from holdfast.cli.program import interpreter
+    from holdfast.insight.doctor.local import examine as examine_facts
+    from holdfast.insight.doctor.together import examine_together
+    from holdfast.runtime.doctor.facts import Asked as FactsAsked
+    from holdfast.runtime.doctor.facts import gather_facts
+    from holdfast.runtime.doctor.visit import pay_visit
+
+    python = interpreter(os.environ)
+    timeout_s: float = parsed.values.timeout
+    asked = FactsAsked(
+        python=python,
+        nproc=number_of_workers(parsed),
+        nodes=place.job.max_nodes,
+        log_dir=log_folder(parsed),
+        endpoint=endpoint_of(place),
+        try_port=not together,  # the meeting itself binds it otherwise
+        environ=os.environ,
+        torch_s_max=max(timeout_s, LOCAL_TORCH_S_MIN),
+    )
+    facts = asyncio.create_task(gather_facts(asked))
+    if not together:
+        known = await facts
+        return Found(examine_facts(known), known, None)
+    visited = await pay_visit(visit_asked(parsed, place, python), facts, examine_facts, say)
+    known = await facts
+    findings = list(examine_facts(known))
+    if visited.visit is not None:
+        findings += examine_together(visited.visit, visited.me)
+    if visited.trouble is not None:
+        findings.append(visited.trouble)
+    return Found(tuple(findings), known, visited)
+
+
+def visit_asked(parsed: Parsed, place: Meeting, python: str) -> Asked:
+    from holdfast.runtime.doctor.visit import Asked
+
+    is_host = place.is_host
+    if is_host is None and place.job.fixed_ranks and place.node_rank:
+        is_host = False  # static: the endpoint is node 0's
+    return Asked(
+        endpoint=place.endpoint,
+        run_id=place.job.run_id,
+        nodes=(place.job.min_nodes, place.job.max_nodes),
+        token=place.token,
+        is_host=is_host,
+        local_addr=parsed.values.local_addr,
+        timeout_s=parsed.values.timeout,
+        reduce=parsed.values.all_reduce == "auto",
+        python=python,
+    )
+
+
+def endpoint_of(place: Meeting) -> Endpoint | None:
+    return None if place.standalone or not place.endpoint.port else place.endpoint
+
+
+def number_of_workers(parsed: Parsed) -> int:
+    """1 where it cannot be told: that is for the run to refuse."""
+    from holdfast.cli.devices import count_processes
+    from holdfast.core.errors import ProcessesError
+
+    try:
+        return count_processes(parsed.values.nproc_per_node, os.environ).number
+    except ProcessesError as error:
+        raise parsed.error("nproc_per_node", ProcessesError, str(error)) from None
+
+
+def log_folder(parsed: Parsed) -> str | None:
+    from holdfast.runtime.workers.log_layout import default_log_dir
+
+    if parsed.values.log_dir == os.devnull:
+        return None
+    return os.path.abspath(parsed.values.log_dir or default_log_dir())
+
+
+def as_json(found: Found) -> dict[str, object]:
+    """What is printed with --json: findings, facts, and every pair."""
+    import msgspec
+
+    from holdfast.insight.doctor.table import as_json as findings_json
+
+    document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings)}
+    visit = found.visited.visit if found.visited is not None else None
+    if visit is not None:
+        document["nodes"] = [
+            {"name": name, **(msgspec.to_builtins(report.summary) if report is not None else {"silent": True})}
+            for name, report in zip(visit.came, visit.reports, strict=True)
+        ]
+        document["pairs"] = [
+            {"from": visit.came[start], **msgspec.to_builtins(link), "to": visit.came[link.to]}
+            for start, report in enumerate(visit.reports)
+            if report is not None
+            for link in report.links
+        ]
+    document["facts"] = msgspec.to_builtins(found.facts)
+    return document
+
+
+def say(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,287 @@
+"""What several nodes found out together, judged: who came, every pair, versions, clocks, the all-reduce. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from holdfast.core.doctor import Finding, Link, NodeReport, Reached, Reduced, Summary, Visit
+from holdfast.insight.doctor.making import fatal, named, passed, rate, retry, span, warn
+from holdfast.insight.doctor.network import is_loopback
+
+PAIRS_NAMED_MAX = 16
+LATENCY_S_MAX = 0.02
+LATENCY_ODD_FACTOR, LATENCY_ODD_S_MIN = 10.0, 0.002
+"""A round trip is odd that takes so many times what is usual among these nodes, and at least so long."""
+BANDWIDTH_BYTES_S_MIN = 100e6 / 8
+BANDWIDTH_ODD_FACTOR = 0.2
+"""A link is odd that is slower than this share of what is usual among these nodes."""
+CLOCK_OFFSET_S_MAX = 1.0
+
+
+class Way(NamedTuple):
+    """A link with both its ends."""
+
+    start: int
+    link: Link
+
+
+def examine_together(visit: Visit, me: int) -> tuple[Finding, ...]:
+    """All findings of a visit; what node `me` said of itself is left out, for it shows that anyway."""
+    checks = (who_came, silent_nodes, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
+    found = [finding for check in checks for finding in check(visit)]
+    return (*found, *local_ones(visit, me))
+
+
+def local_ones(visit: Visit, me: int) -> Iterator[Finding]:
+    """What the others found at home; once where several found the same."""
+    hosts: dict[Finding, list[str]] = {}
+    for index, report in enumerate(visit.reports):
+        if report is not None and index != me:
+            for finding in report.findings:
+                hosts.setdefault(replace(finding, node=""), []).append(visit.came[index])
+    for finding, found_on in hosts.items():
+        yield replace(finding, node=named(found_on, 4))
+
+
+def who_came(visit: Visit) -> Iterator[Finding]:
+    what, (least, most), number = "nodes", visit.wanted, len(visit.came)
+    wanted = str(most) if least == most else f"{least} to {most}"
+    shown = f"{number} of {wanted} came: {named(visit.came, 16)}"
+    if number < least:
+        fix = "start doctor with the same line on the others, and look at what it says there"
+        yield retry("HF550", what, shown, fix)
+    else:
+        yield passed("HF550", what, shown)
+
+
+def silent_nodes(visit: Visit) -> Iterator[Finding]:
+    silent = [visit.came[index] for index, report in enumerate(visit.reports) if report is None]
+    if silent:
+        why = f"{named(silent)} came, and fell silent before the end"
+        yield retry("HF554", "nodes", why, "look at what doctor said there; --timeout gives more time")
+
+
+def pairs(visit: Visit) -> Iterator[Finding]:
+    """Each pair of which a direction fails, in both directions."""
+    what = "pairs"
+    by_ends = {(way.start, way.link.to): way.link for way in ways(visit)}
+    bad = sorted({tuple(sorted(ends)) for ends, link in by_ends.items() if link.reached is not Reached.YES})
+    for one, other in bad[:PAIRS_NAMED_MAX]:
+        there, back = by_ends.get((one, other)), by_ends.get((other, one))
+        ends = (visit.came[one], visit.came[other])
+        said = [direction(ends, there), direction(ends[::-1], back)]
+        yield fatal("HF560", what, "; ".join(said), advice(ends, there, back))
+    if len(bad) > PAIRS_NAMED_MAX:
+        often = most_often(visit, [(one, other) for one, other in bad])
+        why = f"and {len(bad) - PAIRS_NAMED_MAX} more pairs; most often with {often}"
+        yield fatal("HF560", what, why, "open all TCP ports between the nodes")
+    if by_ends and not bad:
+        number = len(by_ends)
+        yield passed(
+            "HF560", what, f"all {number} connections between {len(visit.came)} nodes work, each pair both ways"
+        )
+
+
+def direction(ends: tuple[str, str], link: Link | None) -> str:
+    arrow = f"{ends[0]} → {ends[1]}"
+    if link is None:
+        return f"{arrow}: not tried"
+    if link.reached is Reached.YES:
+        return f"{arrow} works"
+    words = {
+        Reached.REFUSED: "refused",
+        Reached.SILENT: "timed out",
+        Reached.UNREACHABLE: "no route",
+        Reached.STRANGER: "somebody else answered",
+        Reached.BROKEN: "broke off",
+    }
+    detail = f" ({link.error})" if link.error and link.reached not in (Reached.REFUSED, Reached.SILENT) else ""
+    return f"{arrow} ({link.address}): {words[link.reached]}{detail}"
+
+
+def advice(ends: tuple[str, str], there: Link | None, back: Link | None) -> str:
+    failed = [(end, link) for end, link in zip(ends[::-1], (there, back), strict=True) if is_bad(link)]
+    if any(link is not None and link.reached is Reached.STRANGER for _, link in failed):
+        return f"another machine answers at that address: NAT, or an address given twice; see --local-addr on {failed[0][0]}"
+    where = f"on {failed[0][0]}" if len(failed) == 1 else f"on {ends[0]}, on {ends[1]} or between them"
+    return f"a firewall or security group {where}? Ranks need all TCP ports between the nodes, not only the endpoint's"
+
+
+def is_bad(link: Link | None) -> bool:
+    return link is not None and link.reached is not Reached.YES
+
+
+def most_often(visit: Visit, bad: list[tuple[int, int]]) -> str:
+    """The node that is in most of these pairs."""
+    ends = [end for pair in bad for end in pair]
+    return visit.came[max(set(ends), key=ends.count)]
+
+
+def names(visit: Visit) -> Iterator[Finding]:
+    """Each host's name, as the others resolve it."""
+    what, odd = "names", False
+    for index, host in enumerate(visit.came):
+        coming = [way for way in ways(visit) if way.link.to == index and not on_loopback(way.link)]
+        unknown = [visit.came[way.start] for way in coming if way.link.name_error]
+        elsewhere = {
+            way.link.names: visit.came[way.start]
+            for way in coming
+            if way.link.names and bare_address(way.link) not in way.link.names
+        }
+        fix = f"write {host} with its address into /etc/hosts or DNS, or use addresses everywhere"
+        if unknown:
+            odd = True
+            yield warn("HF561", what, f"{host} does not resolve on {named(unknown)}", fix)
+        for found, where in elsewhere.items():
+            odd = True
+            reached = next(bare_address(way.link) for way in coming)
+            yield warn("HF561", what, f"{host} is {named(found)} on {where}, but is reached at {reached}", fix)
+    if not odd and any(not on_loopback(way.link) for way in ways(visit)):
+        yield passed("HF561", what, "every host name resolves to the right address on every other node")
+
+
+def latency(visit: Visit) -> Iterator[Finding]:
+    what = "latency"
+    measured = [(way, way.link.latency_s) for way in ways(visit) if way.link.latency_s is not None]
+    if not measured:
+        return
+    usual = median(seconds for _, seconds in measured)
+    bound = min(LATENCY_S_MAX, max(LATENCY_ODD_S_MIN, LATENCY_ODD_FACTOR * usual))
+    slow = sorted((pair for pair in measured if pair[1] > bound), key=lambda pair: -pair[1])
+    if slow:
+        shown = named([f"{arrow(visit, way)} {span(seconds)}" for way, seconds in slow], 4)
+        yield warn("HF563", what, f"{shown} (median of all: {span(usual)})", "place the nodes closer to each other")
+    else:
+        worst = max(measured, key=lambda pair: pair[1])
+        yield passed(
+            "HF563", what, f"round trips of {span(usual)}, at most {span(worst[1])} ({arrow(visit, worst[0])})"
+        )
+
+
+def bandwidth(visit: Visit) -> Iterator[Finding]:
+    what = "bandwidth"
+    measured = [(way, way.link.bytes_s) for way in ways(visit) if way.link.bytes_s is not None]
+    if not measured:
+        return
+    usual = median(bytes_s for _, bytes_s in measured)
+    bound = max(BANDWIDTH_BYTES_S_MIN, BANDWIDTH_ODD_FACTOR * usual)
+    slow = sorted((pair for pair in measured if pair[1] < bound), key=lambda pair: pair[1])
+    if slow:
+        shown = named([f"{arrow(visit, way)} {rate(bytes_s)}" for way, bytes_s in slow], 4)
+        fix = "look for a link at a lower speed (ethtool), a wrong MTU, or others' traffic"
+        yield warn("HF564", what, f"{shown} (median of all: {rate(usual)})", fix)
+    else:
+        worst = min(measured, key=lambda pair: pair[1])
+        why = f"{rate(usual)} by one connection, at least {rate(worst[1])} ({arrow(visit, worst[0])})"
+        yield passed("HF564", what, why)
+
+
+def clocks(visit: Visit) -> Iterator[Finding]:
+    """Against the first node that can say something about each."""
+    what = "clocks"
+    offsets: dict[int, tuple[int, float]] = {}
+    for way in ways(visit):
+        if way.link.clock_offset_s is not None and way.link.to > way.start:
+            offsets.setdefault(way.link.to, (way.start, way.link.clock_offset_s))
+    if not offsets:
+        return
+    odd = [
+        f"{visit.came[index]} is {span(abs(offset))} {'ahead of' if offset > 0 else 'behind'} {visit.came[start]}"
+        for index, (start, offset) in sorted(offsets.items())
+        if abs(offset) > CLOCK_OFFSET_S_MAX
+    ]
+    if odd:
+        yield warn("HF565", what, named(odd), "start chronyd or systemd-timesyncd on all nodes")
+    else:
+        worst = max(abs(offset) for _, offset in offsets.values())
+        yield passed("HF565", what, f"agree within {span(worst)}")
+
+
+def versions(visit: Visit) -> Iterator[Finding]:
+    told = [(visit.came[index], report.summary) for index, report in enumerate(visit.reports) if report is not None]
+    if len(told) < 2:
+        return
+    fix = "install the same environment or image on all nodes"
+    parts: tuple[tuple[str, str, Callable[[Summary], str]], ...] = (
+        ("HF566", "Python", lambda each: each.python),
+        ("HF566", "holdfast", lambda each: each.holdfast),
+        ("HF567", "torch", lambda each: each.torch),
+        ("HF567", "CUDA", lambda each: each.cuda),
+        ("HF567", "NCCL", lambda each: each.nccl),
+    )
+    equal = []
+    for code, part, read in parts:
+        by_version: dict[str, list[str]] = {}
+        for host, summary in told:
+            by_version.setdefault(read(summary) or "none", []).append(host)
+        if len(by_version) == 1:
+            equal += [f"{part} {version}" for version in by_version if version != "none"]
+            continue
+        shown = "; ".join(f"{part} {version} on {named(hosts)}" for version, hosts in by_version.items())
+        serious = code == "HF567" and len({release(version) for version in by_version}) > 1
+        yield (fatal if serious else warn)(code, "versions", shown, fix)
+    if equal:
+        yield passed("HF566", "versions", f"the same on all nodes: {', '.join(equal)}")
+
+
+def release(version: str) -> tuple[str, ...]:
+    """`2.13.0+cu126` and `2.13.1` are of one release."""
+    return tuple(version.partition("+")[0].split(".")[:2])
+
+
+def all_reduce(visit: Visit) -> Iterator[Finding]:
+    what = "all-reduce"
+    if visit.reduced is None:
+        if visit.no_reduce:
+            yield passed("HF570", what, f"not tried: {visit.no_reduce}")
+        return
+    bad = [
+        f"{visit.came[index]}: {explain(visit.reduced[index])}"
+        for index in range(len(visit.reduced))
+        if (each := visit.reduced[index]) is None or not each.ok
+    ]
+    if not bad:
+        slowest = max(each.seconds for each in visit.reduced if each is not None)
+        yield passed("HF570", what, f"gloo, one process per node, right on all {len(visit.came)}: {span(slowest)}")
+        return
+    chosen = [
+        f"{visit.came[index]} {report.summary.interface}"
+        for index, report in enumerate(visit.reports)
+        if report is not None and report.summary.interface
+    ]
+    fix = f"set GLOO_SOCKET_IFNAME to the interface that works: {named(chosen)}" if chosen else "set GLOO_SOCKET_IFNAME"
+    yield fatal("HF570", what, f"gloo failed although the pairs work. {named(bad, 4)}", fix)
+
+
+def explain(reduced: Reduced | None) -> str:
+    """Why it failed on one node."""
+    if reduced is None:
+        return "said nothing"
+    return "did not end in time" if reduced.silent else reduced.error
+
+
+def ways(visit: Visit) -> Iterator[Way]:
+    """All links that were tried."""
+    for index, report in enumerate(visit.reports):
+        yield from (Way(index, link) for link in links_of(report) if 0 <= link.to < len(visit.came))
+
+
+def links_of(report: NodeReport | None) -> tuple[Link, ...]:
+    return report.links if report is not None else ()
+
+
+def arrow(visit: Visit, way: Way) -> str:
+    return f"{visit.came[way.start]} → {visit.came[way.link.to]}"
+
+
+def bare_address(link: Link) -> str:
+    """Without its port."""
+    return link.address.rpartition(":")[0].strip("[]")
+
+
+def on_loopback(link: Link) -> bool:
+    return is_loopback(bare_address(link))

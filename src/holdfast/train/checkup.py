@@ -1,0 +1,113 @@
+"""What `holdfast doctor` asks of torch; run by its path under the Python that the workers use, in a process of its own.
+
+    python checkup.py facts                    one line of JSON about torch and its GPUs, then the end
+    python checkup.py reduce RANK WORLD S      a small all-reduce with gloo; rank 0 prints {"port": P} of its store, the
+                                               others read `HOST PORT` from stdin; then one line of JSON says how it went,
+                                               and the process stays until stdin ends, for its peers may still need it
+
+torch's own words go to stderr. Standard library and torch only: this file imports nothing of holdfast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+ELEMENTS = 2**18
+"""A megabyte."""
+ROUNDS = 3
+
+
+def facts() -> dict[str, Any]:
+    """Raises whatever importing torch raises."""
+    import torch
+
+    distributed = torch.distributed.is_available()
+    told: dict[str, Any] = {
+        "version": str(torch.__version__),
+        "cuda": str(getattr(torch.version, "cuda", None) or ""),
+        "distributed": distributed,
+        "gloo": bool(distributed and torch.distributed.is_gloo_available()),
+    }
+    if told["cuda"]:
+        told |= gpu_facts(torch)
+    return told
+
+
+def gpu_facts(torch: Any) -> dict[str, Any]:
+    """What CUDA says; no context is made on any GPU."""
+    told: dict[str, Any] = {"gpus": 0}
+    try:
+        told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:  # noqa: BLE001 - a build without NCCL says so in many ways
+        sys.stderr.write(f"no NCCL: {error}\n")
+    try:
+        torch.cuda.init()
+        told["gpus"] = torch.cuda.device_count()
+        codes = [
+            int(arch.partition("_")[2].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")
+        ]
+        told["unsupported"] = [
+            f"GPU {index} (sm_{major}{minor})"
+            for index in range(told["gpus"])
+            for major, minor in [torch.cuda.get_device_capability(index)]
+            if codes and not any(code // 10 == major and code % 10 <= minor for code in codes)
+        ]
+    except Exception as error:  # noqa: BLE001 - whatever it is, the doctor wants to hear it
+        told["gpu_error"] = first_line(error)
+    return told
+
+
+def reduce(rank: int, world: int, limit_s: float) -> None:
+    """Prints what became of it. Ends with stdin."""
+    import torch
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=limit_s)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False, timeout=limit)
+        say({"port": store.port})
+    else:
+        host, port = sys.stdin.readline().split()
+        store = dist.TCPStore(host, int(port), world, is_master=False, timeout=limit)
+    began = time.monotonic()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    for _ in range(ROUNDS):
+        values = torch.full((ELEMENTS,), float(rank + 1))
+        dist.all_reduce(values)
+        wanted = world * (world + 1) / 2
+        if not bool((values == wanted).all()):
+            raise ArithmeticError(f"the sum is {values[0].item()}, not {wanted}")
+    say({"ok": True, "seconds": time.monotonic() - began})
+
+
+def say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+
+
+def main() -> None:
+    try:
+        if sys.argv[1] == "facts":
+            say(facts())
+        else:
+            reduce(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    except Exception as error:  # noqa: BLE001 - the answer is what the doctor waits for
+        say({"ok": False, "error": f"{type(error).__name__}: {first_line(error)}"})
+    if sys.argv[1] == "reduce":
+        sys.stdin.read()
+    sys.stdout.flush()
+    os._exit(0)  # a group whose peers are gone may abort in its destructor
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # our folder, whose files must not stand in for somebody's modules
+    main()
