@@ -20,19 +20,42 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 ALGORITHM = "sha256-4MiB"
 CHUNK_BYTES = 4 << 20
 THREADS_MAX = 8
 """Beyond that no disk follows."""
 
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
 
 def threads() -> int:
     """How many threads hash: one a core that we may use."""
     return min(THREADS_MAX, len(os.sched_getaffinity(0)))
+
+
+def submit(
+    pool: ThreadPoolExecutor, work: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs
+) -> Future[_Made]:
+    """Have the pool do it; where no thread can be had it is done when this returns.
+
+    An interpreter that ends takes nothing into its pools any more, while what runs at exit, and a save that still goes
+    on, have to be done. `work` may be done twice then: once here, once by a thread of the pool that came late.
+    """
+    try:
+        return pool.submit(work, *given, **named)
+    except RuntimeError:
+        done: Future[_Made] = Future()
+        try:
+            done.set_result(work(*given, **named))
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+            done.set_exception(error)
+        return done
 
 
 def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
@@ -55,7 +78,7 @@ def chunk_digests(data: memoryview) -> Iterator[Sequence[Future[str]]]:
     """The digests of the chunks of `data`, made by threads while the body runs."""
     pool = ThreadPoolExecutor(threads(), "holdfast-digest")
     try:
-        yield [pool.submit(chunk_digest, data[begin : begin + CHUNK_BYTES]) for begin in chunk_begins(len(data))]
+        yield [submit(pool, chunk_digest, data[begin : begin + CHUNK_BYTES]) for begin in chunk_begins(len(data))]
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -160,6 +160,6 @@ def _in_threads(work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -
     if count < 2:
         return work(numbers)
     with ThreadPoolExecutor(count, "holdfast-digest") as pool:
-        for _ in pool.map(work, (numbers[first::count] for first in range(count))):
-            pass
+        for share in [digest.submit(pool, work, numbers[first::count]) for first in range(count)]:
+            share.result()
     return None
