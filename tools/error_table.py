@@ -1,4 +1,4 @@
-"""Make docs/errors.md from the classes of holdfast.core.errors, so that the two cannot differ.
+"""Make docs/errors.md from the classes of holdfast.core.errors and the texts of verdicts and doctor: they cannot differ.
 
 python -m tools.error_table           # print
 python -m tools.error_table --write   # write docs/errors.md
@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.core import errors
+from holdfast.insight.causes.texts import TEXTS
+from holdfast.insight.doctor.codes import CODES
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
 HEAD = """# Errors and exit codes
 
-This page is made from `src/holdfast/core/errors.py` by `make fmt`. Codes are never reused.
+This page is made by `make fmt` from `src/holdfast/core/errors.py`, `insight/causes/texts.py` and `insight/doctor/codes.py`. Codes are never reused.
 
 An error of the command line, the configuration or the machine is one or two lines on stderr that start with its code, and nothing was
 started. `holdfast run` never answers bad input with a traceback of its own.
@@ -42,17 +44,18 @@ started. `holdfast run` never answers bad input with a traceback of its own.
 VERDICTS = """
 ## Verdicts
 
-A job that fails ends with a verdict, on the screen and in `verdict.json`. Its code says what failed first.
+A job that fails ends with a verdict, on the screen and in `verdict.json`. Its code says what failed first; HF240 to HF251 are said while
+a job runs, HF307 when a node joins. `holdfast explain CODE` says what was seen and what to do, offline.
 
 | code | meaning |
 |---|---|
-| HF200 | the workers were ended although none of them failed |
-| HF201 | a worker raised an exception |
-| HF202 | the program could not be started |
-| HF203 | a worker was killed by the kernel's out-of-memory killer |
-| HF204 | a worker was ended by a signal |
-| HF205 | a worker ended with an exit code and left no exception |
-| HF306 | a node was lost |
+"""
+
+DOCTORS = """
+## What `holdfast doctor` finds
+
+| code | what may be wrong |
+|---|---|
 """
 
 WHOSE = {
@@ -89,7 +92,9 @@ def render() -> str:
         f"{' '.join((error.__doc__ or '').split())} |"
         for error in sorted(tree(), key=lambda error: error.code)
     ]
-    return head + "\n".join(rows) + "\n" + VERDICTS
+    verdicts = [f"| {code} | {text.name} |" for code, text in sorted(TEXTS.items())]
+    doctors = [f"| {code} | {' '.join(each.cause.split())} |" for code, each in sorted(CODES.items())]
+    return "\n".join([head + "\n".join(rows), VERDICTS + "\n".join(verdicts), DOCTORS + "\n".join(doctors), ""])
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "stop": "end a running job on all its nodes; its workers save first",
     "kill": "end a running job on all its nodes at once; nothing is saved",
     "doctor": "check this node, and with the line of a run on several nodes every pair of them",
+    "explain": "say what a code (HF211) means and what to do about it; works offline",
     "report": "show a run's generations, and how long each part of their starts took",
     "env": "describe this machine and its software, to paste into an issue",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",

@@ -40,6 +40,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     lived_s: float = 0.0
     timestamp: int = 0
     """Epoch seconds by this node's clock; for people only, it decides nothing."""
+    facts: dict[str, str] = {}
+    """What its agent found out about its machine because the words asked for it: `interfaces`, `shm`, `disks` …"""
 
     @property
     def status(self) -> int:
@@ -102,6 +104,10 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """It stood still when it ended."""
     hung: Failure | None = None
     """The worker to blame for that, as it was when it was last seen; None: nobody can be named."""
+    done: tuple[int, ...] = ()
+    """Ranks that had ended with 0."""
+    hosts: tuple[str, ...] = ()
+    """Of all its nodes, by group rank."""
 
 
 def shell_status(exit_code: int) -> int:
@@ -114,5 +120,13 @@ def shell_status(exit_code: int) -> int:
 
 
 def job_exit_code(verdict: Verdict) -> int:
-    """The first failing worker's own code; 1 when no worker was to blame."""
-    return verdict.culprit.status if verdict.culprit is not None else EXIT_FAILURE
+    """The first failing worker's own code; 1 when no worker was to blame.
+
+    A culprit whose end we hastened shows our signal: then the first other one's that was not stopped.
+    """
+    culprit = verdict.culprit
+    if culprit is None:
+        return EXIT_FAILURE
+    if culprit.after_stop and culprit.exit_code < 0:
+        return next((each.status for each in verdict.collateral if not each.after_stop), EXIT_FAILURE)
+    return culprit.status

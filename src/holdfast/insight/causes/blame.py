@@ -1,0 +1,202 @@
+"""Who is to blame: how much each failure says of itself and how much of its peers, and the order that follows.
+
+Pure. A rank that complains about its peers' connections is a victim whenever somebody has another reason; between
+equals the order of arrival decides. What is quoted, or comes from a server that is no peer, is no complaint.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from enum import IntEnum
+
+from holdfast.core.outcome import Failure
+from holdfast.insight.causes.words import Words, listen, unwrapped
+
+
+class Blame(IntEnum):
+    """Smaller is more to blame."""
+
+    OWN = 0
+    """A reason of its own, before anybody was stopped."""
+    OWN_LATE = 1
+    """A reason of its own that cannot come from being stopped, though its end was seen after others had complained."""
+    LOOSE = 2
+    """Something about a connection or a time-out, and nothing says that a training peer is meant."""
+    WAITED = 3
+    """It could not reach its peers, or waited for them in vain."""
+    WAITED_LATE = 4
+    CUT = 5
+    """A peer closed the connection."""
+    STOPPED = 6
+    """It was being stopped: at most a consequence."""
+
+
+def types_of(names: str) -> frozenset[str]:
+    """Exception classes, by their names with blanks between."""
+    return frozenset(names.split())
+
+
+OWN_TROUBLE = re.compile(
+    r"CUDA (?:error|out of memory)|CUDA-capable|unhandled cuda error|Cuda failure|device-side assert|out of memory"
+    r"|\bHIP (?:error|out of memory)|CUBLAS_STATUS|CUDNN_STATUS"
+    r"|uncorrectable|Xid|fallen off the bus|Duplicate GPU|no socket interface found|Unable to find (?:address|interface)"
+    r"|Unable to resolve hostname|ifa != nullptr"
+    r"|EADDRINUSE|address already in use|No space left|Too many open files|Cannot allocate memory|can't start new thread"
+    r"|Detected mismatch between collectives|CollectiveFingerPrint|is inconsistent|appears not to match"
+    r"|Expected to have finished reduction|invalid usage",
+    re.IGNORECASE,
+)
+"""Words that name a trouble of the speaker's own, whatever else it says."""
+
+TRANSPORT = re.compile(
+    r"gloo|\bNCCL|nccl[A-Z]\w+|\bRCCL|\bHCCL|oneCCL|ProcessGroup\w*|process group|TCPStore|HashStore|c10d|WorkNCCL"
+    r"|Dist(?:Network|Store|Backend)?Error|monitored ?Barrier|recvValue|sendBytes|\bstore->|rendezvous"
+    r"|collective operation|communicator|MASTER_ADDR|holdfast.{0,40}peer|pair\.cc|all_?reduce|all_?gather",
+    re.IGNORECASE,
+)
+"""What training peers talk through."""
+
+GENUINE = re.compile(
+    r"\w+\.(?:cc|cpp|hpp|h):\d+|\[\d{1,3}(?:\.\d{1,3}){3}\]:\d+|\[Rank \d+\]|WorkNCCL\(|^Last error:", re.MULTILINE
+)
+"""A library's own text, and not somebody's words about it."""
+
+ENDED = re.compile(
+    r"connection (?:was )?(?:likely )?(?:closed|reset|aborted|lost)|closed (?:by|the connection)|reset by peer|broken pipe"
+    r"|remote process exited|remote (?:worker|peer)|ncclRemoteError|remote error|caused connection abort|failed to recv"
+    r"|got 0 bytes|end ?of ?file|EOFError|peer (?:has )?(?:closed|gone|failed|disconnected)|socket (?:closed|hang ?up)"
+    r"|was aborted|been aborted|aborted (?:due|because)|pair closure|sendBytes failed|recvValue failed|errors? while waiting for send/recv",
+    re.IGNORECASE,
+)
+"""The other side went away."""
+
+WAITED = re.compile(
+    r"timed? ?-?out|timeout|watchdog caught|failed to pass|failed to connect|could not connect|connect(?:ion)? .{0,60}(?:failed|refused)"
+    r"|no route to host|network is unreachable|(?:system|internal) error|ncclSystemError|ncclInternalError|heartbeat"
+    r"|clients joined|hasn't joined|deadline exceeded",
+    re.IGNORECASE,
+)
+"""The other side did not come, or cannot be reached."""
+
+SERVER = re.compile(
+    r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec|huggingface_hub|wandb|mlflow|comet_ml|neptune"
+    r"|pymongo|redis|psycopg2?|grpc|google|azure|clearml|datasets)/|/urllib/request\.py|/http/client\.py"
+)
+"""Frames of clients: the other side is a server and no training peer."""
+SERVER_TEXT = re.compile(
+    r"https?://|s3://|gs://|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded", re.I
+)
+
+NAMES_A_WAIT = re.compile(
+    r"timed? ?-?out|timeout|failed to pass|watchdog caught|connect to .{0,80}failed|failed to connect|no route to host"
+    r"|refused|unreachable",
+    re.IGNORECASE,
+)
+
+CONTROL_FLOW = types_of(
+    "KeyError AttributeError IndexError StopIteration Empty NotImplementedError ImportError TypeError"
+)
+
+PLAIN_TYPES = types_of(
+    "ValueError KeyError IndexError TypeError AttributeError AssertionError NameError UnboundLocalError ImportError "
+    "ModuleNotFoundError SyntaxError IndentationError ZeroDivisionError FloatingPointError OverflowError LookupError "
+    "NotImplementedError RecursionError MemoryError UnicodeDecodeError UnicodeEncodeError FileNotFoundError "
+    "PermissionError FileExistsError IsADirectoryError NotADirectoryError StopIteration JSONDecodeError"
+)
+"""No library reports a lost peer by these: such words in them are quoted."""
+
+FROM_THE_STOP = re.compile(
+    r"\bSIG(?:TERM|INT|KILL|HUP)\b|killed by signal: Terminated|signal 15|KeyboardInterrupt|\bshutdown\b|interpreter shutdown"
+    r"|preempt|received signal|signum|Terminated",
+    re.IGNORECASE,
+)
+"""What a worker says because it is being stopped."""
+
+NATIVE_ENDS = frozenset({-signal.SIGABRT, -signal.SIGPIPE, -signal.SIGSEGV})
+"""How a communication library that loses its peers may end a process."""
+STOP_SIGNALS = frozenset({-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT})
+
+
+def ranked(failures: Sequence[Failure]) -> list[tuple[Blame, Failure]]:
+    """All failures, the most to blame first; equals in the order they came in."""
+    return sorted(((blame(failure), failure) for failure in failures), key=lambda pair: pair[0])
+
+
+def blame(failure: Failure) -> Blame:
+    """How much one failure, by its own words and its way to end, is to blame."""
+    words = listen(failure)
+    if failure.after_stop:
+        return _late(failure, words)
+    return complaint(failure, words)
+
+
+def complaint(failure: Failure, words: Words) -> Blame:
+    """OWN, LOOSE, WAITED or CUT: what it says of its peers."""
+    text = unwrapped(words.text if _is_control_flow(words) else words.root)
+    if not text and failure.exit_code in NATIVE_ENDS:
+        text = _native_complaint(words.stderr)
+        if not text:
+            return (
+                Blame.LOOSE
+                if failure.exit_code in (-signal.SIGABRT, -signal.SIGPIPE) and not words.stderr
+                else Blame.OWN
+            )
+    if not text or failure.out_of_memory or not failure.started or OWN_TROUBLE.search(text):
+        return Blame.OWN
+    ended, waited = ENDED.search(text), WAITED.search(text)
+    if not (ended or waited or words.root_type in ("BrokenPipeError", "ConnectionResetError", "EOFError")):
+        return Blame.OWN
+    if words.root_type in PLAIN_TYPES or _is_servers(words, text):
+        return Blame.OWN
+    firm = TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
+    if words.raised:
+        # The user wrote these words; he may be quoting. `raise RuntimeError(str(error)) from None` is a complaint.
+        return Blame.LOOSE if firm and GENUINE.search(text) else Blame.OWN
+    if not firm:
+        return Blame.LOOSE
+    first = min((found.start() for found in (ended, waited) if found), default=0)
+    return Blame.CUT if ended and (ended.start() == first or not _names_a_wait(text)) else Blame.WAITED
+
+
+def _late(failure: Failure, words: Words) -> Blame:
+    if not words.text or (failure.exit_code in STOP_SIGNALS and not failure.message):
+        return Blame.STOPPED
+    if FROM_THE_STOP.search(words.text) or FROM_THE_STOP.search(words.raised):
+        return Blame.STOPPED
+    match complaint(failure, words):
+        case Blame.OWN:
+            return Blame.OWN_LATE
+        case Blame.WAITED:
+            return Blame.WAITED_LATE
+        case _:
+            return Blame.STOPPED
+
+
+def _names_a_wait(text: str) -> bool:
+    """A time-out that tells of closed connections too: it closed them itself."""
+    return bool(NAMES_A_WAIT.search(text))
+
+
+def _is_control_flow(words: Words) -> bool:
+    """A library's own way through its code (`except KeyError: …`), and what went wrong then is the end of the chain."""
+    return words.chained and words.root_type in CONTROL_FLOW and not words.in_users_code
+
+
+def _native_complaint(stderr: str) -> str:
+    """What a communication library wrote before the process was aborted."""
+    if OWN_TROUBLE.search(stderr):
+        return ""
+    lines = [
+        line for line in stderr.splitlines() if TRANSPORT.search(line) and (ENDED.search(line) or WAITED.search(line))
+    ]
+    return "\n".join(lines)
+
+
+def _is_servers(words: Words, text: str) -> bool:
+    return bool(SERVER_TEXT.search(text)) or any(SERVER.search(file) for file in words.frames[-6:])
+
+
+def _is_transport(file: str) -> bool:
+    return "/torch/distributed/" in file or "/deepspeed/comm" in file or "/horovod/" in file
