@@ -29,6 +29,10 @@ BAD: list[tuple[str, dict[str, str], str, str]] = [
     ("--signals-to-handle SIGTERM,SIGKILL train.py", {}, "HF101", "SIGKILL cannot be handled"),
     ("--signals-to-handle SIGSTOP train.py", {}, "HF101", "SIGSTOP cannot be handled"),
     ("--shutdown-timeout -1 train.py", {}, "HF101", "--shutdown-timeout -1: must be 0 or more"),
+    ("--hang-timeout -1 train.py", {}, "HF101", "--hang-timeout -1.0: must be a number of seconds, 0 for never"),
+    ("--hang-timeout nan train.py", {}, "HF101", "must be a number of seconds"),
+    ("--hang-timeout inf train.py", {}, "HF101", "must be a number of seconds"),
+    ("--rdzv-conf hang_report=0 train.py", {}, "HF106", "must be positive"),
     ("--no-python -m train.py", {}, "HF101", "exclude each other"),
     # HF102: the script
     ("trian.py", {}, "HF102", "does not exist; did you mean train.py?"),

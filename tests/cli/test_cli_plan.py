@@ -28,6 +28,21 @@ def plan(line: str, **environ: str) -> str:
     return render(parsed, resolve(parsed, environ, Probes(nvml=lambda: ["a", "b"], cpus=6)), environ)
 
 
+@pytest.mark.parametrize(
+    ("line", "environ", "said"),
+    [
+        ("--hang-timeout 20 train.py", {}, "restarted when none moves for 20 s"),
+        ("--hang-timeout 0 train.py", {}, "never restarted"),
+        ("train.py", {"HOLDFAST_HANG_TIMEOUT": "7"}, "none moves for 7 s"),
+        ("train.py", {"PET_HANG_TIMEOUT": "8"}, "none moves for 8 s"),
+        ("--rdzv-backend c10d --rdzv-endpoint h --rdzv-conf hang_report=5 train.py", {}, "no step for 5 s and"),
+    ],
+)
+def test_what_is_done_about_hangs(line: str, environ: dict[str, str], said: str) -> None:
+    (told,) = [row for row in plan(line, **environ).splitlines() if row.startswith("hang ")]
+    assert said in told
+
+
 def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
     text = plan(
         "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r train.py '$local_rank'"
@@ -48,6 +63,7 @@ preload       none (train.py imports nothing that is built on torch)
 standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
 drain         scripts that ask should_stop(): to their next safe point within 60 s, on any of these but SIGINT and SIGQUIT
+hang          no step for 60 s and 20 steps: all stacks are looked at; restarted when none moves for 300 s
 logs          /l/none_<random>/attempt_0/<local rank>/
 notice        --nnode taken as --nnodes
 

@@ -136,6 +136,15 @@ OPTIONS: tuple[Option, ...] = (
         "NAME",
         ours=True,
     ),
+    Option(
+        "--hang-timeout",
+        FLOAT,
+        300.0,
+        LIFE,
+        "restart workers that all stand still for so long, by their stacks; 0: never",
+        "S",
+        ours=True,
+    ),
     Option("--exclude-after", INT, 0, LIFE, "shut out a host blamed so often, for a while; 0: never", "N", ours=True),
     Option("--event-log-handler", TEXT, "null", LIFE, "where events go: null or console", "NAME"),
     Option(

@@ -54,6 +54,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         ("standby", standby_text(options)),
         ("stop", stop_text(options)),
         ("drain", drain_text(options)),
+        ("hang", hang_text(options)),
         ("logs", log_text(options, job_id)),
         *([("watched", watched)] if (watched := watched_text(options)) else []),
     ]
@@ -151,6 +152,12 @@ def watched_text(options: RunOptions) -> str:
     if options.event_log_handler == "console":
         parts.append("torchelastic's events on stderr")
     return ", ".join(parts)
+
+
+def hang_text(options: RunOptions) -> str:
+    limits = options.limits
+    then = f"restarted when none moves for {limits.hang_timeout_s:g} s" if limits.hang_timeout_s else "never restarted"
+    return f"no step for {limits.hang_report_s:g} s and {limits.hang_steps} steps: all stacks are looked at; {then}"
 
 
 def log_text(options: RunOptions, job_id: str) -> str:

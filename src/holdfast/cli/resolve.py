@@ -51,7 +51,9 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     given = parsed.values
     notices = list(parsed.notices)
     check_plain_values(parsed)
-    patience = Limits(stop_grace_s=stop_grace_s(parsed, environ), drain_s=given.drain_timeout)
+    patience = Limits(
+        stop_grace_s=stop_grace_s(parsed, environ), drain_s=given.drain_timeout, hang_timeout_s=given.hang_timeout
+    )
     place = meeting.resolve(parsed, environ, patience=patience, notices=notices)
     devices = node_size(parsed, environ, probes)
     cpus = count_cpus(probes).number
@@ -110,6 +112,8 @@ def check_plain_values(parsed: Parsed) -> None:
         raise parsed.error("monitor_interval", UsageError, "must be a positive number of seconds")
     if not 0 < given.drain_timeout < float("inf"):
         raise parsed.error("drain_timeout", UsageError, "must be a positive number of seconds")
+    if not 0 <= given.hang_timeout < float("inf"):
+        raise parsed.error("hang_timeout", UsageError, "must be a number of seconds, 0 for never")
     if given.exclude_after < 0:
         raise parsed.error("exclude_after", UsageError, "must be 0 or more")
     if given.event_log_handler not in EVENT_HANDLERS:

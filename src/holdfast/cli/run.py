@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.core.hang import Finding, RankStory
     from holdfast.core.options import RunOptions
 
 
@@ -53,9 +54,18 @@ def execute(parsed: Parsed) -> int:
         from holdfast.insight.verdicts import judge
         from holdfast.runtime.agent_service import run_job
 
-        return run_job(options, keeper, judge=judge, render=lambda end: render(end.outcome, end.folder))
+        return run_job(
+            options, keeper, judge=judge, examine=examine, render=lambda end: render(end.outcome, end.folder)
+        )
     finally:
         keeper.sock.close()  # the keeper ends with its end of file
+
+
+def examine(stories: Sequence[RankStory]) -> Finding:
+    """What the stacks of all ranks mean: loaded only once a job seems to stand still."""
+    from holdfast.insight.hangs import examine as examine_all
+
+    return examine_all(stories)
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str]) -> RunOptions:

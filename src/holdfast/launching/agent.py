@@ -56,6 +56,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from msgspec import structs
 
         from holdfast.cli.resolve import resolve
+        from holdfast.cli.run import examine
         from holdfast.core.options import CallFds
         from holdfast.insight.verdicts import judge
         from holdfast.runtime.workers import preload
@@ -74,7 +75,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
             report(report_fd, end.outcome, end.folder, None)
             return ""
 
-        return run_job(options, keeper, judge=judge, render=tell)
+        return run_job(options, keeper, judge=judge, examine=examine, render=tell)
     finally:
         keeper.sock.close()  # the keeper ends with its end of file
 

@@ -145,7 +145,7 @@ Getter = Callable[[Conf, str], Value | None]
 THIRD_PARTY = "third-party"
 """Stands for every backend of an installed package: what it has beside its own keys."""
 
-_OURS: dict[str, Getter] = {"token_file": get_text, "lease": get_seconds}
+_OURS: dict[str, Getter] = {"token_file": get_text, "lease": get_seconds, "hang_report": get_seconds}
 _DYNAMIC: dict[str, Getter] = {
     "join_timeout": get_whole_seconds,
     "last_call_timeout": get_whole_seconds,
@@ -257,10 +257,14 @@ def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
         limits = replace(limits, last_call_s=last_call_s)
     if settle_s := seconds.get("settle"):
         limits = replace(limits, settle_s=settle_s)
+    if hang_report_s := seconds.get("hang_report"):
+        limits = replace(limits, hang_report_s=hang_report_s)
     return _patience(backend, conf, seconds.get("heartbeat_timeout"), limits)
 
 
-_SECONDS = frozenset({"timeout", "join_timeout", "last_call_timeout", "settle", "heartbeat_timeout", "lease"})
+_SECONDS = frozenset(
+    {"timeout", "join_timeout", "last_call_timeout", "settle", "heartbeat_timeout", "lease", "hang_report"}
+)
 
 
 def _patience(backend: str, conf: Conf, heartbeat_s: float | None, limits: Limits) -> Limits:

@@ -26,6 +26,7 @@ from holdfast.core.agent.commands import (
     HangUp,
     HoldWorkers,
     KillTree,
+    LookAtWorkers,
     Note,
     Prepare,
     ReleaseWorkers,
@@ -37,6 +38,7 @@ from holdfast.core.agent.commands import (
 from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled, Tick
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
+from holdfast.core.hang import Examine
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
@@ -77,18 +79,19 @@ class Finished(Struct, frozen=True):
 Render = Callable[[Finished], str]
 
 
-def run_job(options: RunOptions, keeper: KeeperHandle, *, judge: Judge, render: Render) -> int:
+def run_job(options: RunOptions, keeper: KeeperHandle, *, judge: Judge, examine: Examine, render: Render) -> int:
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
-    `judge` tells the first failure from its victims; `render` puts the end into words for the console.
+    `judge` tells the first failure from its victims; `examine` who hangs from who waits; `render` puts the end into
+    words for the console.
     """
     try:
-        return asyncio.run(_run_job(options, keeper, judge, render))
+        return asyncio.run(_run_job(options, keeper, judge, examine, render))
     except BaseExceptionGroup as group:  # a task group's; what went wrong first is what there is to tell
         raise group.exceptions[0] from None
 
 
-async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, render: Render) -> int:
+async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, examine: Examine, render: Render) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
     journal = Journal(folder.path / FILE_NAME if folder.path is not None else None)
@@ -96,7 +99,7 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, rend
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        service = AgentService(options, keeper, judge, folder, console, router, journal, host)
+        service = AgentService(options, keeper, judge, examine, folder, console, router, journal, host)
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
             outcome = await service.run()
             journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
@@ -129,6 +132,7 @@ class AgentService:
         options: RunOptions,
         keeper: KeeperHandle,
         judge: Judge,
+        examine: Examine,
         folder: RunFolder,
         console: Console,
         router: LogRouter,
@@ -144,7 +148,7 @@ class AgentService:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
-        self._meeting = Meeting(options, judge, journal, console.say)
+        self._meeting = Meeting(options, judge, journal, console.say, examine)
         self._link: Link | None = None
         self._driver: Driver[Event, Command] | None = None
         self._crew: Crew | None = None
@@ -299,6 +303,8 @@ class AgentService:
                 self._crew.hold(generation)
             case ReleaseWorkers(generation, safe_point):
                 self._crew.release(generation, safe_point)
+            case LookAtWorkers(generation, number, store):
+                self._crew.look(generation, number, store=store)
             case KillTree():
                 self._crew.kill_tree()
             case Say(text):

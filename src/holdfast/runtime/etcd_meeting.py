@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.core.coordinator.elected import ElectedCoordinator
 from holdfast.core.coordinator.ending import Judge
+from holdfast.core.coordinator.oversight import cannot_tell
 from holdfast.core.errors import CoordinatorUnreachableError, EtcdError, EtcdUnreachableError, PortInUseError
+from holdfast.core.hang import Examine
 from holdfast.core.options import Endpoint, RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.rendezvous.claim import Claim, claim
@@ -52,8 +54,15 @@ class ElectedMeeting:
     """One per agent. Holds the coordinator while this process is in office."""
 
     def __init__(
-        self, options: RunOptions, election: Election, judge: Judge, journal: Journal, say: Callable[[str], None]
+        self,
+        options: RunOptions,
+        election: Election,
+        judge: Judge,
+        journal: Journal,
+        say: Callable[[str], None],
+        examine: Examine = cannot_tell,
     ) -> None:
+        self._examine = examine
         self._options = options
         self._election = election
         self._judge = judge
@@ -187,6 +196,7 @@ class ElectedMeeting:
             holds=office.holds,
             floor=before.generation if before is not None else 0,
             tail_s=before.tail_s if before is not None else 0.0,
+            examine=self._examine,
         )
         service = ElectedService(machine, office, self._journal, self._say, self._step_down)
         self._service, self._office = service, office

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.core.agent.events import DialFailed
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.coordinator.oversight import cannot_tell
 from holdfast.core.errors import (
     EtcdError,
     EtcdUnreachableError,
@@ -23,6 +24,7 @@ from holdfast.core.errors import (
     RefusedError,
     RendezvousConfigError,
 )
+from holdfast.core.hang import Examine
 from holdfast.core.options import RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
@@ -52,8 +54,16 @@ class Link(Protocol):
 class Meeting:
     """One per agent. Holds the coordinator while this process hosts it."""
 
-    def __init__(self, options: RunOptions, judge: Judge, journal: Journal, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        judge: Judge,
+        journal: Journal,
+        say: Callable[[str], None],
+        examine: Examine = cannot_tell,
+    ) -> None:
         self._options = options
+        self._examine = examine
         self._judge = judge
         self._journal = journal
         self._say = say
@@ -107,7 +117,9 @@ class Meeting:
 
             election = election_for(self._options)
             assert election is not None
-            self._elected = ElectedMeeting(self._options, election, self._judge, self._journal, self._say)
+            self._elected = ElectedMeeting(
+                self._options, election, self._judge, self._journal, self._say, self._examine
+            )
         return await self._elected.reach(node)
 
     async def _claim(self) -> Claim | None:
@@ -136,6 +148,7 @@ class Meeting:
             self._judge,
             asyncio.get_running_loop().time(),
             fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
+            examine=self._examine,
         )
         service = CoordinatorService(machine, self._journal, self._say)
         if place is not None:

@@ -40,6 +40,7 @@ from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
+from holdfast.runtime.workers.observer import Observer
 from holdfast.runtime.workers.phases import Phases
 from holdfast.runtime.workers.preload import order_for, script_argv
 from holdfast.runtime.workers.progress_notes import ProgressNotes
@@ -88,6 +89,9 @@ class Crew:
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
+        self._observer = Observer(
+            tasks, emit, host=host, folder=folder.path, interval_s=options.limits.progress_interval_s
+        )
         self._guard_s: float | None = None
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
@@ -147,6 +151,11 @@ class Crew:
         if self._board is not None and generation == self._generation:
             self._board.release(safe_point)
 
+    def look(self, generation: int, number: int, *, store: bool) -> None:
+        """See where the workers are, and whether the store can be reached; answers with WorkersSeen."""
+        pids = {worker.local_rank: worker.pid for worker in self._workers.values() if worker.pid}
+        self._observer.look(generation, number, pids, store=store)
+
     def fence(self, at_s: float | None) -> None:
         """The keeper kills the workers then, should this process be stopped or starved; None: it does not."""
         guard_s = None if at_s is None else at_s + GUARD_S
@@ -169,6 +178,7 @@ class Crew:
         await self._keeper.close()
         self._phases.close()
         self._progress_notes.close()
+        await self._observer.close()
         if self._hold_timer is not None:
             self._hold_timer.cancel()
         if self._board is not None:
@@ -256,6 +266,7 @@ class Crew:
             master=f"{start.master_addr}:{start.master_port}",
         )
         self._progress_notes.start(assign.generation, assign.rank_base, self._board, self.progress)
+        self._observer.start(assign, start, self._board, self.progress)
         self._workers = {self._key(rank): _Worker(rank, streams) for rank, streams in self._streams.items()}
         for key, worker in self._workers.items():
             self._spawn(key, worker, assign, start)
@@ -401,6 +412,7 @@ class Crew:
             self._journal.write("unkillable", pids=list(leftover))
         self._phases.gone()
         self._progress_notes.close()
+        self._observer.stop()
         self._router.end_attempt()
         self._killing = False
         self._tasks.create_task(self._tell_gone(self._generation))
