@@ -1,12 +1,13 @@
-"""`holdfast report [FOLDER ...]`: a run's generations and how long each part of their starts took, running or ended.
+"""`holdfast report [RUN ...]`: where a run's time went, and how long each part of its starts took, running or ended.
 
-Knows where runs are kept and what is printed; what the journals mean knows insight/timeline.py.
+Knows where runs are kept and what is printed; what the journals mean knows insight: timeline.py, history.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
+from holdfast.insight.history import Doing, History, history
+from holdfast.insight.numbers import duration, plural
 from holdfast.insight.timeline import PHASES, Generation, Timeline, timeline
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 
@@ -24,25 +27,39 @@ MIB = 2**20
 def main(argv: Sequence[str]) -> int:
     """Runs `holdfast report` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
-    folders = [Path(folder) for folder in chosen.folders] or [newest_run()]
-    told = timeline([list(read_journal(folder)) for folder in folders])
+    folders = [folder for run in chosen.runs for folder in folders_of(run)] or [newest_run()]
+    journals = [list(read_journal(folder)) for folder in folders]
+    told, past = timeline(journals), history(journals)
+    if chosen.html is not None:
+        write_page(chosen.html, told, past, journals, folders)
     if chosen.json:
-        print_json(as_json(told))
-    else:
-        print_report(told)
+        print_json(as_json(told) | {"history": history_as_json(past)})
+    elif chosen.html is None:
+        print_report(told, past)
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog="holdfast report", description="Show how a run went, also while it runs.", allow_abbrev=False)
     made.add_argument(
-        "folders",
+        "runs",
         nargs="*",
-        metavar="FOLDER",
-        help="the run folder of each node (<log dir>/<run id>_<8 characters>); the newest run here when none is given",
+        metavar="RUN",
+        help="a run id, or the run folder of each node (<log dir>/<run id>_<8 characters>); the newest run here when "
+        "none is given",
     )
+    made.add_argument("--html", metavar="FILE", help="write one page with pictures, to keep or to send; - is stdout")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
+
+
+def folders_of(run: str) -> list[Path]:
+    """A folder as it is; those of a run id on this host. Raises NoRunError."""
+    if os.sep in run or os.path.isdir(run):
+        return [Path(run)]
+    from holdfast.cli.finding import run_folders
+
+    return run_folders(run)
 
 
 def newest_run() -> Path:
@@ -97,11 +114,76 @@ def as_json(told: Timeline) -> dict[str, Any]:
     }
 
 
-def print_report(told: Timeline) -> None:
+def history_as_json(past: History | None) -> dict[str, Any] | None:
+    """None: these journals are of a version that did not tell."""
+    if past is None:
+        return None
+    return {
+        "total_s": round(past.total_s, 3),
+        **{f"{doing.name.lower()}_s": round(past.spent_s(doing), 3) for doing in Doing},
+        "effective": round(past.effective, 4) if past.effective is not None else None,
+        "lost_steps": past.lost_steps,
+        "stretches": [
+            {
+                "doing": each.doing.name.lower(),
+                "from_epoch_s": each.from_s,
+                "to_epoch_s": each.to_s,
+                "generation": each.generation,
+            }
+            for each in past.stretches
+        ],
+    }
+
+
+def write_page(
+    place: str,
+    told: Timeline,
+    past: History | None,
+    journals: Sequence[Sequence[dict[str, Any]]],
+    folders: Sequence[Path],
+) -> None:
+    """Raises UsageError when the file cannot be written."""
+    from holdfast.insight.incidents import incidents
+    from holdfast.insight.page import Report, render
+
+    verdict = next((found for folder in folders if (found := read_verdict(folder)) is not None), None)
+    page = render(
+        Report(told=told, history=past, incidents=incidents(journals), verdict=verdict, made_epoch_s=time.time())
+    )
+    if place == "-":
+        print(page, end="")
+        return
+    try:
+        Path(place).write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"--html {place}: {error.strerror or error}") from error
+    print(place)
+
+
+def read_verdict(folder: Path) -> dict[str, Any] | None:
+    """Why the job failed; None where it did not, or has not ended, or nothing readable tells."""
+    try:
+        told = json.loads((folder / "verdict.json").read_bytes())["verdict"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def print_history(past: History) -> None:
+    parts = [f"{doing.value} {duration(seconds)}" for doing in Doing if (seconds := past.spent_s(doing)) > 0]
+    effective = f"; effective training time {past.effective:.1%}" if past.effective is not None else ""
+    print(f"{duration(past.total_s)}: {', '.join(parts)}{effective}")
+    if past.lost_steps:
+        print(f"restarts lost {plural(past.lost_steps, 'step')}")
+
+
+def print_report(told: Timeline, past: History | None = None) -> None:
     number = len(told.generations)
     print(
         f"run {told.run_id} on {', '.join(told.nodes)}: {number} generation{'' if number == 1 else 's'}, {ending(told)}"
     )
+    if past is not None and past.stretches:
+        print_history(past)
     if told.preloaded:
         print(f"preloaded: {'; '.join(told.preloaded)}")
     if told.standbys:

@@ -287,7 +287,12 @@ COORDINATOR = (
     EventKind(
         "coordinator.verdict",
         "a generation has ended and another one will follow",
-        (GENERATION, Field("cause", TEXT, "what failed first, in words"), Field("code", TEXT, "HF2xx or HF3xx")),
+        (
+            GENERATION,
+            Field("cause", TEXT, "what failed first, in words"),
+            Field("code", TEXT, "HF2xx or HF3xx"),
+            Field("advice", TEXT, "what to do; may be empty"),
+        ),
     ),
     EventKind(
         "coordinator.regrouping",
