@@ -194,6 +194,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             # What a launcher around this test run left must not reach the launcher under test.
             if name.startswith(("PET_", "TORCHELASTIC_", "HOLDFAST_", "SLURM_")) and name not in (TEST_ID,):
                 patch.delenv(name)
+        patch.setenv("HOLDFAST_RUNTIME_DIR", str(home / "running"))
         yield home
 
 

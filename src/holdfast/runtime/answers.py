@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from holdfast.core.coordinator.events import QuitAsked
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.progress import JobView, NodeView
+from holdfast.core.progress import JobView
 from holdfast.core.protocol import Answer, Ask, FromCoordinator, Look, Looked, Question
 from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
 
@@ -62,7 +62,7 @@ class Answers:
     def asked(self, link: int, ask: Ask) -> None:
         match ask.question:
             case Question.STATUS:
-                self._tell(link, ask, status_body(view_of(self._machine, self._loop.time())))
+                self._tell(link, ask, status_body(self._machine.view(self._loop.time())))
             case Question.STACKS:
                 self._look(link, ask)
             case Question.STOP | Question.KILL:
@@ -169,36 +169,3 @@ def stacks_body(view: StacksView) -> bytes:
         view = msgspec.structs.replace(view, ranks=view.ranks[: len(view.ranks) // 2])
         body = msgspec.json.encode(view)
     return body
-
-
-def view_of(machine: CoordinatorMachine, now: float) -> JobView:
-    view = getattr(machine, "view", None)
-    if view is not None:
-        told: JobView = view(now)
-        return told
-    world = machine.world
-    order = list(world.order) if world is not None else []
-    nodes = []
-    for name, member in machine.members.items():
-        place = order.index(name) if name in order else None
-        nodes.append(
-            NodeView(
-                member=name,
-                host=member.node.host,
-                group_rank=place,
-                state="running" if place is not None else "spare",
-                heard_s=now - member.last_heard_s,
-            )
-        )
-    return JobView(
-        run_id=machine.job.run_id,
-        phase=machine.phase.value,
-        generation=machine.generation,
-        restarts=machine.budget.used,
-        restarts_max=machine.job.max_restarts,
-        world_size=world.size if world is not None else 0,
-        since_s=0.0,
-        job_s=0.0,
-        training_s=0.0,
-        nodes=tuple(nodes),
-    )

@@ -19,8 +19,9 @@ from holdfast.core.protocol import Question
 from holdfast.runtime import running
 from holdfast.runtime.running import Entry
 
-ANSWER_S_MAX = 12.0
-"""Longer than an agent waits for its coordinator."""
+ANSWER_S_MAX = 5.0
+STACKS_S_MAX = 12.0
+"""Both longer than an agent waits for its coordinator."""
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_BYTES = 256 * 1024
 
@@ -51,7 +52,8 @@ class Call:
         self._entry = entry
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
-        self._socket.settimeout(ANSWER_S_MAX)
+        self._limit_s = STACKS_S_MAX if ask is Question.STACKS else ANSWER_S_MAX
+        self._socket.settimeout(self._limit_s)
         try:
             with running.reachable(entry.socket) as name:
                 self._socket.connect(name)
@@ -70,13 +72,14 @@ class Call:
         """Can be read when the answer comes, or the agent has gone."""
         return self._socket.fileno()
 
-    def answer(self, limit_s: float | None = ANSWER_S_MAX) -> Reply | None:
-        """None: the agent has ended without an answer. `limit_s` None: for ever. Raises ControlSilentError,
-        ControlRefusedError."""
-        end = None if limit_s is None else time.monotonic() + limit_s
+    def answer(self, limit_s: float | None = None) -> Reply | None:
+        """None: the agent has ended without an answer. Raises ControlSilentError after `limit_s` (or what is usual for the
+        question), ControlRefusedError."""
+        self._limit_s = limit_s or self._limit_s
+        end = time.monotonic() + self._limit_s
         while b"\n" not in self._received:
             try:
-                self._socket.settimeout(None if end is None else max(0.001, end - time.monotonic()))
+                self._socket.settimeout(max(0.001, end - time.monotonic()))
                 chunk = self._socket.recv(CHUNK_BYTES)
             except ConnectionResetError:
                 return None
@@ -101,7 +104,7 @@ class Call:
         entry = self._entry
         if isinstance(error, TimeoutError) or error.errno == errno.EAGAIN:
             return ControlSilentError(
-                f"the agent of {entry.name} (pid {entry.pid}) does not answer within {ANSWER_S_MAX:g} s{_plight(entry.pid)}"
+                f"the agent of {entry.name} (pid {entry.pid}) does not answer within {self._limit_s:g} s{_plight(entry.pid)}"
             )
         if error.errno in running.MISSING:
             return NoRunError(f"{entry.name} has ended")

@@ -18,6 +18,8 @@ import msgspec
 SOCKET_NAME = "control.sock"
 """In the run folder; without one, in the private folder under the entry's own name."""
 ENTRY_BYTES_MAX = 64 * 1024
+FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
+"""Names the folder, for machines on which none of the usual places outlives a login."""
 SUN_PATH_BYTES_MAX = 107
 """What fits into an address of a Unix socket; longer paths are reached through their folder's descriptor."""
 PROBE_S = 1.0
@@ -51,9 +53,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 def folders(uid: int | None = None) -> list[str]:
     """Where agents of this user may have put their entries, the best place first.
 
-    More than one: a batch system's shell and a login shell seldom have the same variables.
+    More than one: a batch system's shell and a login shell seldom have the same variables. Where FOLDER_VARIABLE is set
+    there is no other place.
     """
     uid = os.geteuid() if uid is None else uid
+    chosen = os.environ.get(FOLDER_VARIABLE, "")
+    if chosen:
+        return [os.path.abspath(chosen)]
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     found = [os.path.join(runtime, "holdfast")] if os.path.isabs(runtime) and _owner(runtime) == uid else []
     if not runtime and _owner(f"/run/user/{uid}") == uid:

@@ -1,0 +1,460 @@
+"""Commands beside real jobs: each node tells of the whole job, and may end it; nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.runtime.running import reachable
+from tests.processes.conftest import Agent, Site, is_alive, until
+
+HOLD = "meet()\nwhile True: time.sleep(0.01)"
+LOOP = """
+from holdfast.worker import should_stop
+meet()
+while True:
+    time.sleep(0.01)
+    if should_stop():
+        note("saved")
+        sys.exit(0)
+"""
+COMMAND_S = 30.0
+
+
+def holdfast(*args: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "holdfast", *map(str, args)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False, **more)
+
+
+def told(*args: str | Path) -> Any:
+    done = holdfast(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def refused(*args: str | Path) -> str:
+    done = holdfast(*args)
+    assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stdout)
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(autouse=True)
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The list of running agents, this test's own."""
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
+    return tmp_path / "running"
+
+
+def job(site: Site, script: str, *args: str, name: str = "train.py", count: int = 2) -> Agent:
+    before = len(site.trail("up"))
+    agent = site.start("--standalone", f"--nproc-per-node={count}", *args, site.script(script, name))
+    site.wait(before + count, "up")
+    until(lambda: entries(site), "an entry in the list")
+    return agent
+
+
+def connected(agent: Agent) -> socket.socket:
+    """A client of its control socket."""
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(10)
+    with reachable(str(agent.folder / "control.sock")) as path:
+        client.connect(path)
+    return client
+
+
+def entries(site: Site) -> list[Path]:
+    return list((site.folder / "running").glob("*.json"))
+
+
+def pair(site: Site, endpoint: str, script: str) -> list[Agent]:
+    line = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=two", site.script(script))
+    agents = [site.start(*line) for _ in range(2)]
+    site.wait(2, "up")
+    until(lambda: len(entries(site)) == 2, "two entries in the list")
+    return agents
+
+
+# --- the whole job from every node ------------------------------------------------------------------------------------
+
+
+def test_both_nodes_tell_of_the_same_world(site: Site, endpoint: str) -> None:
+    agents = pair(site, endpoint, HOLD)
+    views = [told("status", agent.folder) for agent in agents]
+    for view in views:
+        assert (view["run_id"], view["whole"], view["world_size"], view["generation"]) == ("two", True, 2, 1)
+        assert {node["group_rank"] for node in view["nodes"]} == {0, 1}
+    assert {node["member"] for node in views[0]["nodes"]} == {node["member"] for node in views[1]["nodes"]}
+    assert "2 ranks on 2 nodes" in holdfast("status").stdout, "two agents of one job are one job"
+    done = holdfast("kill")
+    assert (done.returncode, "2 nodes told to kill" in done.stdout) == (0, True), done.stderr
+    assert [agent.end() for agent in agents] == [137, 137]
+    site.all_gone()
+    assert not entries(site)
+
+
+def test_stop_saves_first_on_all_nodes(site: Site, endpoint: str) -> None:
+    agents = pair(site, endpoint, LOOP)
+    end = told("stop", "two")
+    assert (end["ended"], end["kind"], end["exit_code"], end["nodes"]) == (True, "preempted", 75, 2)
+    assert "holdfast stop" in end["message"]
+    assert len(site.trail("saved")) == 2
+    assert [agent.end() for agent in agents] == [75, 75]
+    site.all_gone()
+    assert not entries(site)
+
+
+def test_stop_ends_workers_that_know_no_safe_point(site: Site) -> None:
+    agent = job(site, "on_signal('SIGTERM', exit_code=0)\n" + HOLD)
+    done = holdfast("stop")
+    assert done.returncode == 0
+    assert "has ended: signalled, exit code 143" in done.stdout
+    assert len(site.trail("signal", name="SIGTERM")) == 2
+    assert agent.end() == 143
+    site.all_gone()
+
+
+def test_kill_asks_nobody(site: Site) -> None:
+    agent = job(site, "on_signal('SIGTERM')\nchild()\ndaemon()\n" + HOLD)
+    assert told("kill")["exit_code"] == 137
+    assert agent.end() == 137
+    assert not site.trail("signal")
+    site.all_gone()
+
+
+def test_without_a_coordinator_a_node_tells_of_itself(site: Site, endpoint: str) -> None:
+    agents = pair(site, endpoint, HOLD)
+    host, guest = sorted(agents, key=lambda agent: not agent.events("coordinator.joined"))
+    host.signal(signal.SIGSTOP)
+    until(lambda: guest.events("link_lost"), "the guest has lost its coordinator")
+    view = told("status", guest.folder)
+    assert view["whole"] is False
+    assert any("coordinator does not answer" in notice for notice in view["notices"])
+    host.signal(signal.SIGCONT)
+    holdfast("kill", guest.folder)
+    guest.signal(signal.SIGKILL)
+
+
+# --- which job --------------------------------------------------------------------------------------------------------
+
+
+def test_two_jobs_at_once(site: Site) -> None:
+    one = job(site, HOLD, "--rdzv-id=alpha", name="one.py", count=1)
+    other = job(site, HOLD, "--rdzv-id=beta", name="other.py", count=1)
+    until(lambda: len(entries(site)) == 2, "two entries")
+    for command in ("status", "stacks", "stop", "kill"):
+        text = refused(command)
+        assert "HF127: 2 jobs run on this host" in text
+        assert one.folder.name in text
+        assert "other.py" in text
+    assert "HF127: no job 'gamma' runs on this host; what runs:" in refused("status", "gamma")
+    ids = {entry["pid"]: entry["run_id"] for entry in (json.loads(path.read_text()) for path in entries(site))}
+    assert told("status", one.folder)["run_id"] == ids[one.pid]
+    assert told("kill", other.folder.name)["ended"] is True
+    other.end()
+    assert one.process.poll() is None
+    assert told("status")["run_id"] == ids[one.pid]
+    holdfast("kill")
+    one.end()
+    assert "has ended: signalled, exit code 137" in refused("status", one.folder)
+
+
+def test_no_job(site: Site, tmp_path: Path) -> None:
+    assert "HF127: no job of this user runs on this host" in refused("status")
+    assert "is no run folder" in refused("stop", tmp_path)
+    assert "is no run folder" in refused("kill", tmp_path / "nowhere")
+    assert "HF101" in refused("status", "--nonsense")
+
+
+# --- the socket -------------------------------------------------------------------------------------------------------
+
+
+def test_socket_and_list_are_the_users_alone(site: Site, registry: Path) -> None:
+    agent = job(site, HOLD)
+    told_mode = os.stat(agent.folder / "control.sock")
+    assert stat.S_ISSOCK(told_mode.st_mode)
+    assert stat.S_IMODE(told_mode.st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(registry).st_mode) == 0o700
+    assert [stat.S_IMODE(os.stat(path).st_mode) for path in entries(site)] == [0o600]
+    holdfast("kill")
+    agent.end()
+    assert not (agent.folder / "control.sock").exists()
+
+
+AS_NOBODY = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+client = socket.socket(socket.AF_UNIX)
+os.chdir(os.path.dirname(sys.argv[1]))
+client.connect(os.path.basename(sys.argv[1]))
+client.sendall(b'{"ask": "kill"}\\n')
+print(client.recv(65536).decode())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_refused(site: Site) -> None:
+    agent = job(site, HOLD)
+    path = str(agent.folder / "control.sock")
+    line = [sys.executable, "-c", AS_NOBODY, path]
+    outside = subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    assert "PermissionError" in outside.stderr
+    with opened(agent.folder):
+        inside = subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    assert json.loads(inside.stdout)["code"] == "HF128", inside.stderr
+    assert agent.process.poll() is None
+    assert told("status")["phase"] == "running"
+    holdfast("kill")
+    agent.end()
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[None]:
+    """Everybody may go to the socket, as if somebody had been careless: the agent itself has to refuse."""
+    changed = {}
+    for path in (folder / "control.sock", folder, *folder.parents):
+        changed[path] = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(changed[path] | 0o755 | (0o666 if path.name == "control.sock" else 0))
+        if path == Path("/tmp"):
+            break
+    try:
+        yield
+    finally:
+        for path, mode in changed.items():
+            path.chmod(mode)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
+    agent = job(site, HOLD)
+    agent.folder.chmod(0o700)
+    with reachable_parents(agent.folder.parent):
+        done = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY_COMMAND, str(agent.folder)],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+    assert done.returncode == 2, done.stderr
+    assert "HF128" in done.stderr
+    assert "belongs to another user (uid 0)" in done.stderr
+    holdfast("kill")
+    agent.end()
+
+
+AS_NOBODY_COMMAND = """
+import locale, os, shutil, sys
+import holdfast.cli, holdfast.cli.status
+holdfast.cli.status.parser().format_help()
+os.environ["HOLDFAST_RUNTIME_DIR"] = "/proc"
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sys.exit(holdfast.cli.main(["status", sys.argv[1]]))
+"""
+
+
+@contextlib.contextmanager
+def reachable_parents(folder: Path) -> Iterator[None]:
+    changed = {}
+    for path in (folder, *folder.parents):
+        if path == Path("/tmp"):
+            break
+        changed[path] = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(changed[path] | 0o055)
+    try:
+        yield
+    finally:
+        for path, mode in changed.items():
+            path.chmod(mode)
+
+
+def test_a_long_log_dir(site: Site) -> None:
+    long = site.folder.joinpath(*("deep" * 12 for _ in range(4)))
+    agent = job(site, HOLD, "--log-dir", str(long))
+    folder = next(long.iterdir())
+    assert len(str(folder / "control.sock")) > 108
+    assert (folder / "control.sock").exists()
+    assert told("status", folder)["world_size"] == 2
+    holdfast("kill")
+    agent.end()
+
+
+def test_without_log_files(site: Site) -> None:
+    agent = job(site, HOLD, "--log-dir", "/dev/null")
+    assert told("status")["world_size"] == 2
+    assert "keeps no logs" in refused("logs")
+    assert told("kill")["exit_code"] == 137
+    agent.end()
+    assert not list((site.folder / "running").iterdir()), "the socket was there, and is removed too"
+
+
+# --- agents in trouble, clients in trouble ----------------------------------------------------------------------------
+
+
+def test_what_a_killed_agent_left_is_cleared_away(site: Site) -> None:
+    agent = job(site, HOLD)
+    agent.signal(signal.SIGKILL)
+    agent.end()
+    assert entries(site)
+    assert "HF127: no job of this user runs on this host" in refused("status")
+    assert not entries(site)
+    assert not (agent.folder / "control.sock").exists()
+    site.all_gone()
+
+
+def test_an_agent_that_stands_still_is_not_waited_for_for_ever(site: Site) -> None:
+    agent = job(site, HOLD)
+    agent.signal(signal.SIGSTOP)
+    text = refused("status")
+    assert "HF129" in text
+    assert f"kill -CONT {agent.pid}" in text
+    agent.signal(signal.SIGCONT)
+    assert told("status")["phase"] in ("running", "gathering", "stopping", "preparing")
+    holdfast("kill")
+    agent.end()
+
+
+def test_clients_that_stall_stall_nobody(site: Site) -> None:
+    agent = job(site, HOLD)
+    with contextlib.ExitStack() as stack:
+        for greeting in (b"", b'{"ask": ', b'{"ask": "status"}\n', b"x" * 9000, b'{"ask": "format the disk"}\n'):
+            client = stack.enter_context(connected(agent))
+            client.sendall(greeting)  # and nothing is ever read
+        assert told("status")["phase"] == "running"
+        holdfast("kill")
+        assert agent.end() == 137
+    site.all_gone()
+
+
+def test_nonsense_is_answered_by_a_refusal(site: Site) -> None:
+    agent = job(site, HOLD)
+    for line in (b"\n", b"[]\n", b'{"ask": "format"}\n', b'{"ask": "kill", "now": true}\n', b"\xff\xfe\n", b"x" * 9000):
+        with connected(agent) as client:
+            client.sendall(line)
+            assert json.loads(client.recv(65536))["code"] == "HF128", line
+    assert is_alive(agent.pid)
+    holdfast("kill")
+    agent.end()
+
+
+# --- watching ---------------------------------------------------------------------------------------------------------
+
+
+def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
+    agent = job(site, HOLD)
+    line = [sys.executable, "-m", "holdfast", "status", "--watch", "0.1", "--json"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        first, second = watching.stdout.readline(), watching.stdout.readline()
+        assert json.loads(first)["time"] < json.loads(second)["time"]
+        holdfast("kill")
+        agent.end()
+        rest, err = watching.communicate(timeout=COMMAND_S)
+    assert watching.returncode == 0, err
+    assert all(json.loads(each)["run_id"] for each in rest.splitlines())
+
+
+def test_ctrl_c_leaves_a_watch_cleanly(site: Site) -> None:
+    agent = job(site, HOLD)
+    line = [sys.executable, "-m", "holdfast", "status", "--watch"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline().startswith("run ")
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=COMMAND_S)
+    assert (watching.returncode, err) == (0, "")
+    holdfast("kill")
+    agent.end()
+
+
+# --- stacks and logs --------------------------------------------------------------------------------------------------
+
+
+def test_stacks_name_the_odd_rank(site: Site) -> None:
+    body = "def odd():\n    hold()\ndef even():\n    hold()\nmeet()\nodd() if RANK == 1 else even()"
+    agent = job(site, body, count=3)
+    view: Any = {}
+
+    def both() -> bool:
+        view.update(told("stacks"))
+        return len(view["groups"]) == 2 and all(each["stack"] >= 0 for each in view["ranks"])
+
+    until(both, lambda: json.dumps(view, indent=1))
+    assert sorted(each["ranks"] for each in view["groups"]) == [[0, 2], [1]]
+    text = holdfast("stacks").stdout
+    assert "ranks 0, 2 on" in text
+    assert "odd  " in text
+    assert [each["rank"] for each in told("stacks", "--rank", "1")["ranks"]] == [1]
+    assert "no rank 7 answered" in refused("stacks", "--rank", "7")
+    holdfast("kill")
+    agent.end()
+
+
+def test_logs_of_a_job_that_runs_and_has_ended(site: Site) -> None:
+    script = """
+print("from", RANK, flush=True)
+print("trouble", RANK, file=sys.stderr, flush=True)
+meet()
+while not os.path.exists("finish"):
+    time.sleep(0.01)
+print("last", RANK)
+"""
+    agent = job(site, script)
+    assert holdfast("logs", "--rank", "1", "--stdout").stdout == "from 1\n"
+    line = [sys.executable, "-m", "holdfast", "logs", "--follow", "--grep", "last|from"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert {following.stdout.readline(), following.stdout.readline()} == {"0| from 0\n", "1| from 1\n"}
+        (site.folder / "finish").touch()
+        rest, err = following.communicate(timeout=COMMAND_S)
+    assert (following.returncode, err) == (0, "")
+    assert sorted(rest.splitlines()) == ["0| last 0", "1| last 1"]
+    assert agent.end() == 0
+    assert holdfast("logs", agent.folder, "--stderr").stdout == "0| trouble 0\n1| trouble 1\n"
+    assert "no generation 4" in refused("logs", agent.folder, "--generation", "4")
+    assert "no such rank" in refused("logs", agent.folder, "--rank", "9")
+    assert "HF101" in refused("logs", agent.folder, "--grep", "(")
+
+
+def test_follow_goes_over_to_the_next_generation(site: Site) -> None:
+    script = """
+print("round", ROUND, flush=True)
+meet()
+while not os.path.exists(f"go{ROUND}"):
+    time.sleep(0.01)
+sys.exit(1 if ROUND == 0 else 0)
+"""
+    agent = job(site, script, "--max-restarts=1", count=1)
+    line = [sys.executable, "-m", "holdfast", "logs", "-f", "--rank", "0", "--stdout"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "round 0\n"
+        (site.folder / "go0").touch()
+        assert following.stdout.readline() == "round 1\n"
+        (site.folder / "go1").touch()
+        rest, err = following.communicate(timeout=COMMAND_S)
+    assert (following.returncode, rest, err) == (0, "", "")
+    assert agent.end() == 0
+    assert holdfast("logs", agent.folder, "--generation", "1", "--stdout").stdout == "0| round 0\n"
+
+
+def test_the_agent_starts_no_slower_for_it(site: Site) -> None:
+    """What listens for commands is asyncio's own: no module is loaded for it but ours."""
+    code = (
+        "import sys, asyncio, msgspec, holdfast.runtime.agent_service as before; names = set(sys.modules); "
+        "import holdfast.runtime.control, holdfast.runtime.inquiry, holdfast.runtime.answers; "
+        "print(sorted(name for name in set(sys.modules) - names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COMMAND_S, check=True)
+    assert done.stdout.strip() == "[]"
