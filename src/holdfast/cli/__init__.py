@@ -29,7 +29,7 @@ COMMANDS = {
     "kill": "end a running job on all its nodes at once; nothing is saved",
     "doctor": "check this node, and with the line of a run on several nodes every pair of them",
     "explain": "say what a code (HF211) means and what to do about it; works offline",
-    "report": "show a run's generations, and how long each part of their starts took",
+    "report": "show where a run's time went: starts, training, lost work; also as a page with pictures",
     "env": "describe this machine and its software, to paste into an issue",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }

@@ -466,7 +466,8 @@ class CoordinatorMachine(CoordinatorOversight):
         world = self._world()
         match after_stop(world, self.budget, self._judge):
             case Again(backoff_s, verdict):
-                self._note("verdict", generation=world.generation, cause=verdict.cause, code=verdict.code)
+                told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
+                self._note("verdict", generation=world.generation, **told)
                 self._blame(now, world, verdict)
                 self._gather(now, world.stop_text, not_before_s=now + backoff_s)
             case Outcome() as outcome:
