@@ -89,6 +89,11 @@ SERVER_TEXT = re.compile(
     r"https?://|s3://|gs://|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded", re.I
 )
 
+OWN_CHILDREN = re.compile(
+    r"/multiprocessing/|/torch/utils/data/|/concurrent/futures/|/subprocess\.py|/asyncio/subprocess"
+)
+"""Frames of what talks to one's own child processes: the other side is a data-loader worker."""
+
 NAMES_A_WAIT = re.compile(
     r"timed? ?-?out|timeout|failed to pass|watchdog caught|connect to .{0,80}failed|failed to connect|no route to host"
     r"|refused|unreachable",
@@ -148,7 +153,7 @@ def complaint(failure: Failure, words: Words) -> Blame:
     ended, waited = ENDED.search(text), WAITED.search(text)
     if not (ended or waited or words.root_type in ("BrokenPipeError", "ConnectionResetError", "EOFError")):
         return Blame.OWN
-    if words.root_type in PLAIN_TYPES or _is_servers(words, text):
+    if words.root_type in PLAIN_TYPES or _is_no_peers(words, text):
         return Blame.OWN
     firm = TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
     if words.raised:
@@ -194,8 +199,10 @@ def _native_complaint(stderr: str) -> str:
     return "\n".join(lines)
 
 
-def _is_servers(words: Words, text: str) -> bool:
-    return bool(SERVER_TEXT.search(text)) or any(SERVER.search(file) for file in words.frames[-6:])
+def _is_no_peers(words: Words, text: str) -> bool:
+    if SERVER_TEXT.search(text):
+        return True
+    return any(SERVER.search(file) or OWN_CHILDREN.search(file) for file in words.frames[-6:])
 
 
 def _is_transport(file: str) -> bool:

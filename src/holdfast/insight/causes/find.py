@@ -65,14 +65,14 @@ def _texts(words: Words) -> list[tuple[str, str]]:
 def _fits(rule: Rule, failure: Failure, words: Words, text: str, type_: str) -> bool:
     if rule.stderr and not _search(rule.stderr, words.stderr + failure.traceback):
         return False
+    if rule.frames and not any(_search(rule.frames, file) for file in words.frames[-8:]):
+        return False
     if type_ in rule.types:
         return True
     if not text:
         # A signal that nobody explains: it ended so, or the end of its stderr says why.
         return failure.exit_code in rule.ends or bool(rule.says and _search(rule.says, _own_stderr(failure, words)))
-    if rule.says and _search(rule.says, text):
-        return True
-    return bool(rule.frames) and any(_search(rule.frames, file) for file in words.frames[-6:])
+    return bool(rule.says and _search(rule.says, text))
 
 
 def _own_stderr(failure: Failure, words: Words) -> str:

@@ -33,7 +33,7 @@ class Rule:
     """Or: it ended so."""
     only: frozenset[Blame] = ANY
     frames: str = ""
-    """Searched in the files of its traceback's last frames; fits in place of `says`."""
+    """Has to be found too among the files of its traceback's last frames; `says` or `types` alone do not fit then."""
     facts: tuple[str, ...] = ()
     """What its agent may have found out that belongs into the advice."""
     per_node: bool = False
@@ -59,7 +59,7 @@ GPU = (
         "HF221",
         "failed in a GPU kernel: {said}",
         "run again with CUDA_LAUNCH_BLOCKING=1 for the true line; most often a label or token index out of range",
-        says=r"device-side assert|CUDA_ERROR_ASSERT|illegal memory access|misaligned address|CUDA_ERROR_ILLEGAL_ADDRESS"
+        says=r"device-side assert(?!ion)|CUDA_ERROR_ASSERT|illegal memory access|misaligned address|CUDA_ERROR_ILLEGAL_ADDRESS"
         r"|unspecified launch failure|an illegal instruction was encountered|CUDA error: invalid (?:configuration|argument)"
         r"|indexing\.cu|\.cu:\d+.{0,200}Assertion",
     ),
@@ -97,7 +97,7 @@ GPU = (
         r"|no CUDA-capable device|not compiled with (?:CUDA|NCCL)|driver initialization failed|driver on your system is too old"
         r"|no kernel image is available|CUDA_ERROR_(?:NO_DEVICE|NOT_INITIALIZED|SYSTEM_\w+|COMPAT\w+)|only supported with GPUs"
         r"|forward compatibility was attempted|system not yet initialized|libcuda\.so|CUDA (?:is )?(?:not|un)available"
-        r"|doesn't have NCCL built in|CUDA unknown error|nvidia-smi.{0,30}(?:has failed|not found)|torch\.cuda\.is_available\(\) is False"
+        r"|doesn't have NCCL built in|has no attribute '_cuda|CUDA unknown error|nvidia-smi.{0,30}(?:has failed|not found)|torch\.cuda\.is_available\(\) is False"
         r"|CUDA error: (?:initialization error|system)",
         per_node=True,
     ),
@@ -163,7 +163,7 @@ LIMITS = (
         "df -h /dev/shm; docker run --shm-size=16g (or --ipc=host), in Kubernetes an emptyDir with medium: Memory; fewer loader workers",
         says=r"unable to (?:open|write to|allocate|mmap|resize|create).{0,30}shared memory|insufficient shared memory|out of shared memory"
         r"|No space left on device.{0,20}'?/(?:torch|psm|pymp|dev/shm|sem)|/dev/shm.{0,200}No space|shared memory segment|shm_open"
-        r"|No space left on device \(28\).{0,40}shm|killed by signal: Bus error|received signal 7\b|Unexpected bus error",
+        r"|/(?:torch|psm|pymp|sem)[_-][^\n]{0,40}No space|killed by signal: Bus error|received signal 7\b|Unexpected bus error",
         ends=_ends(signal.SIGBUS),
         facts=("shm",),
         per_node=True,
@@ -195,6 +195,14 @@ LIMITS = (
         says=r"DataLoader worker .{0,80}(?:killed|exited|received signal|died)|DataLoader timed out|(?:data )?loader.{0,20} worker.{0,40}(?:died|exited|killed)"
         r"|worker process.{0,40}(?:terminated abruptly|died unexpectedly)",
         types=types_of("BrokenProcessPool"),
+        facts=("memory", "shm"),
+    ),
+    Rule(
+        "HF215",
+        "lost a data-loader worker: {said}",
+        "fewer loader workers or more memory if they were killed; num_workers=0 shows an error of theirs in place",
+        types=types_of("ConnectionResetError EOFError BrokenPipeError ConnectionRefusedError"),
+        frames=r"/torch/utils/data/|/torch/multiprocessing/|/multiprocessing/resource_sharer",
         facts=("memory", "shm"),
     ),
     Rule(
@@ -232,10 +240,19 @@ PEERS = (
         "could not set up its process group: {said}",
         "every node must reach MASTER_ADDR:MASTER_PORT: name resolution, firewall, the right interface (--local-addr); or a rank that came late "
         "or not at all; `holdfast doctor` tests every pair",
-        says=r"clients joined|client socket has (?:timed out|failed)|init_process_group|connectFullMesh|ncclUniqueId|env:// rendezvous"
+        says=r"clients joined|client socket has (?:timed out|failed)|connectFullMesh|ncclUniqueId|env:// rendezvous"
         r"|wait timeout after|Timed out .{0,60}waiting for clients|timed out initializing process group|hasn't joined"
         r"|failed to connect to .{0,60}(?:store|server|MASTER|master)|Timeout waiting for key|Socket Timeout|IPv[46] network addresses of",
-        frames=r"distributed/rendezvous\.py",
+        facts=("interfaces",),
+    ),
+    Rule(
+        "HF224",
+        "could not set up its process group: {said}",
+        "every node must reach MASTER_ADDR:MASTER_PORT: name resolution, firewall, the right interface (--local-addr); or a rank that came late "
+        "or not at all; `holdfast doctor` tests every pair",
+        says=r"timed? ?-?out|timeout|connect|refused|closed|reset|resol|address|Name or service",
+        frames=r"/distributed/rendezvous\.py| in (?:init_process_group|_new_process_group_helper|_store_based_barrier)$",
+        only=COMPLAINT,
         facts=("interfaces",),
     ),
     Rule(
@@ -270,7 +287,7 @@ PEERS = (
         "see the other ranks' logs and their machines' (dmesg, the scheduler's log); then the network between the nodes",
         says=r"closed|reset|refused|abort|broken|peer|remote|recv|send|end ?of ?file|connect|EOF",
         types=types_of("ConnectionResetError BrokenPipeError ConnectionRefusedError ConnectionAbortedError EOFError"),
-        only=frozenset(COMPLAINT),
+        only=COMPLAINT,
         facts=("interfaces",),
     ),
 )
@@ -348,7 +365,15 @@ FILES = (
         types=types_of(
             "HTTPError URLError ConnectTimeout ReadTimeout SSLError gaierror EndpointConnectionError LocalEntryNotFoundError MaxRetryError"
         ),
-        frames=r"/(?:requests|urllib3|httpx|aiohttp|botocore|huggingface_hub|wandb|s3fs|gcsfs)/|/urllib/request\.py|/http/client\.py",
+        per_node=True,
+    ),
+    Rule(
+        "HF238",
+        "could not reach a service outside the job: {said}",
+        "proxy, DNS and firewall of that node; let one rank per node download before the others, or work offline (HF_HUB_OFFLINE=1)",
+        says=r"connect|timed? ?out|timeout|closed|reset|refused|aborted|broken pipe|resol|unreachable",
+        frames=r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|mlflow|s3fs|gcsfs|grpc|redis|pymongo|psycopg2?)/"
+        r"|/urllib/request\.py|/http/client\.py",
         per_node=True,
     ),
 )
@@ -371,7 +396,7 @@ ENDS = (
         "HF232",
         "does not accept its arguments: {said}",
         "check what follows the script's name on the command line; options of holdfast come before it",
-        says=r"^[^\n]{0,80}: error: |^usage: [^\n]|^Usage: [^\n]|^Error: (?:No such option|Missing|Invalid|Got unexpected)|Flags parsing error|the following arguments are required"
+        says=r": error: (?:argument|the following|unrecognized|invalid|ambiguous|expected|one of|no such)|^usage: [^\n]|^Error: (?:No such option|Missing|Invalid|Got unexpected)|Flags parsing error|the following arguments are required"
         r"|unrecognized arguments|Could not override|Key '.{0,80}' is not in struct",
         types=types_of(
             "ArgumentError UsageError MissingParameter BadParameter NoSuchOption UnrecognizedFlagError ConfigCompositionException"

@@ -306,6 +306,14 @@ TEXTS: dict[str, Text] = {
         "Its stack waits in the DataLoader; what the loader's processes do is added.",
         "num_workers=0 or timeout= in DataLoader show the error; look at the mount that the data is on (state D in ps), and at memory.",
     ),
+    "HF245": Text(
+        "the process group does not come to stand",
+        "Ranks wait in init_process_group for others that do not come: a rank is still at something else, an address cannot be reached, or a "
+        "firewall stands between the nodes.",
+        "How far each rank is on its way to the group, their stacks, and whether each node reaches the store's address just now.",
+        "Where a connection is named that fails: open it, or name another address (--local-addr, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); "
+        "`holdfast doctor` tests every pair. Where ranks are named: look at what they do before init_process_group.",
+    ),
     "HF250": Text(
         "a rank is slow",
         "One rank's own part of a step, before anybody waits for anybody, is much longer than its peers', and all are as slow as it is.",
@@ -340,6 +348,7 @@ ADVICE = {
     "HF241": "`holdfast doctor` tests every pair of nodes; all stacks are in the run folder",
     "HF242": "kill -CONT that process, or end the debugger that holds it",
     "HF243": "DataLoader(num_workers=0) shows the error in place; look at memory and at the data's mount",
+    "HF245": "open the connection that fails, or see what the missing ranks do before init_process_group",
     "HF306": "see that machine's own logs: it was killed, rebooted or cut off from the network",
 }
 """For verdicts that are made of more than one failure: one line for the last screen."""

@@ -18,8 +18,9 @@ CHAINED = re.compile(
 )
 RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::[ \n]|:?$)")
-FRAME = re.compile(r'^\s+File "([^"\n]+)", line (\d+)', re.MULTILINE)
+FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
+FRAMES_MAX = 12
 NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
 IN_WORKER = re.compile(r"Caught (\w+) in (?:DataLoader worker process|replica|pin memory thread)")
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
@@ -38,7 +39,7 @@ class Words:
     stderr: str
     """The end of its stderr, without torch's prefixes."""
     frames: tuple[str, ...]
-    """Files of the root's traceback, innermost last."""
+    """Files and functions of the root's traceback (`/data/train.py in step`), innermost last."""
     raised: str
     """The user's own line that raised the root (`raise …`, `assert …`); empty when a library did."""
 
@@ -72,7 +73,7 @@ def listen(failure: Failure) -> Words:
         text=text,
         root=root,
         stderr=stderr,
-        frames=tuple(file for file, _ in FRAME.findall(first)[-12:]),
+        frames=tuple(f"{file} in {one or other}" for file, one, other in FRAME.findall(first)[-FRAMES_MAX:]),
         raised=_raised_by_user(first),
     )
 
@@ -107,7 +108,7 @@ def _last_traceback(stderr: str) -> str:
     blocks = CHAINED.split(stderr)
     start = blocks[-1].rfind("Traceback (most recent call last):")
     if start < 0:
-        return ""
+        return stderr if FRAME.search(blocks[-1]) else ""  # its head was longer ago than the tail goes
     if len(blocks) > 1 and blocks[-1].count("Traceback (most recent call last):") == 1:
         return stderr[stderr.find("Traceback (most recent call last):") :]
     return blocks[-1][start:]

@@ -1,0 +1,100 @@
+"""The corpus of faults: who is to blame and what it is called, over all cases; the screen that is shown of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.insight.causes.texts import TEXTS
+from holdfast.insight.screen import render
+from holdfast.insight.verdicts import judge
+from tests.corpus.cases import CASES
+from tests.corpus.telling import Case
+
+RECORDED = Path(__file__).resolve().parent / "recorded"
+SHARE_MIN = 0.95
+SCREEN_LINES_MAX = 15
+CASES_MIN, HARD_MIN = 45, 8
+
+
+def recorded() -> list[Case]:
+    cases = []
+    for file in sorted(RECORDED.glob("*.json")):
+        data = json.loads(file.read_text())
+        evidence = msgspec.convert(data["evidence"], Evidence)
+        cases.append(Case(f"recorded {file.stem}", tuple(data["culprits"]), data["code"], evidence))
+    return cases
+
+
+ALL = [*CASES, *recorded()]
+
+
+def named(verdict: Verdict) -> int | None:
+    return verdict.culprit.rank if verdict.culprit is not None else None
+
+
+def is_right(case: Case, verdict: Verdict) -> bool:
+    rank = named(verdict)
+    return rank in case.culprits if case.culprits else rank is None
+
+
+def shares(case_and_verdict: list[tuple[Case, Verdict]]) -> dict[str, float]:
+    """Precision: of those named, how many are right. Recall: of those that are there, how many were named."""
+    told = [(case, verdict) for case, verdict in case_and_verdict if verdict.culprit is not None]
+    there = [(case, verdict) for case, verdict in case_and_verdict if case.culprits]
+    codes = [case.code for case, _ in case_and_verdict]
+    plain = {"HF200", "HF201", "HF204", "HF205"}  # what is said when no cause was recognised
+    coded = [(case, verdict) for case, verdict in case_and_verdict if verdict.code not in plain]
+    caused = [(case, verdict) for case, verdict in case_and_verdict if case.code not in plain]
+    assert codes
+    return {
+        "culprit precision": sum(is_right(*pair) for pair in told) / len(told),
+        "culprit recall": sum(is_right(*pair) for pair in there) / len(there),
+        "code precision": sum(case.code == verdict.code for case, verdict in coded) / len(coded),
+        "code recall": sum(case.code == verdict.code for case, verdict in caused) / len(caused),
+    }
+
+
+def test_precision_and_recall(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [(case, judge(case.evidence)) for case in ALL]
+    assert len(pairs) >= CASES_MIN
+    assert sum(case.hard for case, _ in pairs) >= HARD_MIN
+    wrong = [
+        f"{case.name}: {named(verdict)} {verdict.code} instead of {case.culprits} {case.code}: {verdict.cause}"
+        for case, verdict in pairs
+        if not is_right(case, verdict) or verdict.code != case.code
+    ]
+    found = shares(pairs)
+    with capsys.disabled():
+        print(f"\n{len(pairs)} faults: " + ", ".join(f"{name} {share:.3f}" for name, share in found.items()))
+        print("\n".join(wrong), end="\n" if wrong else "")
+    assert min(found.values()) >= SHARE_MIN, found
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_each(case: Case) -> None:
+    verdict = judge(case.evidence)
+    assert is_right(case, verdict), f"{named(verdict)}: {verdict.cause}"
+    assert verdict.code == case.code, verdict.cause
+    assert verdict.code in TEXTS
+    assert "\n" not in verdict.cause + verdict.advice
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_the_last_screen_is_short(case: Case) -> None:
+    verdict = judge(case.evidence)
+    outcome = Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
+    lines = render(outcome, "/tmp/holdfast/run").splitlines()
+    ours = next((number for number, line in enumerate(lines) if line.startswith(TRACEBACKS)), len(lines))
+    assert ours <= SCREEN_LINES_MAX, "\n".join(lines)
+    assert max(map(len, lines[:ours])) < 400
+    assert lines[0].startswith(f"holdfast: {case.code}: job FAILED")
+    if verdict.culprit is not None and verdict.culprit.traceback:
+        assert lines[-1].strip() == verdict.culprit.traceback.rstrip().splitlines()[-1].strip()
+
+
+TRACEBACKS = ("Traceback (most recent call last):", "Fatal Python error:")
