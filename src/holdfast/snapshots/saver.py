@@ -91,7 +91,7 @@ class Saver:
         self._mappings = slots.Mappings()
         self._in_flight: dict[int, InFlight] = {}
         self._newest_asked: dict[str, int] = {}
-        """Snapshot folder -> newest step that was to be saved there and did not fail."""
+        """Snapshot folder -> newest step that was to be saved there, since the last rescue, and did not fail."""
         self._news: dict[int, list[str]] = {}
         self._finishing = control is None and anchor_fd is None
         self._ended = False
@@ -259,6 +259,8 @@ class Saver:
                 self._news_to_agent(f"the newest state in memory was not saved: {error}")
         self._crashed = False
         self._members.clear()
+        # The next life may go on from an older step, and its steps are new though their numbers are not.
+        self._newest_asked.clear()
 
     def _rescue(self) -> None:
         """Write the newest step that all ranks of this node have in memory, if the disk has none that is as new.
@@ -273,7 +275,7 @@ class Saver:
         if not common:
             return
         chosen = [found[rank][max(common)] for rank in ranks]
-        folder, step, _attempt = max(common)
+        folder, step, *_ = max(common)
         if step <= max(self._newest_asked.get(folder, -1), newest_on_disk(folder)):
             return
         for slot, ticket in chosen:
@@ -290,13 +292,16 @@ class Saver:
             )
             self._begin(save, partial(self._rescued, save))
 
-    def _rescuable(self, local_rank: int, generation: int) -> dict[tuple[str, int, int], tuple[slots.Slot, Ticket]]:
-        """By folder, step and attempt; the attempt's number is agreed among the ranks beforehand."""
+    def _rescuable(
+        self, local_rank: int, generation: int
+    ) -> dict[tuple[str, int, int, int], tuple[slots.Slot, Ticket]]:
+        """By folder, step, attempt and save: the ranks have agreed on the attempt's number, and count their saves alike."""
         found = {}
         for slot in slots.committed_slots(self._folder, local_rank):
             if slot.ticket is not None and slot.generation == generation:
                 ticket = ticket_of({**slot.ticket, "step": slot.step})
-                found[ticket.folder, ticket.step, ticket.attempt] = (slot, ticket)
+                save = ticket.note.get("save", 0)
+                found[ticket.folder, ticket.step, ticket.attempt, save] = (slot, ticket)
         return found
 
     def _rescued(self, save: Save, answer: packets.Packet) -> None:
@@ -326,7 +331,7 @@ class Saver:
         threading.Thread(target=carry_out, args=(save, in_main), daemon=True).start()
 
     def _over(self, save: Save, answer: packets.Packet, before: int) -> None:
-        if answer["is"] == "failed" and self._newest_asked[save.ticket.folder] == save.ticket.step:
+        if answer["is"] == "failed" and self._newest_asked.get(save.ticket.folder) == save.ticket.step:
             self._newest_asked[save.ticket.folder] = before
         flights = self._flights(save.local_rank)
         flights.saves -= 1
