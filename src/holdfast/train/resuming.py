@@ -50,7 +50,7 @@ class Resumed:
 
 
 Offer = tuple[int, int, int]
-"""Step, generation and world of a state in memory."""
+"""Step, life and save of a state in memory (tiers.Held)."""
 
 
 @dataclass
@@ -75,16 +75,16 @@ class Resumer:
     def _from_memory(self) -> Resumed | None:
         held: dict[Offer, list[Held]] = {}
         for each in self.tier.held(str(self.path)):
-            held.setdefault((each.step, each.generation, each.world), []).append(each)
+            held.setdefault((each.step, each.life, each.save), []).append(each)
         said = self.peers.gather(sorted(held))
-        chosen = self.peers.tell(self._choose(said) if said else None)
+        chosen = self.peers.tell(self._choose(said, held) if said else None)
         for offer in ((each[0], each[1], each[2]) for each in chosen):
             resumed = self._from_slots(offer[0], held[offer])
             if resumed is not None:
                 return resumed
         return None
 
-    def _choose(self, said: list[list[list[int]]]) -> list[Offer]:
+    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[Held]]) -> list[Offer]:
         """Rank 0: what every rank has something of, newest first, and is not older than the disk."""
         common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
         if not common:
@@ -94,7 +94,11 @@ class Resumer:
         except SnapshotError:
             return []  # the disk is looked at next, and says it then
         newest_step = -1 if on_disk is None else on_disk.step
-        return sorted((offer for offer in common if offer[0] >= newest_step), reverse=True)
+
+        def age(offer: Offer) -> tuple[int, int]:
+            return offer[0], max(each.sequence for each in held[offer])
+
+        return sorted((offer for offer in common if offer[0] >= newest_step), key=age, reverse=True)
 
     def _from_slots(self, step: int, held: list[Held]) -> Resumed | None:
         """None when not every rank finds all that it needs, or something is damaged."""

@@ -49,6 +49,8 @@ class Saving:
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
         self._rescue, self._clock = rescue, clock
+        self._saves = 0
+        """Since this life began; equal on all ranks."""
         self._layout: Layout | None = None
         self._signature: tuple[Any, ...] = ()
         self._views: dict[int, list[torch.Tensor]] = {}
@@ -96,6 +98,7 @@ class Saving:
 
     def save(self, *, durable: bool, metrics: Mapping[str, Any]) -> Done:
         """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that."""
+        self._saves += 1
         numbers = _numbers(metrics)
         word = self._round(numbers, durable=durable)
         if word["do"] == "plan":
@@ -196,7 +199,9 @@ class Saving:
 
     def _ticket(self, number: int) -> Ticket:
         assert self._layout is not None
-        note = {"file_bytes": self._layout.file_bytes} if self._layout.beside is not None else {}
+        note = {"save": self._saves}
+        if self._layout.beside is not None:
+            note["file_bytes"] = self._layout.file_bytes
         peers = self._peers
         return Ticket(str(self._path), self._tracker.state.step, number, peers.rank, peers.world, note)
 
@@ -210,7 +215,8 @@ class Saving:
         self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
         text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
         self._views.clear()
-        self._layout = sharding.plan(self._peers, node_key(), collected.shared, collected.own, text_bytes, "")
+        node = f"{node_key()}:{self.tier.place}"
+        self._layout = sharding.plan(self._peers, node, collected.shared, collected.own, text_bytes, "")
         self._signature = collected.signature()
         self._reserving = threading.Thread(
             target=self._reserve, args=(self._layout.size_bytes,), name="holdfast-reserve"

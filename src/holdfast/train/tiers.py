@@ -33,9 +33,12 @@ class Held:
     """A state that a predecessor has left in this node's memory: one rank's part."""
 
     step: int
-    generation: int
-    world: int
-    rank: int
+    life: int
+    """Which life of the job left it: a number that its ranks drew together."""
+    save: int
+    """Which save of that life: several may be of one step, and their parts must not be mixed."""
+    sequence: int
+    """Of one local rank: what it left later has a higher one."""
     data: memoryview
     path: Path
     """The slot's file."""
@@ -45,6 +48,8 @@ class Tier(Protocol):
     """See the module's docstring. SnapshotError comes out of every method."""
 
     in_memory: bool
+    place: str
+    """Where a successor on this node looks for what we leave; agents that share a /dev/shm have one each."""
 
     def reserve(self, size_bytes: int) -> None:
         """Have room at hand, so that no `stage` has to get it."""
@@ -86,6 +91,7 @@ class MemoryTier:
     def __init__(self, place: Place, *, rank: int, world: int) -> None:
         """SnapshotMemoryError when there is no memory or no saver."""
         self._place = place
+        self.place = str(place.folder)
         self._saver = SaverClient(place)
         self._slots = place.slots(rank=rank, world=world)
         self._slot: Slot | None = None
@@ -131,9 +137,9 @@ class MemoryTier:
         found = [
             Held(
                 slot.step,
-                slot.generation,
-                slot.world,
-                slot.rank,
+                slot.ticket["attempt"],
+                slot.ticket["note"].get("save", 0),
+                slot.sequence,
                 slot.data,
                 self._place.folder / f"{slot.local_rank}.{slot.number}",
             )
@@ -158,6 +164,7 @@ class PrivateTier:
     """Memory of this process and a thread that writes."""
 
     in_memory = False
+    place = ""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None

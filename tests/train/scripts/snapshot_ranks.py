@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
-from holdfast.train import saving, snapshots  # noqa: F401 - before the fork
+from holdfast.train import snapshots  # noqa: F401 - before the fork
 
 LIMIT_S = 30
 
@@ -107,8 +107,9 @@ def ranks(world: int, work: Callable[[], Any], run_id: str = "ranks", per_node: 
         if pid == 0:
             os.close(out)
             node, local_rank = divmod(rank, per_node or world)
+            # Nodes count restarts differently under torchrun; these share a /dev/shm besides, and have a shelf each.
             os.environ.update(LOCAL_RANK=str(local_rank), TORCHELASTIC_RUN_ID=f"{run_id}-{node}")
-            saving.node_key = lambda: str(node)  # noqa: B023 - in the child
+            os.environ.update(TORCHELASTIC_RESTART_COUNT=str(node))
             _be_rank(rank, world, port, work, into)
         os.close(into)
         children.append((pid, out))
