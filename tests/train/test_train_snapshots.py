@@ -176,8 +176,12 @@ def test_asked_to_stop_it_saves_and_leaves(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_calls_in_an_impossible_order(tmp_path: Path) -> None:
+    snaps = ht.Snapshots(tmp_path / "late")
     with pytest.raises(TrackingError, match="nothing is tracked"):
-        ht.Snapshots(tmp_path).resume()
+        snaps.resume()
+    snaps.track(model=nn.Linear(1, 1))
+    assert snaps.resume() is None
+    snaps.close()
     with pytest.raises(TrackingError, match="no state_dict"):
         ht.Snapshots(tmp_path).track(model=3)
     job = Job(tmp_path)
@@ -187,8 +191,11 @@ def test_calls_in_an_impossible_order(tmp_path: Path) -> None:
     job.snaps.close()
     with pytest.raises(TrackingError, match="closed"):
         job.snaps.save()
-    with pytest.raises(TrackingError, match="call resume"):
-        Job(tmp_path, resume=False).train(1)
+    with pytest.raises(TrackingError, match="closed"):
+        job.snaps.resume()
+    for fresh_ok in (False, True):  # its steps would be older than those that are there, and retention's
+        with pytest.raises(TrackingError, match="call resume"):
+            Job(tmp_path, resume=False, fresh_ok=fresh_ok).train(1)
 
 
 def test_epochs_go_on_where_they_were() -> None:

@@ -87,6 +87,8 @@ class Snapshots:
         self._lease: leases.Lease | None = None
         self._pruner: Pruner | None = None
         self._closed = False
+        self._process = 0
+        """Whose these are, once they are open."""
 
     @property
     def state(self) -> TrainState:
@@ -122,6 +124,8 @@ class Snapshots:
         Every rank calls it, once, after `track` and before the first step. Raises NoValidSnapshotError when there is only
         debris (unless `fresh_ok`), ShardingError when what is tracked does not fit what was saved.
         """
+        if self._closed:
+            raise TrackingError("these snapshots are closed")
         if self._saving is not None:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
         with self._closed_by_failure():
@@ -140,7 +144,8 @@ class Snapshots:
         try:
             yield
         except BaseException:
-            self._abandon()
+            if self._peers is not None:
+                self._abandon()
             raise
 
     def _settle(self, saving: Saving, adopted: Saved) -> None:
@@ -161,6 +166,7 @@ class Snapshots:
             raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
         peers = self._peers = Peers.of_this_process()
         tier = self._opened = open_tier(rank=peers.rank, world=peers.world)
+        self._process = os.getpid()
         atexit.register(self._at_exit)
         word: dict[str, Any] = {}
         failure: HoldfastError | None = None
@@ -194,12 +200,16 @@ class Snapshots:
         if self._saving is None:
             with self._closed_by_failure():
                 peers, tier = self._open()
-                fresh = peers.tell(folders.survey(self.path).fresh if peers.rank == 0 else None)
-                if not fresh and not self._fresh_ok:
+                if not peers.tell(self._may_begin_anew() if peers.rank == 0 else None):
                     raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
             self._begin(peers, tier)
         assert self._saving is not None
         return self._saving
+
+    def _may_begin_anew(self) -> bool:
+        """Beside good snapshots a new beginning would be lost: the next resume() takes them, and retention its steps."""
+        found = folders.survey(self.path)
+        return found.fresh or (self._fresh_ok and found.newest_valid is None)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -275,6 +285,11 @@ class Snapshots:
         if self._pruner is not None and self._current_tier is not None:
             self._pruner.check(self._current_tier)
 
+    @property
+    def _is_child_s(self) -> bool:
+        """A copy in a forked child: lease and saver are its parent's."""
+        return self._process not in (0, os.getpid())
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -282,7 +297,7 @@ class Snapshots:
 
         Steps that are in memory alone are written by the saver. May be called again.
         """
-        if self._closed:
+        if self._closed or self._is_child_s:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -297,6 +312,8 @@ class Snapshots:
 
     def _abandon(self) -> None:
         """After an exception: wait for nothing, and have the saver write what memory is ahead."""
+        if self._is_child_s:
+            return
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._current_tier is not None:

@@ -1,0 +1,62 @@
+"""One life of a job of one rank; the launcher is whoever starts it, and stays for the next one. lives.py CASE FOLDER LIFE"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from torch import nn
+
+import holdfast.train as ht
+
+case, folder, life = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+
+def tell(**said: Any) -> None:
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+class Counter:
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+model, counter = nn.Linear(3, 2), Counter()
+snaps = ht.Snapshots(folder, every=None, memory_every=1)
+snaps.track(model=model, counter=counter)
+resumed = snaps.resume()
+tell(source=resumed and resumed.source, count=counter.count, bias=model.bias.tolist())
+
+
+def change(count: int) -> None:
+    counter.count = count
+    nn.init.constant_(model.bias, count)
+
+
+match case:
+    case "saves":  # each at step 0
+        for each in range(counter.count + 1, counter.count + 4 - life):
+            change(each)
+            snaps.save(wait=True)
+    case "fork":
+        change(1)
+        snaps.save(wait=True)
+        if os.fork() == 0:
+            sys.exit(0)
+        os.wait()
+        with open(next(each.path for each in os.scandir(folder) if each.name.startswith("lease"))) as lease:
+            tell(free="free" in lease.read())
+        change(2)
+        snaps.save(wait=True)
+        change(3)
+        snaps.step()
+os.kill(os.getpid(), signal.SIGKILL)
