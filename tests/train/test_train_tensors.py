@@ -398,3 +398,42 @@ class Thing:
         return {"here": [self.tensor]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """Keeps float32 weights of bfloat16 parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            master = state.setdefault("master", parameter.float())
+            master -= 1e-3 * parameter.grad.float()
+            parameter.copy_(master)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_an_optimizer_s_state_keeps_its_own_type(tmp_path: Path, fresh: bool) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 4).bfloat16()
+        return model, MasterWeights(model.parameters())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
+        model(torch.ones(2, 5).bfloat16()).sum().backward()
+        optimizer.step()
+        return [bits(each) for state in optimizer.state.values() for each in state.values()]
+
+    model, optimizer = build()
+    train(model, optimizer)
+    save(tmp_path, model=model, optimizer=optimizer)
+    others = build()
+    if not fresh:
+        train(*others)
+    load(tmp_path, model=others[0], optimizer=others[1])
+    model.zero_grad()
+    others[0].zero_grad()
+    assert train(*others) == train(model, optimizer)

@@ -222,6 +222,17 @@ class _Optimizer:
             for group, fqns in zip(groups, mine, strict=True)
         ]
         self.optimizer.load_state_dict({"state": state, "param_groups": options})
+        if type(self.optimizer).load_state_dict is Optimizer.load_state_dict:
+            self._undo_casts(state)
+
+    def _undo_casts(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """torch's gives state the type of its parameter: float32 master weights of bfloat16 ones would be rounded."""
+        for number, parameter in enumerate(self.parameters().values()):
+            held = self.optimizer.state[parameter] if number in state else {}
+            for what, exact in state.get(number, {}).items():
+                cast = held.get(what)
+                if isinstance(exact, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != exact.dtype:
+                    held[what] = exact.to(cast.device)
 
 
 def _check_tied(saved: Saved, name: str, first: str) -> None:
