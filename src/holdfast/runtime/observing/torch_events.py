@@ -34,10 +34,10 @@ class TorchEvents:
     def heard(self, event: str, fields: Mapping[str, Any]) -> None:
         match event:
             case "generation":
-                self._world = fields
                 duration_ms = (time.monotonic() - self._free_s) * 1000
-                self._tell("RENDEZVOUS", duration_ms=duration_ms)
+                self._tell("RENDEZVOUS", duration_ms=duration_ms)  # in the words of the world before, as torchrun's
                 self._tell("ASSIGN_WORKER_RANKS", duration_ms=0.0)
+                self._world = fields
             case "worker_started":
                 self._tell("START", worker=fields)
             case "worker_ended":

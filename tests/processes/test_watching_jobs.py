@@ -1,0 +1,140 @@
+"""Metrics and health of real jobs: served while they run, 503 while an agent stands still, nothing started without the port."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.processes.conftest import until
+
+
+def ask(address: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def address_of(agent: Any, what: str) -> str:
+    until(lambda: agent.begun and agent.events("serving"), lambda: agent.text)
+    return next(each["address"] for each in agent.events("serving") if what in each["what"])
+
+
+def test_one_port_for_both(site) -> None:
+    agent = site.start(
+        "--standalone", "--nproc-per-node", "2", "--metrics", "0", "--health", "0", site.script("meet(); hold()")
+    )
+    site.wait(2, "up")
+    (serving,) = agent.events("serving")
+    assert serving["what"] == ["metrics", "health"]
+    assert f"metrics and health at http://{serving['address']}" in agent.text
+    assert serving["address"].startswith("127.0.0.1:")
+    until(lambda: ask(serving["address"], "/readyz")[0] == 200, lambda: agent.text)
+    status, text = ask(serving["address"], "/metrics")
+    assert status == 200
+    assert "holdfast_workers 2.0" in text
+    assert json.loads(ask(serving["address"], "/healthz")[1])["workers"] == 2
+    assert ask(serving["address"], "/nothing")[0] == 404
+    agent.signal(signal.SIGTERM)
+    assert agent.end() == 143
+    assert "Traceback" not in agent.text
+
+
+def test_torchruns_variable(site, free_port) -> None:
+    port = free_port()
+    script = site.script("meet(); hold()")
+    agent = site.start("--standalone", script, env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)})
+    site.wait(1, "up")
+    assert ask(f"127.0.0.1:{port}", "/health")[0] == 200
+    other = site.start("--standalone", script, env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)})
+    site.wait(2, "up")
+    other.says("no health check is served (TORCHELASTIC_HEALTH_CHECK_PORT)")
+    for each in (agent, other):
+        each.signal(signal.SIGTERM)
+        each.end()
+
+
+def test_a_port_that_is_taken_starts_nothing(site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for option in ("--metrics", "--health"):
+            code, agent = site.run("--standalone", option, str(port), site.script("note('up')"))
+            assert code == 2, agent.text
+            assert f"HF109: {option}: cannot listen on 127.0.0.1:{port}: Address already in use" in agent.text
+            assert len(agent.text.splitlines()) == 1, agent.text
+    assert not site.trail()
+
+
+def test_bad_places(site) -> None:
+    for text in ("x", "1:2:3", "70000", "host:", ":9", "-1", ""):
+        code, agent = site.run("--standalone", f"--metrics={text}", site.script("note('up')"))
+        assert (code, agent.text.startswith("holdfast: HF101: --metrics")) == (2, True), agent.text
+    code, agent = site.run("--standalone", site.script(""), env={"TORCHELASTIC_HEALTH_CHECK_PORT": "http"})
+    assert code == 0
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT=http is no port" in agent.text
+
+
+def test_without_the_package(site, tmp_path: Path) -> None:
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide" / "prometheus_client.py").write_text("raise ModuleNotFoundError('no', name='prometheus_client')")
+    path = os.pathsep.join([str(tmp_path / "hide"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code, agent = site.run("--standalone", "--metrics", "0", site.script("note('up')"), env={"PYTHONPATH": path})
+    assert code == 2
+    assert "HF117: --metrics needs prometheus-client: pip install 'holdfast[metrics]'" in agent.text
+    assert not site.trail()
+
+
+STALLS = """
+import sys, threading, time
+from holdfast.runtime.observing import health, vitals
+health.STALL_S = 0.5
+import holdfast.runtime.agent_service as agents
+begun = agents.AgentService.view
+def view(self):
+    import os
+    while os.path.exists(os.environ["STALL"]):
+        time.sleep(0.05)
+    return begun(self)
+agents.AgentService.view = view
+from holdfast.run import main
+sys.exit(main())
+"""
+
+
+def test_an_agent_that_stands_still_is_answered_for(site, tmp_path: Path) -> None:
+    stall, program = tmp_path / "stall", tmp_path / "stalling.py"
+    program.write_text(STALLS)
+    agent = site.start(
+        "--standalone", "--health", "0", site.script("meet(); hold()"),
+        env={"STALL": str(stall)}, program=(sys.executable, str(program)),
+    )  # fmt: skip
+    site.wait(1, "up")
+    address = address_of(agent, "health")
+    until(lambda: ask(address, "/livez")[0] == 200, lambda: agent.text)
+    stall.touch()
+    until(lambda: ask(address, "/livez")[0] == 503, lambda: agent.text)
+    assert json.loads(ask(address, "/livez")[1])["status"] == "stalled"
+    stall.unlink()
+    until(lambda: ask(address, "/livez")[0] == 200, lambda: agent.text)
+    agent.signal(signal.SIGTERM)
+    agent.end()
+
+
+def test_nothing_is_loaded_when_nobody_watches(site) -> None:
+    program = site.folder / "look.py"
+    program.write_text(
+        "import sys\nfrom holdfast.run import main\ncode = main()\n"
+        "print('loaded', sorted(name for name in sys.modules if name.startswith(('prometheus', 'holdfast.runtime.observing.'))))\n"
+        "sys.exit(code)\n"
+    )
+    agent = site.start("--standalone", site.script(""), program=(sys.executable, str(program)))
+    assert agent.end() == 0
+    assert "loaded []" in agent.text
