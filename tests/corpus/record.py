@@ -59,6 +59,7 @@ def neutral_places(folder: str) -> list[tuple[str, str]]:
     return [
         (folder, "/data/job"),
         (packages, "/opt/venv/lib/python3.11/site-packages"),
+        (sys.prefix, "/opt/venv"),
         (str(HERE.parent.parent / "src"), "/opt/venv/lib/python3.11/site-packages"),
         (site, "/usr/lib/python3.11"),
         (f'"host":"{host}"', '"host":"a"'),

@@ -116,6 +116,9 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     """The group rank this node wishes for (binding with fixed_ranks); None: no wish."""
     local_addr: str | None = None
     hosts_coordinator: bool = False
+    versions: dict[str, str] = {}
+    """Of what should be the same on all nodes: `python`, `holdfast`, `torch`, `cuda`, `nccl`, `script` (a hash).
+    Empty: it could not look."""
 
     @property
     def agent(self) -> str:

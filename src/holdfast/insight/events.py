@@ -229,6 +229,15 @@ COORDINATOR = (
         (MEMBER, Field("address", TEXT, "under which the others reach it"), Field("nproc", WHOLE, "its workers")),
     ),
     EventKind("coordinator.refused", "an agent was turned away", (MEMBER, REASON)),
+    EventKind(
+        "coordinator.nodes_differ",
+        "an agent has other software than the first one; said once for each difference",
+        (
+            MEMBER,
+            Field("what", TEXT, "`python`, `holdfast`, `torch`, `cuda`, `nccl` or `script`"),
+            Field("text", TEXT, "both sides, in words"),
+        ),
+    ),
     EventKind("coordinator.gathering", "what the next generation waits for has changed", (REASON,)),
     EventKind(
         "coordinator.assigned",

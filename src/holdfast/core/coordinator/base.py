@@ -14,10 +14,11 @@ from holdfast.core.coordinator.membership import Membership
 from holdfast.core.coordinator.predecessor import Predecessor
 from holdfast.core.coordinator.probation import Probation
 from holdfast.core.coordinator.state import Draining, Member, Phase, World, names
+from holdfast.core.coordinator.versions import Versions
 from holdfast.core.errors import JoinTimeoutError
 from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import Grow, JobSpec, Limits
-from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Quit, Waiting
+from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Notice, Quit, Waiting
 
 TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
@@ -69,6 +70,7 @@ class CoordinatorBase:
         self.budget = Budget(job.max_restarts, limits)
         self._liveness = Liveness(limits, now)
         self._admission = Admission(job)
+        self._versions = Versions()
         self._born_s = now
         self._now = now
         self._gathering = Gathering(
@@ -164,6 +166,14 @@ class CoordinatorBase:
         self._out.append(Note(event, fields))
 
     # ---------------------------------------------------------------- telling
+
+    def _compare(self, member: Member) -> None:
+        """Other software than the first node's is said to both, once."""
+        for difference in self._versions.compare(member.node):
+            self._note("nodes_differ", member=member.name, what=difference.what, text=difference.text)
+            first = [each for each in self.members.values() if each.node is self._versions.first]
+            for each in (*first, member):
+                self._tell(each, Notice(difference.text))
 
     def _standby_text(self) -> str:
         size = len(self._world().order)

@@ -164,6 +164,7 @@ class CoordinatorMachine(CoordinatorOversight):
                 limits = self.limits
                 self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s))
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
+                self._compare(member)
                 self._heed_predecessor(now, member, join)
                 wait_s = self.probation.until_s(member.node.host, now) - now
                 if wait_s > 0:
