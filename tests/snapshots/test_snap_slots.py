@@ -316,6 +316,22 @@ def test_more_than_there_is_memory_is_refused_before_it_is_taken(tmp_path: Path)
     own.close()
 
 
+def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Slots(tmp_path, Owner(0))
+    put(own, 1, 1)
+    before = [os.stat(slots.slot_path(tmp_path, 0, 0)).st_size, 0]
+    left = iter((3 * SIZE, 0))
+    monkeypatch.setattr(slots, "_available_bytes", lambda: next(left))
+    with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
+        own.reserve(2 * SIZE)
+    assert [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == before
+    monkeypatch.undo()
+    assert [(slot.step, slot.data[0]) for slot in own.committed()] == [(1, 1)]
+    put(own, 2, 2, 2 * SIZE)
+    assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(2, 2 * SIZE), (1, SIZE)]
+    own.close()
+
+
 def test_a_group_s_limit_counts(tmp_path: Path) -> None:
     for name, text in (
         ("memory.max", "1000"),

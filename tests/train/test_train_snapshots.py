@@ -150,11 +150,16 @@ def test_nothing_is_saved_while_gradients_are_pending(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000000003.0001", "step_000000006.0001"]
 
 
-def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(self: Any, size_bytes: int) -> None:
+@pytest.mark.parametrize("when", ["reserve", "stage"])  # the latter: the saver had the slot when room was taken
+def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    def small(self: Any, *_: Any, **__: Any) -> None:
         raise SnapshotMemoryError("/dev/shm has no room")
 
-    monkeypatch.setattr(tiers.PrivateTier, "reserve", small)
+    class Small(tiers.PrivateTier):
+        pass
+
+    setattr(Small, when, small)
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: Small())
     job = Job(tmp_path)
     job.train(1)
     monkeypatch.undo()

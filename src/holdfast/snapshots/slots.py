@@ -113,14 +113,17 @@ class Slots:
         """Take and map memory for two slots of this size, so that no `stage` has to.
 
         Takes several times as long as a copy. Raises SnapshotMemoryError when there is too little of it; what slots
-        there were is as it was.
+        there were is as it was, and nothing more is taken.
         """
-        for index, file in enumerate(self._files):
-            if file.room_bytes < size_bytes and (held := self._lock(index)) is not None:
-                try:
-                    self._grow(file, size_bytes)
-                finally:
-                    os.close(held)
+        with contextlib.ExitStack() as failing:
+            for index, file in enumerate(self._files):
+                if file.room_bytes < size_bytes and (held := self._lock(index)) is not None:
+                    try:
+                        failing.callback(file.shrink, os.fstat(held).st_size)
+                        self._grow(file, size_bytes)
+                    finally:
+                        os.close(held)
+            failing.pop_all()
 
     def stage(self, step: int, size_bytes: int) -> memoryview | None:
         """Memory for the rank's next snapshot, which is not valid before `commit`; what was staged before and not
@@ -285,6 +288,12 @@ class _File:
         self.memory = memoryview(mapped)
         self.words = self.memory[:_WORDS_BYTES].cast("Q")
         self.room_bytes = whole_bytes - HEADER_BYTES
+
+    def shrink(self, whole_bytes: int) -> None:
+        """Give back what was taken since the file was so large; what is committed in it had its place before."""
+        self.close()
+        with contextlib.suppress(OSError):
+            os.truncate(self.path, whole_bytes)
 
     def close(self) -> None:
         """The mapping goes with its last view: the caller may still have one."""

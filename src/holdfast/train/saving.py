@@ -173,7 +173,12 @@ class Saving:
         if len(collected.text) > room.stop - room.start:
             return "unplanned"
         self._await_reserved()
-        memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
+        try:
+            memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
+        except SnapshotMemoryError as error:  # the saver had this slot when room was taken: it is a predecessor's
+            self._too_small = error
+            self._await_reserved()
+            memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return "no room"  # both slots are being written: the next one will do
         if not sharding.copy_into(self._views_of(memory, layout), self._sources(collected, layout)):
