@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import NamedTuple
@@ -20,6 +21,8 @@ BANDWIDTH_BYTES_S_MIN = 100e6 / 8
 BANDWIDTH_ODD_FACTOR = 0.2
 """A link is odd that is slower than this share of what is usual among these nodes."""
 CLOCK_OFFSET_S_MAX = 1.0
+SOURCE_PLACE = re.compile(r" with \[/\S+:\d+\]|\$\d+$")
+"""Where in gloo's sources something was noticed: of no use to whoever mends a network."""
 
 
 class Way(NamedTuple):
@@ -261,7 +264,7 @@ def explain(reduced: Reduced | None) -> str:
     """Why it failed on one node."""
     if reduced is None:
         return "said nothing"
-    return "did not end in time" if reduced.silent else reduced.error
+    return "did not end in time" if reduced.silent else SOURCE_PLACE.sub("", reduced.error)
 
 
 def ways(visit: Visit) -> Iterator[Way]:

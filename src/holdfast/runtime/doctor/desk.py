@@ -75,7 +75,7 @@ class Desk:
         self._reduce, self._say = reduce, say
         self._servers: list[asyncio.Server] = []
         self._members: list[Member] = []
-        self._arrivals = 0
+        self._arrivals: dict[asyncio.Task[object] | None, Channel] = {}
         self._arrivals_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._sealed = False
         self._full = asyncio.Event()
@@ -96,18 +96,27 @@ class Desk:
         finally:
             for server in self._servers:
                 server.close()
-            for member in self._members:
-                await member.channel.close()
+            await self._close()
+
+    async def _close(self) -> None:
+        """Whoever is still here gets what was sent to it, and nobody is served any more."""
+        await asyncio.gather(*(member.channel.close() for member in self._members))
+        for channel in self._arrivals.values():
+            channel.abort()  # strangers in the middle of a handshake
+        serving = [task for task in self._arrivals if task is not None]
+        if serving:
+            await asyncio.wait(serving, timeout=HANDSHAKE_S_MAX)
 
     # ---------------------------------------------------------------- who comes
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its first byte to its last."""
         channel = Channel(reader, writer, ServerHandshake(self._job, self._token, os.urandom(NONCE_BYTES)))
-        if self._arrivals >= self._arrivals_max:
+        if len(self._arrivals) >= self._arrivals_max:
             channel.abort()
             return
-        self._arrivals += 1
+        me = asyncio.current_task()
+        self._arrivals[me] = channel
         try:
             member = await self._let_in(channel)
             if member is not None:
@@ -116,7 +125,7 @@ class Desk:
             self._say(f"dropped a connection from {channel.peer_address}: {error or 'it said nothing'}")
             await channel.close()
         finally:
-            self._arrivals -= 1
+            self._arrivals.pop(me, None)
 
     async def _let_in(self, channel: Channel) -> Member | None:
         await channel.shake_hands()

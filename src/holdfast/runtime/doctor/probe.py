@@ -35,6 +35,7 @@ TRANSFER_S_MAX = 0.5
 PINGS = 9
 PROBE_S_MAX = 10.0
 """One probe, from connect to its last answer."""
+CLOSE_S_MAX = 2.0
 GUESTS_MAX = 1024
 """Connections at once."""
 
@@ -44,7 +45,7 @@ class Listener:
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
-        self._guests: set[asyncio.StreamWriter] = set()
+        self._guests: dict[asyncio.Task[object] | None, asyncio.StreamWriter] = {}
         self._known = asyncio.Event()
         self._me, self._key = 0, b""
         self.port = 0
@@ -60,24 +61,29 @@ class Listener:
         self._me, self._key = me, key
         self._known.set()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Nobody is served any more when it returns."""
         for server in self._servers:
             server.close()
-        for guest in tuple(self._guests):
-            guest.transport.abort()
+        for writer in self._guests.values():
+            writer.transport.abort()
+        serving = [task for task in self._guests if task is not None]
+        if serving:
+            await asyncio.wait(serving, timeout=CLOSE_S_MAX)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._guests) >= GUESTS_MAX:
             writer.transport.abort()
             return
-        self._guests.add(writer)
+        me = asyncio.current_task()
+        self._guests[me] = writer
         try:
             async with asyncio.timeout(PROBE_S_MAX + TRANSFER_S_MAX):
                 await self._answer(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the probe itself tells of it
         finally:
-            self._guests.discard(writer)
+            self._guests.pop(me, None)
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -204,7 +204,7 @@ class _Visitor:
         return Visited(self.visit, self.me)
 
     async def close(self) -> None:
-        self._listener.close()
+        await self._listener.close()
         if self._reducer is not None:
             await self._reducer.close()
         await self._channel.close()
@@ -237,20 +237,32 @@ class _Visitor:
         reduced = Reduced(ok=False, silent=True)
         try:
             self._reducer = await Reducer.start(asked.python, me, len(roster.peers), asked.timeout_s)
-            if me == 0:
-                port = await _in_time(self._reducer.store_port(), asked.timeout_s, 0)
-                self._channel.send(StorePort(port))
-            else:
-                go = await self._receive(asked.timeout_s + SLACK_S)
-                self._reducer.join(roster.peers[0].address, go.port if isinstance(go, Go) else 0)
-            reduced = await _in_time(self._reducer.result(), asked.timeout_s, reduced)
         except OSError as error:
             reduced = Reduced(ok=False, error=error.strerror or str(error))
+        port = await self._store_port(roster)
+        if self._reducer is not None and port:
+            if me != 0:
+                self._reducer.join(roster.peers[0].address, port)
+            reduced = await _in_time(self._reducer.result(), asked.timeout_s, reduced)
         self._channel.send(Result(reduced))
         over = await self._receive(asked.timeout_s + SLACK_S)
         if not isinstance(over, Over):
             raise ProtocolError("no end of the all-reduce")
         return over
+
+    async def _store_port(self, roster: Roster) -> int:
+        """Of the first node's store, known to all of them then; 0: there is none."""
+        timeout_s = self._asked.timeout_s
+        if roster.me == 0:
+            port = 0
+            if self._reducer is not None:
+                port = await _in_time(self._reducer.store_port(), timeout_s, 0)
+            self._channel.send(StorePort(port))
+            return port
+        go = await self._receive(timeout_s + SLACK_S)
+        if not isinstance(go, Go):
+            raise ProtocolError("no word of the store")
+        return go.port
 
     async def _receive(self, limit_s: float) -> Message:
         async with asyncio.timeout(limit_s):

@@ -1,0 +1,304 @@
+"""Probes between two nodes, and whole visits over loopback: nodes that come, leave, lie and fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from holdfast.core.doctor import Finding, Level, LocalFacts, Reached, TorchFacts, TorchState
+from holdfast.core.options import Endpoint
+from holdfast.core.policy import JobSpec, NodeSpec
+from holdfast.runtime.doctor import desk as desk_module
+from holdfast.runtime.doctor import probe
+from holdfast.runtime.doctor.channel import dial
+from holdfast.runtime.doctor.messages import Here, Peer, Roster
+from holdfast.runtime.doctor.visit import BACKEND, Asked, Visited, pay_visit
+
+KEY = b"k" * 16
+FACTS = LocalFacts(
+    host="h", python="3.11.7", holdfast="0.1.0", torch=TorchFacts(state=TorchState.OK, version="2.13.0", gloo=True)
+)
+SMALL = Finding(code="HF510", level=Level.WARN, what="/dev/shm", why="small")
+
+
+@asynccontextmanager
+async def listening(me: int = 1, key: bytes = KEY) -> AsyncIterator[Peer]:
+    listener = probe.Listener()
+    await listener.open(["127.0.0.1"])
+    listener.introduce(me, key)
+    try:
+        yield Peer("b", "b", "127.0.0.1", listener.port)
+    finally:
+        await listener.close()
+
+
+def test_a_probe_measures_round_trip_bandwidth_and_clock() -> None:
+    async def measure() -> None:
+        async with listening() as peer:
+            slow_clock = await probe.probe(peer, 1, KEY, transfer_s=0.05, clock=lambda: __import__("time").time() - 100)
+            assert slow_clock.reached is Reached.YES
+            assert slow_clock.latency_s is not None
+            assert slow_clock.latency_s > 0
+            assert slow_clock.clock_offset_s == pytest.approx(100, abs=1)
+            assert slow_clock.bytes_s is not None
+            assert slow_clock.bytes_s > 0
+            plain = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+            assert plain.bytes_s is None
+
+    asyncio.run(measure())
+
+
+def test_whoever_does_not_know_the_key_gets_no_answer() -> None:
+    async def measure() -> None:
+        async with listening(key=b"x" * 16) as peer:
+            link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+            assert link.reached is Reached.STRANGER
+            reader, writer = await asyncio.open_connection(peer.address, peer.port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await reader.readexactly(1)
+            writer.transport.abort()
+
+    asyncio.run(measure())
+
+
+def test_another_node_at_the_address_is_a_stranger() -> None:
+    async def measure() -> None:
+        async with listening(me=7) as peer:
+            link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+            assert link.reached is Reached.STRANGER
+            assert "node 7" in link.error
+
+    asyncio.run(measure())
+
+
+def test_nobody_there_is_refused_and_no_address_is_unreachable(free_port) -> None:
+    async def measure() -> None:
+        link = await probe.probe(Peer("b", "b", "127.0.0.1", free_port()), 1, KEY, transfer_s=0.0)
+        assert (link.reached, link.error) == (Reached.REFUSED, "connection refused")
+        link = await probe.probe(Peer("b", "b", "not an address", 1), 1, KEY, transfer_s=0.0)
+        assert link.reached is Reached.UNREACHABLE
+
+    asyncio.run(measure())
+
+
+def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "TRANSFER_BYTES_MAX", 1000)
+
+    async def send() -> None:
+        async with listening() as peer:
+            reader, writer = await asyncio.open_connection(peer.address, peer.port)
+            writer.write(probe.MAGIC + KEY)
+            assert struct.unpack("!I", await reader.readexactly(4)) == (1,)
+            writer.write(b"B" + bytes(5000))
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await reader.readexactly(1)
+            writer.transport.abort()
+
+    asyncio.run(send())
+
+
+# --- whole visits -----------------------------------------------------------------------------------------------------
+
+
+def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> Asked:
+    made = Asked(
+        endpoint=Endpoint(host="127.0.0.1", port=port),
+        run_id="check",
+        nodes=nodes,
+        token=None,
+        is_host=None,
+        local_addr=None,
+        timeout_s=5.0,
+        reduce=False,
+        python="/nowhere/python",
+    )
+    return made._replace(**changes)  # type: ignore[arg-type]
+
+
+async def visit(what: Asked, facts: LocalFacts = FACTS) -> Visited:
+    async def known() -> LocalFacts:
+        return facts
+
+    return await pay_visit(what, asyncio.create_task(known()), lambda _: (SMALL,), lambda _: None)
+
+
+def together(*visits: Callable[[], Awaitable[Visited]]) -> list[Visited]:
+    async def all_of_them() -> list[Visited]:
+        return await asyncio.gather(*(each() for each in visits))
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("token", [None, b"secret"])
+def test_all_nodes_of_a_visit_learn_the_same(token: bytes | None, free_port) -> None:
+    what = asked(free_port(), (3, 3), token=token)
+    got = together(*[lambda: visit(what)] * 3)
+    assert sorted(each.me for each in got) == [0, 1, 2]
+    assert all(each.trouble is None for each in got)
+    assert all(each.visit == got[0].visit for each in got)
+    told = got[0].visit
+    assert told is not None
+    assert len(told.came) == len(set(told.came)) == 3
+    for report in told.reports:
+        assert report is not None
+        assert {link.reached for link in report.links} == {Reached.YES}
+        assert all(link.bytes_s for link in report.links)
+        assert report.findings == (SMALL,)
+    assert told.no_reduce == "not asked for"
+
+
+def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
+    (got,) = together(lambda: visit(asked(free_port(), timeout_s=0.5)))
+    assert got.visit is not None
+    assert len(got.visit.came) == 1
+    assert got.visit.wanted == (2, 2)
+
+
+def test_another_id_or_token_is_refused_by_name(free_port) -> None:
+    port = free_port()
+    right = asked(port, timeout_s=2.0, token=b"one")
+
+    async def later(what: Asked) -> Visited:
+        await asyncio.sleep(0.5)
+        return await visit(what)
+
+    _, other_id, other_token = together(
+        lambda: visit(right),
+        lambda: later(right._replace(run_id="other")),
+        lambda: later(right._replace(token=b"two")),
+    )
+    for got, word in ((other_id, "other"), (other_token, "token")):
+        assert got.trouble is not None
+        assert (got.trouble.code, got.trouble.level) == ("HF552", Level.FATAL)
+        assert word in got.trouble.why
+
+
+def test_another_service_at_the_endpoint_is_named() -> None:
+    served = asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"SSH-2.0-OpenSSH\r\n")
+            await writer.drain()
+            await reader.read()
+            writer.close()
+            served.set()
+
+        async def both() -> Visited:
+            ssh = await asyncio.start_server(serve, sock=server)
+            try:
+                return await visit(asked(port))
+            finally:
+                await served.wait()
+                ssh.close()
+
+        got = asyncio.run(both())
+    assert got.trouble is not None
+    assert (got.trouble.code, got.trouble.level) == ("HF553", Level.RETRY)
+    assert "SSH" in got.trouble.why
+    assert f"pid {os.getpid()}" in got.trouble.why
+
+
+def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> None:
+    (got,) = together(lambda: visit(asked(free_port(), is_host=False, timeout_s=0.6)))
+    assert got.trouble is not None
+    assert (got.trouble.code, got.trouble.level) == ("HF551", Level.RETRY)
+    assert "connection refused" in got.trouble.why
+
+
+def test_a_name_that_does_not_resolve_is_said(free_port) -> None:
+    endpoint = Endpoint(host="no-such-host.invalid", port=free_port())
+    (got,) = together(lambda: visit(asked(1, timeout_s=0.3)._replace(endpoint=endpoint)))
+    assert got.trouble is not None
+    assert got.trouble.code == "HF551"
+    assert "does not resolve" in got.trouble.why
+
+
+async def stranger(port: int) -> tuple[Roster, Callable[[], None]]:
+    """A node that comes, and from there on does what the test wants."""
+    job = JobSpec(run_id="check", min_nodes=2, max_nodes=2, backend=BACKEND)
+    endpoint = Endpoint(host="127.0.0.1", port=port)
+    for _ in range(200):
+        try:
+            channel = await dial(endpoint, job, NodeSpec(member="x#1", host="x", nproc=1), None)
+            break
+        except Exception:  # noqa: BLE001 - the desk is not open yet
+            await asyncio.sleep(0.01)
+    channel.send(Here("x", 1))
+    roster = await channel.receive()
+    assert isinstance(roster, Roster)
+    return roster, channel.abort
+
+
+def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) -> None:
+    port = free_port()
+
+    async def both() -> Visited:
+        honest = asyncio.create_task(visit(asked(port, reduce=True)))
+        _, leave = await stranger(port)
+        leave()
+        return await honest
+
+    got = asyncio.run(both())
+    assert got.trouble is None
+    assert got.visit is not None
+    assert got.visit.came[1] == "x"
+    assert got.visit.reports[1] is None
+    assert got.visit.no_reduce == "a node fell silent"
+    honest = got.visit.reports[0]
+    assert honest is not None
+    assert honest.links[0].reached is Reached.REFUSED
+
+
+def test_a_node_too_many_is_told_so(free_port) -> None:
+    port = free_port()
+    what = asked(port, timeout_s=3.0)
+
+    async def three() -> list[Visited]:
+        return await asyncio.gather(*(visit(what) for _ in range(3)))
+
+    got = asyncio.run(three())
+    troubles = [each.trouble for each in got if each.trouble is not None]
+    assert len(troubles) == 1
+    assert troubles[0].code in ("HF552", "HF551")  # the desk may have closed by then
+
+
+def test_a_desk_that_goes_away_ends_the_visit(free_port) -> None:
+    port = free_port()
+
+    async def both() -> Visited:
+        host = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=20.0)))
+        await asyncio.sleep(0.3)
+        other = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=20.0)))
+        await asyncio.sleep(0.5)
+        host.cancel()
+        await asyncio.gather(host, return_exceptions=True)
+        return await other
+
+    got = asyncio.run(both())
+    assert got.trouble is not None
+    assert (got.trouble.code, got.trouble.level) == ("HF554", Level.RETRY)
+
+
+def test_an_all_reduce_whose_process_cannot_start_is_a_result(free_port) -> None:
+    what = asked(free_port(), reduce=True)
+    one, _ = together(lambda: visit(what), lambda: visit(what))
+    assert one.visit is not None
+    assert one.visit.reduced is not None
+    assert [each.error for each in one.visit.reduced if each is not None] == ["No such file or directory"] * 2
+
+
+def test_of_very_many_nodes_only_the_worst_links_are_told(free_port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "LINKS_TOLD_MAX", 3)
+    what = asked(free_port(), (3, 3))
+    got = together(*[lambda: visit(what)] * 3)
+    assert got[0].visit is not None
+    assert [len(report.links) for report in got[0].visit.reports if report is not None] == [1, 1, 1]
