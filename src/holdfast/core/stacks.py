@@ -28,6 +28,8 @@ class RankSample(Struct, frozen=True, array_like=True):
     """What else explains it, in words: `its data loader's process 4711 is stopped`."""
     file: str = ""
     """On its node: the whole text, all threads."""
+    source: str = ""
+    """The program's own line that it executes, as its file has it now; empty when that cannot be read."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
@@ -43,6 +45,7 @@ class RankStack(Struct, frozen=True, kw_only=True):
     """Its number in StacksView.stacks; -1: it did not answer."""
     note: str = ""
     file: str = ""
+    source: str = ""
 
 
 class StacksView(Struct, frozen=True, kw_only=True):

@@ -66,6 +66,8 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
     lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
     if len(frames) < len(each.frames):
         lines.append(f"    … {plural(len(each.frames) - len(frames), 'frame')} of libraries not shown (--full)")
+    sources = {rank.source for rank in ranks if rank.source}
+    lines += [f"    > {source}" for source in sorted(sources)]
     lines += [f"    rank {rank.rank}: {rank.note}" for rank in ranks if rank.note]
     if full:
         lines += [f"    rank {rank.rank}, pid {rank.pid} on {rank.host}: {rank.file}" for rank in ranks if rank.file]

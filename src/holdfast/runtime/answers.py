@@ -25,6 +25,7 @@ LOOK_S_MAX = 5.0
 """Nodes that have not answered by then are named instead."""
 ANSWER_BYTES_MAX = 3 * 1024 * 1024
 """Leaves room in a frame."""
+FRAMES_CUTS = (16, 4, 1)
 FIRST_LOOK = 1 << 40
 """The machine's own looks are numbered from 1."""
 
@@ -141,6 +142,7 @@ def stacks_view(
                 stack=stack,
                 note=sample.note,
                 file=sample.file,
+                source=sample.source,
             )
         )
     return StacksView(
@@ -163,9 +165,16 @@ def status_body(view: JobView) -> bytes:
 
 
 def stacks_body(view: StacksView) -> bytes:
-    """Cut in the middle of the ranks where all of them do not fit."""
+    """Where it does not fit into a frame, stacks lose their outer ends, and then the last ranks are left out."""
     body = msgspec.json.encode(view)
+    for frames in FRAMES_CUTS:
+        if len(body) <= ANSWER_BYTES_MAX:
+            return body
+        view = msgspec.structs.replace(view, stacks=tuple(stack[:frames] for stack in view.stacks))
+        body = msgspec.json.encode(view)
     while len(body) > ANSWER_BYTES_MAX and view.ranks:
-        view = msgspec.structs.replace(view, ranks=view.ranks[: len(view.ranks) // 2])
+        ranks = view.ranks[: len(view.ranks) // 2]
+        used = 1 + max((rank.stack for rank in ranks), default=-1)  # they are numbered in the order of the ranks
+        view = msgspec.structs.replace(view, ranks=ranks, stacks=view.stacks[:used])
         body = msgspec.json.encode(view)
     return body

@@ -24,7 +24,7 @@ class OwnNode:
         node: NodeSpec,
         feed: Callable[[Event], None],
         progress: Callable[[], tuple[RankProgress, ...]],
-        look: Callable[[], Awaitable[tuple[RankSample, ...]]] | None = None,
+        look: Callable[[], Awaitable[tuple[RankSample, ...]]],
     ) -> None:
         self._machine = machine
         self._job = job
@@ -65,7 +65,7 @@ class OwnNode:
         term = self._machine.term
         place = term.assign if term is not None else None
         base = place.rank_base if place is not None else 0
-        samples = await self._look() if place is not None and self._look is not None else ()
+        samples = await self._look() if place is not None else ()
         seen = [(self._node.host, base + sample.local_rank, sample) for sample in samples]
         generation = term.generation if term is not None else 0
         return stacks_body(stacks_view(self._job.run_id, generation, place.world_size if place else 0, seen))

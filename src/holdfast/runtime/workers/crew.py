@@ -30,6 +30,7 @@ from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Failure
 from holdfast.core.progress import RankProgress
 from holdfast.core.protocol import Assign, Start
+from holdfast.core.stacks import RankSample
 from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers import keeper_client as kept
@@ -153,8 +154,14 @@ class Crew:
 
     def look(self, generation: int, number: int, *, store: bool) -> None:
         """See where the workers are, and whether the store can be reached; answers with WorkersSeen."""
-        pids = {worker.local_rank: worker.pid for worker in self._workers.values() if worker.pid}
-        self._observer.look(generation, number, pids, store=store)
+        self._observer.look(generation, number, self._pids(), store=store)
+
+    async def samples(self) -> tuple[RankSample, ...]:
+        """Where the workers are now, for somebody on this node."""
+        return await self._observer.samples(self._generation, self._pids())
+
+    def _pids(self) -> dict[int, int]:
+        return {worker.local_rank: worker.pid for worker in self._workers.values() if worker.pid}
 
     def fence(self, at_s: float | None) -> None:
         """The keeper kills the workers then, should this process be stopped or starved; None: it does not."""

@@ -72,10 +72,11 @@ class Observer:
         self._tasks.create_task(self._look(generation, number, pids, store=store))
 
     async def _look(self, generation: int, number: int, pids: Mapping[int, int], *, store: bool) -> None:
-        samples, reach = await asyncio.gather(self._samples(generation, pids), self._reach(store))
+        samples, reach = await asyncio.gather(self.samples(generation, pids), self._reach(store))
         self._emit(WorkersSeen(generation, number, samples, reach))
 
-    async def _samples(self, generation: int, pids: Mapping[int, int]) -> tuple[RankSample, ...]:
+    async def samples(self, generation: int, pids: Mapping[int, int]) -> tuple[RankSample, ...]:
+        """Of each of these workers, one; of none when the generation is over."""
         if self._looker is None or generation != self._generation:
             return ()
         try:

@@ -1,0 +1,344 @@
+"""status, stacks, stop and logs against agents that are only a socket with an answer: which run, what is said, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import main, printing, status
+from holdfast.cli.env import markdown, masked, variables
+from holdfast.core.errors import UsageError
+from holdfast.runtime import running
+from holdfast.runtime.running import Entry
+
+VIEW = {
+    "run_id": "bert",
+    "phase": "running",
+    "generation": 2,
+    "restarts": 1,
+    "restarts_max": 3,
+    "world_size": 0,
+    "since_s": 3.0,
+    "job_s": 10.0,
+    "training_s": 5.0,
+}
+END = {"kind": "preempted", "exit_code": 75, "message": "preempted by holdfast stop on a", "cause": ""}
+
+
+class PretendAgent:
+    """Listens on a control socket and answers every question with what it was given."""
+
+    def __init__(self, folder: Path, answers: dict[str, bytes | None]) -> None:
+        folder.mkdir(parents=True)
+        (folder / "events.jsonl").write_text(json.dumps({"event": "begins", "run_id": "bert"}) + "\n")
+        self.asked: list[Any] = []
+        self._answers = answers
+        self._listening = socket.socket(socket.AF_UNIX)
+        with running.reachable(str(folder / "control.sock")) as path:
+            self._listening.bind(path)
+        self._listening.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listening.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError):
+                line = client.makefile("rb").readline()
+                if line:
+                    ask = json.loads(line)["ask"]
+                    self.asked.append(ask)
+                    answer = self._answers.get(ask or "end")
+                    if answer is not None:
+                        client.sendall(answer)
+
+
+def reply(body: object, **more: object) -> bytes:
+    return json.dumps({"body": body, **more}).encode() + b"\n"
+
+
+Pretend = Callable[..., PretendAgent]
+
+
+@pytest.fixture
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
+    """`pretend("name", status=b"…")`: an agent in the list."""
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    agents: list[PretendAgent] = []
+
+    def make(name: str, run_id: str = "bert", endpoint: str = "a:1", **answers: bytes | None) -> PretendAgent:
+        folder = tmp_path / "runs" / name
+        agents.append(PretendAgent(folder, answers))
+        made = Entry(
+            run_id=run_id,
+            endpoint=endpoint,
+            host="a",
+            pid=os.getpid(),
+            folder=str(folder),
+            socket=str(folder / "control.sock"),
+            began_epoch_s=float(len(agents)),
+            script="train.py",
+        )
+        running.write(made, running.private_folder())
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int) -> str:
+    assert main(list(argv)) == code
+    out, err = capsys.readouterr()
+    return out if code == 0 else err
+
+
+# --- which run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_by_id_by_its_beginning_and_by_folder(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    pretend("bert_one", status=reply(VIEW))
+    pretend("gpt_two", run_id="gpt", endpoint="b:1", status=reply({**VIEW, "run_id": "gpt"}))
+    for name in ("bert", "be", "bert_one", str(tmp_path / "runs" / "bert_one")):
+        assert said(capsys, "status", name, code=0).startswith("run bert: running for 3.0 s, generation 2")
+    text = said(capsys, "status", code=2)
+    assert "HF127: 2 jobs run on this host; name one of them" in text
+    assert "bert_one" in text
+    assert "gpt_two" in text
+
+
+def test_one_run_id_twice(pretend: Pretend, capsys) -> None:
+    pretend("none_one", run_id="none", endpoint="a:1", status=reply({**VIEW, "run_id": "first"}))
+    pretend("none_two", run_id="none", endpoint="b:1", status=reply({**VIEW, "run_id": "second"}))
+    assert "'none' is 2 jobs on this host" in said(capsys, "status", "none", code=2)
+    assert "run second" in said(capsys, "status", "none_two", code=0)
+
+
+def test_two_agents_of_one_job_are_no_choice(pretend: Pretend, capsys) -> None:
+    pretend("bert_one", status=reply(VIEW))
+    pretend("bert_two", status=reply(VIEW))
+    assert "run bert" in said(capsys, "status", code=0)
+
+
+def test_a_run_that_has_ended(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    runs = tmp_path / "state" / "holdfast" / "runs" / "old_12345678"
+    runs.mkdir(parents=True)
+    (runs / "events.jsonl").touch()
+    (runs / "verdict.json").write_text('{"kind": "failed", "exit_code": 3}')
+    for name in ("old", str(runs)):
+        assert "has ended: failed, exit code 3" in said(capsys, "status", name, code=2)
+    assert "the newest run here" in said(capsys, "stop", code=2)
+    (runs / "verdict.json").write_text("[")
+    assert "has ended" in said(capsys, "status", str(runs), code=2)
+
+
+def test_an_agent_that_is_in_no_list_is_found_by_its_folder(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    pretend("bert_one", status=reply(VIEW))
+    for path in (tmp_path / "running").iterdir():
+        path.unlink()
+    assert "HF127" in said(capsys, "status", "bert", code=2)
+    assert "run bert" in said(capsys, "status", str(tmp_path / "runs" / "bert_one"), code=0)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (reply({"run_id": "bert"}), "HF128: the answer is of another version of holdfast"),
+        (reply([]), "HF128: the answer is of another version of holdfast"),
+        (b"SSH-2.0-nonsense\n", "HF128: what listens at "),
+        (b'{"body": ', "HF127: bert_one has just ended"),
+        (None, "HF127: bert_one has just ended"),
+        (reply(None, code="HF128", text="this job belongs to another user"), "HF128: the agent of bert_one (pid "),
+    ],
+)
+def test_answers_that_are_none(pretend: Pretend, answer: bytes | None, told: str, capsys) -> None:
+    pretend("bert_one", status=answer)
+    text = said(capsys, "status", code=2)
+    assert told in text
+    assert text.count("\n") == 1
+
+
+def test_the_next_agent_of_the_job_is_asked_when_one_has_just_ended(pretend: Pretend, capsys) -> None:
+    pretend("bert_one", status=None)
+    pretend("bert_two", status=reply(VIEW))
+    assert "run bert" in said(capsys, "status", code=0)
+
+
+def test_json_says_whether_it_is_the_whole(pretend: Pretend, capsys) -> None:
+    pretend("bert_one", status=reply(VIEW, whole=False))
+    told = json.loads(said(capsys, "status", "--json", code=0))
+    assert (told["whole"], told["run_id"], told["nodes"]) == (False, "bert", [])
+
+
+def test_stop_waits_and_says_how_it_ended(pretend: Pretend, capsys) -> None:
+    agent = pretend("bert_one", stop=reply({"nodes": 3}), end=reply(END))
+    text = said(capsys, "stop", code=0)
+    assert text.splitlines() == [
+        "bert_one: 3 nodes told to stop",
+        "bert_one has ended: preempted, exit code 75 (preempted by holdfast stop on a)",
+    ]
+    assert set(agent.asked) == {"stop", None}
+    assert json.loads(said(capsys, "stop", "--json", code=0))["exit_code"] == 75
+
+
+def test_stop_need_not_wait(pretend: Pretend, capsys) -> None:
+    pretend("bert_one", stop=reply({"nodes": 3}))
+    assert said(capsys, "stop", "--no-wait", code=0) == "bert_one: 3 nodes told\n"
+
+
+def test_an_agent_that_dies_of_it_is_told_of(pretend: Pretend, capsys) -> None:
+    pretend("bert_one", kill=reply({"nodes": 1}))
+    assert "ended without a word" in said(capsys, "kill", code=1)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["status", "stacks", "logs", "stop", "kill", "env"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([command, "--help"])
+    assert raised.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["--watch", "0"], "at least 0.1 seconds"),
+        (["--watch", "nan"], "at least 0.1 seconds"),
+        (["bert", "--watch", "soon"], "not a number of seconds"),
+    ],
+)
+def test_watch_of_what_is_no_time(line: list[str], told: str) -> None:
+    chosen = status.parser().parse_args(line)
+    with pytest.raises(UsageError, match=told):
+        status.watch_interval(chosen)
+
+
+def test_watch_takes_the_run_for_what_it_is() -> None:
+    chosen = status.parser().parse_args(["--watch", "bert"])
+    assert status.watch_interval(chosen) == 2.0
+    assert chosen.run == "bert"
+    assert status.watch_interval(status.parser().parse_args(["bert", "--watch", "0.5"])) == 0.5
+    assert status.watch_interval(status.parser().parse_args(["bert"])) is None
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "3-", "1,,2", "0-9999999", ""])
+def test_ranks_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="write ranks like"):
+        printing.ranks_of([text])
+
+
+# --- logs of a run that has ended -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Path:
+    """Three generations of two ranks, the last two of one attempt."""
+    folder = tmp_path / "bert_x"
+    places = [("attempt_0", 1, 0, 4), ("attempt_1", 2, 1, 4), ("attempt_1_generation_3", 3, 1, 0)]
+    folder.mkdir()
+    with (folder / "events.jsonl").open("w") as journal:
+        for name, generation, restart_count, rank_base in places:
+            event = {"event": "generation", "generation": generation, "restart_count": restart_count}
+            journal.write(json.dumps({**event, "rank_base": rank_base, "nproc": 2}) + "\n")
+            for local_rank in range(2):
+                worker = folder / name / str(local_rank)
+                worker.mkdir(parents=True)
+                (worker / "stdout.log").write_text(f"generation {generation}\nstep 1\rstep 2\nlast")
+                (worker / "stderr.log").write_bytes(b"warning \xff\n")
+    return folder
+
+
+def test_logs_of_the_newest_generation(ended: Path, capsys) -> None:
+    lines = said(capsys, "logs", str(ended), code=0).splitlines()
+    assert lines[:4] == ["0| generation 3", "0| step 2", "0| last", "0| warning \N{REPLACEMENT CHARACTER}"]
+    assert lines[4] == "1| generation 3"
+
+
+def test_logs_of_one_rank_of_an_older_generation(ended: Path, capsys) -> None:
+    line = ("logs", str(ended), "--rank", "5", "--generation", "2", "--stdout", "-n", "2")
+    assert said(capsys, *line, code=0) == "step 2\nlast\n"
+
+
+def test_logs_as_json_and_by_pattern(ended: Path, capsys) -> None:
+    text = said(capsys, "logs", str(ended), "--grep", "^warn", "--rank", "1", "--json", code=0)
+    (told,) = map(json.loads, text.splitlines())
+    assert told == {"rank": 1, "stream": "stderr", "generation": 3, "line": "warning \N{REPLACEMENT CHARACTER}"}
+
+
+def test_follow_of_a_run_that_has_ended_ends(ended: Path, capsys) -> None:
+    assert said(capsys, "logs", str(ended), "-f", "--stdout", "--rank", "0", code=0) == "generation 3\nstep 2\nlast\n"
+
+
+def test_logs_that_are_not_there(ended: Path, tmp_path: Path, capsys) -> None:
+    assert "no generation 9; there are 1, 2, 3" in said(capsys, "logs", str(ended), "--generation", "9", code=2)
+    assert "here are 0, 1, 4, 5" in said(capsys, "logs", str(ended), "--rank", "7", code=2)
+    assert "is no run folder" in said(capsys, "logs", str(tmp_path), code=2)
+    assert "HF101" in said(capsys, "logs", str(ended), "-n", "-3", code=2)
+
+
+# --- env --------------------------------------------------------------------------------------------------------------
+
+
+def test_env_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "env", code=0)
+    assert text.startswith("### Software\n| | |\n|---|---|\n| holdfast | ")
+    for part in ("| Python |", "### Machine", "| kernel |", "| memory |", "### Network", "| open files |"):
+        assert part in text
+    told = json.loads(said(capsys, "env", "--json", code=0))
+    assert set(told) == {"Software", "Machine", "GPUs", "Network", "Limits (soft / hard)", "Variables"}
+
+
+def test_env_masks_what_is_secret() -> None:
+    environ = {
+        "HOLDFAST_TOKEN": "a-secret",
+        "PET_RDZV_CONF": "timeout=3,token=b-secret,password=c-secret",
+        "PET_RDZV_ENDPOINT": "http://me:d-secret@host:1",
+        "NCCL_DEBUG": "INFO",
+        "AWS_SECRET_ACCESS_KEY": "e-secret",
+        "HOME": "/home/somebody",
+    }
+    told = variables(environ)
+    assert "secret" not in str(told).replace("SECRET", "")
+    assert told["NCCL_DEBUG"] == "INFO"
+    assert set(told) == {"HOLDFAST_TOKEN", "PET_RDZV_CONF", "PET_RDZV_ENDPOINT", "NCCL_DEBUG"}
+    assert told["PET_RDZV_CONF"] == "timeout=3,token=***,password=***"
+    assert masked("NCCL_TOPO", "x" * 1000) == "x" * 400 + "…"
+
+
+def test_env_tables_hold_whatever_is_in_them() -> None:
+    assert markdown({"A": {"x|y": "1\n2"}, "B": {}}) == "### A\n| | |\n|---|---|\n| x\\|y | 1 2 |"
+
+
+def test_commands_load_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, holdfast.cli.status, holdfast.cli.stacks, holdfast.cli.logs, holdfast.cli.stop, holdfast.cli.env\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'rich', 'asyncio'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

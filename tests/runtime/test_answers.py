@@ -1,0 +1,165 @@
+"""The coordinator's answers to commands, with links that only remember what they were sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.core.coordinator.events import QuitAsked
+from holdfast.core.progress import JobView, NodeView, RankView, Stage
+from holdfast.core.protocol import Answer, Ask, FromCoordinator, Look, Looked, Question
+from holdfast.core.stacks import Frame, RankSample, StacksView
+from holdfast.runtime import answers
+from holdfast.runtime.answers import ANSWER_BYTES_MAX, Answers, stacks_body, stacks_view, status_body
+from tests.core.coordinator.coordinator_desk import Desk, gathering, running
+
+
+class Line:
+    def __init__(self) -> None:
+        self.sent: list[FromCoordinator] = []
+        self.answered = asyncio.Event()
+
+    def send(self, message: FromCoordinator) -> None:
+        self.sent.append(message)
+        if isinstance(message, Answer):
+            self.answered.set()
+
+    @property
+    def answer(self) -> Any:
+        (found,) = [message for message in self.sent if isinstance(message, Answer)]
+        return msgspec.json.decode(found.body)
+
+
+class Bench:
+    """A coordinator in this state, and its lines 1 and 2."""
+
+    def __init__(self, state: Callable[[], Desk]) -> None:
+        self.desk = state()
+        self.lines = {1: Line(), 2: Line()}
+        self.fed: list[QuitAsked] = []
+        self.answers = Answers(self.desk.machine, self.lines, self.fed.append)
+
+    def look(self) -> int:
+        (found,) = [message for message in self.lines[1].sent if isinstance(message, Look)]
+        return found.number
+
+    def looked(self, link: int, *frames: Frame) -> bool:
+        sample = RankSample(0, 100 + link, "S", 0.5, frames)
+        return self.answers.looked(link, Looked(self.desk.machine.generation, self.look(), (sample,)))
+
+
+def on_a_loop(body: Callable[[], Any]) -> None:
+    async def run() -> None:
+        result = body()
+        if result is not None:
+            await result
+
+    asyncio.run(run())
+
+
+def test_status() -> None:
+    def body() -> None:
+        bench = Bench(running)
+        bench.answers.asked(2, Ask(7, Question.STATUS))
+        (answer,) = bench.lines[2].sent
+        assert isinstance(answer, Answer)
+        assert answer.number == 7
+        assert msgspec.json.decode(answer.body, type=JobView).world_size == 2
+        assert not bench.lines[1].sent
+
+    on_a_loop(body)
+
+
+@pytest.mark.parametrize(("question", "drain"), [(Question.STOP, True), (Question.KILL, False)])
+def test_the_end_is_the_machines_to_order(question: Question, drain: bool) -> None:
+    def body() -> None:
+        bench = Bench(running)
+        bench.answers.asked(1, Ask(1, question, "somebody"))
+        assert bench.lines[1].answer == {"nodes": 2}
+        assert bench.fed == [QuitAsked(drain, "somebody")]
+
+    on_a_loop(body)
+
+
+def test_stacks_of_all_nodes() -> None:
+    def body() -> None:
+        bench = Bench(running)
+        bench.answers.asked(2, Ask(5, Question.STACKS))
+        here, there = Frame("a.py", 1, "f"), Frame("b.py", 2, "g")
+        assert bench.looked(1, here)
+        assert not [message for message in bench.lines[2].sent if isinstance(message, Answer)]
+        assert bench.looked(2, there)
+        told = bench.lines[2].answer
+        assert [(rank["rank"], rank["host"], rank["stack"]) for rank in told["ranks"]] == [(0, "n1", 0), (1, "n2", 1)]
+        assert told["silent"] == []
+        assert bench.looked(2, there), "an answer that comes too late is nobody else's either"
+
+    on_a_loop(body)
+
+
+def test_a_node_that_is_gone_or_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "LOOK_S_MAX", 0.01)
+
+    async def wait(bench: Bench) -> None:
+        await asyncio.wait_for(bench.lines[1].answered.wait(), 10)
+        assert bench.lines[1].answer["silent"] == ["n1", "n2"]
+
+    def silent() -> Any:
+        bench = Bench(running)
+        bench.answers.asked(1, Ask(1, Question.STACKS))
+        return wait(bench)
+
+    def gone() -> None:
+        bench = Bench(running)
+        bench.answers.asked(1, Ask(1, Question.STACKS))
+        bench.looked(1)
+        bench.answers.link_closed(2)
+        assert [rank["rank"] for rank in bench.lines[1].answer["ranks"]] == [0]
+
+    on_a_loop(silent)
+    on_a_loop(gone)
+
+
+def test_without_workers_there_are_no_stacks() -> None:
+    def body() -> None:
+        bench = Bench(gathering)
+        bench.answers.asked(1, Ask(1, Question.STACKS))
+        assert bench.lines[1].answer["ranks"] == []
+
+    on_a_loop(body)
+
+
+def test_looks_of_the_machine_are_the_machines() -> None:
+    def body() -> None:
+        assert not Bench(running).answers.looked(1, Looked(1, 3))
+
+    on_a_loop(body)
+
+
+def test_an_answer_fits_into_a_frame() -> None:
+    ranks = tuple(
+        RankView(rank=number, local_rank=0, stage=Stage.STEPPING, steps=10**9, step_s=0.1, own_s=0.1, age_s=0.1)
+        for number in range(60_000)
+    )
+    node = NodeView(member="a#1", host="a", group_rank=0, state="running", heard_s=0.0, ranks=ranks)
+    view = JobView(
+        run_id="x", phase="running", generation=1, restarts=0, restarts_max=0, world_size=60_000,
+        since_s=0, job_s=0, training_s=0, nodes=(node,),
+    )  # fmt: skip
+    body = status_body(view)
+    assert len(body) <= ANSWER_BYTES_MAX
+    assert msgspec.json.decode(body, type=JobView).nodes[0].host == "a"
+    frames = tuple(Frame("/a/rather/long/path/to/a/file.py", number, "function") for number in range(63))
+    for count in (2000, 20_000):
+        seen = [
+            ("a", rank, RankSample(0, rank, "S", 0.0, (Frame("own.py", rank, "f"), *frames))) for rank in range(count)
+        ]
+        body = stacks_body(stacks_view("x", 1, count, seen))
+        assert len(body) <= ANSWER_BYTES_MAX
+        told = msgspec.json.decode(body, type=StacksView)
+        assert told.stacks[told.ranks[-1].stack][0] == Frame("own.py", told.ranks[-1].rank, "f")
+    assert len(told.ranks) >= 5000
