@@ -185,7 +185,7 @@ class AgentService:
             crew.on_notice = self._console.say
             machine = AgentMachine(node, self._options.limits, self._loop.time())
             self._driver = Driver(machine, Tick(), self._execute, after=lambda: crew.fence(machine.fence_at_s))
-            own = OwnNode(machine, self._options.job, node, self._feed, crew.progress)
+            own = OwnNode(machine, self._options.job, node, self._feed, crew.progress, crew.samples)
             self._inquiry = Inquiry(self._send, own, self._host)
             control = Control(self._inquiry.ask, self._journal)
             self._loop.set_exception_handler(self._crashed)
