@@ -97,6 +97,18 @@ def test_under_torchs_loader_with_workers_that_fetch_ahead(workers):
     assert sorted(trained) == list(range(40))
 
 
+def test_a_loader_that_drops_its_last_batch_goes_on_to_the_next_epoch():
+    data = sampler()
+    loader = TorchLoader(range(40), batch_size=12, sampler=data, drop_last=True)
+    for epoch in range(3):
+        batches = 0
+        for batch in loader:
+            assert data.epoch == epoch
+            data.note_trained(len(batch))
+            batches += 1
+        assert batches == 3
+
+
 def test_a_sampler_that_nobody_told_refuses_a_state_in_the_middle():
     data = sampler()
     assert data.state_dict()["cursor"] == 0

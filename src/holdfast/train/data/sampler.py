@@ -60,6 +60,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         """Indices were drawn since the position was last set from outside."""
         self._exhausted = False
         """All of the pass's indices were drawn."""
+        self._batch = 0
+        """Samples of this rank's last batch."""
         super().__init__(dataset, world, rank, shuffle, seed, drop_last or tail == "drop")
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
         self._end = len(dataset)
@@ -68,7 +70,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     def __iter__(self) -> Iterator[int]:
         """Indices of this rank for the rest of the epoch."""
         position = self._position
-        if self._exhausted and (position.cursor >= self._end or not self._told):
+        if self._exhausted and (not self._told or self._end - position.cursor < self._batch * self.num_replicas):
+            # Less than a batch may be left: torch's loader leaves it out by its own drop_last, which we do not see.
             position.finish()
         self._exhausted = False
         if not position.begin():
@@ -109,6 +112,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         if samples < 0:
             raise DataError(f"note_trained({samples}): a batch has no negative size.")
         self._told = True
+        self._batch = max(samples, 1)
         position = self._position
         position.hand_out(min(position.cursor + samples * self.num_replicas, self._end))
         position.settle()
