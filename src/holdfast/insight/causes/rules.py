@@ -288,7 +288,6 @@ PEERS = (
         says=r"closed|reset|refused|abort|broken|peer|remote|recv|send|end ?of ?file|connect|EOF",
         types=types_of("ConnectionResetError BrokenPipeError ConnectionRefusedError ConnectionAbortedError EOFError"),
         only=COMPLAINT,
-        facts=("interfaces",),
     ),
 )
 

@@ -170,6 +170,12 @@ def failure_of_exit(
     `out_of_memory`: `OomWatch.struck()`; counts only for a worker that SIGKILL ended while nobody was stopping it.
     """
     recorded = read_error_file(error_file)
+    stderr_tail = read_tail(stderr_file)
+    facts: dict[str, str] = {}
+    if not after_stop:
+        from holdfast.runtime.workers.machine_facts import facts_for  # here: a job that does not fail never needs it
+
+        facts = facts_for(f"{recorded.message}\n{stderr_tail}", exit_code, stderr_file)
     return Failure(
         rank=rank,
         local_rank=local_rank,
@@ -179,13 +185,14 @@ def failure_of_exit(
         error_type=recorded.error_type,
         message=recorded.message,
         traceback=recorded.traceback,
-        stderr_tail=read_tail(stderr_file),
+        stderr_tail=stderr_tail,
         error_file=error_file if os.path.isfile(error_file) else "",
         stderr_file=stderr_file,
         out_of_memory=out_of_memory and exit_code == -signal.SIGKILL and not after_stop,
         after_stop=after_stop,
         lived_s=lived_s,
         timestamp=recorded.timestamp or now_epoch_s,
+        facts=facts,
     )
 
 

@@ -1,0 +1,176 @@
+"""What about this machine explains a worker's last words: interfaces, room in /dev/shm and on disks, limits, a port's holder.
+
+Asked only when a worker has failed and only for what its words speak of. Reads /proc and a few counters; blocks: call it in
+a thread. Never raises for something that cannot be found out. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+
+SHM = "/dev/shm"
+SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
+MIB = 2**20
+GIB = 2**30
+FACT_CHARACTERS_MAX = 240
+INTERFACES_SHOWN_MAX = 8
+VIRTUAL = re.compile(r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tun|tap|wg|tailscale|kube|dummy)")
+"""Interfaces that other nodes do not share."""
+PORT = re.compile(r"port[:= ]{1,3}(\d{2,5})|[\]\w.]:(\d{4,5})\b", re.IGNORECASE)
+
+_WORDS = {
+    "interfaces": (
+        "system error",
+        "nccl internal error",
+        "ncclinternalerror",
+        "socket interface",
+        "unable to find address",
+        "unable to resolve",
+        "no route to host",
+        "unreachable",
+        "client socket",
+        "clients joined",
+        "connectfullmesh",
+        "wait timeout",
+        "socketstartconnect",
+    ),
+    "shm": ("shared memory", "/dev/shm", "(shm)", "bus error", "dataloader worker", "</torch_"),
+    "disks": (
+        "no space left",
+        "quota",
+        "enospc",
+        "file too large",
+        "pytorchstreamwriter",
+        "unexpected pos",
+        "file write failed",
+    ),
+    "nofile": ("too many open files", "ancdata"),
+    "pids": ("can't start new thread", "temporarily unavailable", "pthread_create", "cannot fork"),
+    "memory": ("allocate", "memoryerror", "bad_alloc", "killed by signal: killed", "exited unexpectedly"),
+    "port": ("address already in use", "eaddrinuse"),
+}
+"""Words, small, that ask for a fact. Not every lost connection does: what is gathered delays the report of a failure."""
+
+
+def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
+    """By name, each a few words; empty where nothing was asked for. `log_file`: names the disk that logs go to."""
+    told = {
+        "interfaces": interfaces,
+        "shm": shm,
+        "disks": partial(disks, os.path.dirname(log_file)),
+        "nofile": nofile,
+        "pids": pids,
+        "memory": memory,
+        "port": partial(port, words),
+    }
+    small = words.lower()
+    asked = {name for name, signs in _WORDS.items() if any(sign in small for sign in signs)}
+    if exit_code == -signal.SIGBUS:
+        asked.add("shm")
+    found = {name: _told(told[name]) for name in told if name in asked}
+    return {name: text[:FACT_CHARACTERS_MAX] for name, text in found.items() if text}
+
+
+def _told(fact: Callable[[], str]) -> str:
+    with contextlib.suppress(OSError, ValueError, ImportError, LookupError):
+        return fact()
+    return ""
+
+
+def interfaces() -> str:
+    """`eth0 10.0.0.5, docker0 172.17.0.1; try NCCL_SOCKET_IFNAME=eth0`."""
+    up = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
+    if not up:
+        return "no network interface is up"
+    shown = ", ".join(f"{name} {address}" for name, address in list(up.items())[:INTERFACES_SHOWN_MAX])
+    real = [name for name in up if not VIRTUAL.match(name)]
+    default = _default_interface()
+    best = default if default in real else (real[0] if real else "")
+    return f"interfaces {shown}" + (
+        f"; try NCCL_SOCKET_IFNAME={best}" if best else "; none but loopback and virtual ones"
+    )
+
+
+def _address(name: str) -> str:
+    """The IPv4 address of an interface that is up; empty otherwise. psutil would tell IPv6 too, and cost a tenth of a second."""
+    request = struct.pack("256s", name.encode()[:15])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        flags = struct.unpack_from("<H", fcntl.ioctl(sock, SIOCGIFFLAGS, request), 16)[0]
+        if flags & IFF_UP:
+            return socket.inet_ntoa(fcntl.ioctl(sock, SIOCGIFADDR, request)[20:24])
+    return ""
+
+
+def _default_interface() -> str:
+    with open("/proc/net/route") as file:
+        routes = [line.split() for line in file.readlines()[1:]]
+    return next((fields[0] for fields in routes if fields[1] == "00000000"), "")
+
+
+def shm() -> str:
+    room = os.statvfs(SHM)
+    return f"{SHM} has {_size(room.f_bavail * room.f_frsize)} free of {_size(room.f_blocks * room.f_frsize)}"
+
+
+def disks(log_folder: str) -> str:
+    """Those that may be meant, the fullest first."""
+    import tempfile
+
+    found: dict[int, tuple[float, str]] = {}
+    for place in (os.getcwd(), log_folder or os.getcwd(), tempfile.gettempdir(), os.path.expanduser("~"), SHM):
+        with contextlib.suppress(OSError):
+            room = os.statvfs(place)
+            used = 1 - room.f_bavail / room.f_blocks if room.f_blocks else 0.0
+            inodes = 1 - room.f_favail / room.f_files if room.f_files else 0.0
+            text = f"{place} {used:.0%} full" + (f" ({inodes:.0%} of its inodes)" if inodes > used else "")
+            found.setdefault(os.stat(place).st_dev, (max(used, inodes), text))
+    return ", ".join(text for _, text in sorted(found.values(), reverse=True))
+
+
+def nofile() -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"at most {soft} open files (ulimit -n; up to {hard} may be asked for)"
+
+
+def pids() -> str:
+    from holdfast.runtime.doctor.system import GroupLimits
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    group = GroupLimits()
+    own = "no limit for the user" if soft == resource.RLIM_INFINITY else f"at most {soft} for the user (ulimit -u)"
+    return f"{own}, {group.pids_used} of {group.pids} in the cgroup" if group.pids else own
+
+
+def memory() -> str:
+    from holdfast.runtime.doctor.system import GroupLimits
+
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":", 1) for line in file if ":" in line)
+    left, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    limit = GroupLimits().memory_bytes
+    return f"{_size(left)} of {_size(total)} memory free" + (f", the cgroup's limit is {_size(limit)}" if limit else "")
+
+
+def port(words: str) -> str:
+    """Who holds the port that the words name, if it still does."""
+    from holdfast.rendezvous.port_holder import who_holds
+
+    for found in PORT.finditer(words):
+        number = int(found[1] or found[2])
+        holder = who_holds(number) if 0 < number < 65_536 else None
+        if holder:
+            return f"port {number} is held by {holder}"
+    return ""
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"

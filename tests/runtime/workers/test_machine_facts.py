@@ -1,0 +1,84 @@
+"""What a failed worker's node adds to its words: only what they ask for, and nothing where it cannot be found out."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from holdfast.runtime.workers import machine_facts
+from holdfast.runtime.workers.evidence import failure_of_exit
+from holdfast.runtime.workers.machine_facts import facts_for
+
+
+def test_nothing_is_gathered_for_a_plain_exception() -> None:
+    assert facts_for("ValueError: the batch is empty", 1) == {}
+
+
+def test_a_lost_connection_asks_for_nothing() -> None:
+    assert (
+        facts_for("RuntimeError: gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40364", 1) == {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "part"),
+    [
+        ("NCCL error, unhandled system error", "interfaces", "127.0.0.1"),
+        ("unable to open shared memory object </torch_1>", "shm", "/dev/shm has "),
+        ("OSError: [Errno 28] No space left on device", "disks", "% full"),
+        ("OSError: [Errno 24] Too many open files", "nofile", str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])),
+        ("RuntimeError: can't start new thread", "pids", "user"),
+        ("MemoryError: ", "memory", "memory free"),
+    ],
+)
+def test_words_ask_for_a_fact(words: str, name: str, part: str) -> None:
+    found = facts_for(words, 1)
+    assert list(found) == [name]
+    assert part in found[name]
+    assert "\n" not in found[name]
+
+
+def test_a_bus_error_asks_without_words() -> None:
+    assert "shm" in facts_for("", -signal.SIGBUS)
+
+
+def test_who_holds_the_port() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        words = f"DistNetworkError: The server socket has failed to listen. port: {port}, code: -98, name: EADDRINUSE"
+        assert f"port {port} is held by pid {os.getpid()}" in facts_for(words, 1)["port"]
+    assert "port" not in facts_for("EADDRINUSE without a number", 1)
+
+
+def test_what_cannot_be_found_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_facts, "SHM", "/no/such/place")
+    assert "shm" not in facts_for("insufficient shared memory", 1)
+
+
+def failure(folder: Path, *, after_stop: bool) -> dict[str, str]:
+    log = folder / "stderr.log"
+    log.write_text("OSError: [Errno 24] Too many open files\n")
+    return failure_of_exit(
+        rank=0,
+        local_rank=0,
+        host="a",
+        pid=1,
+        exit_code=1,
+        error_file="",
+        stderr_file=str(log),
+        lived_s=1.0,
+        now_epoch_s=0,
+        after_stop=after_stop,
+    ).facts
+
+
+def test_the_failure_carries_them(tmp_path: Path) -> None:
+    assert "nofile" in failure(tmp_path, after_stop=False)
+    assert failure(tmp_path, after_stop=True) == {}
