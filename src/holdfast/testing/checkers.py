@@ -60,6 +60,14 @@ class WorldChecker:
         self._require(agreed == safe_point, f"generation {generation} stops at {agreed} here and at {safe_point} there")
         self._require(reached < safe_point, f"a worker is to stop at {safe_point}, which it may have passed")
 
+    def found_hung(self, generation: int, *, hangs: bool) -> None:
+        self._require(hangs, f"generation {generation} is told to hang, and all is well")
+
+    def ended_as_hung(self, generation: int, still_s: float, timeout_s: float) -> None:
+        """Its workers are stopped because they hang, as they have for so long."""
+        text = f"generation {generation} is ended as hung after {still_s:.3f} s of at least {timeout_s:g}"
+        self._require(still_s >= timeout_s, text)
+
     def _require(self, condition: bool, text: str) -> None:
         if not condition:
             raise BrokenPromiseError(text)

@@ -23,6 +23,7 @@ from holdfast.testing.clock import Agenda, ManualClock
 from holdfast.testing.faults import FaultOptions, plan_faults
 from holdfast.testing.network import FakeNetwork
 from holdfast.testing.nodes import SimAgent, SimCoordinator
+from holdfast.testing.stalls import Stall, simple_examine
 
 STORY_LINES_MAX = 60
 STANDSTILL_EVENTS_MAX = 10_000
@@ -38,6 +39,8 @@ class SimOptions:
     work_s: float = 20.0
     """How long undisturbed workers need to finish the job."""
     fixed_ranks: bool = False
+    steps: bool = False
+    """The agents tell how far their workers are."""
     asks: bool = False
     """The workers ask for safe points."""
     grow: Grow = Grow.DRAIN
@@ -51,10 +54,11 @@ class SimOptions:
 
 def simple_judge(evidence: Evidence) -> Verdict:
     """The first report is the culprit. Enough for simulations."""
-    first = evidence.failures[0] if evidence.failures else None
+    first = evidence.failures[0] if evidence.failures else evidence.hung
+    cause = f"exit code {first.exit_code}" if first else f"lost {', '.join(evidence.lost_nodes)}"
     return Verdict(
-        code="HF200",
-        cause=f"exit code {first.exit_code}" if first else f"lost {', '.join(evidence.lost_nodes)}",
+        code=evidence.hang.code if evidence.hang else "HF200",
+        cause=evidence.hang.text if evidence.hang else cause,
         culprit=first,
         generation=evidence.generation,
         restarts=evidence.restarts,
@@ -86,6 +90,8 @@ class SimCluster:
             grow=options.grow,
         )
         self.asks = options.asks
+        self.stalls: dict[tuple[int, int], Stall] = {}
+        """By (coordinator that assigned it, generation)."""
         self.hosts = [f"n{i}" for i in range(nodes)]
         self.nproc = {host: self.random.randint(1, options.nproc_max) for host in self.hosts}
         self.agents: dict[str, SimAgent] = {}
@@ -209,7 +215,7 @@ class SimCluster:
         return AgentMachine(node, self.options.limits, self.clock.now)
 
     def coordinator_machine(self) -> CoordinatorMachine:
-        return CoordinatorMachine(self.job, self.options.limits, simple_judge, self.clock.now)
+        return CoordinatorMachine(self.job, self.options.limits, simple_judge, self.clock.now, examine=simple_examine)
 
     def succeeded(self) -> bool:
         return OutcomeKind.SUCCEEDED in self.kinds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from holdfast.core.agent.events import Signalled
@@ -35,6 +36,10 @@ class FaultOptions:
     """The coordinator's process is stopped for a while, as by a debugger or a starved machine, and comes back."""
     coordinator_deaths: int = 0
     """The coordinator ends, no agent does, and another one begins, as when it loses its lease in etcd."""
+    hangs: int = 0
+    """A worker does not come to where the others wait for it."""
+    pauses: int = 0
+    """There are no steps for a while: all do something else, or all wait for one that sleeps."""
 
 
 def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
@@ -50,6 +55,8 @@ def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
     faults.plan(options.requeues, faults.requeue)
     faults.plan(options.coordinator_pauses, faults.pause_coordinator)
     faults.plan(options.coordinator_deaths, faults.end_coordinator)
+    faults.plan(options.hangs, lambda: faults.stall(hangs=True))
+    faults.plan(options.pauses, lambda: faults.stall(hangs=False))
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,12 @@ class _Faults:
         coordinator = self.cluster.coordinator
         if coordinator is not None:
             coordinator.pause(self._later([0.5, 3.0, 5.0, 8.0, 20.0]))
+
+    def stall(self, *, hangs: bool) -> None:
+        agent = self._some_agent()
+        if agent is not None:
+            still = hangs or self.cluster.random.random() < 0.5
+            agent.stall(inf if hangs else self._later([5.0, 30.0, 90.0]), still=still)
 
     def end_coordinator(self) -> None:
         self.cluster.end_coordinator()

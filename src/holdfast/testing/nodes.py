@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from holdfast.core.agent import commands as do
@@ -11,13 +12,19 @@ from holdfast.core.coordinator import commands as cdo
 from holdfast.core.coordinator import events as cev
 from holdfast.core.errors import CoordinatorUnreachableError
 from holdfast.core.outcome import Failure
-from holdfast.core.protocol import Assign
+from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.protocol import Assign, Stop, StopReason
+from holdfast.core.stacks import Frame, RankSample
 from holdfast.testing.network import FakeEnd
+from holdfast.testing.stalls import WAITING, Stall
 
 if TYPE_CHECKING:
     from holdfast.testing.cluster import SimCluster
 
 SIGKILL = 9
+PROGRESS_S = 1.0
+WARM_STEPS = 4
+"""A generation may stall from then on."""
 STEP_S = 0.5
 """From one safe point of a pretend worker to the next."""
 
@@ -109,9 +116,17 @@ class SimCoordinator:
                         end.close()
                 case cdo.Conclude(outcome):
                     self.cluster.log("coordinator", f"concludes {outcome.kind.value}: {outcome.message}")
+                case cdo.Note("hang", fields):
+                    self.cluster.log("coordinator", f"hang {fields}")
+                    self.cluster.checker.found_hung(self.machine.generation, hangs=self._world_stalls())
                 case cdo.Note(event_name, fields):
                     self.cluster.log("coordinator", f"{event_name} {fields}")
         self._arm()
+
+    def _world_stalls(self) -> bool:
+        """Somebody in the world that is at work does not go on by itself."""
+        agents = [a for a in self.cluster.agents.values() if a.generation == self.machine.generation and a.workers]
+        return any(agent.stands_still for agent in agents)
 
     def _arm(self) -> None:
         deadline = self.machine.next_deadline()
@@ -141,6 +156,8 @@ class SimAgent:
         self.coordinator_number = 0
         self.workers: set[int] = set()
         self.generation = 0
+        self._world = (0, 0)
+        """(Coordinator that assigned it, generation)."""
         self._started_s = 0.0
         self._held_s: float | None = None
         self._armed_s: float | None = None
@@ -181,6 +198,9 @@ class SimAgent:
                 self._hold(generation)
             case do.ReleaseWorkers(generation, safe_point):
                 self._release(generation, safe_point)
+            case do.LookAtWorkers(generation, number):
+                delay_s = self.cluster.random.choice([0.01, 0.01, 0.01, 0.5, 0.5, 1.5, 1.5, 7.0])
+                self.cluster.agenda.after(delay_s, lambda: self._looked(generation, number))
             case do.KillTree(generation):
                 self.cluster.agenda.after(0.01, lambda: self._kill_tree(generation))
             case do.Say(text):
@@ -210,6 +230,11 @@ class SimAgent:
         self.handle(ev.Dialed())
 
     def _received(self, message: object) -> None:
+        if isinstance(message, Stop) and message.reason is StopReason.HUNG and message.generation == self.generation:
+            still_s = (
+                self.cluster.clock.now - self._stall.since_s if self._stall is not None and self.stands_still else 0.0
+            )
+            self.cluster.checker.ended_as_hung(self.generation, still_s, self.cluster.options.limits.hang_timeout_s)
         self.handle(ev.Received(message))  # type: ignore[arg-type]
 
     def _link_lost(self, reason: str) -> None:
@@ -232,14 +257,81 @@ class SimAgent:
         cluster.checker.started(self.coordinator_number, self.host, assign.generation, cut_off=cut_off)
         self.generation = assign.generation
         self._assign = assign
+        self._world = (self.coordinator_number, assign.generation)
         self._started_s, self._held_s = cluster.clock.now, None
         self.workers = set(range(cluster.nproc[self.host]))
         for local_rank in sorted(self.workers):
             self._worker_ends_soon(local_rank, 0, cluster.options.work_s + cluster.random.uniform(0.0, 0.5))
+        if cluster.options.steps:
+            self._tell_progress(self._world)
 
     def _worker_ends_soon(self, local_rank: int, exit_code: int, delay_s: float) -> None:
         generation = self.generation
-        self.cluster.agenda.after(delay_s, lambda: self.worker_ends(generation, local_rank, exit_code))
+
+        def end() -> None:
+            if exit_code == 0 and generation == self.generation and self._stall is not None:
+                if self.cluster.clock.now <= self._stall.until_s < inf:
+                    self.cluster.agenda.at(self._stall.until_s + delay_s, end)
+                if self.cluster.clock.now <= self._stall.until_s:
+                    return
+            self.worker_ends(generation, local_rank, exit_code)
+
+        self.cluster.agenda.after(delay_s, end)
+
+    # Where the agents tell of it, each pretend worker makes a step every STEP_S, unless its generation stalls.
+
+    @property
+    def _stall(self) -> Stall | None:
+        return self.cluster.stalls.get(self._world)
+
+    @property
+    def hangs(self) -> bool:
+        return self._stall is not None and self._stall.until_s == inf
+
+    @property
+    def stands_still(self) -> bool:
+        return self._stall is not None and self._stall.culprit is not None
+
+    def stall(self, for_s: float, *, still: bool) -> None:
+        """From now on there are no steps in this generation, everywhere. `still`: all wait for one of our workers."""
+        if self.workers and self.steps >= WARM_STEPS and self._stall is None and self.cluster.options.steps:
+            now, victim = self.cluster.clock.now, self.cluster.random.choice(sorted(self.workers))
+            self.cluster.log(
+                self.host, f"generation {self.generation} stalls for {for_s:g} s" + f" by {victim}" * still
+            )
+            culprit = (self.host, victim) if still else None
+            self.cluster.stalls[self._world] = Stall(now, now + for_s, culprit)
+
+    @property
+    def steps(self) -> int:
+        return int(self._stepping_s(self.cluster.clock.now) / STEP_S)
+
+    def _stepping_s(self, now: float) -> float:
+        stall = self._stall
+        lost_s = max(0.0, min(now, stall.until_s) - stall.since_s) if stall is not None else 0.0
+        return now - self._started_s - lost_s
+
+    def _tell_progress(self, world: tuple[int, int]) -> None:
+        if not self.alive or world != self._world or not self.workers:
+            return
+        stall, now, steps = self._stall, self.cluster.clock.now, self.steps
+        age_s = self._stepping_s(now) - steps * STEP_S
+        if stall is not None and now < stall.until_s:
+            age_s += now - stall.since_s
+        stage = Stage.STEPPING if steps else Stage.READY
+        ranks = tuple(RankProgress(rank, stage, steps, age_s) for rank in range(self.cluster.nproc[self.host]))
+        self.handle(ev.WorkersProgress(self.generation, ranks))
+        self.cluster.agenda.after(PROGRESS_S, lambda: self._tell_progress(world))
+
+    def _looked(self, generation: int, number: int) -> None:
+        stall, now = self._stall, self.cluster.clock.now
+        still = stall is not None and stall.since_s <= now < stall.until_s and stall.culprit is not None
+        samples = []
+        for local_rank in sorted(self.workers):
+            function = "sleep" if stall is not None and stall.culprit == (self.host, local_rank) else WAITING
+            frame = Frame("train.py", 1 if still else self.cluster.events, function)
+            samples.append(RankSample(local_rank, 1, "S", 0.0, (frame,)))
+        self.handle(ev.WorkersSeen(generation, number, tuple(samples)))
 
     # Pretend workers that ask for safe points reach one every STEP_S; each is a little out of step with the others.
 
@@ -267,7 +359,7 @@ class SimAgent:
             cluster.agenda.after(delay_s, lambda rank=local_rank: self._drained(generation, rank, safe_point))  # type: ignore[misc]
 
     def _drained(self, generation: int, local_rank: int, safe_point: int) -> None:
-        if generation == self.generation and local_rank in self.workers:
+        if generation == self.generation and local_rank in self.workers and not self.hangs:
             self.cluster.log(self.host, f"worker {local_rank} leaves at safe point {safe_point}")
             self.worker_ends(generation, local_rank, 0, drained=True)
 

@@ -21,8 +21,11 @@ from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.errors import CoordinatorUnreachableError
 from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
+from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import Assign, FromAgent, FromCoordinator
+from holdfast.core.stacks import Frame, RankSample
 from holdfast.testing.cluster import simple_judge
+from holdfast.testing.stalls import WAITING, simple_examine
 
 STEPS_MAX = 100_000
 """So many messages and ticks in one `advance`: somebody asks for a Tick again and again."""
@@ -50,6 +53,10 @@ class PairAgent:
     """The newest safe point its workers have reached; 0: they ask for none."""
     safe_point: int = 0
     """Where they were told to stop; 0: nowhere."""
+    places: dict[int, str] = field(default_factory=dict)
+    """The function in which a worker is, by local rank; else where all wait for their peers."""
+    reach: tuple[str, ...] = ()
+    """What is wrong with the way to the store."""
 
 
 class Pair:
@@ -114,6 +121,14 @@ class Pair:
         agent = self.agents[host]
         assert local_rank in agent.workers, f"{host} has no worker {local_rank}"
         self._worker_gone(agent, local_rank, exit_code, error_type)
+        self._settle()
+
+    def progress(self, host: str, stage: Stage, steps: int = 0) -> None:
+        """All workers of this host are so far."""
+        agent = self.agents[host]
+        assert agent.assign is not None
+        ranks = tuple(RankProgress(rank, stage, steps) for rank in range(agent.nproc))
+        self._to_agent(agent, ev.WorkersProgress(agent.assign.generation, ranks))
         self._settle()
 
     def prepared(self, host: str) -> None:
@@ -291,6 +306,9 @@ class Pair:
                 self._queue.append(lambda: self._to_agent(agent, ev.WorkersHeld(generation, agent.reached)))
             case do.ReleaseWorkers(_, safe_point):
                 agent.safe_point = safe_point
+            case do.LookAtWorkers(generation, number, store):
+                seen = ev.WorkersSeen(generation, number, self._samples(agent), agent.reach if store else ())
+                self._queue.append(lambda: self._to_agent(agent, seen))
             case do.SignalWorkers(signum):
                 if not agent.stubborn:
                     self._queue.append(lambda: self._all_workers_gone(agent, -signum))
@@ -308,7 +326,7 @@ class Pair:
             return
         own = agent.host == self._hosts[0]
         if own and self.coordinator is None:
-            self.coordinator = CoordinatorMachine(self.job, self.limits, simple_judge, self.now)
+            self.coordinator = CoordinatorMachine(self.job, self.limits, simple_judge, self.now, examine=simple_examine)
         if self.coordinator is None or agent.host in self._silent:
             error = CoordinatorUnreachableError
             reason = "no answer" if agent.host in self._silent else "connection refused"
@@ -353,6 +371,10 @@ class Pair:
                 after_stop=agent.machine.work in (Work.STOPPING, Work.KILLING),
             )
         self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, failure, drained))
+
+    def _samples(self, agent: PairAgent) -> tuple[RankSample, ...]:
+        frames = {rank: Frame("train.py", 7, agent.places.get(rank, WAITING)) for rank in sorted(agent.workers)}
+        return tuple(RankSample(rank, 1000 + rank, "S", 0.0, (frame,)) for rank, frame in frames.items())
 
     def _all_workers_gone(self, agent: PairAgent, exit_code: int, *, drained: bool = False) -> None:
         for local_rank in sorted(agent.workers):

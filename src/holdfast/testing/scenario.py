@@ -1,6 +1,7 @@
 """Golden scenarios: a tiny language whose lines make things happen, and the trace of what follows from them.
 
-    job 2:3 restarts=1          one job; also fixed, grow=never, exclude=3, seconds join=60 last_call=30 grace=5 drain=20; then, in any order:
+    job 2:3 restarts=1          one job; also fixed, grow=never, exclude=3, seconds join=60 last_call=30 grace=5 drain=20
+                                hang=300; then, in any order:
     boot a b c nproc=2          start agents (the first host is the endpoint's); also rank=1 role=x slow stubborn
     advance 2s                  let time pass
     done a                      all workers of a end with 0; `done a 1`: local rank 1 alone
@@ -12,6 +13,10 @@
     reset c                     its connection breaks
     reached a 7                 the workers of a ask for safe points and have reached the 7th
     drained a                   they leave at the one they were told
+    steps a b 12                the workers of a and b have made 12 steps, the newest one just now
+    meets a                     they wait for their process group
+    place a 1 sleep             local rank 1 of a is in sleep() from now on (the others wait for it in all_reduce())
+    reach a timed out           a cannot reach the store
     signal a SIGTERM            the agent gets a signal; also preempt
     store a                     the store host on a dies
     coordinator                 the coordinator ends and no agent does; the next one is on the same host
@@ -31,6 +36,7 @@ from holdfast.core.coordinator import commands as cdo
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import Grow, JobSpec, Limits
+from holdfast.core.progress import Stage
 from holdfast.core.protocol import (
     Abandon,
     Assign,
@@ -41,9 +47,13 @@ from holdfast.core.protocol import (
     Join,
     Joined,
     Leave,
+    Look,
+    Looked,
+    Notice,
     Ping,
     Pong,
     Prepared,
+    Progress,
     Refuse,
     Resume,
     Start,
@@ -57,6 +67,8 @@ from holdfast.core.protocol import (
 from holdfast.testing.pair import Pair
 
 INDENT = "    "
+TOLD = ("kind", "code", "culprits", "still_s", "text")
+"""Fields of the coordinator's notes about hangs that are shown."""
 
 
 class ScenarioError(ValueError):
@@ -135,7 +147,7 @@ class _Scenario:
             case "store":
                 pair.store_dies(plain[0])
             case _:
-                raise ScenarioError(f"no such verb: {verb}")
+                _watch(pair, verb, plain)
 
     def _trace(self, who: str, what: object) -> None:
         line = _describe(who, what)
@@ -144,7 +156,7 @@ class _Scenario:
         if self._pair.now > self._said_s:
             self._said_s = self._pair.now
             self.text.append(f"{INDENT}@{self._said_s:g}")
-        self.text.append(INDENT + line)
+        self.text.append(INDENT + line.replace("\n", " | "))
 
 
 def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object], None]) -> Pair:
@@ -165,6 +177,7 @@ def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object],
         last_call_s=float(named.get("last_call", "30")),
         stop_grace_s=float(named.get("grace", "5")),
         drain_s=float(named.get("drain", "20")),
+        hang_timeout_s=float(named.get("hang", "300")),
     )
     return Pair(job, limits, trace)
 
@@ -182,6 +195,23 @@ def _boot(pair: Pair, plain: list[str], named: dict[str, str]) -> None:
             )
 
 
+def _watch(pair: Pair, verb: str, plain: list[str]) -> None:
+    """What workers do and where they are."""
+    match verb:
+        case "steps":
+            for host in plain[:-1]:
+                pair.progress(host, Stage.STEPPING, int(plain[-1]))
+        case "meets":
+            for host in plain:
+                pair.progress(host, Stage.MEETING)
+        case "place":
+            pair.agents[plain[0]].places[int(plain[1])] = plain[2]
+        case "reach":
+            pair.agents[plain[0]].reach = (f"{plain[0]} cannot reach the store: {' '.join(plain[1:])}",)
+        case _:
+            raise ScenarioError(f"no such verb: {verb}")
+
+
 def _describe(who: str, what: object) -> str:
     """One line of the trace; empty for what is not shown."""
     match what:
@@ -195,6 +225,10 @@ def _describe(who: str, what: object) -> str:
             return f"{who}: starts workers of {_place(assign)}"
         case do.SignalWorkers(signum):
             return f"{who}: {signal.Signals(signum).name} to the workers"
+        case cdo.Note(event, fields) if event.startswith(("hang", "straggler", "look")):
+            return f"coordinator: {event} {' '.join(f'{name}={fields[name]}' for name in TOLD if name in fields)}"
+        case do.LookAtWorkers():
+            return ""
         case do.HoldWorkers():
             return f"{who}: holds the workers"
         case do.ReleaseWorkers(_, safe_point):
@@ -236,6 +270,11 @@ def _from_agent(message: object) -> str:
             return f"leave: {reason}" + (", to drain" if drain else "")
         case Held(generation, reached):
             return f"held {generation} at {reached}"
+        case Progress(generation, ranks):
+            return f"progress {generation} {ranks[0].stage.value} {ranks[0].steps}"
+        case Looked(generation, number, samples, reach):
+            places = " ".join(sample.frames[0].function for sample in samples)
+            return f"looked {generation} #{number}: {places or 'nobody'}" + "".join(f"; {text}" for text in reach)
     return ""
 
 
@@ -245,6 +284,10 @@ def _from_coordinator(message: object) -> str:
             return f"drain {generation}: {text}"
         case DrainTo(generation, safe_point):
             return f"drain {generation} to {safe_point}"
+        case Look(generation, number, store):
+            return f"look {generation} #{number}" + " and try the store" * store
+        case Notice(text):
+            return f"notice: {text.splitlines()[0]}"
         case Resume(generation):
             return f"resume {generation}"
         case Abandon(generation):

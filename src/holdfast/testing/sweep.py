@@ -14,8 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+
+from msgspec import structs
 
 from holdfast.core.errors import EXIT_FAILURE, EXIT_USAGE
 from holdfast.core.policy import Grow, Limits
@@ -85,7 +87,18 @@ def draw(seed: int) -> Draw:
         asks=random.random() < 0.5,
         grow=random.choice([Grow.DRAIN, Grow.DRAIN, Grow.NOW, Grow.NEVER]),
     )
+    if random.random() < 0.3:
+        options = _stalling(random, options)
     return Draw(seed, nodes, options, must_succeed)
+
+
+def _stalling(random: Random, options: SimOptions) -> SimOptions:
+    """The same job with agents that tell of steps, and with times in which there are none."""
+    limits = structs.replace(options.limits, hang_report_s=10.0, hang_timeout_s=20.0, look_moving_s=5.0)
+    hangs, pauses = random.choice([(0, 0), (2, 0), (0, 2), (4, 4)])
+    others = FaultOptions() if random.random() < 0.5 else options.faults
+    faults = replace(others, hangs=hangs, pauses=pauses, span_s=60.0, reboots=options.faults.reboots)
+    return replace(options, steps=True, work_s=random.choice([20.0, 60.0]), limits=limits, faults=faults)
 
 
 def _faults(random: Random, *, must_succeed: bool) -> FaultOptions:

@@ -31,6 +31,8 @@ from holdfast.core.stacks import RankSample
 
 LOOKS = 3
 """Of one examination, look_gap_s apart."""
+LOOKS_MAX = 6
+"""Where some have answered one of them only: that tells nobody who moves from who does not."""
 NO_GROUP = "HF245"
 """The process group does not come to stand."""
 REACH_SHOWN_MAX = 3
@@ -90,6 +92,10 @@ class _Suspicion:
     """Nobody has moved since, as far as was looked."""
     reported: Finding | None = None
 
+    @property
+    def seen_once(self) -> bool:
+        return any(len(samples) == 1 for samples in self.samples.values())
+
 
 class Watch:
     """Of one generation."""
@@ -146,7 +152,7 @@ class Watch:
         suspicion.reach = reach
         for rank, sample in samples.items():
             suspicion.samples.setdefault(rank, deque(maxlen=LOOKS)).append(sample)
-        if suspicion.looks < LOOKS:
+        if suspicion.looks < LOOKS or (suspicion.looks < LOOKS_MAX and suspicion.seen_once):
             suspicion.next_look_s = max(now, asked_s + self._limits.look_gap_s)
             return []
         return self._conclude(now, suspicion)
@@ -178,7 +184,7 @@ class Watch:
         finding = self._examine(stories)
         if suspicion.store:
             finding = self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
-        if finding.kind is HangKind.MOVING:
+        if finding.kind is HangKind.MOVING or not any(story.samples for story in stories):
             suspicion.signature = ""
             self._look_again(now, suspicion)
             return []
@@ -218,7 +224,7 @@ class Watch:
                 host=pace.host,
                 local_rank=pace.local_rank,
                 age_s=now - (pace.stage_since_s if suspicion.store else pace.newest_s),
-                samples=tuple(suspicion.samples.get(pace.rank, ())),
+                samples=tuple(samples) if len(samples := suspicion.samples.get(pace.rank, ())) > 1 else (),
             )
             for pace in self._paces.alive()
         ]

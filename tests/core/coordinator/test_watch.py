@@ -1,0 +1,365 @@
+"""When a job is suspected to stand still, and what follows from what is seen: tables over pretend stacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import pytest
+
+from holdfast.core.coordinator.pace import Paces
+from holdfast.core.coordinator.watch import EndHung, LookNow, Order, Over, Report, Watch
+from holdfast.core.hang import Finding, HangKind, Place, RankStory
+from holdfast.core.policy import Limits
+from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.stacks import Frame, RankSample
+
+HUNG = Finding(
+    kind=HangKind.HUNG,
+    code="HF240",
+    text="rank 1 on b is in sleep at data.py:17 for 64 s\n1 other waits in all_reduce",
+    culprits=(1,),
+    groups=(Place((1,), "in sleep"), Place((0,), "in all_reduce")),
+    signature="s",
+)
+STUCK = Finding(kind=HangKind.STUCK, code="HF241", text="all wait in all_reduce", signature="s")
+PAUSED = Finding(kind=HangKind.PAUSED, code="", text="nobody waits for anybody", signature="s")
+MOVING = Finding(kind=HangKind.MOVING, code="", text="rank 1 works", signature="m")
+
+
+@dataclass
+class Hall:
+    """A watch over two ranks on two nodes, and what it was told to find."""
+
+    timeout_s: float = 300.0
+    finding: Finding = HUNG
+    now: float = 0.0
+    looks: list[float] = field(default_factory=list)
+    stories: list[Sequence[RankStory]] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+    answers_after_s: float = 0.5
+    answer: tuple[int, ...] = (0, 1)
+    """Ranks that are seen."""
+    reach: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.paces = Paces(1, [("a#1", "a", 1), ("b#1", "b", 1)], 0.0, 60.0)
+        self.watch = Watch(Limits(hang_timeout_s=self.timeout_s), self.paces, self.examine)
+
+    def examine(self, stories: Sequence[RankStory]) -> Finding:
+        self.stories.append(stories)
+        return self.finding
+
+    def progress(self, stage: Stage, steps: int = 0, *, ranks: str = "ab") -> None:
+        moved = [self.paces.heard(f"{each}#1", [RankProgress(0, stage, steps)], self.now) for each in ranks]
+        if any(moved) and (over := self.watch.moved(self.now)) is not None:
+            self.orders.append(over)
+
+    def steps(self, number: int) -> None:
+        self.progress(Stage.STEPPING, number)
+
+    def wait(self, seconds: float) -> list[Order]:
+        """Time passes; looks are answered. Returns what was ordered beside looks."""
+        before, until = len(self.orders), self.now + seconds
+        while (due := self.watch.due_s()) <= until:
+            assert due < inf
+            self.now = max(self.now, due)
+            order = self.watch.advance(self.now)
+            if order is not None:
+                self._look(order)
+            else:
+                assert self.watch.due_s() > self.now, "asked for again at once"
+            if any(isinstance(each, EndHung) for each in self.orders):
+                break
+        self.now = max(self.now, until)
+        return self.orders[before:]
+
+    def _look(self, order: LookNow) -> None:
+        asked_s = self.now
+        self.looks.append(asked_s)
+        self.store = order.store
+        self.now += self.answers_after_s
+        frame = Frame("data.py", 17, "sleep")
+        samples = {
+            rank: RankSample(0, 10 + rank, "S", 0.0, (frame,), file=f"/run/rank{rank}.txt") for rank in self.answer
+        }
+        self.orders += self.watch.looked(self.now, asked_s=asked_s, samples=samples, reach=self.reach)
+
+
+def training(**options: object) -> Hall:
+    """It has made steps of 0.1 s, the newest at 10 s."""
+    hall = Hall(**options)  # type: ignore[arg-type]
+    for second in range(1, 11):
+        hall.now = float(second)
+        hall.steps(second * 10)
+    return hall
+
+
+# --- suspicion --------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_made_and_nobody_looks() -> None:
+    hall = training()
+    for number in range(200, 400):
+        assert hall.wait(59.0) == []
+        hall.steps(number)
+    assert hall.looks == []
+
+
+def test_three_looks_begin_when_the_newest_step_is_a_minute_old() -> None:
+    hall = training()
+    hall.wait(59.9)
+    assert hall.looks == []
+    hall.wait(5.0)
+    assert hall.looks == [70.0, 72.0, 74.0]
+    (story_a, story_b) = hall.stories[0]
+    assert (story_a.rank, story_a.host, story_b.rank, story_b.host) == (0, "a", 1, "b")
+    assert len(story_a.samples) == 3
+    assert story_a.age_s == pytest.approx(64.5)
+
+
+def test_a_slow_answer_puts_the_next_look_off() -> None:
+    hall = training(answers_after_s=5.0)
+    hall.wait(80.0)
+    assert hall.looks[:3] == [70.0, 75.0, 80.0]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_first_steps_may_take_as_long_as_they_like(number: int) -> None:
+    hall = Hall()
+    hall.progress(Stage.STEPPING if number else Stage.READY, number)
+    hall.wait(4000.0)
+    assert hall.looks == []
+
+
+def test_a_start_may_take_as_long_as_it_likes() -> None:
+    hall = Hall()
+    hall.wait(4000.0)
+    assert hall.looks == []
+
+
+def test_long_steps_have_more_patience() -> None:
+    """Steps of 10 s: 20 of them are 200 s."""
+    hall = Hall()
+    for number in range(1, 12):
+        hall.now = number * 10.0
+        hall.steps(number)
+    hall.wait(199.0)
+    assert hall.looks == []
+    hall.wait(2.0)
+    assert hall.looks == [310.0]
+
+
+def test_any_rank_that_steps_is_enough() -> None:
+    hall = training()
+    for number in range(101, 120):
+        hall.wait(40.0)
+        hall.progress(Stage.STEPPING, number, ranks="b")
+    assert hall.looks == []
+
+
+def test_one_that_still_runs_after_the_others_have_ended_is_watched() -> None:
+    hall = training()
+    hall.paces.enter(hall.paces.ranks[0], Stage.DONE, hall.now)
+    (report,) = hall.wait(70.0)
+    assert isinstance(report, Report)
+    assert [story.rank for story in hall.stories[0]] == [1]
+
+
+# --- what follows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finding", [HUNG, STUCK], ids=["hung", "stuck"])
+def test_a_hang_is_told_once_and_stands(finding: Finding) -> None:
+    hall = training(finding=finding, timeout_s=0.0)
+    (report,) = hall.wait(60.0 + 15.0)
+    assert isinstance(report, Report)
+    assert report.finding == finding
+    assert report.still_s == pytest.approx(64.5)
+    assert len(report.text.splitlines()) <= 4
+    assert hall.wait(5000.0) == []
+    assert hall.watch.reported == finding
+
+
+def test_what_is_told_of_a_hang() -> None:
+    hall = training()
+    (report,) = hall.wait(70.0)
+    assert isinstance(report, Report)
+    assert report.text.splitlines() == [
+        "rank 1 on b is in sleep at data.py:17 for 64 s",
+        "1 other waits in all_reduce",
+        "stacks of rank 1, on b: /run/rank1.txt",
+        "if nothing moves for another 296 s its workers are ended (--hang-timeout)",
+    ]
+    assert report.files == {1: "/run/rank1.txt", 0: "/run/rank0.txt"}
+
+
+def test_it_is_looked_at_again_and_again() -> None:
+    hall = training()
+    hall.wait(110.0)
+    assert hall.looks == [70.0, 72.0, 74.0, 84.5, 95.0, 105.5, 116.0]
+
+
+def test_a_step_ends_it() -> None:
+    hall = training()
+    hall.wait(100.0)
+    hall.steps(101)
+    assert hall.orders[-1] == Over(HUNG, pytest.approx(100.0))  # type: ignore[arg-type]
+    assert hall.watch.reported is None
+    assert hall.wait(59.0) == []
+    hall.wait(2.0)
+    assert hall.looks[-1] == 170.0, "and begins another minute"
+
+
+def test_a_step_before_it_was_told_ends_it_in_silence() -> None:
+    hall = training()
+    hall.wait(61.0)
+    hall.steps(101)
+    assert hall.orders == []
+    assert hall.wait(50.0) == []
+
+
+def test_who_moves_is_looked_at_later() -> None:
+    hall = training(finding=MOVING)
+    assert hall.wait(5000.0) == []
+    assert hall.looks[:6] == [70.0, 72.0, 74.0, 104.5, 106.5, 108.5]
+
+
+def test_a_pause_is_not_told_until_the_time_out() -> None:
+    hall = training(finding=PAUSED, timeout_s=300.0)
+    assert hall.wait(60.0 + 299.0) == []
+    report, end = hall.wait(10.0)
+    assert isinstance(report, Report)
+    assert isinstance(end, EndHung)
+
+
+def test_without_a_time_out_a_pause_is_told_all_the_same() -> None:
+    hall = training(finding=PAUSED, timeout_s=0.0)
+    assert hall.wait(60.0 + 299.0) == []
+    (report,) = hall.wait(20.0)
+    assert isinstance(report, Report)
+    assert "it is left alone (--hang-timeout 0)" in report.text
+    looks = len(hall.looks)
+    assert hall.wait(1000.0) == []
+    assert len(hall.looks) - looks <= 1000.0 / 10.0
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 5.0, 30.0, 300.0])
+def test_the_generation_is_ended_when_nobody_has_moved_for_the_time_out(timeout_s: float) -> None:
+    hall = training(timeout_s=timeout_s)
+    *_, end = hall.wait(1000.0)
+    assert isinstance(end, EndHung)
+    assert end.finding == HUNG
+    assert end.culprit is not None
+    assert (end.culprit.rank, end.culprit.samples[-1].pid) == (1, 11)
+    assert re.fullmatch(
+        r"nothing has moved for \d+ s \(--hang-timeout [\d]+\): rank 1 on b is in sleep at .*", end.text
+    )
+    assert hall.looks[-1] - 70.0 == pytest.approx(max(timeout_s, 4.0))
+
+
+def test_never_by_time_out_0() -> None:
+    hall = training(timeout_s=0.0)
+    assert len(hall.wait(100_000.0)) == 1
+
+
+def test_other_stacks_begin_the_time_out_anew() -> None:
+    hall = training(timeout_s=100.0)
+    for n in range(20):
+        hall.finding = Finding(kind=HangKind.HUNG, code="HF240", text="t", culprits=(1,), signature=f"{n}")
+        assert all(isinstance(order, Report) for order in hall.wait(60.0))
+    (end,) = hall.wait(100.0)
+    assert isinstance(end, EndHung)
+
+
+def test_one_that_moves_in_between_begins_it_anew() -> None:
+    hall = training(timeout_s=100.0)
+    hall.wait(60.0 + 80.0)
+    hall.finding = MOVING
+    hall.wait(15.0)
+    hall.finding = HUNG
+    assert hall.wait(80.0) == []
+    assert isinstance(hall.wait(40.0)[-1], EndHung)
+
+
+def test_nobody_who_answers_is_no_reason_to_end_anything() -> None:
+    hall = training(answer=(), finding=PAUSED)
+    assert hall.wait(5000.0) == []
+
+
+def test_one_node_that_never_answers_is_told_without() -> None:
+    hall = training(answer=(0,))
+    (report,) = hall.wait(80.0)
+    assert isinstance(report, Report)
+    assert [len(story.samples) for story in hall.stories[0]] == [3, 0]
+
+
+def test_a_rank_seen_once_only_is_looked_at_once_more() -> None:
+    """One sample does not tell who moves from who does not."""
+    hall = training()
+    hall.answer = (0,)
+    hall.wait(63.0)
+    hall.answer = (0, 1)
+    hall.wait(2.0)
+    assert hall.stories == []
+    hall.wait(2.0)
+    assert [len(story.samples) for story in hall.stories[0]] == [3, 2]
+
+
+# --- the process group ------------------------------------------------------------------------------------------------
+
+
+def test_a_process_group_that_does_not_come_to_stand_is_told_with_who_has_not_come() -> None:
+    hall = Hall(finding=STUCK, timeout_s=0.0)
+    hall.now = 20.0
+    hall.progress(Stage.MEETING, ranks="a")
+    assert hall.wait(59.0) == []
+    (report,) = hall.wait(10.0)
+    assert isinstance(report, Report)
+    assert hall.store, "the nodes try to reach the store"
+    assert report.text.splitlines()[0] == "rank 0 waits in init_process_group for 64 s; rank 1 on b has not come"
+    assert (report.finding.code, report.finding.culprits, report.finding.kind) == ("HF245", (1,), HangKind.HUNG)
+
+
+def test_the_node_that_cannot_reach_the_store_is_told() -> None:
+    hall = Hall(finding=STUCK, reach=("b cannot reach a:29500: timed out",))
+    hall.progress(Stage.MEETING)
+    (report,) = hall.wait(70.0)
+    assert isinstance(report, Report)
+    assert report.text.splitlines()[:2] == [
+        "ranks 0, 1 wait in init_process_group for 64 s",
+        "b cannot reach a:29500: timed out (firewall? wrong address?)",
+    ]
+    assert report.finding.code == "HF245"
+
+
+def test_who_works_before_it_comes_is_left_in_peace() -> None:
+    """Rank 1 unpacks a data set before it asks for the process group."""
+    hall = Hall(finding=MOVING)
+    hall.progress(Stage.MEETING, ranks="a")
+    assert hall.wait(3000.0) == []
+
+
+def test_a_rank_that_comes_further_is_progress() -> None:
+    hall = Hall(finding=STUCK)
+    hall.progress(Stage.MEETING)
+    hall.wait(50.0)
+    hall.progress(Stage.GROUPING, ranks="a")
+    hall.wait(50.0)
+    assert hall.looks == []
+    hall.progress(Stage.READY)
+    hall.wait(5000.0)
+    assert hall.looks == [], "before the first step there is no hurry"
+
+
+def test_the_group_stands_at_last() -> None:
+    hall = Hall(finding=STUCK)
+    hall.progress(Stage.GROUPING)
+    hall.wait(100.0)
+    hall.progress(Stage.READY)
+    assert isinstance(hall.orders[-1], Over)
