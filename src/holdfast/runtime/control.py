@@ -164,18 +164,18 @@ class Control:
 
     async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply | None:
         """None: there is nobody to answer."""
-        uid = _peer_uid(writer)
-        if uid not in (0, os.geteuid()):
-            return Reply(code=ControlRefusedError.code, text="this job belongs to another user")
-        if len(self._tasks) > CLIENTS_MAX:
-            return Reply(code=ControlSilentError.code, text=f"{CLIENTS_MAX} clients are being answered; try again")
         try:
             async with asyncio.timeout(REQUEST_S_MAX):
                 line = await reader.readline()
         except (TimeoutError, ValueError):
             return Reply(code=ControlRefusedError.code, text="no question within the limits of time and size")
+        # Only now, also to whom nothing is said but this: who finds the other end closed has no time to read why.
         if not line:
             return None
+        if _peer_uid(writer) not in (0, os.geteuid()):
+            return Reply(code=ControlRefusedError.code, text="this job belongs to another user")
+        if len(self._tasks) > CLIENTS_MAX:
+            return Reply(code=ControlSilentError.code, text=f"{CLIENTS_MAX} clients are being answered; try again")
         try:
             request = msgspec.json.decode(line, type=Request)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

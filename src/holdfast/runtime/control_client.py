@@ -97,7 +97,8 @@ class Call:
                 f"what listens at {self._entry.socket} is no agent of holdfast's: {error}"
             ) from None
         if reply.code:
-            raise ControlRefusedError(f"the agent of {self._entry.name} (pid {self._entry.pid}): {reply.text}")
+            kind = ControlSilentError if reply.code == ControlSilentError.code else ControlRefusedError
+            raise kind(f"the agent of {self._entry.name} (pid {self._entry.pid}): {reply.text}")
         return reply
 
     def _reason(self, error: OSError) -> NoRunError | ControlRefusedError | ControlSilentError:
@@ -106,7 +107,7 @@ class Call:
             return ControlSilentError(
                 f"the agent of {entry.name} (pid {entry.pid}) does not answer within {self._limit_s:g} s{_plight(entry.pid)}"
             )
-        if error.errno in running.MISSING:
+        if error.errno in (*running.MISSING, errno.EPIPE, errno.ECONNRESET):
             return NoRunError(f"{entry.name} has ended")
         if isinstance(error, PermissionError):
             return ControlRefusedError(f"{entry.socket} belongs to another user{_whose(entry.socket)}")
