@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.coordinator.commands import Conclude, DropLink, Tell
+from holdfast.core.coordinator.commands import Conclude, DropLink, Note, Tell
 from holdfast.core.coordinator.events import Event, Heard, LinkOpened, Tick
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.outcome import Failure
@@ -22,6 +22,7 @@ from holdfast.core.protocol import (
     WorkersFailed,
 )
 from holdfast.testing.cluster import simple_judge
+from holdfast.testing.stalls import simple_examine
 
 LIMITS = Limits(join_s=60.0, settle_s=2.0, prepare_s=30.0, stop_grace_s=5.0, stop_slack_s=15.0)
 
@@ -50,10 +51,11 @@ class Desk:
             exclude_after=exclude_after,
         )
         self.now = 0.0
-        self.machine = CoordinatorMachine(job, LIMITS, simple_judge, self.now)
+        self.machine = CoordinatorMachine(job, LIMITS, simple_judge, self.now, examine=simple_examine)
         self.told: list[tuple[int, FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0
+        self.notes: list[Note] = []
 
     def give(self, event: Event) -> None:
         for command in self.machine.handle(self.now, event):
@@ -62,6 +64,8 @@ class Desk:
                     self.told.append((link, message))
                 case DropLink(link):
                     self.dropped.append(link)
+                case Note():
+                    self.notes.append(command)
                 case Conclude():
                     self.concluded += 1
         self.machine.check_invariants()
@@ -95,6 +99,10 @@ class Desk:
                 self.say(link, Ping(1))
             self.give(Tick())
         self.now = until
+
+    def noted(self, event: str) -> list[dict[str, object]]:
+        """What the journal was told of such events."""
+        return [note.fields for note in self.notes if note.event == event]
 
     def last(self, link: int) -> FromCoordinator:
         return [message for to, message in self.told if to == link and not isinstance(message, Pong)][-1]

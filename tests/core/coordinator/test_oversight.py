@@ -1,0 +1,270 @@
+"""Progress, looks, hangs and stragglers as the coordinator's machine deals with them; and its view for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.core.coordinator.events import LinkClosed
+from holdfast.core.coordinator.state import Phase
+from holdfast.core.outcome import OutcomeKind
+from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, Stopped, StopReason, WorkerDone
+from holdfast.core.stacks import Frame, RankSample
+from tests.core.coordinator.coordinator_desk import Desk, gathering, preparing, running, two_of_three
+
+
+def steps(desk: Desk, number: int, *, own_s: float = 0.0, links: tuple[int, ...] = (1, 2), generation: int = 0) -> None:
+    for link in links:
+        ranks = (RankProgress(0, Stage.STEPPING, number, 0.0, own_s * number),)
+        desk.say(link, Progress(generation or desk.machine.generation, ranks))
+
+
+def training(**options: Any) -> Desk:
+    """Two nodes of one worker each have made 20 steps of 0.1 s, the newest now."""
+    desk = running(**options)
+    for number in (10, 20):
+        desk.wait(1.0)
+        steps(desk, number)
+    return desk
+
+
+def looks(desk: Desk, link: int) -> list[Look]:
+    return [message for to, message in desk.told if to == link and isinstance(message, Look)]
+
+
+def notices(desk: Desk, link: int) -> list[str]:
+    return [message.text for to, message in desk.told if to == link and isinstance(message, Notice)]
+
+
+def answer(desk: Desk, link: int, function: str = "all_reduce") -> None:
+    """To the newest look."""
+    sample = RankSample(0, 100 + link, "S", 0.0, (Frame("t.py", 1, function),), file=f"/run/{link}.txt")
+    desk.say(link, Looked(desk.machine.generation, looks(desk, link)[-1].number, (sample,)))
+
+
+def look_on(desk: Desk, seconds: float, *links: int, second: str = "sleep") -> None:
+    """Time passes, and these nodes answer every look; the worker on the second one is elsewhere."""
+    until = desk.now + seconds
+    answered = {link: len(looks(desk, link)) for link in links}
+    while desk.now < until and desk.machine.phase is Phase.RUNNING:
+        desk.wait(min(0.5, until - desk.now))
+        for link in links:
+            if len(looks(desk, link)) > answered[link]:
+                answered[link] = len(looks(desk, link))
+                answer(desk, link, second if link == 2 else "all_reduce")
+
+
+def test_a_hang_is_told_to_every_node_and_stands_in_the_view() -> None:
+    desk = training()
+    look_on(desk, 70.0, 1, 2)
+    for link in (1, 2):
+        (text,) = notices(desk, link)
+        assert text.startswith("rank 1 is in sleep; 1 others wait in all_reduce\nstacks of rank 1, on n2: /run/2.txt")
+    (note,) = desk.noted("hang")
+    assert (note["kind"], note["code"], note["culprits"]) == ("hung", "HF240", [1])
+    assert note["files"] == {1: "/run/2.txt"}
+    assert desk.machine.view(desk.now).notices == ("rank 1 is in sleep; 1 others wait in all_reduce",)
+    steps(desk, 30)
+    assert notices(desk, 2)[1:] == ["the job goes on after 70 s without a step"]
+    assert len(desk.noted("hang_over")) == 1
+    assert desk.machine.view(desk.now).notices == ()
+
+
+def test_the_end_of_a_hang_costs_a_restart_and_names_the_culprit() -> None:
+    desk = training(max_restarts=1)
+    look_on(desk, 400.0, 1, 2)
+    stop = desk.last(1)
+    assert isinstance(stop, Stop)
+    assert stop.reason is StopReason.HUNG
+    assert stop.text.startswith("nothing has moved for 300 s (--hang-timeout 300): rank 1 is in sleep")
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert (desk.machine.phase, desk.machine.generation, desk.machine.budget.used) == (Phase.PREPARING, 2, 1)
+    assert desk.noted("verdict")[0]["code"] == "HF240"
+    assert desk.machine.view(desk.now).why == stop.text
+    desk.prepare(1, 2)
+    for number in (10, 20):
+        desk.wait(1.0)
+        steps(desk, number)
+    look_on(desk, 400.0, 1, 2)
+    for link in (1, 2):
+        desk.say(link, Stopped(2))
+    outcome = desk.machine.outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.FAILED, "HF240", 137)
+    assert outcome.verdict is not None
+    assert outcome.verdict.culprit is not None
+    assert (outcome.verdict.culprit.rank, outcome.verdict.culprit.host, outcome.verdict.culprit.pid) == (1, "n2", 102)
+
+
+def test_the_host_of_a_culprit_is_blamed() -> None:
+    desk = training(max_restarts=1, exclude_after=1)
+    look_on(desk, 400.0, 1, 2)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert [note["host"] for note in desk.noted("excluded")] == ["n2"]
+
+
+def test_where_nobody_can_be_named_it_costs_a_restart_all_the_same() -> None:
+    desk = training(max_restarts=1)
+    look_on(desk, 400.0, 1, 2, second="all_reduce")
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert desk.machine.budget.used == 1
+    assert desk.noted("verdict")[0]["code"] == "HF241"
+
+
+def test_a_worker_that_fails_while_the_job_hangs_takes_the_hang_into_the_verdict() -> None:
+    """As when a collective's own time-out strikes first, in a rank that only waited."""
+    desk = training()
+    look_on(desk, 100.0, 1, 2)
+    desk.fail(1)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert desk.machine.outcome is not None
+    assert desk.machine.outcome.code == "HF240"
+
+
+def test_one_that_went_on_and_failed_later_did_not_hang() -> None:
+    desk = training()
+    look_on(desk, 100.0, 1, 2)
+    steps(desk, 30)
+    desk.fail(1)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert desk.machine.outcome is not None
+    assert desk.machine.outcome.code == "HF200"
+
+
+def test_a_node_that_does_not_answer_is_waited_for_once() -> None:
+    desk = training()
+    desk.wait(60.0)
+    answer(desk, 1)
+    desk.wait(4.9)
+    assert len(looks(desk, 1)) == 1
+    desk.wait(0.2)
+    assert len(looks(desk, 1)) == 2
+    assert desk.noted("look_unanswered")[0]["members"] == ["n2#1"]
+    answer(desk, 1)
+    desk.wait(2.0)
+    assert len(looks(desk, 1)) == 3, "asked, and not awaited"
+    assert len(looks(desk, 2)) == 3
+
+
+def test_an_answer_to_an_older_look_is_too_late() -> None:
+    desk = training()
+    desk.wait(60.0)
+    answer(desk, 1)
+    desk.wait(5.1)
+    desk.say(2, Looked(1, 1, (RankSample(0, 1, "S", 0.0),)))
+    assert desk.machine._round is not None
+    assert desk.machine._round.samples == {}
+
+
+@pytest.mark.parametrize("state", [gathering, preparing])
+def test_progress_where_nothing_runs_is_nothing(state: Any) -> None:
+    desk = state()
+    steps(desk, 50, generation=1)
+    assert desk.machine.view(desk.now).training_s == 0.0
+
+
+def test_progress_of_another_generation_is_nothing() -> None:
+    desk = running()
+    steps(desk, 50, generation=7)
+    desk.wait(500.0)
+    assert looks(desk, 1) == []
+
+
+def test_nobody_is_watched_on_the_way_to_a_safe_point_and_between_generations() -> None:
+    desk = training(max_restarts=1)
+    desk.fail(2)
+    desk.wait(4.0)
+    desk.say(1, Stopped(1))
+    desk.say(2, Stopped(1))
+    desk.prepare(1, 2)
+    desk.wait(500.0)
+    assert looks(desk, 1) == []
+
+
+def test_a_rank_that_has_ended_is_not_looked_at() -> None:
+    desk = training()
+    desk.say(2, WorkerDone(1, 0))
+    look_on(desk, 100.0, 1)
+    assert looks(desk, 2) == []
+    assert desk.noted("look_unanswered") == []
+
+
+def test_a_straggler_is_told_and_stands_in_the_view() -> None:
+    desk = running()
+    for number in range(1, 40):
+        desk.wait(1.0)
+        for link in (1, 2):
+            steps(desk, number * 10, own_s=0.08 if link == 2 else 0.05, links=(link,))
+    (text,) = notices(desk, 1)
+    assert text.startswith("rank 1 on n2 is slow: 80 ms of its own in each step of 100 ms, the others 50 ms")
+    (note,) = desk.noted("straggler")
+    assert (note["code"], note["host"], note["ranks"]) == ("HF250", "n2", [1])
+    assert desk.machine.view(desk.now).notices == (text,)
+
+
+# --- the view ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_view_of_a_job_that_trains() -> None:
+    desk = two_of_three()
+    for number in (10, 20, 30):
+        desk.wait(1.0)
+        steps(desk, number, own_s=0.02)
+    desk.join(3)
+    view = desk.machine.view(desk.now)
+    assert (view.run_id, view.phase, view.generation, view.world_size) == ("t", "running", 1, 2)
+    assert (view.restarts, view.restarts_max) == (0, 0)
+    assert view.training_s == pytest.approx(2.0)
+    assert view.job_s == desk.now
+    assert [(node.host, node.group_rank, node.state) for node in view.nodes] == [
+        ("n1", 0, "running"),
+        ("n2", 1, "running"),
+        ("n3", None, "spare"),
+    ]
+    (rank,) = view.nodes[1].ranks
+    assert (rank.rank, rank.local_rank, rank.stage, rank.steps) == (1, 0, Stage.STEPPING, 30)
+    assert (rank.step_s, rank.own_s, rank.age_s) == pytest.approx((0.1, 0.02, 0.0))
+    assert view.nodes[2].ranks == ()
+
+
+def test_the_view_counts_the_training_of_earlier_generations() -> None:
+    desk = training(max_restarts=1)
+    desk.fail(2)
+    assert desk.machine.view(desk.now).nodes[0].state == "stopping"
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    desk.prepare(1, 2)
+    view = desk.machine.view(desk.now)
+    assert (view.training_s, view.restarts, view.why) == (1.0, 1, "rank 1 failed on n2")
+    for number in (10, 20):
+        desk.wait(1.0)
+        steps(desk, number)
+    assert desk.machine.view(desk.now).training_s == 2.0
+
+
+def test_the_view_while_nodes_meet() -> None:
+    desk = gathering()
+    desk.join(1)
+    view = desk.machine.view(desk.now)
+    assert (view.phase, view.world_size, [node.state for node in view.nodes]) == ("gathering", 0, ["arriving"])
+    desk.join(2)
+    assert {node.state for node in desk.machine.view(desk.now).nodes} == {"starting"}
+    desk.prepare(1)
+    assert [node.state for node in desk.machine.view(desk.now).nodes] == ["prepared", "starting"]
+
+
+def test_the_view_outlives_lost_and_finished_nodes() -> None:
+    desk = training()
+    desk.say(2, WorkerDone(1, 0))
+    assert [node.state for node in desk.machine.view(desk.now).nodes] == ["running", "done"]
+    desk.give(LinkClosed(2, "reset"))
+    assert [node.host for node in desk.machine.view(desk.now).nodes] == ["n1"]
+    desk.say(1, WorkerDone(1, 0))
+    assert desk.machine.view(desk.now).phase == "over"
