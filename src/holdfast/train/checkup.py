@@ -48,18 +48,25 @@ def gpu_facts(torch: Any) -> dict[str, Any]:
     try:
         torch.cuda.init()
         told["gpus"] = torch.cuda.device_count()
-        codes = [
-            int(arch.partition("_")[2].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")
-        ]
+        archs = torch.cuda.get_arch_list()
         told["unsupported"] = [
             f"GPU {index} (sm_{major}{minor})"
             for index in range(told["gpus"])
             for major, minor in [torch.cuda.get_device_capability(index)]
-            if codes and not any(code // 10 == major and code % 10 <= minor for code in codes)
+            if archs and not any(runs_on(arch, major, minor) for arch in archs)
         ]
     except Exception as error:  # noqa: BLE001 - whatever it is, the doctor wants to hear it
         told["gpu_error"] = first_line(error)
     return told
+
+
+def runs_on(arch: str, major: int, minor: int) -> bool:
+    """`sm_86` is code for GPUs of its own major version, from its minor one; `compute_80` is compiled for any newer GPU."""
+    kind, _, digits = arch.partition("_")
+    number = int(digits.rstrip("af"))
+    if kind == "compute":
+        return number <= major * 10 + minor
+    return number // 10 == major and number % 10 <= minor
 
 
 def reduce(rank: int, world: int, limit_s: float) -> None:

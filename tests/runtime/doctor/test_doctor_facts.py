@@ -118,6 +118,41 @@ def test_torch_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (got.state, got.version, got.gloo, got.cuda) == (TorchState.OK, "9.9.0", True, "")
 
 
+CUDA = """
+version.cuda = "12.6"
+class cuda:
+    class nccl:
+        version = staticmethod(lambda: (2, 27, 3))
+    init = staticmethod(lambda: INIT)
+    device_count = staticmethod(lambda: 2)
+    get_arch_list = staticmethod(lambda: ARCHS)
+    get_device_capability = staticmethod(lambda index: ((9, 0), (12, 1))[index])
+"""
+
+
+@pytest.mark.parametrize(
+    ("archs", "unsupported"),
+    [
+        (["sm_80", "sm_90a", "sm_120"], ()),
+        (["sm_80", "sm_90"], ("GPU 1 (sm_121)",)),
+        (["sm_80", "compute_80"], ()),
+        (["sm_80", "compute_120"], ("GPU 0 (sm_90)",)),
+        ([], ()),
+    ],
+)
+def test_gpus_without_code_in_this_build_are_named(
+    archs: list[str], unsupported: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FAKE + CUDA.replace("ARCHS", repr(archs)).replace("INIT", "None")
+    got = torch_of(source, tmp_path, monkeypatch)
+    assert (got.cuda, got.nccl, got.gpus, got.unsupported) == ("12.6", "2.27.3", 2, unsupported)
+
+
+def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = torch_of(FAKE + CUDA.replace("INIT", "1 / 0"), tmp_path, monkeypatch)
+    assert (got.state, got.gpus, got.gpu_error) == (TorchState.OK, 0, "division by zero")
+
+
 @pytest.mark.parametrize(
     ("source", "state", "text"),
     [

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast.core.doctor import Finding, Level, LocalFacts, Reached, TorchFacts, TorchState
+from holdfast.core.doctor import Finding, Level, Link, LocalFacts, NodeReport, Reached, Summary, TorchFacts, TorchState
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.runtime.doctor import desk as desk_module
 from holdfast.runtime.doctor import probe
 from holdfast.runtime.doctor.channel import dial
-from holdfast.runtime.doctor.messages import Here, Peer, Roster
+from holdfast.runtime.doctor.messages import Here, Peer, Roster, Told, encode
 from holdfast.runtime.doctor.visit import BACKEND, Asked, Visited, pay_visit
 
 KEY = b"k" * 16
@@ -294,6 +294,18 @@ def test_an_all_reduce_whose_process_cannot_start_is_a_result(free_port) -> None
     assert one.visit is not None
     assert one.visit.reduced is not None
     assert [each.error for each in one.visit.reduced if each is not None] == ["No such file or directory"] * 2
+
+
+def test_no_node_can_say_so_much_that_the_others_are_not_heard() -> None:
+    chatty = NodeReport(
+        summary=Summary(host="x" * 100000),
+        links=(Link(to=0, reached=Reached.SILENT, error="e" * 100000, names=("n" * 100000,)),),
+        findings=(Finding(code="HF510", level=Level.WARN, what="w", why="y" * 100000),),
+    )
+    cut = desk_module.clipped(chatty)
+    assert len(encode(Told(cut))) < 6 * desk_module.TEXT_CHARS_MAX
+    assert cut.links[0].reached is Reached.SILENT
+    assert cut.findings[0].why == "y" * desk_module.TEXT_CHARS_MAX
 
 
 def test_of_very_many_nodes_only_the_worst_links_are_told(free_port, monkeypatch: pytest.MonkeyPatch) -> None:

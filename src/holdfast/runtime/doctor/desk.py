@@ -37,14 +37,17 @@ from holdfast.wire.handshake import NONCE_BYTES, ServerHandshake
 
 LINKS_TOLD_MAX = 8192
 """Of very many nodes only the worst links are told, so that the outcome fits into a frame."""
-FINDINGS_TOLD_MAX = 32
-"""Of one node."""
+FINDINGS_TOLD_MAX = 4096
+FINDINGS_OF_ONE_MAX = 32
+TEXT_CHARS_MAX = 500
+"""Of each word of a node that is passed on to the others."""
 REPORT_S_MIN = 60.0
 """Importing torch from a slow disk takes long, and is one of the things to find out."""
 MESSAGES_WAITING_MAX = 16
 LOST = None
 
 Kind = TypeVar("Kind", bound=Message)
+Value = TypeVar("Value")
 
 
 class Member:
@@ -100,6 +103,7 @@ class Desk:
 
     async def _close(self) -> None:
         """Whoever is still here gets what was sent to it, and nobody is served any more."""
+        self._sealed = True
         await asyncio.gather(*(member.channel.close() for member in self._members))
         for channel in self._arrivals.values():
             channel.abort()  # strangers in the middle of a handshake
@@ -138,7 +142,7 @@ class Desk:
             channel.send(Full(f"the visit has begun without this node; there are {names}"))
             await channel.close()
             return None
-        member = Member(channel, here)
+        member = Member(channel, clipped(here))
         self._members.append(member)
         self._say(f"{here.host} came: {len(self._members)} of {self._job.max_nodes}")
         if len(self._members) == self._job.max_nodes:
@@ -202,16 +206,14 @@ class Desk:
         return Visit(wanted=(self._job.min_nodes, self._job.max_nodes), came=self._names(), reports=reports)
 
     def _trimmed(self, member: Member, report: NodeReport) -> NodeReport:
-        links_max = max(1, LINKS_TOLD_MAX // len(self._members))
+        number = len(self._members)
+        links_max = max(1, LINKS_TOLD_MAX // number)
+        findings_max = min(FINDINGS_OF_ONE_MAX, max(1, FINDINGS_TOLD_MAX // number))
         links = report.links
         if len(links) > links_max:
             links = tuple(sorted(links, key=badness)[:links_max])
-        return msgspec.structs.replace(
-            report,
-            address=member.channel.peer_address,
-            links=links,
-            findings=report.findings[:FINDINGS_TOLD_MAX],
-        )
+        address, findings = member.channel.peer_address, report.findings[:findings_max]
+        return clipped(msgspec.structs.replace(report, address=address, links=links, findings=findings))
 
     async def _collect(
         self, kind: type[Kind], limit_s: float, members: Sequence[Member] | None = None
@@ -257,6 +259,18 @@ class Desk:
             member.channel.send(Go(port))
         results = await self._collect(Result, self._timeout_s + HANDSHAKE_S_MAX)
         return tuple(result.reduced if result is not None else None for result in results)
+
+
+def clipped(value: Value) -> Value:
+    """The same with all its texts cut: one node's words must not keep the others' from fitting into a frame."""
+    if isinstance(value, str):
+        return value[:TEXT_CHARS_MAX]  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return tuple(map(clipped, value))  # type: ignore[return-value]
+    if isinstance(value, msgspec.Struct):
+        fields = {name: clipped(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    return value
 
 
 def badness(link: Link) -> tuple[bool, float]:

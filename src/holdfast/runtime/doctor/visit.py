@@ -107,8 +107,8 @@ async def pay_visit(
         try:
             return await visitor.go(facts, examine)
         except (PeerError, ProtocolError, AuthenticationError, TimeoutError) as error:
-            why = f"the desk at {asked.endpoint} is gone: {error or 'it did not answer in time'}"
-            fix = "look at what doctor says on the node of the endpoint"
+            why = f"the doctor at {asked.endpoint} is gone: {error or 'it did not answer in time'}"
+            fix = "look at what it says there"
             return Visited(visitor.visit, visitor.me, _trouble("HF554", Level.RETRY, why, fix))
         finally:
             await visitor.close()
