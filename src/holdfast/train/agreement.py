@@ -11,6 +11,7 @@ import datetime
 import itertools
 import json
 import os
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from holdfast.core.errors import SnapshotIncompleteError
 
 PATIENCE_S = 600.0
 """So long the ranks wait for each other: the slowest one may be reading a data set."""
+
+LOOK_AGAIN_S = 0.005
+"""While ranks meet."""
 
 _numbers = itertools.count()
 """One for each object: all ranks make theirs in the same order, as they do process groups."""
@@ -38,10 +42,45 @@ class Peers:
     @classmethod
     def of_this_process(cls, patience_s: float = PATIENCE_S) -> Peers:
         """Those of the default process group; a world of one when there is none."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(0, 1, None, patience_s)
         store = dist.PrefixStore(f"holdfast.snapshots/{next(_numbers)}", dist.distributed_c10d._get_default_store())
-        return cls(dist.get_rank(), dist.get_world_size(), store, patience_s)
+        return cls.meeting(store, dist.get_rank(), dist.get_world_size(), patience_s)
+
+    @classmethod
+    def meeting(cls, store: Any, rank: int, world: int, patience_s: float = PATIENCE_S) -> Peers:
+        """Ranks that meet in this store, under a prefix that no earlier life of the job has used.
+
+        torchrun keeps one store over its restarts; what the dead have said in it would be taken for answers. So each rank
+        greets with a word of its own and waits for an answer to that word: the prefix, which is rank 0's word.
+        """
+        word = os.urandom(8).hex()
+        peers = cls(rank, world, store, patience_s)
+        if rank:
+            store.set(f"hello/{rank}", word)
+            word = peers._take([word])[0].decode()
+            store.set(f"{word}/{rank}", "here")
+        else:
+            peers._greet(word)
+        peers._store = dist.PrefixStore(word, store)
+        return peers
+
+    def _greet(self, word: str) -> None:
+        """Rank 0: answer every hello, also one that replaces a dead process's, until all are here."""
+        hellos = [f"hello/{rank}" for rank in range(1, self.world)]
+        here = [f"{word}/{rank}" for rank in range(1, self.world)]
+        answered: set[str] = set()
+        deadline_s = time.monotonic() + self._patience.total_seconds()
+        while not self._store.check(here):
+            said = {each.decode() for each in self._take(hellos)}
+            for each in said - answered:
+                self._store.set(each, word)
+            answered |= said
+            if time.monotonic() > deadline_s:
+                raise self._silence(here)
+            time.sleep(LOOK_AGAIN_S)  # a store tells that there is a value, not that there is another one
+        for each in (*hellos, *here, *answered):
+            self._store.delete_key(each)
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank said, by rank: at rank 0; elsewhere an empty list, at once."""
@@ -93,14 +132,17 @@ class Peers:
         try:
             self._store.wait(keys, self._patience)
         except dist.DistStoreError:
-            missing = [key for key in keys if not self._store.check([key])]
-            who = ", ".join(key.rpartition("/")[2] for key in missing) if self.rank == 0 else "0"
-            raise SnapshotIncompleteError(
-                f"rank {who} said nothing for {self._patience.total_seconds():g} s\n"
-                "every rank has to call resume(), step() and save() equally often"
-            ) from None
+            raise self._silence(keys) from None
         texts: list[bytes] = self._store.multi_get(keys)
         return texts
+
+    def _silence(self, keys: list[str]) -> SnapshotIncompleteError:
+        missing = [key for key in keys if not self._store.check([key])]
+        who = ", ".join(key.rpartition("/")[2] for key in missing) if self.rank == 0 else "0"
+        return SnapshotIncompleteError(
+            f"rank {who} said nothing for {self._patience.total_seconds():g} s\n"
+            "every rank has to call resume(), step() and save() equally often"
+        )
 
 
 def node_key() -> str:
