@@ -45,7 +45,7 @@ OWN_TROUBLE = re.compile(
     r"|Unable to resolve hostname|ifa != nullptr"
     r"|EADDRINUSE|address already in use|No space left|Too many open files|Cannot allocate memory|can't start new thread"
     r"|Detected mismatch between collectives|CollectiveFingerPrint|is inconsistent|appears not to match"
-    r"|Expected to have finished reduction|invalid usage",
+    r"|Expected to have finished reduction|invalid usage|Ran out of input|DataLoader (?:worker|timed)",
     re.IGNORECASE,
 )
 """Words that name a trouble of the speaker's own, whatever else it says."""
@@ -86,7 +86,8 @@ SERVER = re.compile(
 )
 """Frames of clients: the other side is a server and no training peer."""
 SERVER_TEXT = re.compile(
-    r"https?://|s3://|gs://|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded", re.I
+    r"\b(?:wandb|mlflow|requests|urllib3?|httpx|botocore|huggingface_hub|aiohttp)\.\w|https?://|s3://|gs://|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded",
+    re.I,
 )
 
 OWN_CHILDREN = re.compile(
@@ -99,6 +100,7 @@ NAMES_A_WAIT = re.compile(
     r"|refused|unreachable",
     re.IGNORECASE,
 )
+"""A time-out that tells of closed connections too: it closed them itself."""
 
 CONTROL_FLOW = types_of(
     "KeyError AttributeError IndexError StopIteration Empty NotImplementedError ImportError TypeError"
@@ -161,8 +163,12 @@ def complaint(failure: Failure, words: Words) -> Blame:
         return Blame.LOOSE if firm and GENUINE.search(text) else Blame.OWN
     if not firm:
         return Blame.LOOSE
-    first = min((found.start() for found in (ended, waited) if found), default=0)
-    return Blame.CUT if ended and (ended.start() == first or not _names_a_wait(text)) else Blame.WAITED
+    return Blame.WAITED if waited and (not ended or NAMES_A_WAIT.search(text)) else Blame.CUT
+
+
+def is_complaint(text: str) -> bool:
+    """Whether this text alone speaks of training peers that went away or did not come."""
+    return bool(not OWN_TROUBLE.search(text) and TRANSPORT.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
 def _late(failure: Failure, words: Words) -> Blame:
@@ -177,11 +183,6 @@ def _late(failure: Failure, words: Words) -> Blame:
             return Blame.WAITED_LATE
         case _:
             return Blame.STOPPED
-
-
-def _names_a_wait(text: str) -> bool:
-    """A time-out that tells of closed connections too: it closed them itself."""
-    return bool(NAMES_A_WAIT.search(text))
 
 
 def _is_control_flow(words: Words) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from holdfast.core.outcome import Failure
-from holdfast.insight.causes.blame import Blame, complaint
+from holdfast.insight.causes.blame import Blame, complaint, is_complaint
 from holdfast.insight.causes.rules import HINTS, RULES, Rule
 from holdfast.insight.causes.words import Words, listen, unwrapped
 
@@ -57,8 +57,8 @@ def _texts(words: Words) -> list[tuple[str, str]]:
         texts = [(last, last.partition(":")[0]), (words.text, words.type)]
     if words.chained:
         root = (unwrapped(words.root), words.root_type)
-        # A rank that fails while it cleans up after a fault of its own says the fault first.
-        texts.append(root)
+        # What goes wrong with the peers while it cleans up is a consequence of its own fault.
+        texts.insert(0 if is_complaint(last) else len(texts), root)
     return [(text[-TEXT_CHARACTERS_MAX:], type_) for text, type_ in texts]
 
 
@@ -99,6 +99,9 @@ def _telling_line(rule: Rule, failure: Failure) -> str:
 def _plain(failure: Failure, words: Words) -> Cause:
     """Nothing that the table knows."""
     text = words.text
+    if text and not failure.message and failure.exit_code < 0:
+        name = signal_name(failure.exit_code)
+        return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
     if text:
         hint = next((hint for says, hint in HINTS if _search(says, text)), "")
         return Cause("HF201", f"raised {_first_line(text)}", hint)
@@ -125,6 +128,10 @@ def signal_name(exit_code: int) -> str:
 def _is_signal(number: int) -> bool:
     return number in signal.valid_signals() and number < signal.SIGRTMIN and number > 0
 
+
+NATIVE_ADVICE = (
+    "an uncaught exception of compiled code: its stack is on stderr; suspects are extensions built for another version"
+)
 
 MEANINGS = {
     "SIGKILL": "killed from outside: kill -9, a scheduler, or an out-of-memory killer we could not see",

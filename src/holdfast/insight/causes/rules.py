@@ -52,7 +52,7 @@ GPU = (
         "smaller micro-batch with more accumulation, activation checkpointing or FSDP; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
         "against fragmentation; nvidia-smi shows whether others are on that GPU",
         says=r"(?:CUDA|HIP|XPU|NPU|MPS)\b.{0,40}out of memory|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
-        r"|Cuda failure .{0,10}'?out of memory|OutOfMemoryError|out of (?:GPU|device|HBM) memory",
+        r"|Cuda failure .{0,10}'?out of memory|OutOfMemoryError|RESOURCE_EXHAUSTED|out of (?:GPU|device|HBM) memory",
         types=types_of("OutOfMemoryError"),
     ),
     Rule(
@@ -78,7 +78,7 @@ GPU = (
         "one process per GPU: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), and --nproc-per-node no larger than what "
         "CUDA_VISIBLE_DEVICES leaves",
         says=r"invalid device ordinal|CUDA_ERROR_INVALID_DEVICE|Duplicate GPU detected|devices? .{0,30}(?:are|is) busy or unavailable"
-        r"|device index .{0,40}(?:out of range|must be|invalid)|device >= 0 && device < num_gpus|Invalid device id"
+        r"|device index .{0,40}(?:out of range|must be|invalid)|on CUDA device \d+ but|device >= 0 && device < num_gpus|Invalid device id"
         r"|(?:using|mapped to|share) the same (?:GPU|CUDA device)",
         per_node=True,
     ),
@@ -100,6 +100,13 @@ GPU = (
         r"|doesn't have NCCL built in|has no attribute '_cuda|CUDA unknown error|nvidia-smi.{0,30}(?:has failed|not found)|torch\.cuda\.is_available\(\) is False"
         r"|CUDA error: (?:initialization error|system)",
         per_node=True,
+    ),
+    Rule(
+        "HF221",
+        "failed on its GPU: {said}",
+        "run again with CUDA_LAUNCH_BLOCKING=1 for the true line; the same on one node only means its GPU or driver: dmesg, nvidia-smi -q",
+        says=r"\b(?:CUDA|HIP|cuDNN|cuBLAS|Triton) error|CU(?:BLAS|DNN|SOLVER|FFT|SPARSE)_STATUS_|AcceleratorError",
+        types=types_of("AcceleratorError"),
     ),
 )
 
@@ -144,7 +151,7 @@ AGREEMENT = (
         "by the number of micro-batches",
         says=r"returned nan values|\b(?:nan|inf)s?\b[`'\"]?.{0,40}(?:loss|grad|norm|detected|found|encountered|values?|weights?|at step|in (?:the )?)"
         r"|(?:loss|grad\w*|norm|outputs?|logits?|tensor|weights?|activations?|values?)\b.{0,60}\b(?:nan|inf|infinite|infinity)s?\b"
-        r"|non-?finite|not finite|float (?:nan|infinity)|isfinite|isnan|contains either",
+        r"|non-?finite|not finite|float (?:nan|infinity)|isfinite|isnan|loss scale already at minimum|minimum loss scale|contains either",
         types=types_of("FloatingPointError"),
     ),
 )
@@ -163,7 +170,7 @@ LIMITS = (
         "df -h /dev/shm; docker run --shm-size=16g (or --ipc=host), in Kubernetes an emptyDir with medium: Memory; fewer loader workers",
         says=r"unable to (?:open|write to|allocate|mmap|resize|create).{0,30}shared memory|insufficient shared memory|out of shared memory"
         r"|No space left on device.{0,20}'?/(?:torch|psm|pymp|dev/shm|sem)|/dev/shm.{0,200}No space|shared memory segment|shm_open"
-        r"|/(?:torch|psm|pymp|sem)[_-][^\n]{0,40}No space|killed by signal: Bus error|received signal 7\b|Unexpected bus error",
+        r"|/(?:torch|psm|pymp|sem)[_-][^\n]{0,40}No space|mmap .{0,60}</torch_|killed by signal: Bus error|received signal 7\b|Unexpected bus error",
         ends=_ends(signal.SIGBUS),
         facts=("shm",),
         per_node=True,
@@ -192,7 +199,7 @@ LIMITS = (
         "lost a data-loader worker: {said}",
         "`Killed` is memory (fewer workers, smaller prefetch_factor, more RAM); else its own words are on stderr above: num_workers=0 shows "
         "the error in place",
-        says=r"DataLoader worker .{0,80}(?:killed|exited|received signal|died)|DataLoader timed out|(?:data )?loader.{0,20} worker.{0,40}(?:died|exited|killed)"
+        says=r"DataLoader worker .{0,80}(?:killed|exited|received signal|died)|DataLoader timed out|Pin memory thread exited|(?:data )?loader.{0,20} worker.{0,40}(?:died|exited|killed)"
         r"|worker process.{0,40}(?:terminated abruptly|died unexpectedly)",
         types=types_of("BrokenProcessPool"),
         facts=("memory", "shm"),
@@ -240,7 +247,7 @@ PEERS = (
         "could not set up its process group: {said}",
         "every node must reach MASTER_ADDR:MASTER_PORT: name resolution, firewall, the right interface (--local-addr); or a rank that came late "
         "or not at all; `holdfast doctor` tests every pair",
-        says=r"clients joined|client socket has (?:timed out|failed)|connectFullMesh|ncclUniqueId|env:// rendezvous"
+        says=r"clients joined|(?:client|server) socket .{0,60}(?:timed out|failed)|connectFullMesh|ncclUniqueId|env:// rendezvous"
         r"|wait timeout after|Timed out .{0,60}waiting for clients|timed out initializing process group|hasn't joined"
         r"|failed to connect to .{0,60}(?:store|server|MASTER|master)|Timeout waiting for key|Socket Timeout|IPv[46] network addresses of",
         facts=("interfaces",),
@@ -264,31 +271,6 @@ PEERS = (
         r"|Network is unreachable|neither AF_INET|ncclInvalidUsage|NCCL.{0,120}invalid usage|Connect to \S+ failed|libnccl",
         facts=("interfaces",),
     ),
-    Rule(
-        "HF234",
-        "waited for its peers in vain while one of them saved alone",
-        "a state_dict or save that uses collectives has to be called on every rank, and a barrier after a save by rank 0 alone; "
-        "or use holdfast.train.Snapshots",
-        says=r"timed? ?-?out|timeout|failed to pass",
-        stderr=r"alone called torch\.save|\bsave_(?:checkpoint|pretrained|state|model)\b|torch\.save\(|\.save\(|gather_full_state|FULL_STATE_DICT",
-        only=TIMED_OUT,
-    ),
-    Rule(
-        "HF209",
-        "waited in vain for its peers in a collective: {said}",
-        "some rank did not come: its stack and step are in `holdfast stacks` and `holdfast status`; look for a branch that only some ranks take, "
-        "or work longer than the time-out",
-        says=r"timed? ?-?out|timeout|watchdog caught|failed to pass|heartbeat|deadline exceeded",
-        only=TIMED_OUT,
-    ),
-    Rule(
-        "HF210",
-        "lost its connection to a peer, and no other rank said why: {said}",
-        "see the other ranks' logs and their machines' (dmesg, the scheduler's log); then the network between the nodes",
-        says=r"closed|reset|refused|abort|broken|peer|remote|recv|send|end ?of ?file|connect|EOF",
-        types=types_of("ConnectionResetError BrokenPipeError ConnectionRefusedError ConnectionAbortedError EOFError"),
-        only=COMPLAINT,
-    ),
 )
 
 FILES = (
@@ -298,7 +280,7 @@ FILES = (
         "what was compiled for another CUDA, torch, numpy or glibc has to be installed anew in this environment; pip check, ldd",
         says=r"cannot open shared object file|undefined symbol|GLIBC(?:XX)?_[\d.]+. not found|not found \(required by|compiled (?:with|using|against|for)"
         r" .{0,60}(?:numpy|torch|CUDA|version|module)|size changed, may indicate binary|invalid ELF|wrong ELF|symbol lookup error"
-        r"|_ARRAY_API not found|binary incompatib|ABI version|numpy\.core\.multiarray failed|compiled with different versions",
+        r"|_ARRAY_API not found|binary incompatib|mismatches the version|operator \S+ does not exist|ABI version|numpy\.core\.multiarray failed|compiled with different versions",
         per_node=True,
     ),
     Rule(
@@ -359,7 +341,7 @@ FILES = (
         "HF238",
         "could not reach a service outside the job: {said}",
         "proxy, DNS and firewall of that node; let one rank per node download before the others, or work offline (HF_HUB_OFFLINE=1)",
-        says=r"https?://|HTTPS?Connection|urlopen error|HTTP Error|Max retries exceeded|SSLError|CERTIFICATE_VERIFY|Name or service not known|name resolution"
+        says=r"https?://|\b(?:wandb|mlflow|requests|urllib3?|httpx|botocore|huggingface_hub|aiohttp)\.\w|HTTPS?Connection|urlopen error|HTTP Error|Max retries exceeded|SSLError|CERTIFICATE_VERIFY|Name or service not known|name resolution"
         r"|nodename nor servname|ReadTimeout|couldn't connect to|Couldn't reach|EndpointConnectionError|LocalEntryNotFound|status code [45]\d\d",
         types=types_of(
             "HTTPError URLError ConnectTimeout ReadTimeout SSLError gaierror EndpointConnectionError LocalEntryNotFoundError MaxRetryError"
@@ -374,6 +356,34 @@ FILES = (
         frames=r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|mlflow|s3fs|gcsfs|grpc|redis|pymongo|psycopg2?)/"
         r"|/urllib/request\.py|/http/client\.py",
         per_node=True,
+    ),
+)
+
+WAITING = (
+    Rule(
+        "HF234",
+        "waited for its peers in vain while one of them saved alone",
+        "a state_dict or save that uses collectives has to be called on every rank, and a barrier after a save by rank 0 alone; "
+        "or use holdfast.train.Snapshots",
+        says=r"timed? ?-?out|timeout|failed to pass",
+        stderr=r"alone called torch\.save|\bsave_(?:checkpoint|pretrained|state|model)\b|torch\.save\(|\.save\(|gather_full_state|FULL_STATE_DICT",
+        only=TIMED_OUT,
+    ),
+    Rule(
+        "HF209",
+        "waited in vain for its peers in a collective: {said}",
+        "some rank did not come: its stack and step are in `holdfast stacks` and `holdfast status`; look for a branch that only some ranks take, "
+        "or work longer than the time-out",
+        says=r"timed? ?-?out|timeout|watchdog caught|failed to pass|heartbeat|deadline exceeded",
+        only=TIMED_OUT,
+    ),
+    Rule(
+        "HF210",
+        "lost its connection to a peer, and no other rank said why: {said}",
+        "see the other ranks' logs and their machines' (dmesg, the scheduler's log); then the network between the nodes",
+        says=r"closed|reset|refused|abort|broken|peer|remote|recv|send|end ?of ?file|connect|EOF",
+        types=types_of("ConnectionResetError BrokenPipeError ConnectionRefusedError ConnectionAbortedError EOFError"),
+        only=COMPLAINT,
     ),
 )
 
@@ -428,7 +438,7 @@ ENDS = (
     ),
 )
 
-RULES: tuple[Rule, ...] = (*GPU, *AGREEMENT, *LIMITS, *PEERS, *FILES, *ENDS)
+RULES: tuple[Rule, ...] = (*GPU, *AGREEMENT, *LIMITS, *PEERS, *FILES, *WAITING, *ENDS)
 
 HINTS: tuple[tuple[str, str], ...] = (
     (
