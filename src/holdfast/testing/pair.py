@@ -155,6 +155,11 @@ class Pair:
         self._to_agent(self.agents[host], ev.Signalled(signum, signal.Signals(signum).name, preempt))
         self._settle()
 
+    def quit(self, *, drain: bool) -> None:
+        """A command on some node wants the whole job to end."""
+        self._to_coordinator(cev.QuitAsked(drain, "holdfast stop" if drain else "holdfast kill"))
+        self._settle()
+
     def store_dies(self, host: str) -> None:
         agent = self.agents[host]
         assert agent.assign is not None

@@ -18,6 +18,7 @@
     place a 1 sleep             local rank 1 of a is in sleep() from now on (the others wait for it in all_reduce())
     reach a timed out           a cannot reach the store
     signal a SIGTERM            the agent gets a signal; also preempt
+    stop / end                  `holdfast stop` / `holdfast kill` on some node: the whole job is to end
     store a                     the store host on a dies
     coordinator                 the coordinator ends and no agent does; the next one is on the same host
     # a comment
@@ -54,6 +55,7 @@ from holdfast.core.protocol import (
     Pong,
     Prepared,
     Progress,
+    Quit,
     Refuse,
     Resume,
     Start,
@@ -144,6 +146,8 @@ class _Scenario:
                 pair.drained(plain[0])
             case "coordinator":
                 pair.end_coordinator()
+            case "stop" | "end":
+                pair.quit(drain=verb == "stop")
             case "store":
                 pair.store_dies(plain[0])
             case _:
@@ -288,6 +292,8 @@ def _from_coordinator(message: object) -> str:
             return f"look {generation} #{number}" + " and try the store" * store
         case Notice(text):
             return f"notice: {text.splitlines()[0]}"
+        case Quit(drain, by):
+            return f"quit, {'saving first' if drain else 'at once'}: {by}"
         case Resume(generation):
             return f"resume {generation}"
         case Abandon(generation):
