@@ -53,3 +53,7 @@ def test_notes_and_the_line_that_runs() -> None:
     lines = stack_lines(view(seen(0, READS, note="its loader is stopped", source="batch = next(it)")))
     assert "    rank 0: its loader is stopped" in lines
     assert "    > batch = next(it)" in lines
+
+
+def test_nobody_runs() -> None:
+    assert stack_lines(view()) == ["run bert, generation 2: no worker runs now"]

@@ -64,6 +64,7 @@ def test_ranks_are_told_where_there_are_few_or_they_are_asked_for() -> None:
 def test_before_the_first_step_and_after_the_last() -> None:
     early = view(node("a", 0, rank(0, 0, stage=Stage.GROUPING)))
     assert status_lines(early)[1].startswith("no step yet")
+    assert "LAST STEP" not in "".join(status_lines(early)), "its age is that of the worker"
     done = view(node("a", 0, rank(0, stage=Stage.DONE, age_s=900), rank(1)))
     assert "last step 0.1 s ago" in status_lines(done)[1]
 

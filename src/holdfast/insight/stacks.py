@@ -46,6 +46,8 @@ def stack_lines(view: StacksView, *, full: bool = False) -> list[str]:
     """Without `full`, of each stack the innermost frame and the user's own."""
     groups = group(view)
     of = f" of {view.world_size}" if len(view.ranks) != view.world_size else ""
+    if not groups and not view.silent:
+        return [f"run {view.run_id}, generation {view.generation}: no worker runs now"]
     places = plural(len(groups), "place")
     lines = [f"run {view.run_id}, generation {view.generation}: {plural(len(view.ranks), 'rank')}{of} at {places}"]
     for each in groups:

@@ -47,8 +47,8 @@ def progress_line(view: JobView) -> str:
         parts.append(f"step {between([rank.steps for rank in ranks])}")
         rate = steps_per_s(ranks)
         parts += [f"{rate:.3g} steps/s"] if rate else []
-        ages = [rank.age_s for rank in ranks if rank.stage is not Stage.DONE]
-        parts += [f"last step {duration(max(ages))} ago"] if ages else []
+        age = last_step(ranks)
+        parts += [f"last step {age}"] if age else []
     elif ranks:
         parts.append("no step yet")
     if view.job_s > 0:
@@ -63,7 +63,6 @@ RANK_HEADINGS: Row = ("RANK", "NODE", "LOCAL", "STAGE", "STEP", "STEP TIME", "OW
 
 def node_row(node: NodeView) -> Row:
     rate = steps_per_s(node.ranks)
-    ages = [rank.age_s for rank in node.ranks if rank.stage is not Stage.DONE]
     return (
         node.host,
         "" if node.group_rank is None else str(node.group_rank),
@@ -71,7 +70,7 @@ def node_row(node: NodeView) -> Row:
         spans(rank.rank for rank in node.ranks),
         between([rank.steps for rank in node.ranks]),
         f"{rate:.3g}" if rate else "",
-        f"{duration(max(ages))} ago" if ages else "",
+        last_step(node.ranks),
         f"{duration(node.heard_s)} ago",
     )
 
@@ -85,8 +84,14 @@ def rank_row(host: str, rank: RankView) -> Row:
         str(rank.steps),
         f"{rank.step_s * 1e3:.3g} ms" if rank.step_s else "",
         f"{rank.own_s * 1e3:.3g} ms" if rank.own_s else "",
-        "" if rank.stage is Stage.DONE else f"{duration(rank.age_s)} ago",
+        last_step([rank]),
     )
+
+
+def last_step(ranks: Sequence[RankView]) -> str:
+    """Of the rank that has waited longest; empty while none has made one."""
+    ages = [rank.age_s for rank in ranks if rank.stage is Stage.STEPPING]
+    return f"{duration(max(ages))} ago" if ages else ""
 
 
 def steps_per_s(ranks: Sequence[RankView]) -> float:

@@ -112,10 +112,11 @@ class Control:
         """`outcome` None: there is none, this process ends by a fault of its own."""
         if not self._ended.done():
             self._ended.set_result(outcome)
-        if self._server is None:
-            return
-        self._server.close()
         paths = [path for path in (self._entry, self._socket) if path]
+        if not paths:
+            return
+        if self._server is not None:
+            self._server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S_MAX):
                 await run_detached(lambda: _remove(paths))
