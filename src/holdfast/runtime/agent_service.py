@@ -53,6 +53,7 @@ from holdfast.runtime.meeting import Link, Meeting
 from holdfast.runtime.observing import observing
 from holdfast.runtime.own_node import OwnNode
 from holdfast.runtime.report import write_reports
+from holdfast.runtime.versions import node_versions
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.crew import Crew
 from holdfast.runtime.workers.keeper import KeeperHandle
@@ -164,6 +165,7 @@ class AgentService:
             role=self._options.role,
             node_rank=self._options.node_rank,
             local_addr=self._options.local_addr,
+            versions=node_versions(self._options.command),
         )
         self._journal.write(
             "begins", member=node.member, run_id=self._options.job.run_id, endpoint=self._options.meeting_point
