@@ -170,6 +170,19 @@ def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(names(tmp_path)) == 2
 
 
+def test_the_end_waits_only_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saver that is stopped answers nobody; whoever has nothing with it does not ask."""
+
+    class Stopped(tiers.PrivateTier):
+        def wait(self) -> None:
+            pytest.fail("nothing is being written")
+
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: Stopped())
+    job = Job(tmp_path, resume=False)
+    job.train(2)
+    job.snaps.close()
+
+
 def test_asked_to_stop_it_saves_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, every=None)
     job.train(2)

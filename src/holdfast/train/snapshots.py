@@ -77,6 +77,8 @@ class Snapshots:
         self._fresh_ok = fresh_ok
         self._exit_on_stop = exit_on_stop
         self._tracker = Tracker()
+        if every is not None:
+            self._tracker.state._finish = self._save_the_last
         self._optimized = False
         """An optimizer has stepped since the last call of step(): no gradient is pending."""
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
@@ -260,6 +262,11 @@ class Snapshots:
         if wait:
             saving.wait()
 
+    def _save_the_last(self) -> None:
+        """All epochs are trained, on every rank."""
+        if self._saving is not None and not self._closed and self.state.step > self._schedule.durable_step:
+            self.save()
+
     def _save(self, saving: Saving, *, durable: bool) -> None:
         done = saving.save(durable=durable, metrics=self._metrics)
         if done.look_at:
@@ -308,7 +315,9 @@ class Snapshots:
                 last.callback(self._current_tier.close, ahead=self._schedule.saved_step > self._schedule.durable_step)
                 if self._pruner is not None:
                     last.callback(self._pruner.finish)
-                self._current_tier.wait()
+                if self._current_tier.busy:
+                    self._current_tier.wait()
+                self._current_tier.check()
 
     def _abandon(self) -> None:
         """After an exception: wait for nothing, and have the saver write what memory is ahead."""
