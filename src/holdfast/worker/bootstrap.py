@@ -57,6 +57,10 @@ def write_error_file(path: str, error: BaseException, traceback_text: str) -> No
         raise
 
 
+RECORD_ATTEMPTS = 3
+"""A program's signal handler may raise in the middle of it: torch's does when a process of a DataLoader has died."""
+
+
 class _Recorder:
     """Writes the error file of this process, once, unless somebody else (torch's own @record) already has."""
 
@@ -69,15 +73,20 @@ class _Recorder:
         """Never raises: nothing may hide the program's own error, be the disk full or its __str__ broken."""
         if not self._path or os.getpid() != self._pid:
             return
-        try:
-            import traceback
-
-            if os.path.exists(self._path) and os.path.getsize(self._path) > 0:
-                return
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            write_error_file(self._path, error, text)
-        except Exception:  # noqa: BLE001
+        for _ in range(RECORD_ATTEMPTS):
+            try:
+                self._write(error)
+            except Exception:  # noqa: BLE001
+                continue
             return
+
+    def _write(self, error: BaseException) -> None:
+        import traceback
+
+        if os.path.exists(self._path) and os.path.getsize(self._path) > 0:
+            return
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        write_error_file(self._path, error, text)
 
 
 # --- running the program ----------------------------------------------------------------------------------------------
