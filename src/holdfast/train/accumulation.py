@@ -3,7 +3,8 @@
 Knows DDP, FSDP2 and plain modules, and what a loader says of its batch (batch.Share). Knows no loader and no snapshot.
 
 The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
-micro-batches. With a number (`every=4`) each micro-batch weighs the same; with a loader each weighs what it holds.
+micro-batches. In a loop over a loader of ours each micro-batch weighs what it holds, and a step ends with the epoch. With a
+number and any other loader each weighs the same, and the count goes on over the epoch's end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.core.errors import ProcessGroupError
-from holdfast.train.batch import HasShare
+from holdfast.train.batch import Ahead, HasShare, Share, in_hand
 from holdfast.train.guards import watch
 
 
@@ -72,6 +73,31 @@ class _Accumulation:
         self._sum: torch.Tensor | None = None
         self._weight = 0.0
         self._exchange: Any = None
+        self._every = 1
+        """Micro-batches of the optimizer step in the making."""
+        self._samples = 0
+        """Of all ranks, in it."""
+        self._last_share: Share | None = None
+        self._cut = False
+        """The loop's body makes several micro-batches of one batch, so the loader's batches are none."""
+
+    def next_of(self, loader: Ahead, every: int) -> tuple[int, int, float] | None:
+        """Number, of how many, and scale of the next micro-batch, when so many batches of the loader make a step or, at the
+        epoch's end, fewer. None: batches are not micro-batches.
+        """
+        share = loader.share
+        if share is None or self._cut:
+            return None
+        if share is self._last_share:
+            self._cut = True
+            return None
+        self._last_share = share
+        number = self.done
+        if number == 0:
+            ahead = loader.samples_ahead(every)
+            self._every, self._samples = len(ahead), sum(ahead)
+        scale = share.scale * loader.samples_ahead(1)[0] / self._samples
+        return min(number, self._every - 1), self._every, scale
 
     def _group(self) -> Any:
         """That over which the gradients' mean is taken."""
@@ -138,7 +164,7 @@ _accumulations: weakref.WeakKeyDictionary[nn.Module, _Accumulation] = weakref.We
 
 
 @contextlib.contextmanager
-def accumulate(model: nn.Module, every: int | HasShare = 1) -> Iterator[MicroBatch]:
+def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterator[MicroBatch]:
     """One micro-batch: scales its loss, and lets gradients be exchanged only in the last one of an optimizer step.
 
         for batch in loader:
@@ -148,29 +174,46 @@ def accumulate(model: nn.Module, every: int | HasShare = 1) -> Iterator[MicroBat
                 optimizer.step()
                 optimizer.zero_grad()
 
-    `every`: the number of micro-batches per optimizer step, or the loader that the loop is over (holdfast.train's): then
-    the loader decides, and batches of different sizes get weights so that every sample counts the same. With a number the
-    count goes on over the end of an epoch. `model`: DDP, FSDP2, or neither.
-    Raises ProcessGroupError for a number below 1, or a loader that has handed out nothing.
+    `every`: the loader that the loop is over (holdfast.train's), which decides what makes an optimizer step; or a number of
+    batches; without it the loader's own, or 1. In a loop over a loader of holdfast.train every sample counts the same,
+    however uneven batches are, and the epoch's last optimizer step may have fewer batches. With any other loader batches
+    weigh the same, and the count goes on over the end of an epoch. `model`: DDP, FSDP2, or neither.
+    Raises ProcessGroupError for a number below 1, one that contradicts the loader, or a loader that has handed out nothing.
     """
     accumulation = _accumulations.get(model)
     if accumulation is None:
         accumulation = _accumulations[model] = _Accumulation(model)
     watch(model)
+    number, every, scale = _place(accumulation, every)
+    with accumulation.micro_batch(number, every, scale) as micro:
+        yield micro
+
+
+def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[int, int, float]:
+    """Of the next micro-batch: its number, of how many, and what to multiply its loss by."""
+    loader = in_hand()
+    if every is None:
+        every = 1 if loader is None or loader.share is None else loader
     if isinstance(every, int):
         if every < 1:
             raise ProcessGroupError(f"accumulate(every={every}): at least one micro-batch makes an optimizer step.")
+        if loader is not None and (loader.every > 1 or loader.is_kept):
+            if loader.every != every:
+                raise ProcessGroupError(
+                    f"accumulate(model, every={every}): the loader makes optimizer steps of {loader.every} batches\n"
+                    "write accumulate(model, loader), or leave global_batch_size= and every= of the loader out"
+                )
+            every = loader
+    if isinstance(every, int):
+        found = None if loader is None else accumulation.next_of(loader, every)
         # min: `every` may have become smaller in the middle of a step.
-        number, scale = min(accumulation.done, every - 1), 1 / every
-    else:
-        share = every.share
-        if share is None:
-            raise ProcessGroupError(
-                "accumulate(model, loader) belongs into the loop over that loader: it has no batch yet."
-            )
-        number, every, scale = share.micro, share.every, share.scale
-    with accumulation.micro_batch(number, every, scale) as micro:
-        yield micro
+        return found or (min(accumulation.done, every - 1), every, 1 / every)
+    share = every.share
+    if share is None:
+        raise ProcessGroupError(
+            "accumulate(model, loader) belongs into the loop over that loader: it has no batch yet."
+        )
+    return share.micro, share.every, share.scale
 
 
 def mid_accumulation(model: nn.Module) -> bool:

@@ -16,8 +16,10 @@ exactly the gradient that one process would have computed. `ht.accumulate(model,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
+from weakref import ref
 
 from holdfast.core.errors import DataError
 
@@ -74,6 +76,31 @@ class HasShare(Protocol):
     @property
     def every(self) -> int:
         """Micro-batches per optimizer step."""
+
+
+class Ahead(HasShare, Protocol):
+    """What it needs besides, to make optimizer steps of several of a loader's."""
+
+    @property
+    def is_kept(self) -> bool:
+        """The loader keeps a global batch of its own."""
+
+    def samples_ahead(self, count: int) -> list[int]:
+        """Samples, of all ranks, of the batch in hand and of those after it in its epoch; at most `count` numbers."""
+
+
+_in_hand: ContextVar[ref[Ahead] | None] = ContextVar("holdfast.train.in_hand", default=None)
+
+
+def in_hand() -> Ahead | None:
+    """The loader whose batch the loop's body has, so that `ht.accumulate` need not be given it."""
+    found = _in_hand.get()
+    return None if found is None else found()
+
+
+def set_in_hand(loader: Ahead | None) -> None:
+    """A loader hands out a batch, or its pass is over and the loop around it goes on. Keeps no loader alive."""
+    _in_hand.set(None if loader is None else ref(loader))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +162,21 @@ class GlobalBatch:
             start = cursor + step * self.size
             yield from self._deal_step(rank, start, min(start + self.size, length))
 
+    def samples_ahead(self, cursor: int, length: int, count: int) -> list[int]:
+        """Samples of each of the next optimizer steps of this epoch, at most `count`; with "pad" the repeated ones count."""
+        steps = min(count, self.steps(cursor, length))
+        return [
+            self._samples(start, min(start + self.size, length))
+            for start in range(cursor, cursor + steps * self.size, self.size)
+        ]
+
+    def _samples(self, start: int, stop: int) -> int:
+        if self.tail == "pad" and stop - start < self.size:
+            return -(-(stop - start) // self.parts) * self.parts
+        return stop - start
+
     def _deal_step(self, rank: int, start: int, stop: int) -> Iterator[Share]:
-        samples = stop - start
-        if self.tail == "pad" and samples < self.size:
-            samples = -(-samples // self.parts) * self.parts
+        samples = self._samples(start, stop)
         size, larger = divmod(samples, self.parts)
         for micro in range(self.every):
             part = rank * self.every + micro

@@ -68,13 +68,18 @@ class TrainState:
         """Calls of `Snapshots.step()` in all lives of this job."""
         self.epoch = 0
         self._follow: Callable[[int], None] = lambda _epoch: None
+        self._finish: Callable[[], None] = lambda: None
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it."""
+        """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
+
+        After the last one the state is saved, if `every` says that anything is: what comes next may need the whole training.
+        """
         while self.epoch < count:
             self._follow(self.epoch)
             yield self.epoch
             self.epoch += 1
+        self._finish()
 
 
 class Shared:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import DataError
-from holdfast.train.batch import GlobalBatch, Share, Tail
+from holdfast.train.batch import GlobalBatch, Share, Tail, in_hand, set_in_hand
 from holdfast.train.data.permutation import SEQUENTIAL, SHUFFLED, Order, order_of
 from holdfast.train.data.place import place
 from holdfast.train.data.position import Position
@@ -67,6 +67,7 @@ class DataLoader:
         self.shuffle = shuffle
         self.rank, self.world = place(rank, world)
         tail = _tail(tail, drop_last=drop_last)
+        self._kept = global_batch_size is not None
         if global_batch_size is None:
             self.plan = GlobalBatch.following(
                 self.world, 1 if batch_size is None else batch_size, 1 if every is None else every, tail
@@ -114,13 +115,19 @@ class DataLoader:
         epoch, cursor, length = position.epoch, position.cursor, position.length
         self._generator.manual_seed(sample_seed(position.seed, epoch, cursor))
         fetched = self._batches.begin(epoch, self._order_of(epoch), self.plan.deal(self.rank, cursor, length))
-        for batch in self._torch:
-            self._share = fetched.popleft()
-            position.hand_out(self._share.cursor)
-            yield batch
-            if this_pass != self._passes:
-                raise DataError("Another pass over this loader, or a state loaded into it, has ended this one.")
-            position.settle()
+        outside = in_hand()
+        try:
+            for batch in self._torch:
+                self._share = fetched.popleft()
+                position.hand_out(self._share.cursor)
+                set_in_hand(self)
+                yield batch
+                if this_pass != self._passes:
+                    raise DataError("Another pass over this loader, or a state loaded into it, has ended this one.")
+                position.settle()
+        finally:
+            if in_hand() is self:
+                set_in_hand(outside)
         position.finish()
 
     def __len__(self) -> int:
@@ -141,6 +148,17 @@ class DataLoader:
     def every(self) -> int:
         """Batches per optimizer step, constant while the world is."""
         return self.plan.every
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether optimizer steps are `global_batch_size=` samples, whatever the world."""
+        return self._kept
+
+    def samples_ahead(self, count: int) -> list[int]:
+        """Samples, of all ranks together, of the optimizer step that the last batch belongs to and of those after it in the
+        epoch; at most `count` numbers."""
+        cursor = self._position.cursor if self._share is None else self._share.step_start
+        return self.plan.samples_ahead(cursor, self._position.length, count)
 
     @property
     def batch_size(self) -> int:
