@@ -14,6 +14,7 @@ innermost 100 are written. Python 3.13 adds the thread's name behind its number.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from holdfast.core.stacks import FRAMES_MAX, Frame
 
@@ -24,6 +25,14 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call 
 _FRAME = re.compile(r'^ {2}File (?:"(.*)"|(\?\?\?)), line (\d+|\?\?\?) in (.*)$')
 _OWN = "/holdfast/worker/"
 """What the bootstrap puts below a program, and around torch's functions, is none of the program's."""
+_MACHINERY = re.compile(
+    r"""^<(?!stdin>|string>)                # <frozen runpy>
+      | /lib(64)?/python\d[\d.]*/(?!(site|dist)-packages/)
+      | /torch/
+      | /holdfast/(train|worker|launching)/""",
+    re.VERBOSE,
+)
+_INSTALLED = re.compile(r"/(site|dist)-packages/")
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
@@ -51,3 +60,18 @@ def _frame(line: str) -> Frame | None:
         return None
     file, unknown, number, function = match.groups()
     return Frame(file or unknown or "", int(number) if number.isdigit() else 0, function)
+
+
+def is_library(file: str) -> bool:
+    """Whether it is Python's, torch's, ours, or an installed package's, and not the program's own."""
+    return _MACHINERY.search(file) is not None or _INSTALLED.search(file) is not None
+
+
+def program_frame(frames: Sequence[Frame]) -> int | None:
+    """The index of the innermost frame that is the program's own; None when there is none.
+
+    Of a program that is itself an installed package: the innermost that is neither Python's nor torch's.
+    """
+    own = [index for index, frame in enumerate(frames) if not is_library(frame.file)]
+    own = own or [index for index, frame in enumerate(frames) if not _MACHINERY.search(frame.file)]
+    return own[0] if own else None

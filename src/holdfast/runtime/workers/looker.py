@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.core.board import LOOK_SIGNAL
-from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread
+from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame
 from holdfast.core.stacks import RankSample
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.workers import kernel
@@ -26,9 +26,13 @@ from holdfast.runtime.workers.stack_files import StackFiles
 
 ANSWER_S_MAX = 1.0
 """For the workers to write their stacks; they do so in milliseconds."""
-KEEP_S_MAX = 0.8
+KEEP_S_MAX = 0.7
 """For the evidence to reach the disk; after that it goes on without us, and samples name no file."""
 LOOK_S_MAX = 2.0
+READ_S_MAX = 0.2
+"""For the program's own lines to be read from its files."""
+SOURCE_CHARS_MAX = 80
+SOURCE_BYTES_MAX = 4 * 1024 * 1024
 STILL_S = 0.01
 """A dump that has not grown for so long, by a worker that handles no signal, is whole."""
 
@@ -73,6 +77,9 @@ class Looker:
             # Duplicates: the board may be closed meanwhile, and its numbers used for something else.
             looks = [_Look(rank, pid, os.dup(self._board.stacks(rank))) for rank, pid in sorted(pids.items())]
             samples = await run_detached(lambda: _collect(looks))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READ_S_MAX):
+                    samples = await run_detached(lambda: tuple(map(_with_source, samples)))
             if folder is None or not samples:
                 return samples
             texts = {look.local_rank: look.text for look in looks}
@@ -155,6 +162,21 @@ def _sample(look: _Look) -> RankSample:
     if look.stat is None:
         return RankSample(look.local_rank, look.pid, "", 0.0)
     return RankSample(look.local_rank, look.pid, look.stat.state, look.stat.cpu_s, main_thread(look.text), look.note)
+
+
+def _with_source(sample: RankSample) -> RankSample:
+    """With the text of the line that the program executes."""
+    index = program_frame(sample.frames)
+    if index is None:
+        return sample
+    frame = sample.frames[index]
+    try:
+        with open(frame.file, "rb") as file:
+            lines = file.read(SOURCE_BYTES_MAX).split(b"\n")
+        text = lines[frame.line - 1].decode(errors="replace").strip()
+    except (OSError, ValueError, IndexError):
+        return sample  # not a file, or of another machine
+    return structs.replace(sample, source=text[:SOURCE_CHARS_MAX])
 
 
 def _notes(children: Iterable[kernel.Child]) -> list[str]:

@@ -1,0 +1,147 @@
+"""What the samples of all ranks say about a job that seems to stand still: who keeps the others waiting, and where.
+
+Pure. `examine` is given to the coordinator by the command line, as the judge of failures is.
+
+| found                                                            | kind   | code  |
+|------------------------------------------------------------------|--------|-------|
+| a rank is stopped by a signal                                    | HUNG   | HF242 |
+| a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |
+| somebody works, is gone, or is in a debugger's hands             | MOVING |       |
+| nobody waits for other ranks                                     | PAUSED |       |
+| some wait for others, and some do not: those are named           | HUNG   | HF240, HF243 for data |
+| all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
+| all wait for others, at one place                                | STUCK  | HF241 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from holdfast.core.hang import Finding, HangKind, Place, RankStory
+from holdfast.insight.places import Doing, Where, where_is
+
+HUNG, STUCK, STOPPED, NO_DATA, MISMATCH = "HF240", "HF241", "HF242", "HF243", "HF244"
+
+RANKS_NAMED_MAX = 4
+FIRST_PLACES_MAX = 3
+OTHER_PLACES_MAX = 2
+_UNSETTLED = (Doing.WORKING, Doing.GONE, Doing.HELD)
+
+
+def examine(stories: Sequence[RankStory]) -> Finding:
+    """The finding of these stories, one of each rank that has not ended."""
+    all_of_them = [where_is(story) for story in sorted(stories, key=lambda story: story.rank)]
+    kind, code, odd = _judge(all_of_them)
+    others = [each for each in all_of_them if each not in odd]
+    signature = blake2b(digest_size=12)
+    for each in all_of_them:
+        signature.update(f"{each.story.rank} {each.key}\0".encode(errors="replace"))
+    named = odd if kind is HangKind.HUNG and not _is_tie(code, odd, others) else []
+    return Finding(
+        kind=kind,
+        code=code,
+        text=_text(kind, odd, others),
+        culprits=tuple(each.story.rank for each in named),
+        groups=tuple(_groups(odd) + _groups(others)),
+        signature=signature.hexdigest(),
+    )
+
+
+def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
+    """Kind, code, and those who are told of first."""
+    stopped = [each for each in ranks if each.doing is Doing.STOPPED]
+    if stopped:
+        return HangKind.HUNG, STOPPED, stopped
+    starved = [each for each in ranks if each.doing is Doing.LOADING and _loader_is_broken(each.note)]
+    if starved:
+        return HangKind.HUNG, NO_DATA, starved
+    unsettled = [each for each in ranks if each.doing in _UNSETTLED]
+    if unsettled:
+        return HangKind.MOVING, "", unsettled
+    odd = [each for each in ranks if each.doing is not Doing.COMMUNICATING]
+    if len(odd) == len(ranks) or len(ranks) == 1:
+        return HangKind.PAUSED, "", []
+    if odd:
+        only_data = all(each.doing is Doing.LOADING for each in odd)
+        return HangKind.HUNG, NO_DATA if only_data else HUNG, odd
+    by_place = _by_place(ranks)
+    if len(by_place) > 1:
+        return HangKind.HUNG, MISMATCH, min(by_place.values(), key=len)
+    return HangKind.STUCK, STUCK, []
+
+
+def _loader_is_broken(note: str) -> bool:
+    return " is stopped" in note or " is dead" in note
+
+
+def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
+    """As many ranks in one collective as in another: nobody can say which of them are wrong."""
+    return code == MISMATCH and any(len(group) == len(odd) for group in _by_place(others).values())
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _by_place(ranks: Sequence[Where]) -> dict[tuple[bool, str], list[Where]]:
+    found: dict[tuple[bool, str], list[Where]] = {}
+    for each in ranks:
+        found.setdefault((each.waits, each.place), []).append(each)
+    return found
+
+
+def _by_size(ranks: Sequence[Where]) -> list[list[Where]]:
+    """Those at one place together, the most first."""
+    return sorted(_by_place(ranks).values(), key=len, reverse=True)
+
+
+def _groups(ranks: Sequence[Where]) -> list[Place]:
+    return [
+        Place(tuple(each.story.rank for each in group), _verb(group[0], 1) + group[0].place)
+        for group in _by_size(ranks)
+    ]
+
+
+def _verb(where: Where, count: int) -> str:
+    if where.waits:
+        return "waits " if count == 1 else "wait "
+    return "is " if count == 1 else "are "
+
+
+def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
+    """Who is odd, for how long, and what the others do; where nobody is odd, what all do."""
+    first, second = (_by_size(odd), _by_size(others)) if odd else (_by_size(others), [])
+    first, second = first[:FIRST_PLACES_MAX], second[:OTHER_PLACES_MAX]
+    together = kind is HangKind.STUCK and len(others) > 1
+    told = [_told(group, f"all {len(group)} ranks" if together else _names(group), detail=True) for group in first]
+    told += [_told(group, f"{len(group)} others" if len(group) > 1 else _names(group)) for group in second]
+    left = len(odd) + len(others) - sum(map(len, first + second))
+    if left > 0:
+        told.append(f"{left} elsewhere")
+    if kind is HangKind.PAUSED:
+        told.append("nobody waits for another rank")
+    return "; ".join(told)
+
+
+def _told(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
+    where = group[0]
+    text = f"{who} {_verb(where, len(group))}{where.place}"
+    if not detail:
+        return text
+    note = f" ({where.note})" if where.note and where.doing is not Doing.STOPPED else ""
+    how = ", using the processor" if where.busy and not where.waits else ""
+    return f"{text}{note} for {max(each.story.age_s for each in group):.0f} s{how}"
+
+
+def _names(group: Sequence[Where]) -> str:
+    """`rank 3 on node b`, `ranks 4 to 7 on b`, `ranks 1, 9 and 12`, `100 ranks`."""
+    ranks = [each.story.rank for each in group]
+    hosts = {each.story.host for each in group}
+    on = f" on {hosts.pop()}" if len(hosts) == 1 else ""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}{on}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}{on}"
+    if len(ranks) > RANKS_NAMED_MAX:
+        return f"{len(ranks)} ranks{on}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}{on}"

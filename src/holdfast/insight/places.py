@@ -1,0 +1,221 @@
+"""Where a rank is, in words, from the samples that were taken of it. Pure; compares no ranks, see hangs.py for that.
+
+What a rank does is told by the library frames inside of the program's own innermost frame: that line of the program
+called them. Frames of C functions are not to be seen: `time.sleep(9)`, `work.wait()` and `loss.item()` are known by the
+text of the program's line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from enum import Enum
+
+from msgspec import Struct
+
+from holdfast.core.faultdump import program_frame
+from holdfast.core.hang import RankStory
+from holdfast.core.stacks import Frame, RankSample
+
+BUSY_S = 0.15
+"""Processor time between two samples that is more than what a waiting rank's idle threads need."""
+
+
+class Doing(Enum):
+    COMMUNICATING = "communicating"
+    """It waits for other ranks, or for a device that may."""
+    LOADING = "loading"
+    """It waits for data."""
+    WORKING = "working"
+    """It was seen to get on."""
+    STOPPED = "stopped"
+    """By a signal."""
+    HELD = "held"
+    """By a debugger."""
+    GONE = "gone"
+    STANDING = "standing"
+    """Anything else."""
+
+
+class Where(Struct, frozen=True):
+    story: RankStory
+    doing: Doing
+    place: str
+    """Behind "is" or "waits": `in all_reduce at train.py:42`."""
+    key: str
+    """Equal for one rank as long as it stands where it stands."""
+    busy: bool = False
+    """It uses the processor."""
+
+    @property
+    def waits(self) -> bool:
+        return self.doing in (Doing.COMMUNICATING, Doing.LOADING)
+
+    @property
+    def note(self) -> str:
+        return self.story.samples[-1].note if self.story.samples else ""
+
+
+_STATES = {"T": Doing.STOPPED, "t": Doing.HELD, "Z": Doing.GONE, "X": Doing.GONE, "": Doing.GONE}
+_TRANSPARENT = re.compile(
+    r"/(selectors|threading|queue|contextlib|socket|ssl)\.py$|/multiprocessing/(connection|resource_sharer|synchronize|popen_\w+|process)\.py$"
+    r"|/torch/(_ops|_tensor|_compile|utils/_contextlib|distributed/c10d_logger|multiprocessing/reductions)\.py$"
+)
+"""They say nothing about what is waited for; who called them does."""
+_LOADER = re.compile(r"/torch/utils/data/|/holdfast/train/data/")
+_LOADS = re.compile(rf"/multiprocessing/(queues|pool)\.py$|{_LOADER.pattern}")
+_COMMUNICATES = re.compile(
+    r"/torch/(distributed/(?!checkpoint/|elastic/|launcher/)|futures/|nn/parallel/distributed\.py$)"
+)
+_TORCH = re.compile(r"/torch/")
+_WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
+
+_SOURCE_SLEEPS = re.compile(r"\b((?:\w+\.)*sleep)\s*\(")
+_SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
+"""In Python everything that waits has frames of its own, so these are torch's."""
+_SOURCE_COMMUNICATES = re.compile(
+    r"\b(?:dist|distributed|c10d)\.((?:all|reduce|broadcast|barrier|gather|scatter|recv|send|monitored)\w*)\s*\("
+)
+_SOURCE_SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|synchronize)\s*\(")
+
+
+def where_is(story: RankStory) -> Where:
+    samples = story.samples
+    if not samples:
+        return Where(story, Doing.STANDING, "not heard of (its node did not answer)", "silent")
+    newest = samples[-1]
+    if (state := _STATES.get(newest.state)) is not None:
+        return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)
+    if _moves(samples):
+        return Where(story, Doing.WORKING, _place(newest), "working")
+    busy = _is_busy(samples)
+    if not newest.frames:
+        return _without_frames(story, newest, busy=busy)
+    doing, place = _doing(newest, busy=busy)
+    return Where(story, doing, place, _key(newest), busy)
+
+
+_STATE_WORDS = {
+    Doing.STOPPED: "stopped by a signal (kill -CONT {pid} lets it go on)",
+    Doing.HELD: "held by a debugger (process {pid})",
+    Doing.GONE: "gone (process {pid})",
+}
+
+
+def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Where:
+    if newest.state == "D":
+        words = f"in the kernel (process {newest.pid}, state D: a disk or a device does not answer)"
+    elif busy:
+        words = f"busy without a Python stack (process {newest.pid})"
+    else:
+        words = f"asleep without a Python stack (process {newest.pid})"
+    return Where(story, Doing.STANDING, words, f"{newest.state == 'D'} {busy}")
+
+
+# --- does it move? ----------------------------------------------------------------------------------------------------
+
+
+def _moves(samples: Sequence[RankSample]) -> bool:
+    """Whether it was seen at two places. Lines of the innermost function do not count: that may be a loop for ever."""
+    shown = [_outline(sample) for sample in samples if sample.frames]
+    if len(set(shown)) > 1:
+        return True
+    # The same function of torch's again and again, and processor time between: it computes, as in an evaluation.
+    newest = samples[-1]
+    if not shown or not newest.frames or not _is_busy(samples):
+        return False
+    decisive = _decisive(newest.frames)
+    return (
+        decisive is not None
+        and _TORCH.search(decisive.file) is not None
+        and _COMMUNICATES.search(decisive.file) is None
+        and _LOADS.search(decisive.file) is None
+    )
+
+
+def _outline(sample: RankSample) -> tuple[object, ...]:
+    innermost, *others = sample.frames
+    return ((innermost.file, innermost.function), *others)
+
+
+def _is_busy(samples: Sequence[RankSample]) -> bool:
+    """Whether it used the processor between every two samples; False while there is only one."""
+    pairs = list(itertools.pairwise(samples))
+    return bool(pairs) and all(later.cpu_s - earlier.cpu_s > BUSY_S for earlier, later in pairs)
+
+
+def _key(sample: RankSample) -> str:
+    """All functions, and the program's innermost line unless that is where it runs: there it may go round a loop."""
+    index = program_frame(sample.frames)
+    line = sample.frames[index].line if index else 0
+    return "\n".join([str(line), *(f"{frame.file} {frame.function}" for frame in sample.frames)])
+
+
+# --- what does it do? -------------------------------------------------------------------------------------------------
+
+
+def _called(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The library frames that the program's innermost line called, innermost first."""
+    index = program_frame(frames)
+    return frames[:index] if index is not None else frames
+
+
+def _decisive(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost of them that says something."""
+    return next((frame for frame in _called(frames) if not _TRANSPARENT.search(frame.file)), None)
+
+
+def _doing(sample: RankSample, *, busy: bool) -> tuple[Doing, str]:
+    decisive, at = _decisive(sample.frames), _at(sample.frames)
+    if decisive is None:
+        if _called(sample.frames):
+            return Doing.STANDING, _place(sample)
+        return _doing_by_source(sample, busy=busy)
+    if _LOADS.search(decisive.file):
+        loader = any(_LOADER.search(frame.file) for frame in _called(sample.frames))
+        return Doing.LOADING, f"for {'its data loader' if loader else 'another process'} {at}"
+    if _COMMUNICATES.search(decisive.file):
+        return Doing.COMMUNICATING, f"in {_interface(sample.frames)} {at}"
+    if decisive.function == "_engine_run_backward" and not busy:
+        return Doing.COMMUNICATING, f"in backward {at}"
+    if decisive.function == "synchronize" and "/torch/" in decisive.file:
+        return Doing.COMMUNICATING, f"in synchronize {at}"
+    return Doing.STANDING, _place(sample)
+
+
+def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[Doing, str]:
+    """The program's own frame is the innermost: it runs itself, or a function in C that its line calls."""
+    at, source = _at(sample.frames), sample.source
+    if not busy:
+        for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):
+            if match := pattern.search(source):
+                return Doing.COMMUNICATING, f"in {match[1]} {at}"
+        if match := _SOURCE_SLEEPS.search(source):
+            return Doing.STANDING, f"in {match[1]} {at}"
+    return Doing.STANDING, _place(sample)
+
+
+def _interface(frames: Sequence[Frame]) -> str:
+    """The function of torch.distributed that was called from outside of it."""
+    names = [
+        frame.function
+        for frame in _called(frames)
+        if _COMMUNICATES.search(frame.file) and frame.function not in _WRAPPERS
+    ]
+    return names[-1] if names else "communication"
+
+
+def _place(sample: RankSample) -> str:
+    index = program_frame(sample.frames)
+    names = [frame.function for frame in reversed(_called(sample.frames))] or [sample.frames[index or 0].function]
+    function = next((name for name in names if not name.startswith("_")), names[0])
+    at = _at(sample.frames)
+    return at if function.startswith("<") else f"in {function} {at}"
+
+
+def _at(frames: Sequence[Frame]) -> str:
+    """At which line of the program; of a program that is all library (a module run with -m), at its innermost."""
+    index = program_frame(frames)
+    frame = frames[index or 0]
+    return f"at {frame.file.rpartition('/')[2]}:{frame.line}"
