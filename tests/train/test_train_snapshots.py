@@ -97,13 +97,29 @@ def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
     again.snaps.close()
 
 
-def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["bad.step_000000006.0001", "attempt.step_000000003.0001", "gone.step_000000003.0001"])
+def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
-    (tmp_path / "bad.step_000000006.0001").mkdir()
-    with pytest.raises(NoValidSnapshotError):
-        Job(tmp_path)
+    (tmp_path / name).mkdir()
+    for _ in range(2):
+        with pytest.raises(NoValidSnapshotError, match=name):
+            Job(tmp_path)
     job = Job(tmp_path, fresh_ok=True)
     assert job.resumed is None
+    assert (tmp_path / name).exists() == name.startswith("bad")
+    job.snaps.close()
+
+
+def test_debris_goes_when_there_is_something_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
+    job = Job(tmp_path)
+    job.train(3)
+    job.snaps.close()
+    for name in ("attempt.step_000000002.0001", "attempt.step_000000006.0001", "gone.step_000000001.0001"):
+        (tmp_path / name).mkdir()
+    job = Job(tmp_path)
+    assert job.resumed is not None
+    assert [path.name for path in tmp_path.glob("*.step_*")] == []
     job.snaps.close()
 
 

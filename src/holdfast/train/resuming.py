@@ -138,12 +138,14 @@ class Resumer:
             if "error" in word:
                 raise word["error"] if isinstance(word["error"], HoldfastError) else SnapshotError(word["error"])
             if not word["path"]:
+                self._clear()
                 return None
             path = Path(word["path"])
             _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
             if not damage:
                 world_then, damage = self._together(lambda path=path: self._load(path))  # type: ignore[misc]
             if not damage:
+                self._clear()
                 return Resumed(word["step"], "disk", world_then, tuple(self.skipped))
             self.skipped.append(f"{path.name}: {damage}")
             if self.peers.rank == 0:
@@ -178,7 +180,12 @@ class Resumer:
             if now != before:
                 before, deadline = now, time.monotonic() + STANDSTILL_S
             time.sleep(LOOK_AGAIN_S)
-        folders.clear_debris(folders.survey(self.path))
+
+    def _clear(self) -> None:
+        """What saves without an end have left; not before it was counted as what was saved here."""
+        if self.peers.rank == 0:
+            with contextlib.suppress(SnapshotError):
+                folders.clear_debris(folders.survey(self.path))
 
     def _check(self, path: Path) -> int:
         """This rank's share of reading every byte."""
