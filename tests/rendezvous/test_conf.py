@@ -106,7 +106,7 @@ def test_values_are_typed() -> None:
         ("c10d", "keep_alive_interval=2", {"lease_s": 6.0, "fence_s": 4.0}),
         ("c10d", "keep_alive_max_attempt=6", {"lease_s": 30.0, "fence_s": 20.0}),
         ("c10d", "lease=3", {"lease_s": 3.0, "fence_s": 2.0, "ping_interval_s": 0.5}),
-        ("c10d", "hang_report=2.5", {"hang_report_s": 2.5}),
+        ("c10d", "hang_report=2.5", {"hang_report_s": 2.5, "look_gap_s": 1.25}),
         ("static", "hang_report=90", {"join_s": 900.0, "hang_report_s": 90.0}),
         ("static", "lease=3", {"join_s": 900.0, "lease_s": 3.0, "fence_s": 2.0, "ping_interval_s": 0.5}),
         ("c10d", "lease=3,keep_alive_interval=60", {"lease_s": 3.0, "fence_s": 2.0, "ping_interval_s": 0.5}),

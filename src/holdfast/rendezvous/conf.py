@@ -258,7 +258,8 @@ def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
     if settle_s := seconds.get("settle"):
         limits = replace(limits, settle_s=settle_s)
     if hang_report_s := seconds.get("hang_report"):
-        limits = replace(limits, hang_report_s=hang_report_s)
+        look_gap_s = min(limits.look_gap_s, hang_report_s / 2)
+        limits = replace(limits, hang_report_s=hang_report_s, look_gap_s=look_gap_s)
     return _patience(backend, conf, seconds.get("heartbeat_timeout"), limits)
 
 

@@ -207,7 +207,8 @@ class CoordinatorOversight(CoordinatorBase):
                 self._note("hang_over", generation=world.generation, still_s=round(still_s, 3))
             case EndHung(finding, text, culprit):
                 world.hang, self._hung = finding, text
-                world.hung = _failure_of(culprit) if culprit is not None else None
+                lived_s = now - (world.started_s or now)
+                world.hung = _failure_of(culprit, finding, lived_s) if culprit is not None else None
             case None:
                 pass
 
@@ -229,7 +230,7 @@ class CoordinatorOversight(CoordinatorBase):
         self._tell_world(world, Notice("\n".join(lines)))
 
 
-def _failure_of(story: RankStory) -> Failure:
+def _failure_of(story: RankStory, finding: Finding, lived_s: float) -> Failure:
     """The culprit of a hang, as one that is about to be killed for it."""
     newest = story.samples[-1] if story.samples else None
     return Failure(
@@ -238,4 +239,6 @@ def _failure_of(story: RankStory) -> Failure:
         host=story.host,
         pid=newest.pid if newest is not None else 0,
         exit_code=-SIGKILL,
+        message=finding.text.partition("\n")[0],
+        lived_s=round(lived_s, 3),
     )
