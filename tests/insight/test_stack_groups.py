@@ -27,8 +27,8 @@ def test_equal_stacks_are_told_once() -> None:
     assert [rank.rank for rank in told.ranks] == list(range(8))
     lines = stack_lines(told)
     assert lines[0] == "run bert, generation 2: 8 ranks at 2 places"
-    assert lines[2] == "ranks 0-2, 4-7 on 2 nodes: all_reduce at train.py:42"
-    assert "rank 3 on a: fetch at data.py:17" in lines
+    assert lines[2] == "ranks 0-2, 4-7 on 2 nodes wait in all_reduce at train.py:42"
+    assert "rank 3 on a is in fetch at data.py:17" in lines
     assert sum("all_reduce  " in line for line in lines) == 1
 
 
@@ -45,7 +45,7 @@ def test_who_does_not_answer_is_a_group_of_its_own() -> None:
     assert [[rank.rank for rank in each.ranks] for each in group(told)] == [[0], [1], [2]]
     lines = stack_lines(told)
     assert lines[0].startswith("run bert, generation 2: 3 ranks of 8 at 3 places")
-    assert "rank 1 on a: no Python stack (stopped by a signal)" in lines
+    assert "rank 1 on a is stopped by a signal (kill -CONT 1001 lets it go on)" in lines
     assert lines[-1] == "no answer in time from b"
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from holdfast.core.stacks import Frame, RankStack, StacksView
+from holdfast.core.faultdump import is_library
+from holdfast.core.hang import RankStory
+from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
 from holdfast.insight.numbers import plural, spans
+from holdfast.insight.places import Where, where_is
 
-LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
-"""What is in a file's path when it is not the user's own."""
-BOOTSTRAP = ("/holdfast/worker/", "<frozen runpy>", "/runpy.py")
-STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "D": "waits in the kernel", "": "gone"}
+NOT_RUNNING = ("T", "t", "Z", "X", "")
+"""States of the kernel's in which a stack says nothing of what a rank does."""
 
 
 class Group(Struct, frozen=True):
@@ -25,19 +26,30 @@ class Group(Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """`recv at train.py:17`: the innermost call, and where the user's own code makes it."""
-        if not self.frames:
-            return "no Python stack"
-        inner = self.frames[0]
-        own = next((frame for frame in self.frames if is_own(frame)), inner)
-        return f"{inner.function} at {short(own.file)}:{own.line}"
+        """`waits in all_reduce at train.py:42`, `is in fetch at data.py:17`: of one of them."""
+        where = self._where
+        return f"{'waits' if where.waits else 'is'} {where.place}"
+
+    def told(self, who: str) -> str:
+        """The same of all: `ranks 0-2 wait in all_reduce at train.py:42`."""
+        where, many = self._where, len(self.ranks) > 1
+        verb = ("wait" if many else "waits") if where.waits else ("are" if many else "is")
+        return f"{who} {verb} {where.place}"
+
+    @property
+    def _where(self) -> Where:
+        first = self.ranks[0]
+        sample = RankSample(
+            first.local_rank, first.pid, first.state, first.cpu_s, self.frames, first.note, first.file, first.source
+        )
+        return where_is(RankStory(first.rank, first.host, first.local_rank, 0.0, (sample,)))
 
 
 def group(view: StacksView) -> list[Group]:
     """The largest first; the ranks of each in order."""
     together: dict[tuple[int, str], list[RankStack]] = defaultdict(list)
     for rank in view.ranks:
-        together[rank.stack, rank.state if rank.stack < 0 else ""].append(rank)
+        together[rank.stack, rank.state if rank.stack < 0 or rank.state in NOT_RUNNING else ""].append(rank)
     found = [Group(tuple(ranks), view.stacks[stack] if stack >= 0 else ()) for (stack, _), ranks in together.items()]
     return sorted(found, key=lambda each: (-len(each.ranks), each.ranks[0].rank))
 
@@ -61,9 +73,7 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
     ranks = each.ranks
     hosts = sorted({rank.host for rank in ranks})
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes"
-    head = f"rank{'' if len(ranks) == 1 else 's'} {spans(rank.rank for rank in ranks)} on {where}: {each.place}"
-    states = {STATES[rank.state] for rank in ranks if rank.state in STATES}
-    lines = [head + (f" ({', '.join(sorted(states))})" if states else "")]
+    lines = [each.told(f"rank{'' if len(ranks) == 1 else 's'} {spans(rank.rank for rank in ranks)} on {where}")]
     frames = each.frames if full else telling(each.frames)
     lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
     if len(frames) < len(each.frames):
@@ -78,12 +88,4 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
 
 def telling(frames: Sequence[Frame]) -> list[Frame]:
     """Where it is, and how the user's own code got there."""
-    return [frame for index, frame in enumerate(frames) if index == 0 or is_own(frame)]
-
-
-def is_own(frame: Frame) -> bool:
-    return not any(part in frame.file for part in (*LIBRARY, *BOOTSTRAP))
-
-
-def short(file: str) -> str:
-    return file.rpartition("/")[2]
+    return [frame for index, frame in enumerate(frames) if index == 0 or not is_library(frame.file)]
