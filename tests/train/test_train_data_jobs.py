@@ -106,6 +106,14 @@ def test_the_order_is_that_of_a_job_that_was_never_stopped(job):
     assert check(job).steps == whole.steps
 
 
+@settings(SETTINGS, max_examples=250)
+@given(jobs(kept=True, shards=True, tails=("even", "drop")))
+def test_the_order_of_shards_is_that_of_a_job_that_was_never_stopped(job):
+    never_stopped = replace(job.lives[0], world=1, batch_size=job.global_batch_size, crash_back=None)
+    whole = run(replace(job, lives=(never_stopped,)))
+    assert check(job).steps == whole.steps
+
+
 @settings(SETTINGS, max_examples=400)
 @given(jobs(shards=True))
 def test_shards_are_continued_by_any_world(job):
