@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from holdfast.core.outcome import Evidence, Failure
-from holdfast.insight.causes.blame import Blame
+from holdfast.insight.causes.blame import Blame, blame
 from holdfast.insight.causes.find import Cause, cause_of
 
 LOOKED_AT_MAX = 64
@@ -63,14 +63,15 @@ def _place(failure: Failure) -> tuple[int, str, str] | None:
     return number, sequence[2], sequence[3] or ""
 
 
-def spread(evidence: Evidence, culprit: Failure, cause: Cause, ranked: Sequence[tuple[Blame, Failure]]) -> str:
+def spread(evidence: Evidence, culprit: Failure, cause: Cause) -> str:
     """`; only on b, not on a`: where a trouble of machines was met and where not. Empty where that says nothing."""
     hosts = dict.fromkeys(evidence.hosts or (failure.host for failure in evidence.failures))
     if not cause.per_node or len(hosts) < 2:
         return ""
-    one_each = {failure.host: failure for blame, failure in reversed(ranked) if blame <= Blame.OWN_LATE}
-    looked_at = list(one_each.values())[:LOOKED_AT_MAX]
-    met = {culprit.host} | {failure.host for failure in looked_at if cause_of(failure).code == cause.code}
+    met = {culprit.host}
+    for failure in evidence.failures[:LOOKED_AT_MAX]:
+        if failure.host not in met and blame(failure) <= Blame.OWN_LATE and cause_of(failure).code == cause.code:
+            met.add(failure.host)
     spared = [host for host in hosts if host not in met]
     if not spared:
         return "; on all nodes"

@@ -306,6 +306,13 @@ TEXTS: dict[str, Text] = {
         "Its stack waits in the DataLoader; what the loader's processes do is added.",
         "num_workers=0 or timeout= in DataLoader show the error; look at the mount that the data is on (state D in ps), and at memory.",
     ),
+    "HF244": Text(
+        "ranks wait in different collectives",
+        "All ranks wait for the others, but not in the same place: some called another collective than the rest, and both sides wait for ever.",
+        "Stacks of all ranks, taken three times, show them in communication at different places of the script; the fewest are named.",
+        "Every rank has to make the same calls in the same order: look for a branch around a collective (`if rank == 0:`, an early `continue`), and at "
+        "batches that only some ranks get. TORCH_DISTRIBUTED_DEBUG=DETAIL raises at the first difference.",
+    ),
     "HF245": Text(
         "the process group does not come to stand",
         "Ranks wait in init_process_group for others that do not come: a rank is still at something else, an address cannot be reached, or a "
@@ -348,6 +355,7 @@ ADVICE = {
     "HF241": "`holdfast doctor` tests every pair of nodes; all stacks are in the run folder",
     "HF242": "kill -CONT that process, or end the debugger that holds it",
     "HF243": "DataLoader(num_workers=0) shows the error in place; look at memory and at the data's mount",
+    "HF244": "every rank has to make the same calls in the same order; all stacks are in the run folder",
     "HF245": "open the connection that fails, or see what the missing ranks do before init_process_group",
     "HF306": "see that machine's own logs: it was killed, rebooted or cut off from the network",
 }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from holdfast.core.hang import Finding
 from holdfast.core.outcome import Evidence, Failure, Verdict
-from holdfast.insight.causes.blame import Blame, ranked
+from holdfast.insight.causes.blame import Blame, first_own, ranked
 from holdfast.insight.causes.find import cause_of
 from holdfast.insight.causes.meeting import named_ranks, odd_one, spread
 from holdfast.insight.causes.texts import ADVICE
@@ -30,20 +30,27 @@ def verdict_on(evidence: Evidence) -> Verdict:
     |                                                          | others, lagging, or gone with 0 are told             |
     | nothing                                                  | the generation was ended although no worker failed   |
     """
+    own = first_own(evidence.failures)
+    if own is not None:
+        return _of_one(evidence, own)
+    if evidence.lost_nodes and evidence.hang is None:
+        return _lost(evidence)
     order = ranked(evidence.failures)
     blame, first = order[0] if order else (Blame.STOPPED, None)
-    if blame is not Blame.OWN:
-        if evidence.hang is not None:
-            return _hung(evidence, evidence.hang, order)
-        if evidence.lost_nodes:
-            return _lost(evidence)
+    if evidence.hang is not None:
+        return _hung(evidence, evidence.hang, order)
     if first is None or blame is Blame.STOPPED:
         return _verdict(evidence, "HF200", "the generation was ended although no worker failed", "", None)
     if blame in COMPLAINTS:
         return _unexplained(evidence, [failure for blame, failure in order if blame in COMPLAINTS])
-    cause = cause_of(first)
-    line = f"{_who(first)} {cause.line}{spread(evidence, first, cause, order)}"
-    return _verdict(evidence, cause.code, line, cause.advice, first)
+    return _of_one(evidence, first)
+
+
+def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
+    """Somebody has a reason of its own."""
+    cause = cause_of(culprit)
+    line = f"{_who(culprit)} {cause.line}{spread(evidence, culprit, cause)}"
+    return _verdict(evidence, cause.code, line, cause.advice, culprit)
 
 
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:

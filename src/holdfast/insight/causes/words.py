@@ -7,7 +7,7 @@ line there). Tolerates whatever is torn or cut; judges nothing.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from functools import cached_property
 
 from holdfast.core.outcome import Failure
 
@@ -26,56 +26,81 @@ IN_WORKER = re.compile(r"Caught (\w+) in (?:DataLoader worker process|replica|pi
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
 
 
-@dataclass(frozen=True, slots=True)
 class Words:
-    """What one failure says of itself. Empty strings where it says nothing."""
+    """What one failure says of itself. Empty strings where it says nothing. Read as far as it is asked: a job that loses
+    a node has thousands of failures, and all are looked at before anything else goes on."""
 
-    type: str
-    """Class of its last exception, without the module."""
-    text: str
-    """`Type: text` of that exception, all lines."""
-    root: str
-    """The same of the exception it began with: another one only where Python chained them."""
-    stderr: str
-    """The end of its stderr, without torch's prefixes."""
-    frames: tuple[str, ...]
-    """Files and functions of the root's traceback (`/data/train.py in step`), innermost last."""
-    raised: str
-    """The user's own line that raised the root (`raise …`, `assert …`); empty when a library did."""
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+
+    @cached_property
+    def text(self) -> str:
+        """`Type: text` of its last exception, all lines: its error file counts most, then the last traceback on its
+        stderr, then a native end."""
+        if self._failure.message:
+            return self._failure.message
+        text = _exception(CHAINED.split(self._traceback)[-1])
+        return native_words(self.stderr) if not text and self._failure.exit_code < 0 else text
+
+    @cached_property
+    def type(self) -> str:
+        """Class of that exception, without the module."""
+        said = self._failure.error_type if self._failure.message else class_of(self.text)
+        return said.rpartition(".")[2]
+
+    @cached_property
+    def root(self) -> str:
+        """The same of the exception it began with: another one only where Python chained them."""
+        if self._failure.message and self._first is self._traceback:
+            return self.text
+        return _exception(self._first) or self.text
 
     @property
     def root_type(self) -> str:
         return class_of(self.root) or self.type
 
     @property
+    def chained(self) -> bool:
+        return bool(self.root) and self.root.strip() != self.text.strip()
+
+    @cached_property
+    def stderr(self) -> str:
+        """The end of its stderr, without torch's prefixes."""
+        return RANK_PREFIX.sub("", self._failure.stderr_tail)
+
+    @cached_property
+    def frames(self) -> tuple[str, ...]:
+        """Files and functions of the root's traceback (`/data/train.py in step`), innermost last."""
+        found = FRAME.findall(self._first)[-FRAMES_MAX:]
+        return tuple(f"{file} in {one or other}" for file, one, other in found)
+
+    @cached_property
+    def raised(self) -> str:
+        """The user's own line that raised the root (`raise …`, `assert …`); empty when a library did."""
+        return _raised_by_user(self._first)
+
+    @property
     def in_users_code(self) -> bool:
         """The root was raised in a file that is no library's."""
         return bool(self.frames) and not LIBRARY.search(self.frames[-1])
 
-    @property
-    def chained(self) -> bool:
-        return bool(self.root) and self.root.strip() != self.text.strip()
+    @cached_property
+    def _traceback(self) -> str:
+        failure = self._failure
+        if failure.traceback or failure.message or failure.exit_code <= 0:
+            return failure.traceback
+        return _last_traceback(self.stderr)
+
+    @cached_property
+    def _first(self) -> str:
+        """The traceback of the root."""
+        chained = CHAINED.search(self._traceback)
+        return self._traceback[: chained.start()] if chained else self._traceback
 
 
 def listen(failure: Failure) -> Words:
-    """All words of a failure. Its error file counts most, then the last traceback on its stderr, then a native end."""
-    stderr = RANK_PREFIX.sub("", failure.stderr_tail)
-    traceback = failure.traceback
-    if not (traceback or failure.message) and failure.exit_code > 0:
-        traceback = _last_traceback(stderr)
-    text = failure.message or _exception(CHAINED.split(traceback)[-1])
-    if not text and failure.exit_code < 0:
-        text = native_words(stderr)
-    first = CHAINED.split(traceback)[0]
-    root = _exception(first) or text
-    return Words(
-        type=(failure.error_type if failure.message else class_of(text)).rpartition(".")[2],
-        text=text,
-        root=root,
-        stderr=stderr,
-        frames=tuple(f"{file} in {one or other}" for file, one, other in FRAME.findall(first)[-FRAMES_MAX:]),
-        raised=_raised_by_user(first),
-    )
+    """All words of a failure."""
+    return Words(failure)
 
 
 def class_of(text: str) -> str:

@@ -63,7 +63,7 @@ _WORDS = {
 
 def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
     """By name, each a few words; empty where nothing was asked for. `log_file`: names the disk that logs go to."""
-    told = {
+    told: dict[str, Callable[[], str]] = {
         "interfaces": interfaces,
         "shm": shm,
         "disks": partial(disks, os.path.dirname(log_file)),
