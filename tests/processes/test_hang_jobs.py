@@ -1,0 +1,170 @@
+"""Real jobs that stand still: who keeps the others waiting is said on every node, and after the time-out all start again."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import pytest
+
+from tests.processes.conftest import until
+
+HOST = socket.gethostname().partition(".")[0]
+
+STEPS = '''
+import pathlib
+from holdfast.worker import beat
+
+# Ranks that wait for each other as in a collective. By its file's name it is one: nothing here needs torch.
+exec(compile("""
+def all_reduce(step):
+    place = f"step_{PORT}_{step}_"
+    pathlib.Path(place + str(RANK)).touch()
+    others = [place + str(rank) for rank in range(WORLD)]
+    while not all([os.access(other, os.F_OK) for other in others]):
+        time.sleep(0.01)
+""", "/lib/torch/distributed/pretend.py", "exec"))
+
+def work(step):
+    time.sleep(0.02)
+    if ROUND == 0 and step == 40:
+        note("last")
+        trouble()
+
+def all_sleep():
+    while not os.access("go", os.F_OK):
+        time.sleep(0.05)
+
+def rank_1(action):
+    if RANK == 1:
+        action()
+
+TROUBLE
+meet()
+for step in range(80):
+    work(step)
+    all_reduce(step)
+    beat()
+note("done")
+'''
+ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
+STOPPED = "def trouble(): rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))"
+LATE = "def trouble(): rank_1(all_sleep)"
+PAUSE = "def trouble(): all_sleep()"
+
+FAST = ("--rdzv-conf", "hang_report=1,settle=0.1")
+
+
+def script(site, trouble: str):
+    return site.script(STEPS.replace("TROUBLE", trouble))
+
+
+def two_nodes(site, endpoint: str, *args) -> tuple:
+    common = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "2")
+    return site.start(*common, *FAST, *args), site.start(*common, *FAST, *args)
+
+
+def hangs(*agents) -> list:
+    return [event for agent in agents for event in agent.events("coordinator.hang")]
+
+
+def test_a_rank_that_sleeps_is_named_on_every_node_and_all_start_again(site, endpoint: str) -> None:
+    agents = two_nodes(site, endpoint, "--max-restarts", "1", "--hang-timeout", "4", script(site, ASLEEP))
+    for agent in agents:
+        agent.says(f"rank 1 on {HOST} is in time.sleep at train.py:")
+        agent.says("waits in all_reduce" if "waits in all_reduce" in agent.text else "wait in all_reduce")
+        agent.says("workers are ended (--hang-timeout)")
+        agent.says("nothing has moved for ")
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text
+    assert {each["round"] for each in site.trail("done")} == {1}
+    assert len(site.trail("done")) == 4
+    (hang,) = hangs(*agents)
+    assert (hang["kind"], hang["code"], hang["culprits"]) == ("hung", "HF240", [1])
+    assert [sorted(group["ranks"]) for group in hang["groups"]] == [[1], [0, 2, 3]]
+    with open(hang["files"]["1"]) as file:
+        assert "trouble" in file.read(), "the evidence outlives the workers"
+    site.all_gone()
+
+
+def test_who_cannot_save_is_given_no_time_to(site) -> None:
+    """The grace is ten minutes; for those who hang it is seconds."""
+    args = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *FAST)
+    agent = site.start(*args, "--hang-timeout", "1", "--shutdown-timeout", "600", script(site, STOPPED))
+    agent.says(f"rank 1 on {HOST} is stopped by a signal (kill -CONT")
+    assert agent.end() == 0, agent.text
+    assert {each["round"] for each in site.trail("done")} == {1}
+    assert [hang["code"] for hang in hangs(agent)] == ["HF242"]
+    site.all_gone()
+
+
+def test_without_restarts_the_hang_is_the_verdict(site) -> None:
+    args = ("--standalone", "--nproc-per-node", "2", *FAST, "--hang-timeout", "1")
+    agent = site.start(*args, script(site, ASLEEP))
+    assert agent.end() == 137
+    assert agent.verdict["verdict"]["code"] == "HF240"
+    assert agent.verdict["verdict"]["culprit"]["rank"] == 1
+    assert f"HF240: job FAILED after 0 restarts: rank 1 on {HOST} is in time.sleep at train.py:" in agent.text
+    site.all_gone()
+
+
+def test_a_hang_that_passes_is_told_to_be_over(site) -> None:
+    agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, script(site, LATE))
+    agent.says(f"rank 1 on {HOST} is in time.sleep at train.py:")
+    (site.folder / "go").touch()
+    agent.says("the job goes on after ")
+    assert agent.end() == 0, agent.text
+    assert {each["round"] for each in site.trail("done")} == {0}
+
+
+def test_a_pause_of_all_is_no_hang(site) -> None:
+    agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, script(site, PAUSE))
+    site.wait(2, "last")
+    stacks = agent.folder / "stacks"
+    until(lambda: stacks.is_dir() and len(list(stacks.glob("gen1_3_rank*"))) == 2, lambda: agent.text)
+    (site.folder / "go").touch()
+    assert agent.end() == 0, agent.text
+    assert hangs(agent) == []
+    assert "train.py:" not in agent.text
+
+
+TORCH = """
+import pathlib, torch, torch.distributed as dist
+if RANK == 1 and os.environ["AGENT"] == "1":
+    note("late")
+    time.sleep(600)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+note("up")
+while True:
+    if RANK == 1:
+        time.sleep(0.03)
+        if pathlib.Path("hang").exists():
+            time.sleep(600)
+    loss = model(torch.ones(4, 8)).sum()
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+"""
+
+
+def test_with_torch_three_ranks_are_named(site) -> None:
+    """One that is slow, and then hangs; and, in a job beside it, one that does not come to init_process_group."""
+    pytest.importorskip("torch")
+    args = ("--standalone", "--nproc-per-node", "2", *FAST, site.script(TORCH))
+    slow, late = site.start(*args), site.start(*args)
+    late.says("waits in init_process_group at train.py:", 90)
+    assert f"rank 1 on {HOST} is in time.sleep at train.py:" in late.text
+    assert [hang["culprits"] for hang in hangs(late)] == [[1]]
+    late.signal(signal.SIGTERM)
+    slow.says(f"rank 1 on {HOST} is slow: ", 90)
+    (site.folder / "hang").touch()
+    slow.says(f"rank 1 on {HOST} is in time.sleep at train.py:", 60)
+    assert "waits in all_reduce at train.py:" in slow.text
+    (straggler,) = slow.events("coordinator.straggler")
+    assert (straggler["code"], straggler["ranks"]) == ("HF250", [1])
+    assert straggler["own_s"] > 0.03 > straggler["peers_s"]
+    slow.signal(signal.SIGTERM)
+    assert [agent.end() for agent in (slow, late)] == [143, 143]
+    site.all_gone()
