@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from holdfast.core.errors import (
     TrackingError,
 )
 from holdfast.snapshots import disk
+from holdfast.snapshots import folder as folders
 from holdfast.train import snapshots, tiers
 from holdfast.train.schedule import Schedule, Steps, Timekeeper, crossed, seconds
 
@@ -120,6 +122,36 @@ def test_debris_goes_when_there_is_something_to_go_on_from(tmp_path: Path, monke
     job = Job(tmp_path)
     assert job.resumed is not None
     assert [path.name for path in tmp_path.glob("*.step_*")] == []
+    job.snaps.close()
+
+
+def test_a_save_that_stands_still_while_its_writer_lives_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
+    job = Job(tmp_path)
+    job.train(4)
+    job.snaps.close()
+    path = tmp_path / "step_000000003.0001"
+    path.rename(attempt := tmp_path / "attempt.step_000000003.0001")
+    (tmp_path / "bad.step_000000001.0001").mkdir()
+    looks = []
+
+    def look(folder: Path) -> bool:
+        seen = folders.is_being_written(folder)
+        if folder == attempt:
+            looks.append(seen)
+            if len(looks) == 3:
+                attempt.rename(path)
+        return seen
+
+    monkeypatch.setattr(
+        "holdfast.train.resuming.folders", SimpleNamespace(**{**vars(folders), "is_being_written": look})
+    )
+    with folders.being_written(attempt):
+        job = Job(tmp_path)
+    assert job.resumed is not None
+    assert (job.resumed.step, looks) == (3, [True] * 3)
     job.snaps.close()
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,6 +194,39 @@ def rename_aside(path: Path, key: Key, kind: Kind) -> Path | None:
         else:
             return target
     return None
+
+
+@contextlib.contextmanager
+def being_written(path: Path) -> Iterator[None]:
+    """Whoever writes to this attempt says so: a lock that goes with the process, for others on this machine to see."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # what is wrong with it is told where it is written to
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process of this machine is at it. False: none is, or it is on another one."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def clear_debris(found: Survey) -> list[Path]:

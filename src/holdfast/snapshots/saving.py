@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotWriteError
 from holdfast.snapshots import layout, packets, slots
 from holdfast.snapshots.attempt import Ticket, commit, write_rank
+from holdfast.snapshots.folder import being_written
 from holdfast.snapshots.layout import Kind
 
 RESCUE_PATIENCE_S = 30.0
@@ -64,7 +65,9 @@ def _write(save: Save) -> None:
         if save.rescue:
             _await_attempt(save)
         # A slot may hold more than the rank's file, for a restart on this node.
-        write_rank(save.ticket, slot.data[: save.ticket.note.get("file_bytes", len(slot.data))])
+        data = slot.data[: save.ticket.note.get("file_bytes", len(slot.data))]
+        with being_written(save.ticket.attempt_path):
+            write_rank(save.ticket, data)
     finally:
         fcntl.flock(save.fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps a descriptor of its own
         os.close(save.fd)

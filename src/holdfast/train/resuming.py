@@ -34,6 +34,8 @@ from holdfast.train.tiers import Held, Tier
 
 STANDSTILL_S = 2.0
 """An unfinished save in which nothing moves for so long is nobody's: its writer has died."""
+AT_WORK_S_MAX = 300.0
+"""Unless its writer is seen at it; so long at most, and less than the other ranks wait for us."""
 LOOK_AGAIN_S = 0.02
 
 
@@ -171,14 +173,20 @@ class Resumer:
 
     def _await_predecessor(self) -> None:
         """Its saves may be about to become the newest: the saver of this node knows, or the folder still changes."""
-        self.tier.wait()
+        self.tier.await_predecessor()
         if self.peers.rank:
             return
         before: set[tuple[str, int]] = set()
+        give_up = time.monotonic() + AT_WORK_S_MAX
         deadline = time.monotonic() + STANDSTILL_S
-        while (now := _unfinished(folders.survey(self.path))) and time.monotonic() < deadline:
+        while now := _unfinished(folders.survey(self.path)):
             if now != before:
                 before, deadline = now, time.monotonic() + STANDSTILL_S
+            elif time.monotonic() > deadline:
+                # A slow disk moves nothing for longer; a process of this machine that is at it can be seen.
+                if time.monotonic() > give_up or not any(folders.is_being_written(Path(name)) for name, _ in now):
+                    break
+                deadline = time.monotonic() + STANDSTILL_S
             time.sleep(LOOK_AGAIN_S)
 
     def _clear(self) -> None:
