@@ -111,6 +111,10 @@ CONTROL_FLOW = types_of(
     "KeyError AttributeError IndexError StopIteration Empty NotImplementedError ImportError TypeError"
 )
 
+CONNECTION_TYPES = types_of(
+    "BrokenPipeError ConnectionResetError ConnectionAbortedError ConnectionRefusedError EOFError"
+)
+
 PLAIN_TYPES = types_of(
     "ValueError KeyError IndexError TypeError AttributeError AssertionError NameError UnboundLocalError ImportError "
     "ModuleNotFoundError SyntaxError IndentationError ZeroDivisionError FloatingPointError OverflowError LookupError "
@@ -162,14 +166,15 @@ def complaint(failure: Failure, words: Words) -> Blame:
     if not text or failure.out_of_memory or not failure.started or OWN_TROUBLE.search(text):
         return Blame.OWN
     ended, waited = ENDED.search(text), WAITED.search(text)
-    if not (ended or waited or words.root_type in ("BrokenPipeError", "ConnectionResetError", "EOFError")):
+    if not (ended or waited or words.root_type in CONNECTION_TYPES):
         return Blame.OWN
     if words.root_type in PLAIN_TYPES or _is_no_peers(words, text):
         return Blame.OWN
     firm = TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
     if words.raised:
         # The user wrote these words; he may be quoting. `raise RuntimeError(str(error)) from None` is a complaint.
-        return Blame.LOOSE if firm and GENUINE.search(text) else Blame.OWN
+        genuine = words.root_type in CONNECTION_TYPES or (firm and GENUINE.search(text))
+        return Blame.LOOSE if genuine else Blame.OWN
     if not firm:
         return Blame.LOOSE
     return Blame.WAITED if waited and (not ended or NAMES_A_WAIT.search(text)) else Blame.CUT

@@ -171,6 +171,13 @@ LIMITS = (
         says=r"unable to (?:open|write to|allocate|mmap|resize|create).{0,30}shared memory|insufficient shared memory|out of shared memory"
         r"|No space left on device.{0,20}'?/(?:torch|psm|pymp|dev/shm|sem)|/dev/shm.{0,200}No space|shared memory segment|shm_open"
         r"|/(?:torch|psm|pymp|sem)[_-][^\n]{0,40}No space|mmap .{0,60}</torch_|killed by signal: Bus error|received signal 7\b|Unexpected bus error",
+        facts=("shm",),
+        per_node=True,
+    ),
+    Rule(
+        "HF216",
+        "was ended by {signal}",
+        "df -h /dev/shm; docker run --shm-size=16g (or --ipc=host), in Kubernetes an emptyDir with medium: Memory; else a file that shrank while it was mapped",
         ends=_ends(signal.SIGBUS),
         facts=("shm",),
         per_node=True,
