@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.core.errors import SaverLostError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import attempt, packets, shelf, slots
+from holdfast.snapshots import folder as snapshots
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
 from holdfast.snapshots.slots import Owner, Slot, Slots
@@ -222,7 +223,26 @@ def test_a_successor_waits_for_its_predecessor_s_saves(bench: Bench) -> None:
     os.kill(saver, signal.SIGCONT)
     assert bench.client.wait_for_slot(WAIT_S)
     bench.stage(3)
+    assert bench.client.wait(WAIT_S)
     assert sorted(committed(bench.folder)) == [1, 2]
+
+
+def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench) -> None:
+    """A node was lost in the middle of a save: this one has written its part, and the attempt will never be whole."""
+    number = attempt.begin(bench.folder, 1)
+    bench.client.persist(bench.stage(1), Ticket(str(bench.folder), 1, number, 0, 2))
+    bench.client.close()
+    bench.slots.close()
+    bench.client, bench.slots = SaverClient(bench.place), bench.place.slots(rank=0, world=1)
+    assert bench.client.wait_written(WAIT_S)
+    assert not bench.client.wait(0.05)
+    bench.persist(2)
+    assert bench.client.wait_own(WAIT_S)
+    assert sorted(committed(bench.folder)) == [2]
+    # The job goes on without it, and clears it away.
+    snapshots.clear_debris(snapshots.survey(bench.folder))
+    until(lambda: (bench.client.check(), bench.client.news)[1], "the commit was given up")
+    assert "step 1 was not saved" in bench.client.news[0]
 
 
 def test_a_slot_that_was_staged_into_since_is_refused(bench: Bench) -> None:

@@ -181,6 +181,10 @@ def commit(
         )
         _publish(ticket, manifest.dump(), at)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not ticket.attempt_path.exists():
+            raise SnapshotIncompleteError(
+                f"step {ticket.step} was not saved: the job went on before all ranks had come"
+            ) from error
         abandon(ticket)
         raise disk.write_error(error, ticket.attempt_path) from error
     except (SnapshotError, ValueError):

@@ -67,7 +67,21 @@ class InFlight:
     """Of one local rank: saves that are not over, and who wants to know when none is."""
 
     saves: int = 0
-    waiting: list[Callable[[], None]] = field(default_factory=list)
+    writing: int = 0
+    """Those of them that still write, and wait for nobody."""
+    waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
+
+    def when_over(self, call: Callable[[], None], *, written: bool) -> None:
+        """Call it when no save is in flight, or (`written`) none is being written."""
+        self.waiting.append((call, written))
+        self.changed()
+
+    def changed(self) -> None:
+        """Call those whose time has come."""
+        due = [each for each in self.waiting if not (self.writing if each[1] else self.saves)]
+        self.waiting = [each for each in self.waiting if each not in due]
+        for call, _ in due:
+            call()
 
 
 class Saver:
@@ -200,11 +214,7 @@ class Saver:
                     self._persist(worker, packet, fds)
                 case "wait":
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
-                    waited = self._flights(worker.local_rank)
-                    if waited.saves:
-                        waited.waiting.append(answer)
-                    else:
-                        answer()
+                    self._flights(worker.local_rank).when_over(answer, written=packet.get("for") == "written")
                 case "bye":
                     worker.left = True
                 case other:
@@ -314,13 +324,21 @@ class Saver:
         return self._in_flight.setdefault(local_rank, InFlight())
 
     def _begin(self, save: Save, tell: Tell) -> None:
-        self._flights(save.local_rank).saves += 1
+        flights = self._flights(save.local_rank)
+        # A rescue waits for rank 0 to begin it before it writes anything.
+        writing = not save.rescue or save.ticket.rank == 0
+        flights.saves += 1
+        flights.writing += writing
         before = self._newest_asked.get(save.ticket.folder, -1)
         self._newest_asked[save.ticket.folder] = max(before, save.ticket.step)
 
         def told(answer: packets.Packet) -> None:
+            nonlocal writing
+            flights.writing -= writing
+            writing = False
             if answer["is"] != "written":
                 self._over(save, answer, before)
+            flights.changed()
             tell(answer)
 
         def in_main(answer: packets.Packet) -> None:
@@ -333,12 +351,7 @@ class Saver:
     def _over(self, save: Save, answer: packets.Packet, before: int) -> None:
         if answer["is"] == "failed" and self._newest_asked.get(save.ticket.folder) == save.ticket.step:
             self._newest_asked[save.ticket.folder] = before
-        flights = self._flights(save.local_rank)
-        flights.saves -= 1
-        if not flights.saves:
-            waiting, flights.waiting = flights.waiting, []
-            for answer_idle in waiting:
-                answer_idle()
+        self._flights(save.local_rank).saves -= 1
 
     def _settle(self) -> None:
         self._woken.recv(4096)

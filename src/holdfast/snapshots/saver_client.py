@@ -171,18 +171,34 @@ class SaverClient:
     def wait(self, patience_s: float) -> bool:
         """Until nothing of this local rank is in flight, a predecessor's saves included. False: it still is."""
         self._receive()
+        self._ask_to_be_told("all")
+        return self._receive_until(lambda: not self._asked and not self._waiting_for, patience_s)
+
+    def wait_own(self, patience_s: float) -> bool:
+        """Until nothing that this client has handed over is in flight. False: it still is."""
+        self._receive()
+        return self._receive_until(lambda: not self._asked, patience_s)
+
+    def wait_written(self, patience_s: float) -> bool:
+        """Until nothing of this local rank is being written. What is written and waits for other ranks may wait on: they
+        may never come. False: it still is.
+        """
+        self._receive()
+        self._ask_to_be_told("written")
+        return self._receive_until(lambda: not self._waiting_for, patience_s)
+
+    def _ask_to_be_told(self, when: str) -> None:
         if self._sock is not None and not self._waiting_for:
             self._waiting_for = self._next_id()
             with contextlib.suppress(SnapshotError):
-                self._send({"do": "wait", "id": self._waiting_for})
-        return self._receive_until(lambda: not self._asked and not self._waiting_for, patience_s)
+                self._send({"do": "wait", "id": self._waiting_for, "for": when})
 
     def wait_for_slot(self, patience_s: float) -> bool:
         """After `Slots.stage` gave none: until the saver has let go of a slot. False: it has not."""
         self._receive()
         before = len(self.writing)
         if not before:  # a predecessor's
-            return self.wait(patience_s)
+            return self.wait_written(patience_s)
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
     def close(self, *, rescue: bool = False) -> None:

@@ -71,7 +71,10 @@ class Tier(Protocol):
         """Raise what went wrong in the background."""
 
     def wait(self) -> None:
-        """Until nothing is being written any more, a predecessor's saves included; raises what went wrong."""
+        """Until all that was handed over is on the disk; raises what went wrong."""
+
+    def await_predecessor(self) -> None:
+        """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait on."""
 
     def held(self, folder: str) -> list[Held]:
         """What this node's memory has of this snapshot folder, of all local ranks."""
@@ -128,10 +131,14 @@ class MemoryTier:
         self._saver.news.clear()
 
     def wait(self) -> None:
-        idle = self._saver.wait(PATIENCE_S)
+        idle = self._saver.wait_own(PATIENCE_S)
         self.check()
-        if not idle and self._saver.in_flight:
+        if not idle:
             raise SnapshotIncompleteError(f"after {PATIENCE_S:g} s the saver is still writing")
+
+    def await_predecessor(self) -> None:
+        self._saver.wait_written(PATIENCE_S)
+        self.check()
 
     def held(self, folder: str) -> list[Held]:
         found = [
@@ -220,6 +227,9 @@ class PrivateTier:
     def wait(self) -> None:
         self._join()
         self.check()
+
+    def await_predecessor(self) -> None:
+        """It took its saves along."""
 
     def held(self, folder: str) -> list[Held]:  # noqa: ARG002
         return []
