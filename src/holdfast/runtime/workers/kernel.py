@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -63,8 +64,8 @@ def exists(pid: int) -> bool:
     return stat is not None and stat.state not in ("Z", "X", "x")
 
 
-def signals(pid: int) -> Signals:
-    """All empty when there is no such process."""
+def signals(pid: int | str) -> Signals:
+    """Of a process, or of a thread given as `PID/task/TID`. All empty when there is none."""
     found = {}
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
@@ -76,6 +77,29 @@ def signals(pid: int) -> Signals:
         return Signals()
     waiting = found.get(b"SigPnd", 0) | found.get(b"ShdPnd", 0)
     return Signals(found.get(b"SigCgt", 0), found.get(b"SigBlk", 0), waiting)
+
+
+def idle_thread(pid: int, signum: int) -> int:
+    """A thread of this process that waits for another one's word and takes this signal; the main thread if there is none.
+
+    Its wait is taken up again after the signal. A sleep of C code in the main thread would end.
+    """
+    try:
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return pid
+    for task in tasks[:TASKS_MAX]:
+        if task != pid and _wchan(pid, task).startswith("futex") and not signals(f"{pid}/task/{task}").blocks(signum):
+            return task
+    return pid
+
+
+def signal_thread(pid: int, task: int, signum: int) -> None:
+    """Send a signal to one thread. ProcessLookupError, PermissionError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.tgkill(pid, task, signum):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))  # of the kind that belongs to the number
 
 
 def children(parents: Iterable[int]) -> dict[int, list[Child]]:

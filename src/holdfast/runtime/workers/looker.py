@@ -52,6 +52,8 @@ class _Look(Struct):
     """Of the file into which it writes; a duplicate of ours."""
     stat: kernel.Stat | None = None
     asked: bool = False
+    task: int = 0
+    """The thread that was asked: it writes the stacks of all."""
     size: int = 0
     still_since_s: float = 0.0
     text: str = ""
@@ -125,8 +127,9 @@ def _ask(look: _Look) -> None:
     if not signals.catches(LOOK_SIGNAL) or signals.pending(LOOK_SIGNAL) or not _has_open(look.pid, look.fd):
         return  # the signal would kill it, or it would write somewhere else
     os.truncate(look.fd, 0)
+    look.task = kernel.idle_thread(look.pid, LOOK_SIGNAL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(look.pid, LOOK_SIGNAL)
+        kernel.signal_thread(look.pid, look.task, LOOK_SIGNAL)
         look.asked = True
 
 
@@ -149,7 +152,7 @@ def _has_open(pid: int, fd: int) -> bool:
 def _answered(look: _Look) -> bool:
     """Whether all that this worker will write has been written."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
-    signals = kernel.signals(look.pid)
+    signals = kernel.signals(f"{look.pid}/task/{look.task}")
     if size != look.size or signals.pending(LOOK_SIGNAL) or signals.blocks(LOOK_SIGNAL):
         look.size, look.still_since_s = size, now_s
         return False
