@@ -30,6 +30,11 @@ STORE_BROKEN = (
     "store->get('0'), but store->get('0') got error: Connection reset by peer"
 )
 
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 10.01 GiB. GPU 2 has a total capacity of 79.10 GiB of which 3.38 GiB is free. "
+    "Including non-PyTorch memory, this process has 75.71 GiB memory in use."
+)
+
 
 @dataclass(frozen=True)
 class Case:
