@@ -6,6 +6,9 @@ import os
 
 import pytest
 
+from holdfast.core.policy import Limits
+from holdfast.testing.cluster import SimCluster, SimOptions
+from holdfast.testing.faults import FaultOptions
 from holdfast.testing.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds
 
 # Read while the tests are collected: the session's own home removes HOLDFAST_ variables afterwards.
@@ -34,6 +37,26 @@ def test_what_once_broke_a_promise(seed: int) -> None:
     assert run_seed(seed).kinds
 
 
+def test_jobs_hang_and_start_again_and_some_go_on_by_themselves() -> None:
+    """Nothing of it would break a promise if no job ever hung."""
+    told = {"coordinator: hang {": 0, "coordinator: hang_over": 0, "'reason': 'hung'": 0}
+    options = SimOptions(
+        max_nodes=2,
+        max_restarts=9,
+        work_s=60.0,
+        steps=True,
+        limits=Limits(hang_report_s=10.0, hang_timeout_s=20.0),
+        faults=FaultOptions(span_s=30.0, hangs=1, pauses=1),
+    )
+    for seed in range(40):
+        cluster = SimCluster(seed, 2, options, story_lines_max=None)
+        cluster.run()
+        assert cluster.succeeded()
+        for words in told:
+            told[words] += words in "\n".join(cluster.story)
+    assert min(told.values()) > 0, told
+
+
 def test_one_seed_gives_one_history() -> None:
     first, second = (run_seed(17, story_lines_max=None) for _ in range(2))
     assert list(first.story) == list(second.story)
@@ -48,6 +71,8 @@ def test_the_draws_reach_everything() -> None:
         assert sum(getattr(fault, name) > 0 for fault in faults) > 50, name
     for name in ("store_deaths", "requeues", "coordinator_pauses"):
         assert sum(getattr(fault, name) > 0 for fault in faults) > 20, name
+    for name in ("hangs", "pauses"):
+        assert sum(getattr(fault, name) > 0 for fault in faults) > 50, name
     assert {drawn.nodes for drawn in draws} == set(range(1, 9))
     assert any(drawn.options.fixed_ranks for drawn in draws)
     assert sum(drawn.must_succeed for drawn in draws) > 100

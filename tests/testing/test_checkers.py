@@ -55,6 +55,16 @@ def two_nodes() -> WorldChecker:
     return checker
 
 
+def test_a_hang_that_is_none_is_found() -> None:
+    checker = WorldChecker()
+    checker.found_hung(1, hangs=True)
+    checker.ended_as_hung(1, 20.0, 20.0)
+    with pytest.raises(BrokenPromiseError, match="all is well"):
+        checker.found_hung(1, hangs=False)
+    with pytest.raises(BrokenPromiseError, match="ended as hung after 19"):
+        checker.ended_as_hung(1, 19.0, 20.0)
+
+
 def test_a_sound_history_passes() -> None:
     checker = two_nodes()
     for host in "ab":

@@ -91,7 +91,7 @@ class _Faults:
         agent = self._some_agent()
         if agent is not None:
             still = hangs or self.cluster.random.random() < 0.5
-            agent.stall(inf if hangs else self._later([5.0, 30.0, 90.0]), still=still)
+            agent.stall(inf if hangs else self._later([5.0, 20.0, 90.0]), still=still)
 
     def end_coordinator(self) -> None:
         self.cluster.end_coordinator()
