@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
+FROM_STEP = "the Slurm step"
 
 TRUE_WORDS = frozenset({"true", "yes"})
 FALSE_WORDS = frozenset({"false", "no"})
@@ -42,15 +43,19 @@ class Parsed(NamedTuple):
 
     values: SimpleNamespace
     sources: dict[str, str]
-    """By dest: `flag`, `default`, or the name of a variable."""
+    """By dest: `flag`, `default`, `the Slurm step`, or the name of a variable."""
     notices: tuple[str, ...]
+    cpus: int | None = None
+    """Of this node, where a scheduler has given out so many; None: those that this process may run on."""
+    requeues: int = 0
+    """How often a scheduler has started this job anew."""
 
     def given(self, dest: str) -> bool:
         """Whether a flag or a variable said it."""
         return self.sources[dest] != FROM_DEFAULT
 
     def by_variable(self, dest: str) -> bool:
-        return self.sources[dest] not in (FROM_FLAG, FROM_DEFAULT)
+        return self.sources[dest] not in (FROM_FLAG, FROM_DEFAULT, FROM_STEP)
 
     def said(self, dest: str) -> str:
         """The value as its giver wrote it: `--nnodes two` or `PET_NNODES=two`."""

@@ -35,4 +35,4 @@ def main(argv: Sequence[str]) -> int:
 
         return print_version()
     print(f"holdfast: {WARNING}", file=sys.stderr)
-    return execute(parsed)
+    return execute(parsed, "launch", argv)

@@ -80,6 +80,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
             fixed_ranks=fixed,
             grow=Grow(parsed.values.grow),
             exclude_after=parsed.values.exclude_after,
+            requeues=parsed.requeues,
         ),
         limits=limits,
         endpoint=endpoint,

@@ -174,6 +174,7 @@ OPTIONS: tuple[Option, ...] = (
         choices=("node", "socket", "exclusive", "core-complex"),
     ),
     Option("--virtual-local-rank", FLAG, False, PLACE, "LOCAL_RANK=0 for all; each worker sees only its own GPU"),
+    Option("--slurm", FLAG, False, NODES, "in a Slurm batch script: start an agent on each node of the job", ours=True),
     Option("--help", FLAG, False, OURS, "print this text, and exit", env=False, ours=True, short="-h"),
     Option("--plan", FLAG, False, OURS, "print who would run what, and exit", ours=True),
     Option("--version", FLAG, False, OURS, "print the version, and exit", env=False, ours=True),

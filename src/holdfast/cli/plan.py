@@ -45,6 +45,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
     facts = [
         ("job", f"id {job_id}, up to {options.job.max_restarts} restarts after worker failures"),
         ("nodes", node_text(options)),
+        *([("slurm", slurm)] if (slurm := slurm_text(parsed)) else []),
         ("rendezvous", rendezvous_text(options)),
         ("coordinator", coordinator_text(options)),
         ("token", "yes, agents prove that they know it" if options.token else "none"),
@@ -82,6 +83,16 @@ def node_text(options: RunOptions) -> str:
     if options.node_rank is None:
         return number
     return f"{number}; this one is node {options.node_rank}{'' if job.fixed_ranks else ' if that is free'}"
+
+
+def slurm_text(parsed: Parsed) -> str:
+    """What the step said; empty where there is none."""
+    from holdfast.cli.grammar import FROM_STEP
+
+    taken = [dest for dest, source in parsed.sources.items() if source == FROM_STEP]
+    said = [f"--{dest.replace('_', '-')} {getattr(parsed.values, dest)}" for dest in taken]
+    said += [f"restart {parsed.requeues}"] if parsed.requeues else []
+    return f"from the Slurm step: {', '.join(said)}" if said else ""
 
 
 def rendezvous_text(options: RunOptions) -> str:

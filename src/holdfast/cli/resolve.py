@@ -50,6 +50,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     """Raises CallerError, of the kind that fits, for the first thing that cannot be done."""
     given = parsed.values
     notices = list(parsed.notices)
+    if parsed.cpus is not None:
+        probes = probes._replace(cpus=min(parsed.cpus, count_cpus(probes).number))
     check_plain_values(parsed)
     patience = Limits(
         stop_grace_s=stop_grace_s(parsed, environ), drain_s=given.drain_timeout, hang_timeout_s=given.hang_timeout

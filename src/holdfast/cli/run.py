@@ -33,11 +33,18 @@ def main(argv: Sequence[str]) -> int:
         from holdfast.cli import print_version
 
         return print_version()
-    return execute(parsed)
+    return execute(parsed, "run", argv)
 
 
-def execute(parsed: Parsed) -> int:
-    """Plans or runs a well-formed command line. Raises HoldfastError."""
+def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
+    """Plans or runs a well-formed command line, `argv` of `command`. Raises HoldfastError."""
+    step = None
+    if parsed.values.slurm or "SLURM_STEP_ID" in os.environ:
+        from holdfast.cli import under_slurm
+
+        parsed, step = under_slurm.take_in(parsed, os.environ)
+        if parsed.values.slurm and step is None:
+            return under_slurm.start_agents(parsed, command, argv)
     if parsed.values.plan:
         return show_plan(parsed)
     from holdfast.runtime.workers.keeper import fork_keeper
@@ -54,6 +61,8 @@ def execute(parsed: Parsed) -> int:
         from holdfast.insight.verdicts import judge
         from holdfast.runtime.agent_service import run_job
 
+        if step is not None:
+            under_slurm.guard(step, os.environ)
         return run_job(
             options, keeper, judge=judge, examine=examine, render=lambda end: render(end.outcome, end.folder)
         )

@@ -323,6 +323,12 @@ class AuthenticationError(PeerError):
     code = "HF305"
 
 
+class SupersededError(PeerError):
+    """The scheduler has ended this life of the job and could not end its processes: they end by themselves."""
+
+    code = "HF309"
+
+
 class SnapshotError(HoldfastError):
     """The saved state of a training job, or the disk that holds it."""
 

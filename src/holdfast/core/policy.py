@@ -31,6 +31,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     grow: Grow = Grow.DRAIN
     exclude_after: int = 0
     """A host blamed so often is excluded for a while (--exclude-after); 0: never."""
+    requeues: int = 0
+    """How often a scheduler has started this job anew: what is left alive of an earlier life is not let in."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):

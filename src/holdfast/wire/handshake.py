@@ -43,11 +43,13 @@ class Fingerprint(Struct, frozen=True, array_like=True):
     max_nodes: int
     backend: str
     fixed_ranks: bool
+    requeues: int = 0
 
     def __str__(self) -> str:
         nodes = str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
         ranks = ", fixed ranks" if self.fixed_ranks else ""
-        return f"--nnodes {nodes}, backend {_shown(self.backend)}{ranks}"
+        life = f", requeued {self.requeues} times" if self.requeues else ""
+        return f"--nnodes {nodes}, backend {_shown(self.backend)}{ranks}{life}"
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
@@ -262,7 +264,7 @@ class ServerHandshake:
 
 
 def fingerprint_of(job: JobSpec) -> Fingerprint:
-    return Fingerprint(job.min_nodes, job.max_nodes, job.backend, job.fixed_ranks)
+    return Fingerprint(job.min_nodes, job.max_nodes, job.backend, job.fixed_ranks, job.requeues)
 
 
 def write_refusal(code: str, text: str) -> bytes:

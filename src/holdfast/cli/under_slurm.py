@@ -1,0 +1,177 @@
+"""`holdfast run` in a Slurm job: what the step says fills what nobody said, and --slurm becomes one srun.
+
+Imported only where --slurm is given or the environment is a step's. What flags, variables or files say wins, value by
+value; where they say how the nodes meet, the step says nothing about that.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NoReturn
+
+from holdfast.cli.grammar import FROM_STEP, Parsed
+from holdfast.cli.values import node_range
+from holdfast.core.errors import EnvironmentValueError, MissingPackageError, SupersededError, UsageError
+from holdfast.rendezvous.token import TOKEN_VARIABLE
+from holdfast.schedulers.slurm_step import Step, address_of, number, read_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+CHECK_VARIABLE = "HOLDFAST_SLURM_CHECK_S"
+PLACE = ("rdzv_endpoint", "master_addr", "master_port")
+OWN_PLACE_BACKENDS = ("c10d", "static")
+TOKEN_BYTES = 32
+
+
+def take_in(
+    parsed: Parsed, environ: Mapping[str, str], *, address: Callable[[str], str] = address_of
+) -> tuple[Parsed, Step | None]:
+    """The same line, completed by what the step says. Raises NodesError or EnvironmentValueError."""
+    step = read_step(environ)
+    if step is None:
+        return parsed, None
+    if says_how_to_meet(parsed):
+        found = dict[str, object]()
+    else:
+        step.check_one_agent_per_node()
+        found = meeting(parsed, step, address)
+    one_agent = max(step.tasks) == 1
+    if not parsed.given("nproc_per_node") and step.gpus and one_agent:
+        found["nproc_per_node"] = str(step.gpus)
+    values = SimpleNamespace(**{**vars(parsed.values), **found})
+    sources = {**parsed.sources, **dict.fromkeys(found, FROM_STEP)}
+    if parsed.given("rdzv_conf"):
+        sources["rdzv_conf"] = parsed.sources["rdzv_conf"]
+    whole = most_nodes(parsed, step) <= len(step.nodes)
+    return (
+        parsed._replace(
+            values=values,
+            sources=sources,
+            cpus=step.cpus if one_agent else None,
+            requeues=step.restarts if whole else 0,
+        ),
+        step,
+    )
+
+
+def says_how_to_meet(parsed: Parsed) -> bool:
+    """Whether the line stands on its own, as torchrun's does."""
+    given = parsed.values
+    alone = given.standalone or (parsed.given("nnodes") and not any(map(parsed.given, PLACE)) and is_one(parsed))
+    foreign = parsed.given("rdzv_backend") and given.rdzv_backend not in OWN_PLACE_BACKENDS
+    return alone or foreign or any(map(parsed.given, PLACE))
+
+
+def is_one(parsed: Parsed) -> bool:
+    return most_nodes(parsed, None) == 1
+
+
+def most_nodes(parsed: Parsed, step: Step | None) -> int:
+    """As given, else as many as the step has. A malformed number is complained about later, as ever."""
+    if step is not None and not parsed.given("nnodes"):
+        return len(step.nodes)
+    try:
+        return node_range(parsed.values.nnodes)[1]
+    except ValueError:
+        return 0
+
+
+def meeting(parsed: Parsed, step: Step, address: Callable[[str], str]) -> dict[str, object]:
+    """How the tasks of this step find each other, as far as nobody said it."""
+    several = len(step.nodes) > 1
+    found: dict[str, object] = {"rdzv_id": step.run_id}
+    if several:
+        found["nnodes"] = str(len(step.nodes))
+        found["node_rank"] = step.node_rank
+        found["rdzv_backend"] = "c10d"
+    found = {dest: value for dest, value in found.items() if not parsed.given(dest)}
+    if several:
+        host = address(step.nodes[0])
+        found["rdzv_endpoint"] = f"[{host}]:{step.port}" if ":" in host else f"{host}:{step.port}"
+        backend = found.get("rdzv_backend", parsed.values.rdzv_backend)
+        conf = parsed.values.rdzv_conf
+        if backend == "c10d" and "is_host" not in conf:
+            # The first node hosts, whatever its name resolves to there; another one never meets itself.
+            found["rdzv_conf"] = ",".join(filter(None, [conf, f"is_host={int(step.node_rank == 0)}"]))
+    return found
+
+
+def guard(step: Step, environ: Mapping[str, str]) -> None:
+    """Ends this process when Slurm has ended this life of the job and could not end its tasks."""
+    from holdfast.schedulers.slurm_watch import CHECK_S, watch
+
+    check_s = float(number(environ, CHECK_VARIABLE, int(CHECK_S)))
+    if step.node_rank != 0 or check_s == 0 or shutil.which("scontrol") is None:
+        return
+
+    def end(reason: str) -> NoReturn:
+        error = SupersededError(f"{step.name}: {reason}; what is left of it here ends, without saving")
+        sys.stderr.write(f"holdfast: {error.code}: {error}\n")
+        sys.stderr.flush()
+        os._exit(error.exit_code)  # at once, whatever the other threads do; the keeper ends all workers
+
+    watch(step.job_id, step.restarts, end, check_s=check_s)
+
+
+def start_agents(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
+    """--slurm outside of a step: one srun starts an agent on each node of the job. Raises CallerError.
+
+    Returns for --plan only.
+    """
+    words = srun_line(os.environ, command, argv)
+    if not parsed.values.plan:
+        become_srun(parsed, words)
+    print(f"holdfast would start one agent on each node, by\n\n{shlex.join(words)}")
+    return 0
+
+
+def become_srun(parsed: Parsed, words: Sequence[str]) -> NoReturn:
+    """A signal to this process is one to srun then, which passes it on to the agents."""
+    program = shutil.which(words[0])
+    if program is None:
+        raise MissingPackageError("srun is not on the PATH of this machine: --slurm needs Slurm's own commands")
+    sys.stdout.flush()
+    os.execve(program, words, srun_environment(parsed, os.environ))
+
+
+def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> list[str]:
+    """One agent per node; none is ended because another one, or its node, has ended."""
+    if "SLURM_JOB_ID" not in environ:
+        raise UsageError(
+            "--slurm is for a batch script or salloc, and this is no Slurm job (SLURM_JOB_ID is not set); "
+            "from here write: holdfast submit --slurm -N NODES ..."
+        )
+    nodes = number(environ, "SLURM_JOB_NUM_NODES", number(environ, "SLURM_NNODES", 1))
+    if nodes < 1:
+        raise EnvironmentValueError(f"SLURM_JOB_NUM_NODES={nodes}: a job has at least one node")
+    return [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0",
+        "--no-kill",
+        "--wait=0",
+        sys.executable,
+        "-m",
+        "holdfast",
+        command,
+        *argv,
+    ]
+
+
+def srun_environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment goes along, with a secret that is this job's; nothing of it is on a command line."""
+    import secrets
+
+    changed = dict(environ)
+    changed["SLURM_EXPORT_ENV"] = "ALL"  # what `sbatch --export=...` left there would cut it
+    changed.setdefault("SLURM_CPU_BIND", "none")  # the workers share their node's CPUs: no single one for the agent
+    if TOKEN_VARIABLE not in changed and "token_file" not in parsed.values.rdzv_conf:
+        changed[TOKEN_VARIABLE] = secrets.token_hex(TOKEN_BYTES)
+    return changed

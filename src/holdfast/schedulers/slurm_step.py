@@ -1,0 +1,170 @@
+"""What a Slurm step tells the processes in it, by its own variables and never by the job-wide ones.
+
+SLURM_NODEID is 0 and SLURM_JOB_NUM_NODES is 4 in a batch script too, which is one process: only SLURM_STEP_* say that
+there is one process for each node.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from holdfast.core.errors import EnvironmentValueError, NodesError
+from holdfast.schedulers.slurm_nodelist import expand
+
+STEP_IDS_OF_SLURM = 0xFFFF_FFF0
+"""From here on: the batch script, the shell of an interactive salloc, the external step."""
+PORT_FIRST, PORTS = 20_000, 12_000
+"""Below the ports that Linux gives to outgoing connections (32768), above those that services like."""
+STEP_STRIDE, RESTART_STRIDE = 5_003, 7_919
+"""Primes: steps and restarts of jobs whose ids are near each other do not fall on each other's ports."""
+ANSWER_LIMIT_S = 10.0
+
+_TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
+
+
+class Step(NamedTuple):
+    """One step of a job, as one of its tasks sees it."""
+
+    job_id: int
+    step_id: int
+    nodes: tuple[str, ...]
+    """By node rank."""
+    node_rank: int
+    tasks: tuple[int, ...]
+    """On each node."""
+    restarts: int = 0
+    """How often Slurm has started this job anew."""
+    array_task: int | None = None
+    cpus: int | None = None
+    """Of this node; None: not told."""
+    gpus: int | None = None
+
+    @property
+    def run_id(self) -> str:
+        """The same in all tasks, and when the job was requeued: then it is the same run that goes on."""
+        name = f"{self.job_id}_{self.step_id}"
+        return name if self.array_task is None else f"{name}_{self.array_task}"
+
+    @property
+    def port(self) -> int:
+        """Where the agents meet: the same for all of them, and another one for every job, step and restart near by."""
+        number = self.job_id + self.step_id * STEP_STRIDE + self.restarts * RESTART_STRIDE
+        return PORT_FIRST + number % PORTS
+
+    @property
+    def name(self) -> str:
+        restarted = f", restart {self.restarts}" if self.restarts else ""
+        task = f" (array task {self.array_task})" if self.array_task is not None else ""
+        return f"Slurm job {self.job_id}{task}, step {self.step_id}{restarted}"
+
+    def check_one_agent_per_node(self) -> None:
+        """Raises NodesError: each agent starts all workers of its node, two of them would start them twice."""
+        most = max(self.tasks)
+        if most == 1:
+            return
+        node = self.nodes[self.tasks.index(most)] if len(self.tasks) == len(self.nodes) else "a node"
+        raise NodesError(
+            f"this Slurm step starts {most} tasks on {node}, and each would start all workers there; "
+            "add --ntasks-per-node=1 to srun, or start with: holdfast run --slurm"
+        )
+
+
+def read_step(environ: Mapping[str, str]) -> Step | None:
+    """The step that this process is a task of; None in a batch script, in an interactive shell and outside of Slurm.
+
+    Raises EnvironmentValueError when a variable does not hold what Slurm writes into it.
+    """
+    if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NODELIST" not in environ:
+        return None
+    step_id = number(environ, "SLURM_STEP_ID")
+    if step_id >= STEP_IDS_OF_SLURM:
+        return None
+    nodes = expand(environ["SLURM_STEP_NODELIST"])
+    told = number(environ, "SLURM_STEP_NUM_NODES", len(nodes))
+    node_rank = number(environ, "SLURM_NODEID")
+    if told != len(nodes) or node_rank >= told:
+        raise EnvironmentValueError(
+            f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']} names {len(nodes)} nodes, "
+            f"but SLURM_STEP_NUM_NODES is {told} and SLURM_NODEID {node_rank}"
+        )
+    array = "SLURM_ARRAY_TASK_ID"
+    return Step(
+        job_id=number(environ, "SLURM_JOB_ID"),
+        step_id=step_id,
+        nodes=nodes,
+        node_rank=node_rank,
+        tasks=tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1")),
+        restarts=number(environ, "SLURM_RESTART_COUNT", 0),
+        array_task=number(environ, array) if array in environ else None,
+        cpus=number(environ, "SLURM_CPUS_ON_NODE", 0) or None,
+        gpus=number(environ, "SLURM_GPUS_ON_NODE", 0) or None,
+    )
+
+
+def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdigit()):
+        raise EnvironmentValueError(f"{name}={text or ''}: Slurm writes a whole number here")
+    return int(text)
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """`2(x3),1` in full.
+
+    >>> tasks_per_node("2(x3),1")
+    (2, 2, 2, 1)
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise EnvironmentValueError(f"SLURM_STEP_TASKS_PER_NODE={text}: Slurm writes counts like 2(x3),1 here")
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return tuple(counts)
+
+
+def address_of(host: str) -> str:
+    """What to dial for a node's name: the name itself where it resolves, else the address that Slurm has for it.
+
+    The name again when nobody knows: it may resolve a little later.
+    """
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        match = _ADDRESS.search(ask_scontrol("show", "node", host).text)
+        return match[1] if match else host
+    return host
+
+
+class Answer(NamedTuple):
+    """What scontrol said; `failed` when it could not say anything."""
+
+    text: str
+    failed: bool = False
+
+
+def ask_scontrol(*words: str) -> Answer:
+    """Runs it, for at most ANSWER_LIMIT_S; both its streams."""
+    program = shutil.which("scontrol")
+    if program is None:
+        return Answer("scontrol is not on the PATH", failed=True)
+    try:
+        done = subprocess.run(
+            [program, "--oneliner", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=ANSWER_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return Answer(str(error), failed=True)
+    return Answer(done.stdout.decode(errors="replace"), failed=done.returncode != 0)

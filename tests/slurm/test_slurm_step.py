@@ -1,0 +1,212 @@
+"""What a step says, and what of it a command line leaves to it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.grammar import FROM_STEP, Parsed, parse
+from holdfast.cli.options import OPTIONS
+from holdfast.cli.plan import render
+from holdfast.cli.resolve import resolve
+from holdfast.cli.under_slurm import srun_environment, srun_line, take_in
+from holdfast.core.errors import EnvironmentValueError, NodesError, UsageError
+from holdfast.schedulers.slurm_step import Answer, Step, read_step, tasks_per_node
+from holdfast.schedulers.slurm_watch import over
+
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NODELIST": "n[1-3]",
+    "SLURM_NNODES": "3",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_CPUS_ON_NODE": "4",
+}
+STEP = {
+    **BATCH,
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NODEID": "1",
+}
+
+
+def taken(line: str, **more: str) -> Parsed:
+    environ = {**STEP, **more}
+    return take_in(parse(shlex.split(line), environ, OPTIONS), environ, address=lambda host: host)[0]
+
+
+def differing(line: str, **more: str) -> dict[str, object]:
+    parsed = taken(line, **more)
+    return {dest: getattr(parsed.values, dest) for dest, source in parsed.sources.items() if source == FROM_STEP}
+
+
+def test_a_batch_script_is_no_step() -> None:
+    assert read_step(BATCH) is None
+    assert read_step({}) is None
+
+
+@pytest.mark.parametrize("step_id", ["4294967291", "4294967290", "4294967292"])
+def test_an_interactive_shell_is_no_step(step_id: str) -> None:
+    assert read_step({**STEP, "SLURM_STEP_ID": step_id}) is None
+
+
+def test_the_steps_own_names_count() -> None:
+    step = read_step({**STEP, "SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "5", "SLURM_GPUS_ON_NODE": "8"})
+    assert step is not None
+    assert (step.nodes, step.node_rank, step.restarts) == (("n1", "n2"), 1, 2)
+    assert (step.cpus, step.gpus, step.run_id) == (4, 8, "7_1_5")
+
+
+def test_all_of_a_line_comes_from_the_step() -> None:
+    found = differing("train.py")
+    port = str(found["rdzv_endpoint"]).removeprefix("n1:")
+    assert 20_000 <= int(port) < 32_000
+    assert {name: value for name, value in found.items() if name != "rdzv_endpoint"} == {
+        "nnodes": "2",
+        "node_rank": 1,
+        "rdzv_backend": "c10d",
+        "rdzv_conf": "is_host=0",
+        "rdzv_id": "7_1",
+    }
+    assert "is_host=1" in str(differing("train.py", SLURM_NODEID="0")["rdzv_conf"])
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ("--nnodes 1:2 train.py", {"node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"}),
+        ("--rdzv-id x train.py", {"nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_conf"}),
+        ("--rdzv-backend static train.py", {"nnodes", "node_rank", "rdzv_endpoint", "rdzv_id"}),
+        ("--standalone train.py", set()),
+        ("--nnodes 1 train.py", set()),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 train.py", set()),
+        ("--nnodes 2 --master-addr h --node-rank 1 train.py", set()),
+        ("--rdzv-backend etcd --rdzv-endpoint h:1 train.py", set()),
+    ],
+)
+def test_what_is_said_wins(line: str, left: set[str]) -> None:
+    assert set(differing(line)) == left
+
+
+def test_a_variable_is_said_too() -> None:
+    assert "rdzv_id" not in differing("train.py", PET_RDZV_ID="x")
+
+
+def test_a_setting_of_the_rendezvous_stays() -> None:
+    assert taken("--rdzv-conf join_timeout=9 train.py").values.rdzv_conf == "join_timeout=9,is_host=0"
+    assert taken("--rdzv-conf is_host=1 train.py").values.rdzv_conf == "is_host=1"
+
+
+def test_one_node_meets_nobody_but_keeps_its_name() -> None:
+    more = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    assert differing("train.py", **more, SLURM_STEP_TASKS_PER_NODE="1") == {"rdzv_id": "7_1"}
+
+
+def test_workers_by_gpus_unless_said() -> None:
+    assert differing("train.py", SLURM_GPUS_ON_NODE="2")["nproc_per_node"] == "2"
+    assert "nproc_per_node" not in differing("--nproc-per-node 1 train.py", SLURM_GPUS_ON_NODE="2")
+
+
+@pytest.mark.parametrize(("line", "refused"), [("train.py", True), ("--standalone train.py", False)])
+def test_two_agents_on_a_node_are_refused(line: str, refused: bool) -> None:
+    if not refused:
+        taken(line, SLURM_STEP_TASKS_PER_NODE="1,2")
+        return
+    with pytest.raises(NodesError, match=r"2 tasks on n2.*--ntasks-per-node=1"):
+        taken(line, SLURM_STEP_TASKS_PER_NODE="1,2")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"SLURM_STEP_NODELIST": "n[1-3]"},
+        {"SLURM_NODEID": "2"},
+        {"SLURM_NODEID": "x"},
+        {"SLURM_JOB_ID": ""},
+        {"SLURM_STEP_TASKS_PER_NODE": "2x"},
+        {"SLURM_RESTART_COUNT": "-1"},
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused(more: dict[str, str]) -> None:
+    with pytest.raises(EnvironmentValueError):
+        read_step({**STEP, **more})
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("2(x3),1,4(x1)") == (2, 2, 2, 1, 4)
+
+
+def made(job_id: int, step_id: int = 0, restarts: int = 0) -> Step:
+    return Step(job_id, step_id, ("a", "b"), 0, (1, 1), restarts)
+
+
+def test_neighbours_have_ports_of_their_own() -> None:
+    """Array tasks are jobs with consecutive ids; steps and restarts are told apart as well."""
+    places = [made(job, step, restart) for job in range(5000, 5200) for step in range(4) for restart in range(3)]
+    assert len({step.port for step in places}) == len(places)
+    assert len({made(job).port for job in range(100_000, 112_000)}) == 12_000
+    assert all(20_000 <= step.port < 32_000 for step in places)
+
+
+def test_the_plan_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    parsed = taken("--plan --nproc-per-node 2 train.py", SLURM_RESTART_COUNT="3", SLURM_CPUS_ON_NODE="1")
+    resolution = resolve(parsed, STEP)
+    text = render(parsed, resolution, STEP)
+    assert "from the Slurm step: --nnodes 2, --node-rank 1, --rdzv-backend c10d" in text
+    assert "restart 3" in text
+    assert "OMP_NUM_THREADS=1: 1 CPUs for 2 workers" in text
+    assert (resolution.options.job.run_id, resolution.options.job.requeues) == ("7_1", 3)
+    assert resolution.options.is_host is False
+
+
+def test_slurm_in_a_batch_script_is_one_srun() -> None:
+    words = srun_line(BATCH, "run", ["--slurm", "train.py", "a,b"])
+    assert words[:7] == [
+        *["srun", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"],
+        *["--kill-on-bad-exit=0", "--no-kill", "--wait=0"],
+    ]
+    assert words[8:] == ["-m", "holdfast", "run", "--slurm", "train.py", "a,b"]
+
+
+def test_slurm_outside_of_a_job_is_refused() -> None:
+    with pytest.raises(UsageError, match="holdfast submit --slurm"):
+        srun_line({}, "run", ["--slurm", "train.py"])
+
+
+def test_the_token_is_inherited_and_everything_else_too() -> None:
+    parsed = parse(["--slurm", "train.py"], {}, OPTIONS)
+    given = {"A": "x,y", "SLURM_EXPORT_ENV": "NONE"}
+    first, second = srun_environment(parsed, given), srun_environment(parsed, given)
+    assert len(first["HOLDFAST_TOKEN"]) == 64
+    assert first["HOLDFAST_TOKEN"] != second["HOLDFAST_TOKEN"]
+    assert (first["A"], first["SLURM_EXPORT_ENV"]) == ("x,y", "ALL")
+    assert srun_environment(parsed, {"HOLDFAST_TOKEN": "mine"})["HOLDFAST_TOKEN"] == "mine"
+    own = parse(["--slurm", "--rdzv-conf", "token_file=/t", "train.py"], {}, OPTIONS)
+    assert "HOLDFAST_TOKEN" not in srun_environment(own, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "said"),
+    [
+        ("JobId=1 JobState=RUNNING Reason=None Restarts=1 BatchFlag=1", False, ""),
+        ("JobId=1 JobState=RUNNING Reason=None Restarts=2 BatchFlag=1", False, "restart 2"),
+        ("JobId=1 JobState=PENDING Reason=BeginTime Restarts=2", False, "restart 2"),
+        ("JobId=1 JobState=COMPLETING Restarts=2", False, ""),
+        ("JobId=1 JobState=CANCELLED Restarts=1", False, "CANCELLED"),
+        ("slurm_load_jobs error: Invalid job id specified", True, "no more"),
+        ("slurm_load_jobs error: Unable to contact slurm controller", True, ""),
+        ("", False, ""),
+    ],
+)
+def test_when_a_life_is_over(text: str, failed: bool, said: str) -> None:
+    reason = over(Answer(text, failed), 1)
+    assert said in reason
+    assert bool(reason) == bool(said)
