@@ -250,8 +250,14 @@ def test_calls_in_an_impossible_order(tmp_path: Path) -> None:
     snaps.close()
     with pytest.raises(TrackingError, match="no state_dict"):
         ht.Snapshots(tmp_path).track(model=3)
+    with pytest.raises(TrackingError, match="takes names"):
+        ht.Snapshots(tmp_path).track(nn.Linear(1, 1))
+    with pytest.raises(TrackingError, match=r"ht\.DataLoader"):
+        ht.Snapshots(tmp_path).track(loader=torch.utils.data.DataLoader(range(3)))
     job = Job(tmp_path)
     job.train(3)
+    with pytest.raises(TrackingError, match=r"before resume\(\)"):
+        job.snaps.track(more=nn.Linear(1, 1))
     with pytest.raises(TrackingError, match="once"):
         job.snaps.resume()
     job.snaps.close()
@@ -262,6 +268,28 @@ def test_calls_in_an_impossible_order(tmp_path: Path) -> None:
     for fresh_ok in (False, True):  # its steps would be older than those that are there, and retention's
         with pytest.raises(TrackingError, match="call resume"):
             Job(tmp_path, resume=False, fresh_ok=fresh_ok).train(1)
+
+
+def test_who_never_calls_step_is_told(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.model(torch.randn(5, 3)).sum().backward()
+    job.optimizer.step()
+    with pytest.warns(RuntimeWarning, match=r"snaps\.step\(\) was never called"):
+        job.snaps.close()
+
+
+def test_the_end_of_all_epochs_is_saved(tmp_path: Path) -> None:
+    for options, expected in (({}, ["step_000000003.0001", "step_000000004.0001"]), ({"every": None}, [])):
+        folder = tmp_path / str(len(options))
+        job = Job(folder, **options)
+        for _ in job.state.epochs(2):
+            job.train(2)
+        job.snaps.close()
+        assert names(folder) == expected
+    again = Job(tmp_path / "0")
+    assert list(again.state.epochs(2)) == []
+    again.snaps.close()
+    assert names(tmp_path / "0") == ["step_000000003.0001", "step_000000004.0001"]
 
 
 def test_epochs_go_on_where_they_were() -> None:

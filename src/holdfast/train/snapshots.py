@@ -20,6 +20,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -79,6 +80,8 @@ class Snapshots:
         self._tracker = Tracker()
         if every is not None:
             self._tracker.state._finish = self._save_the_last
+        self._used = False
+        """step() or save() was called."""
         self._optimized = False
         """An optimizer has stepped since the last call of step(): no gradient is pending."""
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
@@ -104,11 +107,17 @@ class Snapshots:
 
     # --- what is saved ------------------------------------------------------------------------------------------------
 
-    def track(self, **objects: Any) -> TrainState:
+    def track(self, *unnamed: Any, **objects: Any) -> TrainState:
         """Save and restore these: modules, their optimizers, anything with state_dict() and load_state_dict().
 
-        Random numbers and counters are saved as well. Raises TrackingError.
+        Random numbers and counters are saved as well. Comes before resume(). Raises TrackingError.
         """
+        if unnamed:
+            raise TrackingError("track() takes names, which go into the snapshot: track(model=…, optimizer=…)")
+        if self._saving is not None:
+            raise TrackingError(
+                "track() comes before resume(), which would have restored it, and before the first step()"
+            )
         before = len(self._tracker.optimizers)
         self._tracker.add(objects)
         for optimizer in self._tracker.optimizers[before:]:
@@ -224,6 +233,7 @@ class Snapshots:
         went wrong in the background since the last call.
         """
         saving = self._begun()
+        self._used = True
         self.state.step += 1
         self._tracker.note_trained()
         if self._beat is not None:
@@ -268,6 +278,7 @@ class Snapshots:
             self.save()
 
     def _save(self, saving: Saving, *, durable: bool) -> None:
+        self._used = True
         done = saving.save(durable=durable, metrics=self._metrics)
         if done.look_at:
             self._schedule.look_at = done.look_at
@@ -308,6 +319,13 @@ class Snapshots:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        if self._optimized and not self._used:
+            warnings.warn(
+                "holdfast: the optimizer has stepped and snaps.step() was never called: nothing was saved.\n"
+                "Call it at the end of the loop's body, on every rank.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         with contextlib.ExitStack() as last:
             if self._lease is not None:
                 last.callback(self._lease.release)

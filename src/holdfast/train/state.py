@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from holdfast.core.errors import ShardingError, TrackingError
 from holdfast.train import codec
@@ -324,8 +325,11 @@ class Tracker:
             elif callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
                 self._others[name] = each
             else:
+                hint = (
+                    "\ntake ht.DataLoader, or track its ht.DistributedSampler" if isinstance(each, DataLoader) else ""
+                )
                 raise TrackingError(
-                    f"track({name}=…): a {type(each).__name__} has no state_dict() and load_state_dict()"
+                    f"track({name}=…): a {type(each).__name__} has no state_dict() and load_state_dict(){hint}"
                 )
         self.state._follow = self._set_epoch
 
