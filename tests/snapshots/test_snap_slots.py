@@ -214,6 +214,7 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> 
         os.read(read_end, 1)
         os._exit(0)
     own.stage(2, SIZE)
+    slots._claimed.clear()  # as if it were another process, whose predecessor is dead
     successor = Slots(tmp_path, Owner(0))
     assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
     own.abandon()
@@ -224,6 +225,21 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> 
     os.close(read_end)
     own.close()
     successor.close()
+
+
+def test_two_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    first, second = Slots(tmp_path, Owner(0)), Slots(tmp_path, Owner(0))
+    put(first, 1, 1)
+    for ask in (second.reserve, lambda size: second.stage(2, size)):
+        with pytest.raises(SnapshotMemoryError, match="other snapshots of this process"):
+            ask(SIZE)
+    second.close()
+    put(first, 3, 3)
+    first.close()
+    again = Slots(tmp_path, Owner(0))
+    assert [slot.step for slot in again.committed()] == [3, 1]
+    put(again, 4, 4)
+    again.close()
 
 
 def test_a_second_process_of_the_same_local_rank_is_refused(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class Slots:
         for file in self._files:
             file.close()
         if self._claim >= 0:
-            os.close(self._claim)
+            _release(self._folder, self._owner.local_rank, self._claim)
             self._claim = -1
 
     def _lock(self, index: int) -> int | None:
@@ -327,15 +327,28 @@ def _open_for_writing(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
+_claimed: set[Path] = set()
+"""By this process: POSIX's locks do not tell its own claims apart, and closing one would drop them all."""
+
+
 def _claim(folder: Path, local_rank: int) -> int:
-    """This local rank is ours until the descriptor is closed. Raises OSError, SnapshotMemoryError."""
-    fd = _open_for_writing(folder / f"{local_rank}.owner")
+    """This local rank is ours until the descriptor is released. Raises OSError, SnapshotMemoryError."""
+    path = folder / f"{local_rank}.owner"
+    if path in _claimed:
+        raise SnapshotMemoryError(f"other snapshots of this process have the memory slots of local rank {local_rank}.")
+    fd = _open_for_writing(path)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # POSIX's kind: a forked child does not have it
     except BlockingIOError as error:
         os.close(fd)
         raise SnapshotMemoryError(f"another process has the memory slots of local rank {local_rank}.") from error
+    _claimed.add(path)
     return fd
+
+
+def _release(folder: Path, local_rank: int, fd: int) -> None:
+    os.close(fd)
+    _claimed.discard(folder / f"{local_rank}.owner")
 
 
 def slot_path(folder: Path, local_rank: int, index: int) -> Path:
