@@ -116,15 +116,21 @@ def read_line(argv: Sequence[str], table: Sequence[Option]) -> Line:
             if option.kind == FLAG:
                 line.values[option.dest] = True
             elif text is not None:
-                line.values[option.dest] = text
+                take(line, option, text)
             elif words and words[0] != "--" and is_value(words[0], spellings):
-                line.values[option.dest] = words.pop(0)
+                take(line, option, words.pop(0))
             else:
                 hint = f"; if {words[0]} is the value, write {option.name}={words[0]}" if words else ""
                 raise UsageError(f"{option.name} needs a value{hint}")
         if "help" in line.values:
             return line
     return line
+
+
+def take(line: Line, option: Option, text: str) -> None:
+    """The last value wins, but where several are meant to be said."""
+    before = line.values.get(option.dest) if option.many else None
+    line.values[option.dest] = f"{before}{option.joiner}{text}" if before else text
 
 
 def is_value(word: str, spellings: Mapping[str, Option]) -> bool:

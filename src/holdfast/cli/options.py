@@ -25,6 +25,9 @@ class Option(NamedTuple):
     """Whether a variable gives the default: PET_ for torchrun's options, HOLDFAST_ (or PET_) for ours."""
     choices: tuple[str, ...] = ()
     ours: bool = False
+    many: bool = False
+    """May be said several times: the texts are joined."""
+    joiner: str = ","
 
     @property
     def dest(self) -> str:
@@ -51,6 +54,7 @@ class Option(NamedTuple):
 
 
 NODES, RENDEZVOUS, PROGRAM = "nodes and processes", "rendezvous", "program"
+HOSTS = "several hosts by ssh"
 LIFE, LOGS, PLACE, OURS = "restarts and end", "logs", "placement", "holdfast's own"
 
 OPTIONS: tuple[Option, ...] = (
@@ -175,6 +179,59 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("--virtual-local-rank", FLAG, False, PLACE, "LOCAL_RANK=0 for all; each worker sees only its own GPU"),
     Option("--slurm", FLAG, False, NODES, "in a Slurm batch script: start an agent on each node of the job", ours=True),
+    Option(
+        "--hosts",
+        TEXT,
+        "",
+        HOSTS,
+        "start the job on these hosts, from here, by ssh",
+        "[USER@]HOST[:SLOTS],...",
+        ours=True,
+    ),
+    Option(
+        "--hostfile", TEXT, "", HOSTS, "the same from a file: `host slots=8` or `host:8`, one a line", "FILE", ours=True
+    ),
+    Option(
+        "--include",
+        TEXT,
+        "",
+        HOSTS,
+        "of these hosts only those (patterns as of file names)",
+        "HOST,...",
+        ours=True,
+        many=True,
+    ),
+    Option("--exclude", TEXT, "", HOSTS, "of these hosts all but those", "HOST,...", ours=True, many=True),
+    Option(
+        "--host-discovery",
+        TEXT,
+        "",
+        HOSTS,
+        "a program that prints the hosts there are now, asked again and again",
+        "PROGRAM",
+        ours=True,
+    ),
+    Option(
+        "--env",
+        TEXT,
+        "",
+        HOSTS,
+        "send these variables along too; `*` as in file names",
+        "NAME,...",
+        ours=True,
+        many=True,
+    ),
+    Option("--cwd", TEXT, "", HOSTS, "working folder on the hosts, by default the same as here", "DIR", ours=True),
+    Option(
+        "--on-disconnect",
+        TEXT,
+        "end",
+        HOSTS,
+        "what a host does when the ssh connection is lost: end, or detach and go on",
+        "HOW",
+        choices=("end", "detach"),
+        ours=True,
+    ),
     Option("--help", FLAG, False, OURS, "print this text, and exit", env=False, ours=True, short="-h"),
     Option("--plan", FLAG, False, OURS, "print who would run what, and exit", ours=True),
     Option("--version", FLAG, False, OURS, "print the version, and exit", env=False, ours=True),

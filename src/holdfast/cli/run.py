@@ -14,11 +14,12 @@ from holdfast.cli import grammar
 from holdfast.cli.options import OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
     from holdfast.core.hang import Finding, RankStory
     from holdfast.core.options import RunOptions
+    from holdfast.runtime.agent_service import Finished
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +39,11 @@ def main(argv: Sequence[str]) -> int:
 
 def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
     """Plans or runs a well-formed command line, `argv` of `command`. Raises HoldfastError."""
+    given = parsed.values
+    if given.hosts or given.hostfile or given.host_discovery:
+        from holdfast.cli.hosts import execute as execute_there
+
+        return execute_there(parsed, command)
     step = None
     if parsed.values.slurm or "SLURM_STEP_ID" in os.environ:
         from holdfast.cli import under_slurm
@@ -47,12 +53,26 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
             return under_slurm.start_agents(parsed, command, argv)
     if parsed.values.plan:
         return show_plan(parsed)
+    return start(parsed, begin=None if step is None else lambda: under_slurm.guard(step, os.environ))
+
+
+def start(
+    parsed: Parsed,
+    *,
+    begin: Callable[[], None] | None = None,
+    show: Callable[[Finished], str] | None = None,
+    say_notices: bool = True,
+) -> int:
+    """This node's agent, until the job has ended. Raises HoldfastError.
+
+    `begin` is called before it begins; `show` says what the console shows at the end.
+    """
     from holdfast.runtime.workers.keeper import fork_keeper
 
     keeper = fork_keeper()
     try:
         options = resolve(parsed, os.environ)
-        for notice in options.notices:
+        for notice in options.notices if say_notices else ():
             print(f"holdfast: {notice}", file=sys.stderr)
         from holdfast.runtime.workers import preload
 
@@ -61,10 +81,10 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
         from holdfast.insight.verdicts import judge
         from holdfast.runtime.agent_service import run_job
 
-        if step is not None:
-            under_slurm.guard(step, os.environ)
+        if begin is not None:
+            begin()
         return run_job(
-            options, keeper, judge=judge, examine=examine, render=lambda end: render(end.outcome, end.folder)
+            options, keeper, judge=judge, examine=examine, render=show or (lambda end: render(end.outcome, end.folder))
         )
     finally:
         keeper.sock.close()  # the keeper ends with its end of file

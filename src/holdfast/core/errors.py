@@ -225,6 +225,36 @@ class ControlSilentError(CallerError):
     code = "HF129"
 
 
+class HostsError(CallerError):
+    """--hosts, --hostfile, --include, --exclude or --host-discovery: no host, one twice, not understood, or too few."""
+
+    code = "HF140"
+
+
+class HostUnreachableError(HostsError):
+    """ssh does not get to a host: its name, the network, its host key, or a login that needs a password."""
+
+    code = "HF141"
+
+
+class HostDiffersError(HostsError):
+    """A host is not like the others: another Python, torch, holdfast or script, a folder missing, too few cores."""
+
+    code = "HF142"
+
+
+class SubmitError(CallerError):
+    """`holdfast submit`: what is asked for cannot be said to the scheduler, or the scheduler did not take the job."""
+
+    code = "HF143"
+
+
+class ConfigFileError(CallerError):
+    """holdfast.toml, or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, or an open secret."""
+
+    code = "HF144"
+
+
 class RetentionError(CallerError, ValueError):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 

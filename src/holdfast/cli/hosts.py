@@ -1,0 +1,322 @@
+"""`holdfast run --hosts`, --hostfile and --host-discovery: a command line to an Order for the launcher.
+
+The line is resolved here as the first host will read it, so that whatever is wrong with it is said before any login.
+What was given by flag, variable or file goes to the agents as flags; of the environment what they may need goes along,
+never on a command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shlex
+import signal
+import sys
+import uuid
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from holdfast.cli import grammar
+from holdfast.cli.options import FLAG, HOSTS, LAUNCH_OPTIONS, LIST, OPTIONS, Option
+from holdfast.cli.program import folder_here
+from holdfast.cli.resolve import resolve
+from holdfast.cli.values import is_number, node_range
+from holdfast.core.errors import HostsError, NodesError, ScriptError, UsageError
+from holdfast.core.options import CommandKind
+from holdfast.rendezvous.token import TOKEN_VARIABLE
+from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
+from holdfast.ssh.orders import Expected, Order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from holdfast.cli.grammar import Parsed
+    from holdfast.core.options import RunOptions
+
+SENT = (
+    "CUBLAS_*",
+    "CUDA_*",
+    "CUDNN_*",
+    "GLOO_*",
+    "HF_*",
+    "HOLDFAST_*",
+    "KMP_*",
+    "LD_LIBRARY_PATH",
+    "MKL_*",
+    "NCCL_*",
+    "OMP_*",
+    "OPENBLAS_*",
+    "PET_*",
+    "PYTHONPATH",
+    "PYTHON_EXEC",
+    "PYTORCH_*",
+    "TORCH*",
+    "TRANSFORMERS_*",
+    "UCX_*",
+    "VIRTUAL_ENV",
+)
+"""What of the environment goes to every host; --env adds to it."""
+OWN_OF_NODE = ("node_rank", "local_addr")
+TOKEN_BYTES = 32
+FILE_BYTES_MAX = 1 << 20
+"""Of a hostfile, and of a script as it is compared."""
+UNKNOWN_ENDPOINT = "first.host:1"
+"""Stands for what the launcher finds out."""
+
+
+def execute(parsed: Parsed, command: str) -> int:
+    """Plans or runs the job. Returns its exit code. Raises CallerError."""
+    hosts = read_hosts(parsed)
+    order, options = make_order(parsed, command, hosts, os.environ)
+    if parsed.values.plan:
+        print(plan(order, options))
+        return 0
+    for notice in options.notices:
+        print(f"holdfast: {notice}", file=sys.stderr)
+    from holdfast.ssh.launcher import run
+
+    return run(order, options.job.run_id)
+
+
+def read_hosts(parsed: Parsed) -> list[HostSpec]:
+    """The hosts that are left by --include and --exclude; none with --host-discovery. Raises HostsError."""
+    given = parsed.values
+    sources = [dest for dest in ("hosts", "hostfile", "host_discovery") if getattr(given, dest)]
+    if len(sources) > 1:
+        raise UsageError(f"{' and '.join(parsed.said(dest) for dest in sources)} exclude each other")
+    if given.host_discovery:
+        if given.include or given.exclude:
+            raise UsageError(
+                "--include and --exclude choose of --hosts and --hostfile; --host-discovery chooses itself"
+            )
+        return []
+    if given.hosts:
+        hosts = parse_list(given.hosts, "--hosts")
+    else:
+        hosts = parse_file(read_file(given.hostfile), given.hostfile)
+        if not hosts:
+            raise HostsError(f"--hostfile {given.hostfile} names no host")
+    return select(hosts, given.include, given.exclude)
+
+
+def read_file(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(FILE_BYTES_MAX).decode(errors="replace")
+    except OSError as error:
+        raise HostsError(f"--hostfile {path}: {error.strerror}") from None
+
+
+def make_order(
+    parsed: Parsed, command: str, hosts: Sequence[HostSpec], environ: Mapping[str, str]
+) -> tuple[Order, RunOptions]:
+    """The order, and the options of the first host's agent. Raises CallerError."""
+    check_line(parsed)
+    least, most = node_limits(parsed, len(hosts))
+    alone = most == 1 and not parsed.given("rdzv_endpoint")
+    table = LAUNCH_OPTIONS if command == "launch" else OPTIONS
+    run_id = parsed.values.rdzv_id if parsed.given("rdzv_id") and parsed.values.rdzv_id else str(uuid.uuid4())
+    environ_there = environment(parsed, environ, table)
+    if TOKEN_VARIABLE not in environ_there and "token_file" not in parsed.values.rdzv_conf:
+        environ_there[TOKEN_VARIABLE] = secrets.token_hex(TOKEN_BYTES)
+    elastic = parsed.values.rdzv_backend if parsed.given("rdzv_backend") else "c10d"
+
+    def line(spec: HostSpec, index: int | None, endpoint: str) -> list[str]:
+        settled: dict[str, str | None] = {"nnodes": f"{least}:{most}", "rdzv_id": run_id, "standalone": None}
+        if alone:
+            settled |= {"standalone": "", "rdzv_backend": None, "rdzv_endpoint": None}
+        else:
+            settled |= {"rdzv_backend": elastic, "rdzv_endpoint": endpoint}
+        if index is not None and index < most and not alone:
+            settled["node_rank"] = str(index)
+        if spec.slots is not None:
+            settled["nproc_per_node"] = str(spec.slots)
+        return [command, *far_words(parsed, table, settled)]
+
+    first = hosts[0] if hosts else HostSpec("first")
+    options = resolve_there(
+        parsed, table, line(first, 0, parsed.values.rdzv_endpoint or UNKNOWN_ENDPOINT), environ_there
+    )
+    nproc = parsed.values.nproc_per_node
+    order = Order(
+        hosts=tuple(hosts),
+        discovery=program_path(parsed.values.host_discovery),
+        min_nodes=least,
+        max_nodes=most,
+        nproc=int(nproc) if is_number(nproc) else None,
+        expected=expected(parsed, options),
+        program=options.command.kind is CommandKind.PROGRAM,
+        environ=environ_there,
+        line=line,
+        endpoint=parsed.values.rdzv_endpoint,
+        alone=alone,
+        detach=parsed.values.on_disconnect == "detach",
+        lock=f"holdfast-{hashlib.sha256(f'{run_id} {environ_there.get(TOKEN_VARIABLE)}'.encode()).hexdigest()[:32]}",
+        signals=tuple(dict.fromkeys([*options.signals, *([options.preempt_signal] if options.preempt_signal else [])])),
+    )
+    return order, options
+
+
+def check_line(parsed: Parsed) -> None:
+    """What makes no sense when one line starts all nodes."""
+    for dest in OWN_OF_NODE:
+        if parsed.given(dest):
+            raise parsed.error(dest, UsageError, "is one node's own; with --hosts each host gets its own by itself")
+    if parsed.given("standalone") and parsed.values.standalone:
+        raise parsed.error("standalone", UsageError, "is one node by itself; leave it or the hosts out")
+    if parsed.given("rdzv_backend") and parsed.values.rdzv_backend == "static":
+        raise parsed.error("rdzv_backend", UsageError, "with --hosts the nodes meet by c10d (the default) or etcd")
+    if parsed.values.training_script == "-":
+        raise ScriptError("a script from standard input cannot be sent to other hosts")
+
+
+def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
+    """Raises NodesError. `count`: hosts that are named, 0 with discovery."""
+    if not parsed.given("nnodes"):
+        if not count:
+            raise NodesError(
+                "--host-discovery needs --nnodes MIN:MAX: how many of the hosts the job needs, and may have"
+            )
+        return count, count
+    try:
+        least, most = node_range(parsed.values.nnodes)
+    except ValueError as error:
+        raise parsed.error("nnodes", NodesError, str(error)) from None
+    if count and count < least:
+        raise parsed.error("nnodes", NodesError, f"only {count} host{'s are' if count > 1 else ' is'} named")
+    if count > most:
+        raise parsed.error("nnodes", NodesError, f"{count} hosts are named; --include or --exclude choose some")
+    return least, min(most, count) if count else most
+
+
+def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Option]) -> dict[str, str]:
+    """What goes along: by the list, and what --env names. Options that variables gave go as flags instead."""
+    options = {variable for option in table for variable in option.variables}
+    names = [name.strip() for name in parsed.values.env.split(",") if name.strip()]
+    for name in names:
+        if "=" in name:
+            raise parsed.error(
+                "env",
+                UsageError,
+                f"export {name.partition('=')[0]} and give its name: values on a line are seen by all",
+            )
+        if not any(fnmatchcase(each, name) for each in environ):
+            raise parsed.error("env", UsageError, f"{name} is not set here")
+    patterns = [*SENT, *names]
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in options and any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def far_words(parsed: Parsed, table: Sequence[Option], settled: Mapping[str, str | None]) -> list[str]:
+    """The line of one agent: what was given, however it was, and what is settled (None: left out)."""
+    words = []
+    for option in table:
+        if option.dest in settled or option.group == HOSTS or option.dest in ("plan", "help", "version"):
+            continue
+        if parsed.given(option.dest):
+            words += words_of(option, getattr(parsed.values, option.dest))
+    for dest, text in settled.items():
+        name = "--" + dest.replace("_", "-")
+        if text is not None:
+            words.append(f"{name}={text}" if text else name)
+    return [*words, "--", parsed.values.training_script, *parsed.values.training_script_args]
+
+
+def words_of(option: Option, value: object) -> list[str]:
+    if option.kind == FLAG:
+        return [option.name] if value else []
+    if option.kind == LIST:
+        assert isinstance(value, (list, tuple))
+        return [f"{option.name}=" + ",".join(str(item).replace(",", ",,") for item in value)]
+    return [] if value is None else [f"{option.name}={value}"]
+
+
+def resolve_there(
+    parsed: Parsed, table: Sequence[Option], words: Sequence[str], environ: Mapping[str, str]
+) -> RunOptions:
+    """As an agent will read it. The script is looked for here only where it has the same place here."""
+    there = grammar.parse(words[1:], {}, table)
+    there = there._replace(notices=parsed.notices)
+    if not is_number(there.values.nproc_per_node):
+        there.values.nproc_per_node = "1"  # what devices the hosts have is for them to say
+    script, folder = there.values.training_script, parsed.values.cwd
+    if folder and not os.path.isabs(script) and not there.values.no_python and not there.values.module:
+        here = os.path.join(folder, script)
+        there.values.training_script = here if os.path.exists(here) else "-"
+    return resolve(there, environ).options
+
+
+def expected(parsed: Parsed, options: RunOptions) -> Expected:
+    """How this machine is, which the hosts have to be like."""
+    from holdfast.runtime.versions import torch_versions
+    from holdfast.version import __version__
+
+    kind = options.command.kind
+    script = "" if kind is CommandKind.MODULE or "$" in parsed.values.training_script else parsed.values.training_script
+    return Expected(
+        python=".".join(map(str, sys.version_info[:3])),
+        holdfast=__version__,
+        torch=torch_versions(sys.path).get("torch", ""),
+        script=hash_of(options.command.target) if script and kind is not CommandKind.PROGRAM else "",
+        path=script,
+        cwd=parsed.values.cwd or working_folder(),
+        interpreter=sys.executable,
+    )
+
+
+def hash_of(path: str) -> str:
+    """Empty when the script is not here."""
+    try:
+        with open(os.path.join(path, "__main__.py") if os.path.isdir(path) else path, "rb") as file:
+            return hashlib.sha256(file.read(FILE_BYTES_MAX)).hexdigest()
+    except OSError:
+        return ""
+
+
+def working_folder() -> str:
+    """As the shell calls it, which is how other machines know it (automounted homes)."""
+    called = os.environ.get("PWD", "")
+    try:
+        return called if os.path.isabs(called) and os.path.samefile(called, ".") else os.getcwd()
+    except OSError:
+        return folder_here()
+
+
+def program_path(name: str) -> str:
+    """Of --host-discovery. Raises HostsError."""
+    if not name:
+        return ""
+    if not os.path.isfile(name):
+        raise HostsError(f"--host-discovery {name}: no such file")
+    if not os.access(name, os.X_OK):
+        raise HostsError(f"--host-discovery {name} is not executable; chmod +x it")
+    return os.path.abspath(name)
+
+
+def plan(order: Order, options: RunOptions) -> str:
+    """Who would be started where, in words."""
+    hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in order.hosts]
+    meets = "one node, no meeting" if order.alone else order.endpoint or "a free port of the first host"
+    number = str(order.min_nodes) if order.min_nodes == order.max_nodes else f"{order.min_nodes} to {order.max_nodes}"
+    endings = ", ".join(signal.Signals(each).name for each in order.signals)
+    example = order.line(order.hosts[0] if order.hosts else HostSpec("HOST"), 0, order.endpoint or "ENDPOINT")
+    facts = [
+        ("job", f"id {options.job.run_id if options.job.run_id in ' '.join(sys.argv) else '<random>'}"),
+        ("hosts", some(hosts, 16) if hosts else f"whatever {order.discovery} prints"),
+        ("nodes", number),
+        ("rendezvous", meets),
+        ("token", "yes, agents prove that they know it"),
+        ("python", order.expected.interpreter),
+        ("folder", order.expected.cwd),
+        ("variables", ", ".join(sorted(order.environ))),
+        ("disconnect", "the agents go on" if order.detach else "what runs on the hosts ends"),
+        ("signals", f"{endings} go to all hosts; the second kills"),
+        ("each host", shlex.join(["holdfast", *example])),
+    ]
+    return "\n".join(
+        ["holdfast would run this; nothing was started.", "", *(f"{name:14}{text}" for name, text in facts)]
+    )

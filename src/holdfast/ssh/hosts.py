@@ -1,0 +1,135 @@
+"""Lists of hosts: `a:8,user@b,[fe80::1]:4`, hostfiles, what --include and --exclude leave of them. PURE.
+
+Raises HostsError with what is wrong and where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from msgspec import Struct
+
+from holdfast.core.errors import HostsError
+
+HOSTS_MAX = 4096
+IGNORED_KEYS = ("max_slots", "max-slots")
+"""Of Open MPI's hostfiles: how far a host may be oversubscribed, which we never do."""
+
+
+class HostSpec(Struct, frozen=True):
+    """One host as its user names it."""
+
+    name: str
+    """What ssh is given: a name of ssh_config, a host name or an address (without brackets), perhaps `user@` before it."""
+    slots: int | None = None
+    """Workers there; None: what --nproc-per-node says."""
+
+    @property
+    def host(self) -> str:
+        """Without the user: two names with the same one are the same host."""
+        return self.name.rpartition("@")[2].lower()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse_host(text: str, where: str) -> HostSpec:
+    """`[user@]host[:slots]`, IPv6 addresses in brackets.
+
+    >>> parse_host("me@[::1]:4", "--hosts")
+    HostSpec(name='me@::1', slots=4)
+    """
+    user, at, rest = text.strip().rpartition("@")
+    if rest.startswith("["):
+        host, closed, tail = rest[1:].partition("]")
+        if not closed or ":" not in host or (tail and not tail.startswith(":")):
+            raise HostsError(f"{where}: {text!r} is no host; an IPv6 address is written [address] or [address]:slots")
+        slots = tail[1:] if tail else None
+    elif rest.count(":") > 1:
+        raise HostsError(f"{where}: {text!r}: write an IPv6 address in brackets: [{rest}]")
+    else:
+        host, colon, number = rest.partition(":")
+        slots = number if colon else None
+    for part, what in ((host, "host"), (user, "user") if at else (host, "host")):
+        if (
+            not part
+            or part.startswith("-")
+            or not all(each.isprintable() and each not in " '\"`$\\/;|&<>" for each in part)
+        ):
+            raise HostsError(f"{where}: {text!r} has no usable {what} name; write host, host:slots or user@host:slots")
+    return HostSpec(user + at + host, None if slots is None else parse_slots(slots, text, where))
+
+
+def parse_slots(slots: str, text: str, where: str) -> int:
+    if not (slots.isascii() and slots.isdecimal() and int(slots) > 0):
+        raise HostsError(f"{where}: {text!r}: slots are workers on that host, a number from 1")
+    return int(slots)
+
+
+def parse_list(text: str, where: str = "--hosts") -> list[HostSpec]:
+    """Hosts separated by commas."""
+    words = [word for word in text.split(",") if word.strip()]
+    if not words:
+        raise HostsError(f"{where} names no host")
+    return checked([parse_host(word, where) for word in words], where)
+
+
+def parse_file(text: str, where: str) -> list[HostSpec]:
+    """One host a line, as Open MPI (`host slots=8`), DeepSpeed and `host:8` have it; # begins a comment."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        place = f"{where}, line {number}"
+        spec = parse_host(words[0], place)
+        for word in words[1:]:
+            key, equals, value = word.partition("=")
+            if key == "slots" and equals and spec.slots is None:
+                spec = HostSpec(spec.name, parse_slots(value, line.strip(), place))
+            elif key not in IGNORED_KEYS:
+                raise HostsError(f"{place}: {word!r} is not understood; a line is `host`, `host slots=8` or `host:8`")
+        found.append(spec)
+    return checked(found, where)
+
+
+def checked(hosts: list[HostSpec], where: str) -> list[HostSpec]:
+    """Raises HostsError for a host that is there twice."""
+    seen: dict[str, HostSpec] = {}
+    for spec in hosts:
+        if spec.host in seen:
+            raise HostsError(f"{where}: host {spec.host} is there twice; give its slots once, as in {spec.host}:8")
+        seen[spec.host] = spec
+    if len(hosts) > HOSTS_MAX:
+        raise HostsError(f"{where}: {len(hosts)} hosts, at most {HOSTS_MAX}")
+    return hosts
+
+
+def select(hosts: Sequence[HostSpec], include: str, exclude: str) -> list[HostSpec]:
+    """What is left of them: --include keeps only these, --exclude leaves these out; `*` and `?` as in file names.
+
+    >>> [spec.name for spec in select(parse_list("n1,n2,m1"), "n*", "n2")]
+    ['n1']
+    """
+    chosen = list(hosts)
+    for option, text in (("--include", include), ("--exclude", exclude)):
+        patterns = [word.strip().lower() for word in text.split(",") if word.strip()]
+        for pattern in patterns:
+            if not any(fnmatchcase(spec.host, pattern) for spec in hosts):
+                raise HostsError(f"{option} {pattern}: no such host; there are {some([each.host for each in hosts])}")
+        if patterns:
+            wanted = option == "--include"
+            chosen = [each for each in chosen if any(fnmatchcase(each.host, one) for one in patterns) is wanted]
+    if not chosen:
+        raise HostsError("--include and --exclude leave no host")
+    return chosen
+
+
+def some(names: Sequence[str], shown_max: int = 8) -> str:
+    """
+    >>> some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = len(names) - shown_max
+    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,151 @@
+"""What all hosts write, on this machine's console: whole lines, in the order in which they come.
+
+    Screen ── Console (one thread)
+       └── Feed per host and stream: reads ssh's pipe only when the console has room, so a terminal that stalls holds up
+           nothing but what is shown; over there the log files are the queue
+
+Lines that carry the mark of this run are far.py's words and are not shown. What agents say of themselves
+(`holdfast: …`) is shown with the host's name; what several of them say at once is shown once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from holdfast.runtime.workers.console import SAY_PREFIX, Console, ConsoleStream
+from holdfast.runtime.workers.log_tail import LineCutter
+
+CHUNK_BYTES_MAX = 64 * 1024
+ONCE_S = 3.0
+"""The same words from another host within this are not shown again."""
+HELD_BYTES_MAX = 16 * 1024
+"""Of what comes before the far side has introduced itself: greetings, or ssh's complaints."""
+
+_PREFIX = SAY_PREFIX.encode()
+
+
+class Screen:
+    """The console of a job on several hosts."""
+
+    def __init__(self, mark: str) -> None:
+        self.console = Console()
+        self.mark = mark.encode()
+        self._told: dict[bytes, tuple[str, float]] = {}
+
+    def say(self, text: str) -> None:
+        self.console.say(text)
+
+    def feed(self, fd: int, host: str, *, error: bool, told: Callable[[bytes], None]) -> Feed:
+        """Show what comes from this descriptor, which is the feed's from here on; `told` gets the marked lines, in the
+        console's thread."""
+        feed = Feed(fd, self.console.err if error else self.console.out, lambda lines, now: self.edit(lines, host, now))
+        feed.mark, feed.told = self.mark, told
+        self.console.attach(feed)
+        return feed
+
+    def edit(self, lines: bytes, host: str, now: float) -> bytes:
+        """The same lines, the agents' own words with their host's name, and once."""
+        if _PREFIX not in lines:
+            return lines
+        return b"".join(self._edit_line(line, host, now) for line in lines.splitlines(keepends=True))
+
+    def _edit_line(self, line: bytes, host: str, now: float) -> bytes:
+        if not line.startswith(_PREFIX):
+            return line
+        words = line[len(_PREFIX) :]
+        who, until = self._told.get(words, ("", 0.0))
+        if who and who != host and now < until:
+            return b""
+        self._told = {text: one for text, one in self._told.items() if now < one[1]}
+        self._told[words] = (host, now + ONCE_S)
+        return _PREFIX + host.encode() + b": " + words
+
+    def close(self, stall_s: float) -> None:
+        self.console.close(stall_s)
+
+
+class Feed:
+    """One pipe from ssh. Everything but the constructor, `held`, `show` and `wait` is the console thread's."""
+
+    def __init__(self, fd: int, stream: ConsoleStream, edit: Callable[[bytes, float], bytes]) -> None:
+        os.set_blocking(fd, False)
+        self.mark = b""
+        self.told: Callable[[bytes], None] = lambda _: None
+        self.progress = 0
+        self.last = ""
+        """The last line that came."""
+        self._fd: int | None = fd
+        self._stream = stream
+        self._edit = edit
+        self._cutter = LineCutter()
+        self._lock = threading.Lock()
+        self._held: deque[bytes] | None = deque()
+        self._held_bytes = 0
+        self.ended = threading.Event()
+
+    def held(self) -> str:
+        """What has come before `show`."""
+        with self._lock:
+            return b"".join(self._held or ()).decode(errors="replace")
+
+    def show(self, *, held: bool) -> None:
+        """From here on what comes is shown; what came before too, or not."""
+        with self._lock:
+            waiting, self._held = self._held, None
+        if waiting and held:
+            self._early = b"".join(waiting)
+
+    _early = b""
+
+    def fileno(self) -> int | None:
+        return self._fd if self._stream.free or self._held is not None else None
+
+    def pump(self, now: float) -> float | None:
+        if self._early and self._stream.free:
+            early, self._early = self._early, b""
+            self._stream.put(self._edit(early, now))
+        while (fd := self._fd) is not None and (self._stream.free or self._held is not None):
+            try:
+                data = os.read(fd, CHUNK_BYTES_MAX)
+            except BlockingIOError:
+                return None
+            except OSError:
+                data = b""
+            self.progress += 1
+            self._take(self._cutter.feed(data) if data else self._cutter.flush(), now)
+            if not data:
+                self.close()
+        return None
+
+    def _take(self, lines: bytes, now: float) -> None:
+        if self.mark in lines:
+            lines = b"".join(map(self._unmarked, lines.splitlines(keepends=True)))
+        if not lines:
+            return
+        self.last = lines[lines.rfind(b"\n", 0, -1) + 1 :].decode(errors="replace")
+        with self._lock:
+            if self._held is not None:
+                self._held.append(lines)
+                self._held_bytes += len(lines)
+                while self._held_bytes > HELD_BYTES_MAX:
+                    self._held_bytes -= len(self._held.popleft())
+                return
+        self._stream.put(self._edit(lines, now))
+
+    def _unmarked(self, line: bytes) -> bytes:
+        before, mark, words = line.partition(self.mark)
+        if mark:
+            self.told(words)
+            return before + b"\n" if before else b""
+        return line
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.ended.set()

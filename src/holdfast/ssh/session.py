@@ -1,0 +1,237 @@
+"""One host: an ssh client on this machine, and through it far.py and its agent on the other.
+
+    start() ► Facts ► go() ► beats, signals ► wait() ► End
+
+Knows processes, pipes and the words between the two sides; knows nothing of other hosts. The system's ssh decides how a
+host is reached: configuration, keys, jumps. It can never ask: no terminal, no password, no unknown key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes  # noqa: F401 - loaded before any fork, for the one call in the child
+import json
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.core.errors import HostUnreachableError
+from holdfast.runtime.workers.processes import PR_SET_PDEATHSIG, prctl
+from holdfast.ssh.complaints import explain, parting_words
+from holdfast.ssh.facts import Facts
+from holdfast.ssh.hosts import HostSpec
+from holdfast.ssh.orders import End, Order
+from holdfast.ssh.screen import Feed, Screen
+
+FAR = Path(__file__).with_name("far.py")
+CONNECT_S = 10
+"""Until the other machine answers (ssh's ConnectTimeout, whole seconds)."""
+LOGIN_S = 30.0
+"""Until the far side has told of its host: a login may be slow, but not for ever."""
+ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 5, 3
+"""A connection that carries nothing back for so many such intervals is lost (ssh's ServerAlive…)."""
+BEAT_S = 4.0
+"""How often the far side is told that we are here; well below its SILENCE_S."""
+LAST_WORDS_S = 2.0
+"""ssh has ended, but its pipes not: some master connection of the user's holds them open."""
+END_S = 2.0
+"""SIGTERM to SIGKILL, for ssh."""
+
+OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": CONNECT_S,
+    "ServerAliveInterval": ALIVE_INTERVAL_S,
+    "ServerAliveCountMax": ALIVE_COUNT_MAX,
+    "ControlMaster": "no",  # one that runs is used; none is left behind
+    "ClearAllForwardings": "yes",  # ports of the user's interactive sessions
+    "RemoteCommand": "none",
+    "ForwardX11": "no",
+}
+"""What a launcher needs whatever the user's configuration says; all else is left as configured."""
+
+
+def client_line(spec: HostSpec, interpreter: str, source_bytes: int, run_id: str) -> list[str]:
+    """The ssh command. The far command is understood by every login shell; it shows in `ps` and holds no value."""
+    read = f'import os;s=b"";n={source_bytes};exec("while len(s)<n: s+=os.read(0,n-len(s)) or exit(0)");exec(s)'
+    far = f"exec {shlex.quote(interpreter)} -c {shlex.quote(read)} holdfast-agent {shlex.quote(run_id)}"
+    options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
+    return ["ssh", "-T", *options, "--", spec.name, far]
+
+
+def die_with_launcher() -> None:
+    """Runs in the child, before ssh: without its launcher it ends, and so the far side learns of it."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Session:
+    """One connection, used once."""
+
+    def __init__(self, spec: HostSpec, order: Order, screen: Screen, run_id: str) -> None:
+        self.spec = spec
+        self.facts: Facts | None = None
+        self._order = order
+        self._screen = screen
+        self._run_id = run_id
+        self._loop = asyncio.get_running_loop()
+        self._introduced: asyncio.Future[Facts] = self._loop.create_future()
+        self._end: End | None = None
+        self._went = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._feeds: list[Feed] = []
+
+    async def start(self) -> Facts:
+        """Log in and ask. Raises HostUnreachableError; the connection is closed then."""
+        source = FAR.read_bytes()
+        expected = self._order.expected
+        request = {
+            "mark": self._screen.mark.decode(),
+            "path": self._order.environ.get("PYTHONPATH", "").split(":"),
+            "cwd": expected.cwd,
+            "script": expected.path,
+            "program": self._order.program,
+        }
+        try:
+            await self._spawn(client_line(self.spec, expected.interpreter, len(source), self._run_id))
+            self._write(source + json.dumps(request).encode() + b"\n")
+            self.facts = await self._introduction(expected.interpreter)
+        except BaseException:
+            await self.close()
+            raise
+        out, err = self._feeds
+        out.show(held=False)  # greetings of the login shell
+        err.show(held=True)
+        self._screen.console.wake()
+        return self.facts
+
+    async def _spawn(self, line: Sequence[str]) -> None:
+        pipes = [os.pipe() for _ in range(2)]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *line,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=pipes[0][1],
+                stderr=pipes[1][1],
+                start_new_session=True,  # Ctrl-C is ours to pass on, and there is no terminal to ask at
+                preexec_fn=die_with_launcher,
+            )
+        except OSError as error:
+            for mine, _ in pipes:
+                os.close(mine)
+            raise HostUnreachableError(f"ssh cannot be started: {error.strerror} (Debian: openssh-client)") from None
+        finally:
+            for _, theirs in pipes:
+                os.close(theirs)
+        self._feeds = [
+            self._screen.feed(mine, self.spec.host, error=error, told=self._told)
+            for (mine, _), error in zip(pipes, (False, True), strict=True)
+        ]
+
+    async def _introduction(self, interpreter: str) -> Facts:
+        assert self._process is not None
+        ended = asyncio.ensure_future(self._process.wait())
+        either: set[asyncio.Future[Any]] = {ended, self._introduced}
+        try:
+            await asyncio.wait(either, timeout=LOGIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await self._drained()
+            if self._introduced.done():
+                return self._introduced.result()
+        finally:
+            ended.cancel()
+        code = self._process.returncode
+        if code is None:
+            await self.close()
+        raise HostUnreachableError(explain(self.spec, self._feeds[1].held(), code, interpreter, LOGIN_S))
+
+    async def _drained(self) -> None:
+        """ssh has ended: what it wrote last has been read."""
+        end = self._loop.time() + LAST_WORDS_S
+        while not all(feed.ended.is_set() for feed in self._feeds) and self._loop.time() < end:
+            self._screen.console.wake()
+            await asyncio.sleep(0.01)
+
+    def go(self, index: int | None, endpoint: str) -> None:
+        """Let the far side start its agent."""
+        self._went = True
+        message = {
+            "argv": self._order.line(self.spec, index, endpoint),
+            "env": self._order.environ,
+            "lock": self._order.lock,
+            "detach": self._order.detach,
+        }
+        self._write(json.dumps(message).encode() + b"\n")
+
+    def beat(self) -> None:
+        if self._went:
+            self._write(b"beat\n")
+
+    def signal(self, signum: int) -> None:
+        """To the agent over there."""
+        self._write(f"signal {int(signum)}\n".encode())
+
+    def kill(self) -> None:
+        """The agent over there and all it has, at once."""
+        self._write(b"kill\n")
+
+    async def wait(self) -> End:
+        """Until the agent has ended, or the connection."""
+        assert self._process is not None
+        code = await self._process.wait()
+        await self._drained()
+        await self.close()
+        if self._end is not None:
+            return self._end
+        if 0 <= code < 255 and self._went:
+            return End(code=code)
+        return End(text=parting_words(self._feeds[1].last) or f"ssh ended with {code}")
+
+    async def close(self) -> None:
+        """End the ssh client, if it still runs; the far side takes that for a loss, unless it was never told to go."""
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        if process.returncode is None:
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signum)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), END_S)
+                    break
+        for feed in self._feeds:
+            self._screen.console.detach(feed)
+            feed.close()
+
+    def _write(self, data: bytes) -> None:
+        """What nobody takes any more is dropped: the end of ssh tells."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if self._process.returncode is None and not self._process.stdin.is_closing():
+            self._process.stdin.write(data)
+
+    # ---------------------------------------------------------------- the console's thread
+
+    def _told(self, words: bytes) -> None:
+        try:
+            message: dict[str, Any] = json.loads(words)
+        except ValueError:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._heed, message)
+
+    def _heed(self, message: dict[str, Any]) -> None:
+        try:
+            if "end" in message:
+                self._end = End(code=message.pop("end"), **message)
+            elif not self._introduced.done():
+                self._introduced.set_result(msgspec.convert(message, Facts))
+        except (TypeError, msgspec.ValidationError) as error:
+            if not self._introduced.done():
+                self._introduced.set_exception(HostUnreachableError(f"host {self.spec}: it talks nonsense: {error}"))
