@@ -105,6 +105,102 @@ print(float(weight))
     assert words(board)[-1] == 0, "and it is not counted, as the docs say"
 
 
+def own_s(board: Board) -> float:
+    return board.progress(0)[0].own_s
+
+
+OWN = """
+import sys, time, torch
+weight = torch.zeros(4, requires_grad=True)
+opt = torch.optim.SGD([weight], lr=0.1)
+def loss(): return weight.sum()
+"""
+
+
+def test_own_time_ends_where_backward_begins(board: Board, tmp_path: Path) -> None:
+    source = """
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.3)  # as somebody who waits for others
+        return grad
+time.sleep(0.5)  # before the first step: start-up
+opt.step()
+for _ in range(2):  # gradients are accumulated
+    time.sleep(0.1)
+    Slow.apply(weight).sum().backward()
+opt.step()
+opt.step()
+"""
+    run(board, tmp_path, OWN + source)
+    assert 0.2 <= own_s(board) < 0.5
+    assert words(board)[-1] == 3
+
+
+def test_a_backward_inside_of_a_backward(board: Board, tmp_path: Path) -> None:
+    source = """
+from torch.utils.checkpoint import checkpoint
+def slow(x):
+    time.sleep(0.3)
+    return x * 2
+opt.step()
+since = time.monotonic()
+value = checkpoint(slow, weight, use_reentrant=True).sum()
+before = time.monotonic() - since
+value.backward()
+opt.step()
+assert before < 0.6
+"""
+    run(board, tmp_path, OWN + source)
+    assert 0.3 <= own_s(board) < 0.6, "what is computed again in backward is part of it"
+
+
+def test_backward_is_as_it_was(board: Board, tmp_path: Path) -> None:
+    source = """
+import inspect, pickle, torch.autograd
+backward = torch.autograd.backward
+print(backward.__name__, backward.__module__, backward.__doc__[:7], list(inspect.signature(backward).parameters)[:2])
+assert pickle.loads(pickle.dumps(backward)) is backward
+opt.step()
+try:
+    weight.backward()
+except RuntimeError as error:
+    print(str(error)[:22])
+torch.autograd.backward([loss()], grad_tensors=[None], inputs=[weight])
+loss().backward(retain_graph=True, inputs=[weight])
+print(weight.grad.tolist())
+opt.step()
+"""
+    told = "backward torch.autograd Compute ['tensors', 'grad_tensors']\ngrad can be implicitly\n[2.0, 2.0, 2.0, 2.0]\n"
+    assert run(board, tmp_path, OWN + source) == told
+    assert 0 < own_s(board) < 10
+
+
+def test_a_torch_whose_backward_is_another(board: Board, tmp_path: Path) -> None:
+    folder = tmp_path / "torch" / "autograd"
+    folder.mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("def backward(tensors, more): return more\n")
+    assert run(
+        board, tmp_path, "import torch.autograd as a\nprint(a.backward(1, 2), a.backward.__code__.co_filename)"
+    ).startswith(f"2 {tmp_path}")
+
+
+def test_a_compiled_function_with_a_backward(board: Board, tmp_path: Path) -> None:
+    source = """
+@torch.compile(backend="eager")
+def train():
+    (weight * 2).sum().backward()
+for _ in range(3):
+    train()
+    opt.step()
+print(weight.grad.tolist(), weight.tolist()[0] < 0)
+"""
+    assert run(board, tmp_path, OWN + source) == "[6.0, 6.0, 6.0, 6.0] True\n"
+
+
 def test_an_agent_that_is_gone_matters_to_nobody(tmp_path: Path) -> None:
     board = Board(1)
     address = board.address(0)

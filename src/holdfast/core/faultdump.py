@@ -6,9 +6,9 @@
     Current thread 0x00007f4117435b80 (most recent call first):
       …
 
-Threads stand newest first, so the main thread is last; of more than 100 the rest is left out (`...`). "Current" is the
-one in which the signal's handler ran, and the kernel prefers the main thread for that. Of a thread's frames the
-innermost 100 are written. Python 3.13 adds the thread's name behind its number.
+Threads stand newest first, so the main thread is last; of more than 100 the rest is left out (`...`), and it may be
+among them. "Current" is the one in which the signal's handler ran, and the kernel prefers the main thread for that.
+Of a thread's frames the innermost 100 are written. Python 3.13 adds the thread's name behind its number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main_thread(text: str) -> tuple[Frame, ...]:
         return ()
     frames = threads[-1][1]
     if cut:
-        frames = next((each for current, each in threads if current), frames)
+        frames = next((each for current, each in threads if current), [])
     return tuple(frame for frame in frames if _OWN not in frame.file)[:FRAMES_MAX]
 
 

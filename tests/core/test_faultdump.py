@@ -1,0 +1,97 @@
+"""Frames of the main thread from texts as faulthandler really wrote them."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.faultdump import is_library, main_thread, program_frame
+from holdfast.core.stacks import FRAMES_MAX, Frame
+
+TWO_THREADS = """\
+Thread 0x00007f41168b56c0 (most recent call first):
+  File "/tmp/p.py", line 4 in idle
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 982 in run
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f4117435b80 (most recent call first):
+  File "/tmp/p.py", line 9 in deep
+  File "/tmp/p.py", line 10 in <module>
+  File "/work/src/holdfast/worker/bootstrap.py", line 153 in run
+  File "/work/src/holdfast/worker/bootstrap.py", line 331 in main
+  File "/work/src/holdfast/worker/bootstrap.py", line 347 in <module>
+"""
+ANOTHER_HANDLES = TWO_THREADS.replace("Current t", "T").replace("Thread", "Current thread", 1)
+NAMED = TWO_THREADS.replace("0x00007f4117435b80 (", "0x00007f4117435b80 [python] (")  # 3.13
+DEEP = "Current thread 0x01 (most recent call first):\n" + '  File "/p.py", line 8 in deep\n' * 100 + "  ...\n"
+ODD = """\
+Current thread 0x01 (most recent call first):
+  File "/odd "name", line 3 in x.py", line 12 in <lambda>
+  File ???, line ??? in ???
+  File "/t\\xe9.py", line 1 in <module>
+"""
+
+
+def many_threads() -> str:
+    """More than 100: the main thread, which would be the last, is left out unless it is the current one."""
+    others = 'Thread 0x02 (most recent call first):\n  File "/p.py", line 1 in idle\n\n'
+    current = 'Current thread 0x01 (most recent call first):\n  File "/p.py", line 2 in main\n\n'
+    return others * 50 + current + others * 49 + "...\n"
+
+
+@pytest.mark.parametrize("text", [TWO_THREADS, ANOTHER_HANDLES, NAMED], ids=["current", "another", "3.13"])
+def test_the_main_thread_is_the_last(text: str) -> None:
+    assert main_thread(text) == (Frame("/tmp/p.py", 9, "deep"), Frame("/tmp/p.py", 10, "<module>"))
+
+
+def test_frames_that_were_cut() -> None:
+    assert main_thread(DEEP) == (Frame("/p.py", 8, "deep"),) * FRAMES_MAX
+
+
+def test_threads_that_were_cut() -> None:
+    assert main_thread(many_threads()) == (Frame("/p.py", 2, "main"),)
+
+
+def test_odd_names() -> None:
+    first, second, third = main_thread(ODD)
+    assert first == Frame('/odd "name", line 3 in x.py', 12, "<lambda>")
+    assert second == Frame("???", 0, "???")
+    assert third.line == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\0\0", "Current thread", "Current thread 0x1 (most recent call first):\n", "x" * 5000]
+)
+def test_what_is_no_dump(text: str) -> None:
+    assert main_thread(text) == ()
+
+
+def test_every_beginning_of_a_dump_can_be_read() -> None:
+    for end in range(len(TWO_THREADS)):
+        main_thread(TWO_THREADS[:end])
+
+
+@pytest.mark.parametrize(
+    ("file", "library"),
+    [
+        ("/home/me/train.py", False),
+        ("/home/me/torch_project/model.py", False),
+        ("<string>", False),
+        ("<frozen runpy>", True),
+        ("/usr/lib/python3.11/threading.py", True),
+        ("/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py", True),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", True),
+        ("/src/pytorch/torch/_tensor.py", True),
+        ("/opt/holdfast/train/group.py", True),
+    ],
+)
+def test_what_is_the_programs_own(file: str, library: bool) -> None:
+    assert is_library(file) is library
+
+
+def test_a_program_that_is_an_installed_package() -> None:
+    torch = Frame("/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 1, "barrier")
+    package = Frame("/lib/python3.11/site-packages/llm/train.py", 7, "main")
+    runpy = Frame("<frozen runpy>", 88, "_run_code")
+    assert program_frame((torch, package, runpy)) == 1
+    assert program_frame((torch, runpy)) is None
+    assert program_frame((torch, package, Frame("/home/me/run.py", 1, "<module>"))) == 2

@@ -1,0 +1,99 @@
+"""A rank that does what its standard input says, until SIGUSR1 ends that; it says `doing`, and afterwards `ok`."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+
+class ReleasedError(Exception):
+    pass
+
+
+def release(*_):
+    raise ReleasedError
+
+
+class Stops(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return torch.zeros(1)
+
+
+def reduce():
+    dist.all_reduce(torch.zeros(1))
+
+
+def step():
+    loss = model(torch.zeros(4, 8)).sum()
+    loss.backward()
+    optimizer.step()
+    dist.all_reduce(torch.zeros(1))
+
+
+def asleep():
+    time.sleep(600)
+
+
+def spin():
+    while True:
+        pass
+
+
+def spin_over_two_lines():
+    turns = 0
+    while True:
+        turns += 1
+        turns -= 1
+
+
+def regex():
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def native():
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+
+
+def loader():
+    next(iter(DataLoader(Stops(), num_workers=1)))
+
+
+def dead_queue():
+    queue = multiprocessing.Queue()
+    multiprocessing.get_context("fork").Process(target=os._exit, args=(1,)).start()
+    queue.get()
+
+
+def evaluate():
+    network = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    with torch.no_grad():
+        while True:
+            network(torch.zeros(256, 256))
+
+
+def barrier():
+    dist.barrier()
+
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+signal.signal(signal.SIGUSR1, release)
+print("up", flush=True)
+for line in sys.stdin:
+    with contextlib.suppress(ReleasedError, RuntimeError):
+        print("doing", flush=True)
+        globals()[line.strip()]()
+    print("ok", flush=True)

@@ -1,0 +1,208 @@
+"""Three real ranks with gloo, one of which hangs in some way while the others wait: it is named, each time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.board import BOARD_VARIABLE
+from holdfast.core.hang import Finding, HangKind, RankStory
+from holdfast.core.progress import Stage
+from holdfast.core.stacks import RankSample
+from holdfast.insight.hangs import examine
+from holdfast.runtime.workers import kernel
+from holdfast.runtime.workers.board import Board
+from holdfast.runtime.workers.looker import Looker
+from holdfast.runtime.workers.spawn import BOOTSTRAP
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).parent / "scripts" / "hang_rank.py"
+WORLD, ODD = 3, 1
+LOOKS, GAP_S = 3, 0.4
+DEADLINE_S = 60.0
+
+
+class Job:
+    """Ranks that do as they are told."""
+
+    def __init__(self) -> None:
+        self.board = Board(WORLD)
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        self.ranks = [self._start(rank, port) for rank in range(WORLD)]
+
+    def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
+        env = {
+            **os.environ,
+            BOARD_VARIABLE: self.board.address(rank),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        line = [sys.executable, "-u", BOOTSTRAP, "script", str(SCRIPT)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(line, env=env, stdin=pipe, stdout=pipe, start_new_session=True, bufsize=0)
+
+    def tell(self, rank: int, word: str) -> None:
+        stdin = self.ranks[rank].stdin
+        assert stdin is not None
+        stdin.write(f"{word}\n".encode())
+        assert self.hear(rank) == "doing"
+
+    def hear(self, rank: int) -> str:
+        stdout = self.ranks[rank].stdout
+        assert stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            assert selector.select(DEADLINE_S), f"rank {rank} says nothing"
+        return stdout.readline().decode().strip()
+
+    def all_do(self, word: str) -> None:
+        for rank in range(WORLD):
+            self.tell(rank, word)
+        assert [self.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+
+    async def looks(self) -> Finding:
+        """An examination, as the coordinator makes it."""
+        looker = Looker(self.board, generation=1, rank_base=0)
+        samples: list[tuple[RankSample, ...]] = []
+        for _ in range(LOOKS):
+            samples.append(await looker.look({rank: each.pid for rank, each in enumerate(self.ranks)}, None))
+            await asyncio.sleep(GAP_S)
+        await looker.close()
+        return examine(
+            [RankStory(rank, f"node{rank}", rank, 71.0, tuple(each[rank] for each in samples)) for rank in range(WORLD)]
+        )
+
+    def found(self, kind: HangKind) -> Finding:
+        """The finding, once it is of this kind: how fast the ranks come to where they stay is the machine's affair."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (finding := asyncio.run(self.looks())).kind is not kind:
+            assert time.monotonic() < deadline, finding
+        return finding
+
+    def release(self, rank: int) -> None:
+        self.ranks[rank].send_signal(signal.SIGCONT)
+        for child in kernel.children([self.ranks[rank].pid])[self.ranks[rank].pid]:
+            os.kill(child.pid, signal.SIGKILL)
+        self.ranks[rank].send_signal(signal.SIGUSR1)
+
+    def close(self) -> None:
+        for process in self.ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                stream.close()
+        self.board.close()
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """One for all tests: after each the ranks are where they were."""
+    made = Job()
+    try:
+        assert [made.hear(rank) for rank in range(WORLD)] == ["up"] * WORLD
+        yield made
+    finally:
+        made.close()
+
+
+HANGS = {
+    "asleep": ("HF240", "rank 1 on node1 is in time.sleep at hang_rank.py:"),
+    "spin": ("HF240", "rank 1 on node1 is in spin at hang_rank.py:"),
+    "spin_over_two_lines": ("HF240", "rank 1 on node1 is in spin_over_two_lines at hang_rank.py:"),
+    "regex": ("HF240", "rank 1 on node1 is in match at hang_rank.py:"),
+    "native": ("HF240", "rank 1 on node1 is in native at hang_rank.py:"),
+    "loader": ("HF243", "rank 1 on node1 waits for its data loader at hang_rank.py:"),
+    "dead_queue": ("HF243", "rank 1 on node1 waits for another process at hang_rank.py:"),
+}
+
+
+@pytest.mark.parametrize("word", HANGS)
+def test_the_rank_that_hangs_is_named(job: Job, word: str) -> None:
+    code, words = HANGS[word]
+    for rank in range(WORLD):
+        job.tell(rank, word if rank == ODD else "reduce")
+    finding = job.found(HangKind.HUNG)
+    assert (finding.code, finding.culprits) == (code, (ODD,)), finding
+    assert finding.text.startswith(words)
+    assert finding.text.partition("; 2 others")[2].startswith(" wait in all_reduce at hang_rank.py:"), finding.text
+    assert "is stopped" in finding.text or word != "loader"
+    assert "is dead" in finding.text or word != "dead_queue"
+    assert job.found(HangKind.HUNG).signature == finding.signature
+    job.release(ODD)
+    assert job.hear(ODD) == "ok"
+    job.tell(ODD, "reduce")
+    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+
+
+def test_the_rank_that_is_stopped_is_named(job: Job) -> None:
+    for rank in (0, 2):
+        job.tell(rank, "reduce")
+    job.ranks[ODD].send_signal(signal.SIGSTOP)
+    finding = job.found(HangKind.HUNG)
+    assert (finding.code, finding.culprits) == ("HF242", (ODD,)), finding
+    assert f"kill -CONT {job.ranks[ODD].pid}" in finding.text
+    job.ranks[ODD].send_signal(signal.SIGCONT)
+    job.tell(ODD, "reduce")
+    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+
+
+def test_evaluation_on_one_rank_is_no_hang(job: Job) -> None:
+    for rank in range(WORLD):
+        job.tell(rank, "evaluate" if rank == 0 else "reduce")
+    finding = job.found(HangKind.MOVING)
+    assert finding.text.startswith("rank 0 on node0 is in forward at hang_rank.py:"), finding.text
+    job.release(0)
+    assert job.hear(0) == "ok"
+    job.tell(0, "reduce")
+    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+
+
+def test_evaluation_on_all_ranks_is_no_hang(job: Job) -> None:
+    for rank in range(WORLD):
+        job.tell(rank, "evaluate")
+    assert asyncio.run(job.looks()).kind in (HangKind.MOVING, HangKind.PAUSED)
+    for rank in range(WORLD):
+        job.release(rank)
+    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+
+
+def test_a_sleep_that_all_share_is_a_pause(job: Job) -> None:
+    for rank in range(WORLD):
+        job.tell(rank, "asleep")
+    finding = job.found(HangKind.PAUSED)
+    assert finding.culprits == ()
+    for rank in range(WORLD):
+        job.release(rank)
+    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+
+
+def test_their_own_part_of_a_step(job: Job) -> None:
+    for _ in range(4):
+        job.all_do("step")
+    before = job.board.progress(time.monotonic_ns())
+    time.sleep(0.2)  # all of it passes before the next backward
+    job.all_do("step")
+    job.all_do("step")
+    after = job.board.progress(time.monotonic_ns())
+    for one, other in zip(before, after, strict=True):
+        assert one.stage is other.stage is Stage.STEPPING
+        assert other.steps == one.steps + 2
+        assert other.own_s - one.own_s > 0.2

@@ -1,0 +1,288 @@
+"""Looking at real processes in every state: what comes of it, what is kept, and that nobody is hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from holdfast.core.board import BOARD_VARIABLE, LOOK_SIGNAL
+from holdfast.core.stacks import RankSample
+from holdfast.runtime.workers import kernel
+from holdfast.runtime.workers.board import Board
+from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker
+from holdfast.runtime.workers.spawn import BOOTSTRAP
+from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX
+
+Start = Callable[..., subprocess.Popen[str]]
+DEADLINE_S = 20.0
+
+SLEEPS = "import time\nprint('up')\ntime.sleep(600)\n"
+HOLDS_THE_LOCK = """
+import ctypes, os
+pipe = os.pipe()[0]
+def native():
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+print('up')
+native()
+"""
+SPINS = "print('up')\nwhile True:\n    pass\n"
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(board: Board, tmp_path: Path) -> Iterator[Start]:
+    """Start a program as a worker, and wait until it has said `up`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(source: str, local_rank: int = 0, line: list[str] | None = None) -> subprocess.Popen[str]:
+        script = tmp_path / f"program{local_rank}.py"
+        script.write_text(source)
+        process = subprocess.Popen(
+            line or [sys.executable, "-u", BOOTSTRAP, "script", str(script)],
+            env={**os.environ, BOARD_VARIABLE: board.address(local_rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        if line is None:
+            assert out(process).readline() == "up\n"
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        out(process).close()
+
+
+def out(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+def look(board: Board, *processes: subprocess.Popen[str], folder: Path | None = None, times: int = 1) -> Any:
+    """The samples of the last of so many looks."""
+
+    async def scenario() -> tuple[RankSample, ...]:
+        looker = Looker(board, generation=3, rank_base=4)
+        try:
+            for _ in range(times):
+                began_s = time.monotonic()
+                samples = await looker.look({rank: each.pid for rank, each in enumerate(processes)}, folder)
+                assert time.monotonic() - began_s < LOOK_S_MAX + DEADLINE_S
+            return samples
+        finally:
+            await looker.close()
+
+    return asyncio.run(scenario())
+
+
+def functions(sample: RankSample) -> list[tuple[str, int]]:
+    return [(frame.function, frame.line) for frame in sample.frames]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_one_that_sleeps_and_one_that_holds_the_lock(board: Board, start: Start, tmp_path: Path) -> None:
+    processes = start(SLEEPS), start(HOLDS_THE_LOCK, 1)
+    asleep, native = look(board, *processes, folder=tmp_path)
+    assert functions(asleep) == [("<module>", 3)]
+    assert asleep.source == "time.sleep(600)"
+    assert (asleep.local_rank, asleep.pid, asleep.state) == (0, processes[0].pid, "S")
+    assert functions(native) == [("native", 5), ("<module>", 7)]
+    text = Path(native.file).read_text()
+    assert native.file == str(tmp_path / "stacks" / "gen3_1_rank5.txt")
+    assert f"rank 5, local rank 1, process {processes[1].pid}, state S" in text
+    assert "in native\n" in text
+    assert f"\n{processes[1].pid} python" in text.replace(Path(sys.executable).name, "python")
+    assert [process.poll() for process in processes] == [None, None]
+
+
+def test_one_that_spins(board: Board, start: Start) -> None:
+    process = start(SPINS)
+    first = look(board, process)[0]
+    until(lambda: look(board, process)[0].cpu_s > first.cpu_s + 0.02)
+    ((function, line),) = functions(look(board, process)[0])
+    assert function == "<module>"
+    assert line in (2, 3)
+
+
+def test_one_that_is_stopped_is_not_asked(board: Board, start: Start, tmp_path: Path) -> None:
+    process = start(SLEEPS)
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: kernel.read_stat(process.pid).state == "T")  # type: ignore[union-attr]
+    (sample,) = look(board, process, folder=tmp_path, times=3)
+    assert (sample.state, sample.frames) == ("T", ())
+    assert "did not write its stacks" in Path(sample.file).read_text()
+    assert not kernel.signals(process.pid).pending(LOOK_SIGNAL), "it would answer all of them when it goes on"
+    process.send_signal(signal.SIGCONT)
+    until(lambda: bool(look(board, process)[0].frames))
+
+
+def test_one_that_has_become_another_program(board: Board, start: Start) -> None:
+    process = start("import os\nprint('up', flush=True)\nos.execv('/bin/sleep', ['sleep', '600'])")
+    until(lambda: kernel.read_stat(process.pid).name == "sleep")  # type: ignore[union-attr]
+    (sample,) = look(board, process)
+    assert (sample.frames, sample.state, process.poll()) == ((), "S", None)
+
+
+def test_one_that_has_closed_all_it_had(board: Board, start: Start, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    process = start(
+        f"import os, time\nos.closerange(3, 1024)\nfd = os.open({str(own)!r}, os.O_CREAT | os.O_WRONLY)\n"
+        "os.dup2(fd, 600)\nprint('up')\ntime.sleep(600)"
+    )
+    (sample,) = look(board, process)
+    assert sample.frames == ()
+    assert own.read_bytes() == b"", "nothing is written into what is not ours"
+
+
+def test_a_program_that_is_no_python(board: Board, start: Start) -> None:
+    process = start("", line=["/bin/sleep", "600"])
+    (sample,) = look(board, process, times=2)
+    assert (sample.frames, process.poll()) == ((), None)
+
+
+def test_one_that_has_ended(board: Board, start: Start, tmp_path: Path) -> None:
+    process = start("print('up')")
+    process.wait()
+    (sample,) = look(board, process, folder=tmp_path)
+    assert (sample.state, sample.frames) == ("", ())
+
+
+def test_children_write_nothing_and_are_told_of(board: Board, start: Start) -> None:
+    source = """
+import os, signal, time
+if (stopped := os.fork()) == 0:
+    time.sleep(600)
+if (dead := os.fork()) == 0:
+    os._exit(1)
+os.kill(stopped, signal.SIGSTOP)
+os.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)
+print('up')
+time.sleep(600)
+"""
+    (sample,) = look(board, start(source))
+    assert functions(sample) == [("<module>", 10)]
+    stopped, dead = sample.note.split("; ")
+    assert stopped.endswith(" is stopped")
+    assert dead.endswith(" is dead")
+
+
+def test_more_threads_than_are_written(board: Board, start: Start, tmp_path: Path) -> None:
+    source = """
+import threading, time
+for _ in range(120):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+def main():
+    print('up')
+    time.sleep(600)
+main()
+"""
+    (sample,) = look(board, start(source), folder=tmp_path)
+    assert functions(sample) == [], "the main thread is left out, and no other is taken for it"
+    assert Path(sample.file).read_text().count("(most recent call first)") == 100
+
+
+def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
+    process = start(SLEEPS)
+
+    async def scenario() -> list[tuple[RankSample, ...]]:
+        looker = Looker(board, generation=1, rank_base=0)
+        async with asyncio.TaskGroup() as tasks:
+            looks = [tasks.create_task(looker.look({0: process.pid}, None)) for _ in range(5)]
+        return [each.result() for each in looks]
+
+    assert {functions(samples[0])[0] for samples in asyncio.run(scenario())} == {("<module>", 3)}
+
+
+def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: Path) -> None:
+    process = start(SLEEPS)
+
+    async def scenario() -> None:
+        looker = Looker(board, generation=1, rank_base=0)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(looker.look({0: process.pid}, tmp_path))
+            await asyncio.sleep(0)
+            first.cancel()
+
+    asyncio.run(scenario())
+    until(lambda: bool(look(board, process)[0].frames))
+
+
+def test_what_is_kept_is_bounded(board: Board, start: Start, tmp_path: Path) -> None:
+    process = start("", line=["/bin/sleep", "600"])
+    look(board, process, folder=tmp_path, times=FIRST_LOOKS_MAX + LATER_LOOKS_MAX + 5)
+    assert len(list((tmp_path / "stacks").iterdir())) == FIRST_LOOKS_MAX + LATER_LOOKS_MAX
+
+
+def test_a_folder_that_cannot_be_written_costs_the_evidence_alone(board: Board, start: Start, tmp_path: Path) -> None:
+    (tmp_path / "stacks").write_text("in the way")
+    (sample,) = look(board, start(SLEEPS), folder=tmp_path)
+    assert (functions(sample), sample.file) == ([("<module>", 3)], "")
+
+
+def test_what_nccl_has_recorded(board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "trace_"))
+    old, new = tmp_path / "trace_4", tmp_path / "trace_5"
+    old.write_bytes(b"of another job")
+    os.utime(old, (1e9, 1e9))
+    new.write_bytes(b"of this one")
+    os.utime(new, (4e9, 4e9))
+    line = ["/bin/sleep", "600"]
+    look(board, start("", line=line), start("", 1, line=line), folder=tmp_path)
+    assert [path.name for path in (tmp_path / "stacks").glob("*nccl*")] == ["gen3_nccl_trace_rank5"]
+    assert (tmp_path / "stacks" / "gen3_nccl_trace_rank5").read_bytes() == b"of this one"
+
+
+def test_native_stacks_where_py_spy_is(
+    board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = tmp_path / "py-spy"
+    spy.write_text('#!/bin/sh\necho "spied: $*"\n')
+    spy.chmod(0o755)
+    monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
+    process = start(SLEEPS)
+
+    async def scenario() -> str:
+        looker = Looker(board, generation=1, rank_base=0)
+        (sample,) = await looker.look({0: process.pid}, tmp_path)
+        assert looker._files._spying is not None
+        await looker._files._spying
+        await looker.close()
+        return Path(sample.file).read_text()  # noqa: ASYNC240
+
+    assert asyncio.run(scenario()).endswith(f"py-spy dump --native:\nspied: dump --native --pid {process.pid}\n")
+
+
+def test_a_spy_that_does_not_end_is_ended_by_the_next_look(
+    board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = tmp_path / "py-spy"
+    spy.write_text("#!/bin/sh\nexec sleep 600\n")
+    spy.chmod(0o755)
+    monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
+    (sample,) = look(board, start(SLEEPS), folder=tmp_path, times=3)
+    assert "py-spy" not in Path(sample.file).read_text()
