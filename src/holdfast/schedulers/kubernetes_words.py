@@ -41,7 +41,9 @@ def job_name(text: str, last_pod: str) -> str:
     'llama-70b'
     """
     if not HOST_LABEL.fullmatch(text):
-        raise ValueError("must be lower-case letters, digits and dashes, with a letter first and no dash last (RFC 1123)")
+        raise ValueError(
+            "must be lower-case letters, digits and dashes, with a letter first and no dash last (RFC 1123)"
+        )
     longest = LABEL_CHARS_MAX - len(last_pod) - POD_SUFFIX_CHARS
     if len(text) > longest:
         raise ValueError(f"{len(text)} letters; with what the pods' names add, {longest} are the most")
@@ -123,7 +125,9 @@ def pair(text: str) -> tuple[str, str]:
         subdomain(domain)
     for part in (name, *([value] if value else [])):
         if not KEY_NAME.fullmatch(part) or len(part) > LABEL_CHARS_MAX:
-            raise ValueError(f"{part!r} must be letters, digits, dashes, dots or underscores, {LABEL_CHARS_MAX} at most")
+            raise ValueError(
+                f"{part!r} must be letters, digits, dashes, dots or underscores, {LABEL_CHARS_MAX} at most"
+            )
     return key, value
 
 
@@ -163,6 +167,12 @@ def volume(text: str) -> Volume:
     if kind not in SOURCES:
         raise ValueError(f"{what!r} must be CLAIM, {', '.join(f'{each}/NAME' for each in SOURCES)} or a folder")
     return Volume(kind, subdomain(name), path, mode == "ro")
+
+
+def folder(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("must be a whole path, as in /workspace")
+    return text
 
 
 def user(text: str) -> tuple[int, int]:

@@ -35,15 +35,17 @@ def documents(values: Sequence[object], head: str = "") -> str:
 
 
 def block(value: object, pad: str) -> Iterator[str]:
-    """The lines of a mapping or list that is not empty."""
+    """The lines of any value."""
     value, note = bare(value)
     yield from comment(note, pad)
-    if isinstance(value, Mapping):
+    if not is_block(value):
+        yield pad + scalar(value)
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             inner, note = bare(item)
             yield from comment(note, pad)
             yield from entry(f"{pad}{scalar(key)}:", inner, pad)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    elif isinstance(value, Sequence):
         for item in value:
             inner, note = bare(item)
             yield from comment(note, pad)
@@ -53,8 +55,6 @@ def block(value: object, pad: str) -> Iterator[str]:
                 yield from rest
             else:
                 yield f"{pad}- {scalar(inner)}"
-    else:
-        yield pad + scalar(value)
 
 
 def entry(key: str, value: object, pad: str) -> Iterator[str]:
@@ -75,7 +75,7 @@ def bare(value: object) -> tuple[object, str]:
 
 def comment(note: str, pad: str) -> Iterator[str]:
     for line in note.splitlines():
-        yield f"{pad}# {line}".rstrip()
+        yield f"{pad}# {''.join(letter if letter.isprintable() else '?' for letter in line)}".rstrip()
 
 
 def scalar(value: object) -> str:

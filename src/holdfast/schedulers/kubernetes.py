@@ -1,0 +1,402 @@
+"""What Kubernetes is to be told to run a job: an Indexed Job with a headless Service, or a JobSet. PURE: data to data.
+
+Knows which fields mean what, and why they are set so; the reasons stand as comments in the manifest. Knows no option of
+the command line and starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from holdfast.core.errors import EXIT_REQUEUE, EXIT_USAGE
+from holdfast.schedulers.kubernetes_words import Volume
+from holdfast.schedulers.kubernetes_yaml import Noted
+
+Manifest = dict[str, object]
+
+RENDEZVOUS_PORT = 29400
+HEALTH_PORT = 9400
+CONTAINER = "agent"
+REPLICATED_JOB = "node"
+"""Of a JobSet; part of its pods' host names."""
+RUNS_PATH = "/var/holdfast/runs"
+GRACE_SLACK_S = 15
+"""Beyond draining and stopping: the end of the saver, of the logs, of the container."""
+STARTUP_S_MAX = 120
+LIVENESS_S = 20
+LIVENESS_FAILURES_MAX = 6
+POD_ADDRESS = "$(POD_IP)"
+POD_INDEX = "$(JOB_COMPLETION_INDEX)"
+"""Kubernetes puts them into the arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJob:
+    """A job as its user wants it. Words are Kubernetes' own and have been checked."""
+
+    name: str
+    image: str
+    least: int
+    most: int
+    words: tuple[str, ...]
+    """More options of `holdfast run`. They come last, so that they win."""
+    args: tuple[str, ...]
+    """The script and its own arguments."""
+    namespace: str = ""
+    jobset: bool = False
+    gpus: int = 0
+    gpu_resource: str = "nvidia.com/gpu"
+    cpus: str = ""
+    memory: str = ""
+    shm: str = ""
+    volumes: tuple[Volume, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    env_from: tuple[tuple[str, str], ...] = ()
+    cwd: str = ""
+    service_account: str = ""
+    pull_secret: str = ""
+    priority_class: str = ""
+    run_as: tuple[int, int] | None = None
+    labels: tuple[tuple[str, str], ...] = ()
+    node_selector: tuple[tuple[str, str], ...] = ()
+    retries: int = 3
+    ttl_s: int | None = None
+    token_secret: str = ""
+    """Name of the Secret whose key `token` is the job's; empty: none."""
+    drain_s: float = 60.0
+    stop_grace_s: float = 30.0
+    health_port: int = HEALTH_PORT
+    metrics_port: int | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to meet."""
+        return self.most == 1
+
+    @property
+    def grace_s(self) -> int:
+        """From SIGTERM to SIGKILL: all that an agent may need in between."""
+        return math.ceil(self.drain_s + self.stop_grace_s) + GRACE_SLACK_S
+
+    @property
+    def endpoint(self) -> str:
+        """Pod 0 under the name that it keeps whenever it is started anew."""
+        host = f"{self.name}-{REPLICATED_JOB}-0-0" if self.jobset else f"{self.name}-0"
+        return f"{host}.{self.name}:{RENDEZVOUS_PORT}"
+
+    @property
+    def own_labels(self) -> Manifest:
+        return {
+            "app.kubernetes.io/name": "holdfast",
+            "app.kubernetes.io/instance": self.name,
+            "app.kubernetes.io/component": "training",
+            "app.kubernetes.io/managed-by": "holdfast-submit",
+        }
+
+
+def last_pod(most: int, *, jobset: bool) -> str:
+    """What the longest pod's host name appends to the job's name."""
+    return f"-{REPLICATED_JOB}-0-{most - 1}" if jobset else f"-{most - 1}"
+
+
+def manifests(job: KubernetesJob) -> list[object]:
+    """In the order in which they are to be made."""
+    if job.jobset:
+        return [jobset(job)]
+    return [*([] if job.alone else [service(job)]), indexed_job(job)]
+
+
+def secret(job: KubernetesJob, token: str) -> Manifest:
+    """Holds the job's token. Immutable: agents that come later must prove to know the same one."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(job, job.token_secret),
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {"token": token},
+    }
+
+
+def metadata(job: KubernetesJob, name: str) -> Manifest:
+    made: Manifest = {"name": name}
+    if job.namespace:
+        made["namespace"] = job.namespace
+    return {**made, "labels": {**job.own_labels, **dict(job.labels)}}
+
+
+def service(job: KubernetesJob) -> Manifest:
+    """Gives the pods their names."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job, job.name),
+        "spec": {
+            "clusterIP": Noted("None", "No address of its own: it gives every pod a name in DNS."),
+            "publishNotReadyAddresses": Noted(True, "The nodes meet before they are ready."),
+            "selector": job.own_labels,
+            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
+        },
+    }
+
+
+def indexed_job(job: KubernetesJob) -> Manifest:
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(job, job.name), "spec": job_spec(job)}
+
+
+def jobset(job: KubernetesJob) -> Manifest:
+    """The controller makes the Service and one Indexed Job."""
+    template: Manifest = {"metadata": {"labels": {**job.own_labels, **dict(job.labels)}}, "spec": job_spec(job)}
+    spec: Manifest = {
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": job.name,
+            "publishNotReadyAddresses": Noted(True, "The nodes meet before they are ready."),
+        },
+        "failurePolicy": Noted(
+            {"maxRestarts": 0}, "The Job below counts failures; a restart of all pods would cost the healthy ones."
+        ),
+        "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": template}],
+    }
+    if job.ttl_s is not None:
+        spec["ttlSecondsAfterFinished"] = job.ttl_s
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata(job, job.name),
+        "spec": spec,
+    }
+
+
+def job_spec(job: KubernetesJob) -> Manifest:
+    elastic = job.least != job.most
+    spec: Manifest = {
+        "completionMode": "Indexed",
+        "completions": job.most,
+        "parallelism": job.most,
+        "backoffLimitPerIndex": Noted(job.retries, "So often a pod may fail by itself: --retries."),
+        "maxFailedIndexes": Noted(
+            job.most - job.least,
+            "The job can do without so many nodes."
+            if elastic
+            else "Each node is needed: one that is given up ends the job.",
+        ),
+        "podReplacementPolicy": Noted("Failed", "Never two pods of one index at a time."),
+        "podFailurePolicy": {"rules": failure_rules()},
+    }
+    if elastic:
+        spec["successPolicy"] = Noted(
+            {"rules": [{"succeededIndexes": "0"}]},
+            "Pod 0 knows when the job is done; pods that found no room are not waited for.",
+        )
+    if job.ttl_s is not None and not job.jobset:
+        spec["ttlSecondsAfterFinished"] = job.ttl_s
+    spec["template"] = {"metadata": {"labels": {**job.own_labels, **dict(job.labels)}}, "spec": pod_spec(job)}
+    return spec
+
+
+def failure_rules() -> list[object]:
+    """Which ends of a pod count. The first rule that fits decides; what none fits counts."""
+    return [
+        Noted(
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            "Preemption, eviction, a drained or lost node: the pod comes back and joins again.",
+        ),
+        Noted(
+            {
+                "action": "Ignore",
+                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_REQUEUE]},
+            },
+            f"{EXIT_REQUEUE}: it was asked to leave, saved and left.",
+        ),
+        Noted(
+            {
+                "action": "FailJob",
+                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_USAGE]},
+            },
+            f"{EXIT_USAGE}: the line or the configuration is wrong; another attempt would not help.",
+        ),
+    ]
+
+
+def pod_spec(job: KubernetesJob) -> Manifest:
+    spec: Manifest = {
+        "restartPolicy": Noted("Never", "A pod that ended is replaced by another one, by the rules above.")
+    }
+    if not job.alone and not job.jobset:
+        spec["subdomain"] = Noted(job.name, "With the Service: pods are called NAME-INDEX.NAME.")
+    spec["terminationGracePeriodSeconds"] = Noted(
+        job.grace_s,
+        f"--drain-timeout {seconds(job.drain_s)}, --shutdown-timeout {seconds(job.stop_grace_s)}, and {GRACE_SLACK_S} for the end.",
+    )
+    spec["enableServiceLinks"] = False
+    if job.service_account:
+        spec["serviceAccountName"] = job.service_account
+    else:
+        spec["automountServiceAccountToken"] = False
+    if job.pull_secret:
+        spec["imagePullSecrets"] = [{"name": job.pull_secret}]
+    if job.priority_class:
+        spec["priorityClassName"] = job.priority_class
+    if job.node_selector:
+        spec["nodeSelector"] = dict(job.node_selector)
+    if job.run_as is not None:
+        spec["securityContext"] = {
+            "runAsNonRoot": True,
+            "runAsUser": job.run_as[0],
+            "runAsGroup": job.run_as[1],
+            "fsGroup": job.run_as[1],
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    spec["containers"] = [container(job)]
+    spec["volumes"] = volumes(job)
+    return spec
+
+
+def container(job: KubernetesJob) -> Manifest:
+    made: Manifest = {
+        "name": CONTAINER,
+        "image": job.image,
+        "command": ["holdfast", "run"],
+        "args": arguments(job),
+        "env": environment(job),
+    }
+    if job.cwd:
+        made["workingDir"] = job.cwd
+    if job.env_from:
+        made["envFrom"] = [
+            {"secretRef" if kind == "secret" else "configMapRef": {"name": name}} for kind, name in job.env_from
+        ]
+    if resources := amounts(job):
+        made["resources"] = resources
+    made["ports"] = ports(job)
+    made |= probes()
+    made["securityContext"] = {"allowPrivilegeEscalation": False}
+    if job.run_as is not None:
+        made["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    made["volumeMounts"] = mounts(job)
+    return made
+
+
+def arguments(job: KubernetesJob) -> list[object]:
+    """Ours first: where the user says something else, that is said last, and counts."""
+    if job.alone:
+        meeting: list[object] = ["--standalone"]
+    else:
+        nodes = str(job.most) if job.least == job.most else f"{job.least}:{job.most}"
+        meeting = [
+            f"--nnodes={nodes}",
+            f"--node-rank={POD_INDEX}",
+            "--rdzv-backend=c10d",
+            Noted(f"--rdzv-endpoint={job.endpoint}", "Pod 0, under the name that it keeps when it is replaced."),
+        ]
+    served = [f"--health=[{POD_ADDRESS}]:{job.health_port}"]
+    if job.metrics_port is not None:
+        served.append(f"--metrics=[{POD_ADDRESS}]:{job.metrics_port}")
+    fixed = [
+        f"--rdzv-id={verbatim(job.name)}",
+        f"--log-dir={RUNS_PATH}",
+        f"--drain-timeout={seconds(job.drain_s)}",
+        f"--shutdown-timeout={seconds(job.stop_grace_s)}",
+        *served,
+    ]
+    return [*meeting, *fixed, *map(verbatim, job.words), "--", *map(verbatim, job.args)]
+
+
+def seconds(number: float) -> str:
+    """Without an exponent, which `:g` would put into long ones."""
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def verbatim(word: str) -> str:
+    """Kubernetes replaces `$(NAME)` in arguments and values, and leaves `$$(NAME)` as `$(NAME)`.
+
+    >>> verbatim("--tag=$(date)")
+    '--tag=$$(date)'
+    """
+    return word.replace("$(", "$$(")
+
+
+def environment(job: KubernetesJob) -> list[object]:
+    made: list[object] = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    if job.token_secret:
+        reference = {"secretKeyRef": {"name": job.token_secret, "key": "token"}}
+        made.append(
+            Noted(
+                {"name": "HOLDFAST_TOKEN", "valueFrom": reference},
+                "Agents prove to each other that they know it; it is on no command line.",
+            )
+        )
+    return made + [{"name": name, "value": verbatim(value)} for name, value in job.env]
+
+
+def amounts(job: KubernetesJob) -> Manifest:
+    """Requests and limits alike: what a pod is promised is what it may use."""
+    asked: Manifest = {}
+    if job.cpus:
+        asked["cpu"] = job.cpus
+    if job.memory:
+        asked["memory"] = job.memory
+    if job.gpus:
+        asked[job.gpu_resource] = job.gpus
+    return {"requests": asked, "limits": dict(asked)} if asked else {}
+
+
+def ports(job: KubernetesJob) -> list[object]:
+    made: list[object] = [{"name": "health", "containerPort": job.health_port}]
+    if job.metrics_port not in (None, job.health_port):
+        made.append({"name": "metrics", "containerPort": job.metrics_port})
+    if not job.alone:
+        made.append({"name": "rendezvous", "containerPort": RENDEZVOUS_PORT})
+    return made
+
+
+def probes() -> Manifest:
+    def get(path: str, **timing: int) -> Manifest:
+        return {"httpGet": {"path": path, "port": "health"}, "timeoutSeconds": 5, **timing}
+
+    return {
+        "startupProbe": get("/livez", periodSeconds=2, failureThreshold=STARTUP_S_MAX // 2),
+        "readinessProbe": Noted(get("/readyz", periodSeconds=10), "Ready: all workers of this node run."),
+        "livenessProbe": Noted(
+            get("/livez", periodSeconds=LIVENESS_S, failureThreshold=LIVENESS_FAILURES_MAX),
+            "Alive: the agent is. Hanging workers are its own business (--hang-timeout).",
+        ),
+    }
+
+
+def volumes(job: KubernetesJob) -> list[object]:
+    shm: Manifest = {"medium": "Memory"}
+    if job.shm:
+        shm["sizeLimit"] = job.shm
+    made: list[object] = [
+        Noted(
+            {"name": "shm", "emptyDir": shm},
+            "Without it /dev/shm has 64 MB: too little for loaders, NCCL and snapshots in memory. It counts as memory.",
+        ),
+        {"name": "runs", "emptyDir": {}},
+    ]
+    return made + [{"name": f"volume-{number}", **source(each)} for number, each in enumerate(job.volumes)]
+
+
+def source(volume: Volume) -> Manifest:
+    match volume.kind:
+        case "pvc":
+            return {"persistentVolumeClaim": {"claimName": volume.name}}
+        case "configmap":
+            return {"configMap": {"name": volume.name}}
+        case "secret":
+            return {"secret": {"secretName": volume.name, "defaultMode": 0o400}}
+        case _:
+            return {"hostPath": {"path": volume.name}}
+
+
+def mounts(job: KubernetesJob) -> list[object]:
+    made: list[object] = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": RUNS_PATH}]
+    for number, volume in enumerate(job.volumes):
+        mount: Manifest = {"name": f"volume-{number}", "mountPath": volume.path}
+        if volume.read_only:
+            mount["readOnly"] = True
+        made.append(mount)
+    return made
