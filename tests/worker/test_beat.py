@@ -44,7 +44,8 @@ def test_beats_are_counted(board: Board) -> None:
 def test_steps_count_where_there_are_both(board: Board) -> None:
     run(BEATS, board.address(0))
     board._words[layout.slot(0) + layout.STEPS] = 7
-    assert board.progress(time.monotonic_ns())[0].steps == 7
+    progress = board.progress(time.monotonic_ns())[0]
+    assert (progress.steps, progress.beats) == (7, 3)
 
 
 def test_a_child_has_no_say(board: Board) -> None:

@@ -36,6 +36,8 @@ class RankProgress(Struct, frozen=True, array_like=True):
     own_s: float = 0.0
     """Of all its steps together: from the end of the step before to the beginning of backward. What others make it wait
     for is not in it."""
+    beats: int = 0
+    """`beat()`s, also where an optimizer makes steps: an evaluation may have nothing else to show."""
 
 
 class RankView(Struct, frozen=True, kw_only=True):

@@ -119,3 +119,34 @@ def test_nonsense_harms_nobody(nonsense: RankProgress) -> None:
     world = paces()
     world.heard("b#1", [nonsense], 110.0)
     assert world.newest_s in (None, 110.0)
+
+
+def test_beats_of_a_rank_that_makes_no_steps_meanwhile_are_progress() -> None:
+    """An evaluation says by beat() that it goes on."""
+    world = paces()
+    world.heard("a#1", [steps(0, 50)], 110.0)
+    assert world.heard("a#1", [RankProgress(0, Stage.STEPPING, 50, 0.5, 0.0, beats=1)], 200.0)
+    assert (world.newest_s, world.ranks[0].newest_s) == (199.5, 199.5)
+    assert not world.heard("a#1", [RankProgress(0, Stage.STEPPING, 50, 1.5, 0.0, beats=1)], 201.0)
+    assert world.ranks[0].step_s == 0.0, "a beat is no step"
+
+
+def test_an_optimizer_that_begins_after_beats_is_counted_from_its_first_step() -> None:
+    world = paces()
+    for second in range(1, 21):
+        world.heard("b#1", [RankProgress(0, Stage.STEPPING, second * 100, beats=second * 100)], 100.0 + second)
+    for second in range(1, 21):
+        assert world.heard("b#1", [RankProgress(0, Stage.STEPPING, second, beats=2000)], 120.0 + second)
+    assert world.newest_s == 140.0
+    assert (world.ranks[2].steps, world.ranks[2].step_s) == (20, pytest.approx(1.0))
+
+
+def test_the_steps_that_do_not_count_tell_how_long_one_is_until_one_counts() -> None:
+    """Steps of ten minutes: after the third one nobody shall wonder a minute later."""
+    world = paces()
+    for number in (1, 2, 3):
+        world.heard("b#1", [steps(0, number)], 100.0 + 600.0 * number)
+    assert world.newest_s == 1900.0
+    assert world.step_s() == pytest.approx(600.0)
+    world.heard("b#1", [steps(0, 4)], 1960.0)
+    assert world.step_s() == pytest.approx(60.0)

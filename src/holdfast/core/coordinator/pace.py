@@ -42,24 +42,38 @@ class Pace:
     host: str
     local_rank: int
     newest_s: float
-    """When its newest step was done, by the coordinator's clock; before the first: when its generation began."""
+    """When its newest step or beat was done, by the coordinator's clock; before the first: when its generation began."""
     stage_since_s: float
     stage: Stage = Stage.STARTING
     steps: int = 0
+    beats: int = 0
     own_s: float = 0.0
     windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOWS_MAX))
     """(Duration, own part) of a step in each, oldest first."""
+    _first: Mark | None = None
+    """The first step that was heard of: all there is to go by until a step that counts has been measured."""
     _from: Mark | None = None
     """The window under way begins here."""
 
     def heard(self, told: RankProgress, at_s: float) -> bool:
-        """Whether it has made steps since it was last heard of. `at_s`: when the newest was done."""
-        advanced = told.steps > self.steps
-        if advanced:
-            self.steps, self.newest_s, self.own_s = told.steps, at_s, told.own_s
-            if self.counts:
-                self._measure()
-        return advanced
+        """Whether it has made steps or beats since it was last heard of. `at_s`: when the newest was done."""
+        if told.steps < self.steps:
+            self._begin_anew()
+        stepped = told.steps > self.steps
+        if stepped or told.beats > self.beats:
+            self.newest_s, self.beats = at_s, told.beats
+            if stepped:
+                self.steps, self.own_s = told.steps, told.own_s
+                self._first = self._first or self.mark
+                if self.counts:
+                    self._measure()
+            return True
+        return False
+
+    def _begin_anew(self) -> None:
+        """Beats were counted, and now an optimizer makes its first steps."""
+        self.steps, self._first, self._from = 0, None, None
+        self.windows.clear()
 
     @property
     def counts(self) -> bool:
@@ -79,9 +93,10 @@ class Pace:
         return median([own_s for _, own_s in self._measured()])
 
     def _measured(self) -> Collection[tuple[float, float]]:
-        if self.windows or self._from is None or self._from.steps == self.steps:
+        if self.windows:
             return self.windows
-        return [self._from.per_step(self.mark)]
+        begins = (mark for mark in (self._from, self._first) if mark is not None and mark.steps < self.steps)
+        return [mark.per_step(self.mark) for mark in begins][:1]
 
     def _measure(self) -> None:
         mark = self.mark

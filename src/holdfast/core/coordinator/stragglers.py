@@ -90,6 +90,8 @@ class Stragglers:
             self._open.add(pace.rank)
             return
         mark = pace.mark
+        if mark.steps < course.since.steps:  # it began to count other things
+            course.since = mark
         if mark.steps - course.since.steps >= STEPS_MIN and mark.at_s - course.since.at_s >= self._window_s:
             course.step_s, course.own_s = course.since.per_step(mark)
             course.since = mark

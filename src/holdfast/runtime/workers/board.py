@@ -83,7 +83,7 @@ class Board:
             stage = Stage.MEETING if words[layout.MEETING] else Stage.STARTING
         since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT]) or self._began_ns
         age_s = max(0, now_ns - since_ns) / 1e9
-        return RankProgress(local_rank, stage, steps or beats, age_s, words[layout.OWN] / 1e9)
+        return RankProgress(local_rank, stage, steps or beats, age_s, words[layout.OWN] / 1e9, beats)
 
     def job_steps(self, local_rank: int) -> tuple[int, int]:
         """At which step of the whole job this worker began, and which it is at now; -1: its script does not say."""
