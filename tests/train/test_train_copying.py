@@ -36,7 +36,9 @@ def test_our_threads_take_what_is_plain_and_leave_the_rest() -> None:
     assert all(torch.equal(target, source) for target, source in moved)
 
 
-def test_as_many_items_in_another_shape() -> None:
+@pytest.mark.parametrize("crowded", [False, True])
+def test_as_many_items_in_another_shape(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_is_crowded", lambda: crowded)
     target, source = torch.zeros(2, 6), torch.arange(12.0)
     copying.copy_all([target], [source])
     assert torch.equal(target.flatten(), source)

@@ -123,7 +123,7 @@ def _move_plain(
     blocks: list[_Block] = []
     others: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
-        if _plain(target) and _plain(source) and target.dtype == source.dtype:
+        if _plain(target) and _plain(source) and target.dtype == source.dtype and target.nbytes == source.nbytes:
             blocks.append((target.data_ptr(), source.data_ptr(), source.nbytes))
         else:
             others[0].append(target)
