@@ -1,0 +1,124 @@
+"""Pods of real manifests on pretend hosts: they meet, are probed, replaced, asked to leave, and end as the Job's rules expect."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kubernetes.manifests import IMAGE, pod_of, printed
+from tests.kubernetes.pods import TOKEN, Pods, signal_pod
+from tests.network.fleet import WORKER, until
+from tests.network.hosts import PretendHosts, why_not
+
+MakePods = Callable[..., Pods]
+
+SAVING = WORKER.replace(
+    "    note()\n    time", "    note()\n    if should_stop():\n        sys.exit(0)\n    time"
+).replace("import json", "from holdfast.worker import should_stop\nimport json", 1)
+"""Workers that leave at a safe point."""
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[MakePods]:
+    """`pods(3, "--nodes", "2")`: three nodes, and a job submitted for them."""
+    if why := why_not():
+        pytest.skip(why)
+    with ExitStack() as stack:
+
+        def make(nodes: int, *line: str, script: str = WORKER) -> Pods:
+            hosts = stack.enter_context(PretendHosts(nodes, tmp_path / "hosts"))
+            job = Pods(hosts, tmp_path)
+            job.script.write_text(script)
+            job.manifests = printed(*IMAGE, *line, str(job.script)) if line else []
+            return job
+
+        yield make
+
+
+def test_pods_meet_though_their_names_come_late(pods: MakePods) -> None:
+    job = pods(2, "--nodes", "2", "--nproc-per-node", "2", "--name", "late")
+    agents = [job.pod(1, 2), job.pod(0, 1)]
+    for agent in agents:
+        until(lambda host=agent.host: job.probe(host, "livenessProbe"), lambda: f"life\n{job.story()}", 20)
+    assert not any(job.probe(agent.host, "readinessProbe") for agent in agents), "nobody has met anybody"
+    assert job.generations == []
+    job.names([("late-0.late", 1)])
+    generation = job.trains([1, 2])
+    assert [generation.place(f"node{number}") for number in (1, 2)] == [[0, 1], [2, 3]], "the index is the node's rank"
+    for agent in agents:
+        until(lambda host=agent.host: job.probe(host, "readinessProbe"), lambda: f"ready\n{job.story()}", 20)
+        assert TOKEN not in agent.text
+    job.finish_all(agents)
+    job.check()
+
+
+def test_pod_0_dies_and_comes_back_elsewhere(pods: MakePods) -> None:
+    """A container that is killed costs one of --retries; the others wait for pod 0, whose name leads astray for a while."""
+    job = pods(3, "--nodes", "2", "--name", "moved")
+    job.names([("moved-0.moved", 1)])
+    zero, one = job.pod(0, 1), job.pod(1, 2)
+    first = job.trains([1, 2])
+    signal_pod(zero, signal.SIGKILL)
+    assert job.action(zero.end()) == "Count"
+    assert job.action(137, disrupted=True) == "Ignore"
+    zero = job.pod(0, 3)
+    until(lambda: "waiting for the coordinator" in one.text, lambda: f"it to say that it waits\n{job.story()}", 20)
+    job.names([("moved-0.moved", 3)])
+    second = job.trains([2, 3], first.last_s())
+    assert second.place("node3") == [0]
+    job.finish_all([zero, one])
+    job.check()
+
+
+def test_a_pod_that_is_asked_to_leave_does_not_count(pods: MakePods) -> None:
+    job = pods(2, "--nodes", "1:2", "--name", "asked", script=SAVING)
+    job.names([("asked-0.asked", 1)])
+    zero, one = job.pod(0, 1), job.pod(1, 2)
+    first = job.trains([1, 2])
+    signal_pod(one)
+    assert one.end(pod_of(job.manifests)["terminationGracePeriodSeconds"]) == 75
+    assert job.action(75) == "Ignore"
+    job.trains([1], first.last_s(["node2"]))
+    since_s = time.monotonic()
+    one = job.pod(1, 2)
+    job.trains([1, 2], since_s)
+    job.finish_all([zero, one])
+    job.check()
+
+
+def test_what_cannot_work_fails_the_whole_job(pods: MakePods, tmp_path: Path) -> None:
+    """A script that the image does not have: exit code 2, and the Job is not tried again."""
+    job = pods(1, "--nodes", "2")
+    job.manifests = printed(*IMAGE, "--nodes", "2", "/nowhere/train.py")
+    agent = job.pod(0, 1)
+    assert job.action(agent.end(20)) == "FailJob"
+    assert "HF102" in agent.text
+
+
+PET: dict[str, Any] = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_MASTER_ADDR": "digits-node-0-0.digits",
+    "PET_MASTER_PORT": "29500",
+}
+"""What Kubeflow Trainer's torch runtime gives to its pods, beside PET_NODE_RANK."""
+
+
+def test_a_pod_of_kubeflow_trainer_works_as_it_is(pods: MakePods) -> None:
+    """`torchrun train.py` becomes `holdfast run train.py`; names come late there, too."""
+    job = pods(2)
+    words = ["--log-dir", str(job.folder / "runs"), str(job.script)]
+    agents = [job.container(node, words, {**PET, "PET_NODE_RANK": str(node - 1), "CONNECT": "1"}) for node in (2, 1)]
+    until(lambda: "digits-node-0-0.digits" in agents[0].text, lambda: f"it to say what it waits for\n{job.story()}", 20)
+    job.names([("digits-node-0-0.digits", 1)])
+    generation = job.trains([1, 2])
+    assert (generation.master, generation.port, generation.world) == ("digits-node-0-0.digits", 29500, 4)
+    assert generation.place("node1") == [0, 1]
+    job.finish_all(agents)
+    job.check()
