@@ -110,18 +110,22 @@ class Yard:
         name = f"launcher{len(self.fleet.agents)}"
         screen = self.folder / f"{name}.txt"
         command = [sys.executable, "-m", "holdfast.run", *line, script or self.fleet.script]
-        variables = {
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-            "SITE": str(self.folder),
-            "HOLDFAST_LOG_DIR": str(self.folder / "logs"),
-            "PET_LOG_DIR": str(self.folder / "logs"),
-            **(env or {}),
-        }
         with screen.open("wb") as file:
-            program = self.desk.start(command, cwd=cwd or self.folder, env=variables, stdout=file)
+            program = self.desk.start(
+                command, cwd=cwd or self.folder, env={**self.variables(), **(env or {})}, stdout=file
+            )
         agent = Agent(self.desk, program, screen)
         self.fleet.agents.append(agent)
         return agent
+
+    def variables(self) -> dict[str, str]:
+        """The user's environment at the desk."""
+        return {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PET_LOG_DIR": str(self.folder / "logs"),
+            "HOLDFAST_ENV": "SITE",
+            "SITE": str(self.folder),
+        }
 
     def refused(self, *line: str | Path, script: Path | None = None, cwd: Path | None = None) -> str:
         """A line that must be refused: what it says, for an exit code of 2."""

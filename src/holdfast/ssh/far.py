@@ -24,7 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-SILENCE_S = 20.0
+SILENCE_S = 15.0
 """The launcher sends a beat every few seconds; without any for so long it is gone (a cut cable sends no end of file)."""
 LOSS_GRACE_S = 5.0
 """A lost agent is asked to end, and killed after this."""

@@ -115,6 +115,8 @@ class Launcher:
                 await self._discover(first=True)
             waiting = [each for each in self._places.values() if each.session is None]
             errors = await asyncio.gather(*map(self._log_in, waiting))
+            for place, error in zip(waiting, errors, strict=True):
+                place.trouble = str(error or "")
             errors += self._compare([each for each in self._places.values() if each.session is not None])
             ready = [each for each in self._places.values() if each.session is not None]
             self._judge([error for error in errors if error is not None], len(ready))
@@ -147,7 +149,8 @@ class Launcher:
         for place, facts in told:
             found = problems(place.spec, facts, self._expected, self._nproc(place.spec))
             if found:
-                errors.append(HostDiffersError("\n".join(found)))
+                place.trouble = "\n".join(found)
+                errors.append(HostDiffersError(place.trouble))
                 self._let_go(place)
             for text in remarks(place.spec, facts, self._nproc(place.spec)):
                 self._screen.say(text)

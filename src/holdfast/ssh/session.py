@@ -34,9 +34,9 @@ CONNECT_S = 10
 """Until the other machine answers (ssh's ConnectTimeout, whole seconds)."""
 LOGIN_S = 30.0
 """Until the far side has told of its host: a login may be slow, but not for ever."""
-ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 5, 3
+ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 3, 3
 """A connection that carries nothing back for so many such intervals is lost (ssh's ServerAlive…)."""
-BEAT_S = 4.0
+BEAT_S = 3.0
 """How often the far side is told that we are here; well below its SILENCE_S."""
 LAST_WORDS_S = 2.0
 """ssh has ended, but its pipes not: some master connection of the user's holds them open."""

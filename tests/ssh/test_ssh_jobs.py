@@ -1,0 +1,191 @@
+"""Real jobs on pretend hosts with sshd, started from a desk by one line, and what breaks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tests.network.fleet import measured, until
+from tests.ssh.conftest import MakeYard
+
+GONE_S = 10.0
+"""A launcher that was killed leaves nothing on any host after this."""
+
+
+def test_four_hosts_train_and_end_with_the_job(yard: MakeYard) -> None:
+    four = yard(4)
+    launcher = four.run("--hosts", "node1:2,node2,node3,node4")
+    generation = four.fleet.trains([1, 2, 3, 4])
+    assert generation.world == 5
+    assert [generation.place(f"node{number}") for number in (1, 2, 3, 4)] == [[0, 1], [2], [3], [4]]
+    assert generation.master == four.hosts[1].v4
+    four.fleet.finish_all([launcher])
+    four.empty()
+
+
+def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> None:
+    two = yard(2)
+    script = two.folder / "fails.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "print('hello from', os.environ['RANK'], flush=True)\n"
+        "if os.environ['RANK'] == '1':\n    raise SystemExit(7)\n"
+        "time.sleep(60)\n"
+    )
+    launcher = two.run("--hosts", two.names, script=script)
+    assert launcher.end() == 7, launcher.text
+    assert launcher.text.count("job FAILED") == 1, launcher.text
+    assert "node1:0| hello from 0" in launcher.text
+    assert "node2:1| hello from 1" in launcher.text
+    two.empty()
+
+
+def test_the_environment_goes_along_and_is_seen_by_nobody(yard: MakeYard) -> None:
+    two = yard(2)
+    script = two.folder / "shows.py"
+    script.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('GOT', os.environ.get('NCCL_DEBUG'), os.environ.get('MINE'), os.environ.get('OTHER'), os.getcwd())\n"
+        "while not os.path.exists(os.path.join(os.path.dirname(__file__), 'finish')):\n    time.sleep(0.05)\n"
+    )
+    secrets = {"NCCL_DEBUG": "hush-1", "MINE": "hush-2", "OTHER": "hush-3"}
+    launcher = two.run("--hosts", two.names, "--env", "SITE", "--env", "MI*", script=script, env=secrets)
+    launcher.says("GOT hush-1 hush-2 None " + str(two.folder))
+    for pid in (pid for host in two.hosts for pid in host.pids()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"hush" not in words, words
+        assert b"HOLDFAST_TOKEN" not in words, words
+    two.fleet.finish_all([launcher])
+
+
+def test_the_token_is_the_runs_own_and_strangers_are_refused(yard: MakeYard) -> None:
+    two = yard(2)
+    launcher = two.run("--hosts", two.names, "--rdzv-id", "known")
+    generation = two.fleet.trains([1, 2])
+    agents = [line for line in two.left(two.hosts[1]) if "holdfast-agent known" in line]
+    assert len(agents) == 3, agents  # guard, agent, keeper
+    listening = two.hosts[1].run(["ss", "--listening", "--tcp", "--numeric", "--processes"])
+    ports = {line.split()[3].rpartition(":")[2] for line in listening.splitlines() if "python" in line}
+    ports.discard(str(generation.port))  # of the workers' store
+    assert ports
+    for port in ports:
+        two.fleet.args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "known")
+        two.fleet.args += ("--rdzv-endpoint", f"node1:{port}", "--rdzv-conf", "join_timeout=3")
+        stranger = two.fleet.start(2)
+        assert stranger.end() != 0, stranger.text
+    two.fleet.finish_all([launcher])
+
+
+def test_ctrl_c_stops_everything_everywhere(yard: MakeYard) -> None:
+    two = yard(2)
+    launcher = two.run("--hosts", two.names)
+    two.fleet.trains([1, 2])
+    launcher.signal(signal.SIGINT)
+    assert launcher.end() == 130, launcher.text
+    two.empty(2.0)
+
+
+def test_the_second_ctrl_c_kills(yard: MakeYard) -> None:
+    two = yard(2)
+    script = two.fleet.script
+    script.write_text("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + script.read_text())
+    launcher = two.run("--hosts", two.names)
+    two.fleet.trains([1, 2])
+    launcher.signal(signal.SIGINT)
+    launcher.says("stopping on all hosts")
+    launcher.signal(signal.SIGINT)
+    launcher.says("killing on all hosts")
+    assert launcher.end(GONE_S) in (130, 137), launcher.text
+    two.empty(GONE_S)
+
+
+def test_a_killed_launcher_leaves_nothing_anywhere(yard: MakeYard) -> None:
+    four = yard(4)
+    script = four.fleet.script  # workers that do not mind SIGTERM, as a hung one does not
+    script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + script.read_text())
+    launcher = four.run("--hosts", four.names)
+    four.fleet.trains([1, 2, 3, 4])
+    launcher.signal(signal.SIGKILL)
+    since_s = time.monotonic()
+    four.empty()
+    measured("nothing left after kill -9 of the launcher", time.monotonic() - since_s, GONE_S)
+
+
+def test_a_pulled_cable_is_survived_and_the_host_comes_back(yard: MakeYard) -> None:
+    four = yard(4)
+    launcher = four.run("--hosts", four.names, "--nnodes", "2:4")
+    four.fleet.trains([1, 2, 3, 4])
+    since_s = time.monotonic()
+    four.hosts.unplug(4)
+    four.fleet.trains([1, 2, 3], since_s)
+    launcher.says("lost the ssh connection to node4")
+    four.hosts.plug(4)
+    four.fleet.trains([1, 2, 3, 4], since_s + 1)
+    four.fleet.check(overlap_s=0.0)
+    four.fleet.finish_all([launcher])
+    four.empty()
+
+
+def test_detached_hosts_go_on_without_their_launcher(yard: MakeYard) -> None:
+    two = yard(2)
+    launcher = two.run("--hosts", two.names, "--on-disconnect", "detach")
+    generation = two.fleet.trains([1, 2])
+    launcher.signal(signal.SIGKILL)
+    until(lambda: not two.left(two.desk), lambda: f"the desk to be empty: {two.left(two.desk)}")
+    since_s = time.monotonic()
+    until(lambda: generation_goes_on(two.folder, since_s + 1), two.fleet.story)
+    two.fleet.finish()
+    two.empty()
+    assert len(two.fleet.generations) == 1
+    assert generation.complete
+
+
+def generation_goes_on(folder: Path, after_s: float) -> bool:
+    notes = [json.loads(line) for line in (folder / "trail.jsonl").read_text().splitlines()[-8:]]
+    return {note["rank"] for note in notes if note["now"] > after_s} == {0, 1}
+
+
+def test_signals_of_the_user_reach_all_workers(yard: MakeYard) -> None:
+    two = yard(2)
+    script = two.folder / "usr1.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    launcher = two.run("--hosts", two.names, script=script)
+    until(lambda: launcher.text.count("ready") == 2, lambda: launcher.text)
+    launcher.signal(signal.SIGUSR1)
+    assert launcher.end() == 0, launcher.text
+
+
+def test_one_host_and_an_address_of_version_six(yard: MakeYard) -> None:
+    one = yard(1)
+    launcher = one.run("--hosts", f"root@[{one.hosts[1].v6}]:2")
+    assert one.fleet.trains([1]).world == 2
+    one.fleet.finish_all([launcher])
+
+
+def test_a_terminal_that_takes_nothing_holds_up_no_training(yard: MakeYard, tmp_path: Path) -> None:
+    one = yard(1)
+    script = one.folder / "loud.py"
+    script.write_text("import os\nfor _ in range(20000):\n    print('x' * 100)\nopen('done', 'w').close()\n")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    command = ["sh", "-c", f"exec {sys.executable} -m holdfast.run --hosts node1 {script} > {pipe}"]
+    program = one.desk.start(command, cwd=one.folder, env=one.variables())
+    until((one.folder / "done").exists, lambda: "the worker to end")
+    os.set_blocking(reader, True)
+    read = 0
+    while data := os.read(reader, 1 << 16):
+        read += data.count(b"\n")
+    os.close(reader)
+    assert program.wait(10) == 0
+    assert read == 20000
