@@ -209,12 +209,12 @@ def launched(
     flags: list[str],
     script: str,
     folder: Path,
-    *,
+    *arguments: str,
     stdout: int = subprocess.DEVNULL,
     extra: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The launcher on a script of ours, and the monotonic nanoseconds just before it was started."""
-    command = [*launcher.command, *flags, str(SCRIPTS / script)]
+    command = [*launcher.command, *flags, str(SCRIPTS / script), *arguments]
     with (folder / "stderr.txt").open("wb") as stderr:
         began_ns = time.monotonic_ns()
         process = subprocess.Popen(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -69,6 +69,7 @@ class Rank:
     frames: Sequence[tuple[Frame, ...]]
     state: str = "S"
     busy: bool = False
+    stirs: bool = False
     note: str = ""
     source: str = ""
     samples: int = 3
@@ -91,6 +92,7 @@ def story(number: int, rank: Rank) -> RankStory:
             frames=frames,
             note=rank.note,
             source=rank.source,
+            main_cpu_s=8.0 + index * (0.1 if rank.stirs else 0.01),
         )
         for index, frames in enumerate(rank.frames)
     )
@@ -191,12 +193,12 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
     "evaluation on all ranks": (
         found({}, Rank([FORWARD, OTHER_FORWARD, FORWARD], "R", busy=True)), HangKind.MOVING, "", (), "ranks 0 to 7 are",
     ),
-    "a forward that nobody advances": (found({0: steady(FORWARD)}, steady(BARRIER)), HangKind.HUNG, "HF240", (0,), ""),
+    "a forward that nobody advances": (found({2: steady(FORWARD)}, steady(BARRIER)), HangKind.HUNG, "HF240", (2,), ""),
     "saving on one rank": (
         found({0: Rank([SAVES, SHARDED_SAVE, SAVES], "D")}, steady(BARRIER)), HangKind.MOVING, "", (), "rank 0 on a",
     ),
     "a save that does not end": (
-        found({0: steady(SAVES, "D")}, steady(BARRIER)), HangKind.HUNG, "HF240", (0,),
+        found({0: steady(SAVES, "D")}, steady(BARRIER)), HangKind.PAUSED, "HF240", (0,),
         "rank 0 on a is in save at train.py:42 for 71 s; 7 others wait in barrier at train.py:50",
     ),
     "a sharded save is no communication": (
@@ -205,6 +207,26 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
     "all asleep": (
         found({}, SLEEPS), HangKind.PAUSED, "", (),
         "ranks 0 to 7 are in time.sleep at data.py:17 for 71 s; nobody waits for another rank",
+    ),
+    "asleep each time, and yet at work": (
+        found({3: replace(SLEEPS, stirs=True)}), HangKind.PAUSED, "HF240", (3,),
+        f"rank 3 on a is in time.sleep at data.py:17 for 71 s; {OTHERS}",
+    ),
+    "one works, one does not": (
+        found({3: replace(SLEEPS, stirs=True), 4: SLEEPS}), HangKind.HUNG, "HF240", (3, 4),
+        "ranks 3 and 4 are in time.sleep at data.py:17 for 71 s; 6 others wait in all_reduce at train.py:42",
+    ),
+    "rank 0 alone, the others in a barrier": (
+        found({0: SLEEPS}, steady(BARRIER)), HangKind.PAUSED, "HF240", (0,),
+        "rank 0 on a is in time.sleep at data.py:17 for 71 s; 7 others wait in barrier at train.py:50",
+    ),
+    "rank 1 alone, the others in a barrier": (
+        found({1: SLEEPS}, steady(BARRIER)), HangKind.HUNG, "HF240", (1,),
+        "rank 1 on a is in time.sleep at data.py:17 for 71 s; 7 others wait in barrier at train.py:50",
+    ),
+    "rank 0 is stopped, the others in a barrier": (
+        found({0: Rank([()] * 3, "T")}, steady(BARRIER)), HangKind.HUNG, "HF242", (0,),
+        "rank 0 on a is stopped by a signal (kill -CONT 4700 lets it go on) for 71 s; 7 others wait in barrier at train.py:50",
     ),
     "all wait for data": (found({}, steady(LOADER)), HangKind.PAUSED, "", (), "nobody waits for another rank"),
     "a world of one in communication": (

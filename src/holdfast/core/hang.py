@@ -19,7 +19,7 @@ class HangKind(Enum):
     STUCK = "stuck"
     """All wait in communication, at one place: nobody can be named."""
     PAUSED = "paused"
-    """Nobody waits for anybody: evaluation, saving, a sleep that all share. No alarm by itself."""
+    """Nobody waits for anybody, or for somebody who may well work: evaluation, saving, a sleep. No alarm by itself."""
     MOVING = "moving"
     """Somebody for whom the others wait works: no hang while that lasts."""
 

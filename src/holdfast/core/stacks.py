@@ -30,6 +30,8 @@ class RankSample(Struct, frozen=True, array_like=True):
     """On its node: the whole text, all threads."""
     source: str = ""
     """The program's own line that it executes, as its file has it now; empty when that cannot be read."""
+    main_cpu_s: float = 0.0
+    """Processor time that its main thread has used so far."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

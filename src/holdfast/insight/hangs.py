@@ -8,6 +8,7 @@ Pure. `examine` is given to the coordinator by the command line, as the judge of
 | a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |
 | somebody works, is gone, or is in a debugger's hands             | MOVING |       |
 | nobody waits for other ranks                                     | PAUSED |       |
+| the others wait for whoever may well be at work (`_may_work`)    | PAUSED | HF240 |
 | some wait for others, and some do not: those are named           | HUNG   | HF240, HF243 for data |
 | all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
 | all wait for others, at one place                                | STUCK  | HF241 |
@@ -37,7 +38,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
     signature = blake2b(digest_size=12)
     for each in all_of_them:
         signature.update(f"{each.story.rank} {each.key}\0".encode(errors="replace"))
-    named = odd if kind is HangKind.HUNG and not _is_tie(code, odd, others) else []
+    named = odd if code and not _is_tie(code, odd, others) else []
     return Finding(
         kind=kind,
         code=code,
@@ -64,11 +65,24 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
         return HangKind.PAUSED, "", []
     if odd:
         only_data = all(each.doing is Doing.LOADING for each in odd)
-        return HangKind.HUNG, NO_DATA if only_data else HUNG, odd
+        kind = HangKind.PAUSED if _may_work(odd, ranks) else HangKind.HUNG
+        return kind, NO_DATA if only_data else HUNG, odd
     by_place = _by_place(ranks)
     if len(by_place) > 1:
         return HangKind.HUNG, MISMATCH, min(by_place.values(), key=len)
     return HangKind.STUCK, STUCK, []
+
+
+def _may_work(odd: Sequence[Where], ranks: Sequence[Where]) -> bool:
+    """Whether what looks like a hang is as likely work that takes long, and is to be told of only when it does not end.
+
+    Work with sleeps in between is met in its sleep each time; it uses some processor time. And rank 0 for which all others
+    wait in a barrier, which is the line by which a program says that it will take long: it evaluates, or writes a file.
+    """
+    if all(each.stirs for each in odd):
+        return True
+    others = [each for each in ranks if each not in odd]
+    return [each.story.rank for each in odd] == [0] and all(each.in_barrier for each in others)
 
 
 def _loader_is_broken(note: str) -> bool:
@@ -118,7 +132,7 @@ def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
     left = len(odd) + len(others) - sum(map(len, first + second))
     if left > 0:
         told.append(f"{left} elsewhere")
-    if kind is HangKind.PAUSED:
+    if kind is HangKind.PAUSED and not odd:
         told.append("nobody waits for another rank")
     return "; ".join(told)
 

@@ -20,6 +20,8 @@ from holdfast.core.stacks import Frame, RankSample
 
 BUSY_S = 0.15
 """Processor time between two samples that is more than what a waiting rank's idle threads need."""
+STIRS_S = 0.025
+"""Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
 
 
 class Doing(Enum):
@@ -47,10 +49,16 @@ class Where(Struct, frozen=True):
     """Equal for one rank as long as it stands where it stands."""
     busy: bool = False
     """It uses the processor."""
+    stirs: bool = False
+    """Its main thread does, a little: it may do work and sleep in between."""
 
     @property
     def waits(self) -> bool:
         return self.doing in (Doing.COMMUNICATING, Doing.LOADING)
+
+    @property
+    def in_barrier(self) -> bool:
+        return self.doing is Doing.COMMUNICATING and _BARRIER.match(self.place) is not None
 
     @property
     def note(self) -> str:
@@ -70,6 +78,8 @@ _COMMUNICATES = re.compile(
 )
 _TORCH = re.compile(r"/torch/")
 _WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
+
+_BARRIER = re.compile(r"in (monitored_)?barrier ")
 
 _SOURCE_SLEEPS = re.compile(r"\b((?:\w+\.)*sleep)\s*\(")
 _SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
@@ -93,7 +103,7 @@ def where_is(story: RankStory) -> Where:
     if not newest.frames:
         return _without_frames(story, newest, busy=busy)
     doing, place = _doing(newest, busy=busy)
-    return Where(story, doing, place, _key(newest), busy)
+    return Where(story, doing, place, _key(newest), busy, not busy and _stirs(samples))
 
 
 _STATE_WORDS = {
@@ -143,6 +153,11 @@ def _is_busy(samples: Sequence[RankSample]) -> bool:
     """Whether it used the processor between every two samples; False while there is only one."""
     pairs = list(itertools.pairwise(samples))
     return bool(pairs) and all(later.cpu_s - earlier.cpu_s > BUSY_S for earlier, later in pairs)
+
+
+def _stirs(samples: Sequence[RankSample]) -> bool:
+    pairs = list(itertools.pairwise(samples))
+    return bool(pairs) and all(later.main_cpu_s - earlier.main_cpu_s > STIRS_S for earlier, later in pairs)
 
 
 def _key(sample: RankSample) -> str:

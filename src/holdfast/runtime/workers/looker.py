@@ -51,6 +51,7 @@ class _Look(Struct):
     fd: int
     """Of the file into which it writes; a duplicate of ours."""
     stat: kernel.Stat | None = None
+    main_cpu_s: float = 0.0
     asked: bool = False
     task: int = 0
     """The thread that was asked: it writes the stacks of all."""
@@ -104,6 +105,8 @@ def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
         children = kernel.children(look.pid for look in looks)
         for look in looks:
             look.stat = kernel.read_stat(look.pid)
+            main = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+            look.main_cpu_s = main.cpu_s if main is not None else 0.0
             look.note = "; ".join(_notes(children.get(look.pid, ())))
             _ask(look)
         deadline = time.monotonic() + ANSWER_S_MAX
@@ -164,7 +167,15 @@ def _answered(look: _Look) -> bool:
 def _sample(look: _Look) -> RankSample:
     if look.stat is None:
         return RankSample(look.local_rank, look.pid, "", 0.0)
-    return RankSample(look.local_rank, look.pid, look.stat.state, look.stat.cpu_s, main_thread(look.text), look.note)
+    return RankSample(
+        look.local_rank,
+        look.pid,
+        look.stat.state,
+        look.stat.cpu_s,
+        main_thread(look.text),
+        look.note,
+        main_cpu_s=look.main_cpu_s,
+    )
 
 
 def _with_source(sample: RankSample) -> RankSample:
