@@ -128,3 +128,13 @@ def test_long_paths_are_reached(tmp_path: Path) -> None:
         listening.listen()
         assert running.listens(str(path))
     assert not running.listens(str(path))
+
+
+def test_names_that_are_no_text(place: Path, tmp_path: Path) -> None:
+    """Linux takes any bytes for a name, and Python shows those that are no text as surrogates."""
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/s\xff")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.fsencode(strange))  # type: ignore[arg-type]
+        listening.listen()
+        running.write(entry(strange, run_id="r\udcff"), running.private_folder())
+        assert [(each.run_id, each.socket) for each in running.entries()] == [("r\udcff", strange)]

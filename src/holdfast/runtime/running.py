@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import stat
@@ -89,9 +90,11 @@ def write(entry: Entry, folder: str) -> str:
     """Makes the entry in this private folder and returns its path. Raises OSError."""
     name = f"{entry.pid}-{os.urandom(4).hex()}.json"
     temporary, path = os.path.join(folder, f".{name}"), os.path.join(folder, name)
+    # Names of files need not be text: json writes what stands for their bytes, msgspec does not.
+    text = json.dumps(msgspec.to_builtins(entry))
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, msgspec.json.encode(entry))
+        os.write(fd, text.encode())
     finally:
         os.close(fd)
     os.rename(temporary, path)
@@ -160,8 +163,8 @@ def _read_entry(folder: int, name: str) -> Entry | None:
     except OSError:
         return None
     try:
-        return msgspec.json.decode(os.read(fd, ENTRY_BYTES_MAX), type=Entry)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.convert(json.loads(os.read(fd, ENTRY_BYTES_MAX)), type=Entry)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None
     finally:
         os.close(fd)

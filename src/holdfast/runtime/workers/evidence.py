@@ -132,6 +132,11 @@ def _shorten(text: str, bytes_max: int) -> str:
     return raw[:head].decode(errors="ignore") + mark.decode() + raw[-tail:].decode(errors="ignore")
 
 
+def _as_text(path: str) -> str:
+    """For people and for messages: names of files need not be text."""
+    return path.encode(errors="replace").decode()
+
+
 def read_tail(path: str) -> str:
     """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, its last text."""
     if not path:
@@ -186,8 +191,8 @@ def failure_of_exit(
         message=recorded.message,
         traceback=recorded.traceback,
         stderr_tail=stderr_tail,
-        error_file=error_file if os.path.isfile(error_file) else "",
-        stderr_file=stderr_file,
+        error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
+        stderr_file=_as_text(stderr_file),
         out_of_memory=out_of_memory and exit_code == -signal.SIGKILL and not after_stop,
         after_stop=after_stop,
         lived_s=lived_s,

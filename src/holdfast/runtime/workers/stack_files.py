@@ -64,7 +64,7 @@ class StackFiles:
             rank = self._rank_base + sample.local_rank
             path = at / f"gen{self._generation}_{number + 1}_rank{rank}.txt"
             path.write_text(self._describe(sample, texts.get(sample.local_rank, "")), errors="replace")
-            kept.append(structs.replace(sample, file=str(path)))
+            kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # for people
             with contextlib.suppress(OSError):
                 self._keep_trace(at, rank)
         return tuple(kept)
