@@ -41,7 +41,11 @@ class Bench:
         self.desk = state()
         self.lines = {1: Line(), 2: Line()}
         self.fed: list[QuitAsked] = []
-        self.answers = Answers(self.desk.machine, self.lines, self.fed.append)
+        self.faulty: list[str] = []
+        self.answers = Answers(self.desk.machine, self.lines, self.fed.append, self.faults)
+
+    def faults(self, what: str, error: Exception) -> None:
+        self.faulty.append(f"{what}: {error}")
 
     def look(self) -> int:
         (found,) = [message for message in self.lines[1].sent if isinstance(message, Look)]
@@ -163,3 +167,17 @@ def test_an_answer_fits_into_a_frame() -> None:
         told = msgspec.json.decode(body, type=StacksView)
         assert told.stacks[told.ranks[-1].stack][0] == Frame("own.py", told.ranks[-1].rank, "f")
     assert len(told.ranks) >= 5000
+
+
+def test_a_view_that_cannot_be_made_is_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(now: float) -> JobView:
+        raise KeyError(now)
+
+    def play() -> None:
+        bench = Bench(running)
+        monkeypatch.setattr(bench.desk.machine, "view", broken)
+        bench.answers.asked(1, Ask(4, Question.STATUS, "me"))
+        assert bench.lines[1].sent == [Answer(4, b"")]
+        assert bench.faulty[0].startswith("status: ")
+
+    on_a_loop(play)

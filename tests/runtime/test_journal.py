@@ -78,3 +78,20 @@ def test_a_file_that_cannot_be_written_is_survived(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "missing" / "events.jsonl")
     journal.write("lost")
     assert journal.close()
+
+
+def test_a_listener_that_fails_is_noted_and_not_told_again(tmp_path: Path) -> None:
+    heard: list[str] = []
+    journal = Journal(tmp_path / "events.jsonl")
+
+    def broken(event: str, fields: object) -> None:
+        heard.append(event)
+        raise KeyError(event)
+
+    journal.listen(broken)
+    journal.write("one")
+    journal.write("two")
+    assert journal.close()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [each["event"] for each in events] == ["insight_fault", "one", "two"]
+    assert (events[0]["what"], events[0]["error"], heard) == ("listener", "KeyError: 'one'", ["one"])

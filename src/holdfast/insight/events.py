@@ -52,6 +52,7 @@ ALWAYS = (
 )
 """The fields of every record."""
 
+FAULT = (Field("what", TEXT, "`examine`, `judge`, `look`, `status` …"), Field("error", TEXT, "the exception"))
 GENERATION = Field("generation", WHOLE, "the number of the generation")
 LOCAL_RANK = Field("local_rank", WHOLE, "the worker's place on this node")
 RANK = Field("rank", WHOLE, "its rank in the job")
@@ -120,6 +121,11 @@ NODE = (
         "control",
         "`holdfast status` and the like cannot ask this agent, or do not find it",
         (Field("problem", TEXT, "why"),),
+    ),
+    EventKind(
+        "insight_fault",
+        "something that only watches or shows has a fault of its own; the job goes on",
+        FAULT,
     ),
     EventKind("journal_dropped", "the disk was too slow", (Field("count", WHOLE, "so many events are missing here"),)),
 )
@@ -336,6 +342,7 @@ COORDINATOR = (
         "nodes that did not tell in time where their workers stand",
         (GENERATION, Field("members", TEXTS, "these")),
     ),
+    EventKind("coordinator.insight_fault", "whoever examines hangs or judges failures has a fault of its own", FAULT),
     EventKind("coordinator.straggler", "ranks or a node are slower than their peers", (GENERATION, *STRAGGLER)),
     EventKind("coordinator.straggler_over", "they are not any more", (GENERATION, *STRAGGLER)),
     EventKind("coordinator.over", "the job is over", OUTCOME),

@@ -107,7 +107,7 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, exam
             await asyncio.to_thread(write_reports, outcome, folder.path)
             if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
                 stall_s = CONSOLE_LAST_CHANCE_S_MAX
-        text = render(Finished(outcome, str(folder.path or "")))
+        text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
         if text:
             console.say(text, prefix="")
     except asyncio.CancelledError:  # Ctrl-C while the last output is being shown
@@ -117,6 +117,17 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, exam
         return outcome.exit_code
     finally:
         await run_detached(lambda: _close(router, console, journal, stall_s))
+
+
+def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
+    """The end in words. Whoever finds them was given to us: a fault of his costs the words, not the exit code."""
+    try:
+        return render(finished)
+    except Exception as error:  # noqa: BLE001
+        journal.fault("render", error)
+        outcome = finished.outcome
+        why = outcome.verdict.cause if outcome.verdict is not None else outcome.message
+        return f"holdfast: {outcome.kind.value}, exit code {outcome.exit_code}{f': {why}' if why else ''}"
 
 
 def _close(router: LogRouter, console: Console, journal: Journal, stall_s: float) -> None:

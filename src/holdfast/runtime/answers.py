@@ -51,11 +51,17 @@ class Answers:
     """One per coordinator. `feed` hands an event to its machine."""
 
     def __init__(
-        self, machine: CoordinatorMachine, links: Mapping[int, Link], feed: Callable[[QuitAsked], None]
+        self,
+        machine: CoordinatorMachine,
+        links: Mapping[int, Link],
+        feed: Callable[[QuitAsked], None],
+        fault: Callable[[str, Exception], None],
     ) -> None:
+        """`fault`: gets what went wrong with an answer; the job goes on, and whoever asked gets an empty one."""
         self._machine = machine
         self._links = links
         self._feed = feed
+        self._fault = fault
         self._loop = asyncio.get_running_loop()
         self._number = FIRST_LOOK
         self._looks: dict[int, _Look] = {}
@@ -63,11 +69,11 @@ class Answers:
     def asked(self, link: int, ask: Ask) -> None:
         match ask.question:
             case Question.STATUS:
-                self._tell(link, ask, status_body(self._machine.view(self._loop.time())))
+                self._tell(link, ask, lambda: status_body(self._machine.view(self._loop.time())))
             case Question.STACKS:
                 self._look(link, ask)
             case Question.STOP | Question.KILL:
-                self._tell(link, ask, msgspec.json.encode({"nodes": len(self._machine.members)}))
+                self._tell(link, ask, lambda: msgspec.json.encode({"nodes": len(self._machine.members)}))
                 self._feed(QuitAsked(drain=ask.question is Question.STOP, by=ask.by))
 
     def looked(self, link: int, message: Looked) -> bool:
@@ -115,12 +121,22 @@ class Answers:
         look = self._looks.pop(number)
         look.timer.cancel()
         silent = tuple(host for host, _ in look.awaited.values())
-        view = stacks_view(self._machine.job.run_id, look.generation, look.world_size, look.seen, silent)
-        self._tell(look.link, look.ask, stacks_body(view))
+        run_id = self._machine.job.run_id
+        self._tell(
+            look.link,
+            look.ask,
+            lambda: stacks_body(stacks_view(run_id, look.generation, look.world_size, look.seen, silent)),
+        )
 
-    def _tell(self, link: int, ask: Ask, body: bytes) -> None:
-        if link in self._links:
-            self._links[link].send(Answer(ask.number, body))
+    def _tell(self, link: int, ask: Ask, make: Callable[[], bytes]) -> None:
+        if link not in self._links:
+            return
+        try:
+            body = make()
+        except Exception as error:  # noqa: BLE001 - what is only shown ends no job
+            self._fault(ask.question.value, error)
+            body = b""
+        self._links[link].send(Answer(ask.number, body))
 
 
 def stacks_view(

@@ -79,7 +79,13 @@ class Control:
         self._ended: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
 
     async def open(self, options: RunOptions, folder: RunFolder, host: str) -> None:
-        """Listen, and then say so. Never raises OSError."""
+        """Listen, and then say so. Never raises."""
+        try:
+            await self._open(options, folder, host)
+        except Exception as error:  # noqa: BLE001 - without it the job runs as well
+            self._journal.fault("control", error)
+
+    async def _open(self, options: RunOptions, folder: RunFolder, host: str) -> None:
         try:
             private: str | None = running.private_folder()
         except OSError as error:
@@ -159,6 +165,8 @@ class Control:
                     await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.CancelledError):
             pass  # it is gone, or does not listen, or we end
+        except Exception as error:  # noqa: BLE001 - who asks gets no answer, and the job goes on
+            self._journal.fault("control", error)
         finally:
             writer.transport.abort()
             self._tasks.discard(task)

@@ -109,7 +109,7 @@ class CoordinatorService:
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute)
         self._driver.feed(Tick())
         self.machine = machine
-        self._answers = Answers(machine, self._links, self._driver.feed)
+        self._answers = Answers(machine, self._links, self._driver.feed, journal.fault)
         self.proxy: StoreProxy | None = None
 
     async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:

@@ -55,7 +55,7 @@ class Inquiry:
             waiting.cancel()
 
     async def _ask_coordinator(self, question: Question, by: str) -> bytes | None:
-        """None: it cannot be reached, or does not answer in time."""
+        """None: it cannot be reached, does not answer in time, or has nothing to say."""
         self._number += 1
         number = self._number
         waiting = self._open[number] = asyncio.get_running_loop().create_future()
@@ -63,7 +63,7 @@ class Inquiry:
             if not self._send(Ask(number, question, by)):
                 return None
             await asyncio.wait({waiting}, timeout=ANSWER_S_MAX[question])
-            return waiting.result() if waiting.done() and not waiting.cancelled() else None
+            return (waiting.result() or None) if waiting.done() and not waiting.cancelled() else None
         finally:
             del self._open[number]
 

@@ -48,8 +48,12 @@ class Journal:
 
         What JSON does not know is written as its `str`.
         """
-        for listener in self._listeners:
-            listener(event, fields)
+        for listener in list(self._listeners):
+            try:
+                listener(event, fields)
+            except Exception as error:  # noqa: BLE001 - it only watches
+                self._listeners.remove(listener)
+                self.fault("listener", error)
         if self._path is None:
             return
         line = _encode({"time": time.time(), "monotonic": time.monotonic(), "event": event}, fields)
@@ -64,6 +68,10 @@ class Journal:
                 self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
                 self._thread.start()
             self._news.notify_all()
+
+    def fault(self, what: str, error: Exception) -> None:
+        """Note a fault of something that only watches or shows: the job goes on."""
+        self.write("insight_fault", what=what, error=f"{type(error).__name__}: {error}")
 
     def close(self, drain_s_max: float = CLOSE_S_MAX) -> bool:
         """Write what is waiting; False if that took longer than `drain_s_max`."""

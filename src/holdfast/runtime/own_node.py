@@ -71,7 +71,7 @@ class OwnNode:
         return stacks_body(stacks_view(self._job.run_id, generation, place.world_size if place else 0, seen))
 
     def quit(self, order: Quit) -> None:
-        self._feed(Received(order))
+        self._loop.call_soon(self._feed, Received(order))  # a fault of the machine's shall not look like the asker's
 
     def _ranks(self, base: int) -> tuple[RankView, ...]:
         return tuple(

@@ -17,13 +17,13 @@ OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_reports(outcome: Outcome, folder: Path | None) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: words that are no text
         if folder is not None:
             _write(folder / "verdict.json", json.format(json.encode(outcome), indent=2))
     culprit = outcome.verdict.culprit if outcome.verdict is not None else None
     own = os.environ.get(OWN_ERROR_FILE, "")
     if culprit is not None and own:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             _write(Path(own), json.encode(as_error_file(culprit)))
 
 

@@ -268,3 +268,30 @@ def test_the_view_outlives_lost_and_finished_nodes() -> None:
     assert [node.host for node in desk.machine.view(desk.now).nodes] == ["n1"]
     desk.say(1, WorkerDone(1, 0))
     assert desk.machine.view(desk.now).phase == "over"
+
+
+# --- faults of those who only look ------------------------------------------------------------------------------------
+
+
+def broken(_: object) -> Any:
+    raise KeyError("x")
+
+
+def test_an_examination_that_fails_is_noted_and_finds_nothing() -> None:
+    desk = training()
+    desk.machine._examine = broken
+    look_on(desk, 500.0, 1, 2)
+    assert desk.machine.phase is Phase.RUNNING
+    assert desk.noted("insight_fault")[0] == {"what": "examine", "error": "KeyError: 'x'"}
+    assert notices(desk, 1) == []
+
+
+def test_a_judge_that_fails_is_noted_and_the_first_failure_is_to_blame() -> None:
+    desk = training(max_restarts=1)
+    desk.machine._judge = broken
+    desk.fail(2, 3)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert (desk.machine.phase, desk.machine.budget.used) == (Phase.PREPARING, 1)
+    assert desk.noted("insight_fault")[0]["what"] == "judge"
+    assert desk.noted("verdict")[0]["cause"] == "rank 1 on n2 ended with exit code 3"

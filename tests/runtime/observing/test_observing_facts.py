@@ -22,12 +22,16 @@ from holdfast.runtime.observing.vitals import STEP_WINDOW_S, Facts, Vitals
 GENERATION = {"restart_count": 0, "world_size": 4, "rank_base": 2, "nproc": 2}
 
 
+def unexpected(what: str, error: Exception) -> None:
+    raise AssertionError(what) from error
+
+
 def with_vitals(play: Callable[[Vitals, dict[str, Any]], None], job: JobView | None = None) -> Facts:
     """`play` gets the vitals and a table by which it says how far the workers are."""
     world: dict[str, Any] = {"now": 0.0, "ranks": ()}
 
     async def scenario() -> Facts:
-        vitals = Vitals("run", "a", lambda: world["ranks"], lambda: job)
+        vitals = Vitals("run", "a", lambda: world["ranks"], lambda: job, unexpected)
         vitals._loop = type("Clock", (), {"time": staticmethod(lambda: world["now"])})()  # type: ignore[assignment]
         play(vitals, world)
         return vitals.facts
@@ -180,3 +184,20 @@ def test_torchelastics_events() -> None:
     assert all(each["name"] == f"torchelastic.worker.status.{each['metadata']['state']}" for each in told)
     assert json.loads(told[3]["metadata"]["raw_error"])["message"]["message"] == "ValueError: x"
     assert json.loads(told[2]["metadata"]["metadata"])["entry_point"] == "python3"
+
+
+def test_vitals_that_fail_say_so_once_and_beat_on() -> None:
+    faults: list[str] = []
+
+    async def scenario() -> Facts:
+        vitals = Vitals("run", "a", lambda: 1 / 0, lambda: None, lambda what, error: faults.append(f"{what}: {error}"))  # type: ignore[arg-type, return-value]
+        before = vitals.facts
+        vitals.start()
+        vitals._beat()
+        assert vitals.facts.taken_s >= before.taken_s
+        assert vitals.facts is not before, "the agent is alive"
+        vitals.close()
+        return vitals.facts
+
+    asyncio.run(scenario())
+    assert faults == ["vitals: division by zero"]

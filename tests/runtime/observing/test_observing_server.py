@@ -131,3 +131,15 @@ def test_a_port_that_is_taken() -> None:
     first.close()
     with pytest.raises(PortInUseError, match=r"cannot listen on no\.such\.host\.invalid"):
         bind(Endpoint(host="no.such.host.invalid", port=0), "--metrics")
+
+
+def test_a_page_that_fails_is_told_to_who_asked(served: Callable[[module.Pages], int]) -> None:
+    def broken() -> module.Answer:
+        raise KeyError("x")
+
+    port = served({"/": broken})
+    with socket.create_connection(("127.0.0.1", port), 10) as client:
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        text = client.makefile("rb").read()
+    assert text.startswith(b"HTTP/1.1 500 ")
+    assert text.endswith(b"KeyError: 'x'\n")

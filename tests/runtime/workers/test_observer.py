@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.core.agent.events import Event, WorkersProgress, WorkersSeen
 from holdfast.core.protocol import Assign, Start
+from holdfast.core.stacks import RankSample
 from holdfast.runtime.workers import observer as observers
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.observer import Observer
@@ -21,15 +22,19 @@ class Post:
 
     def __init__(self, tasks: asyncio.TaskGroup, address: str, port: int) -> None:
         self.told: list[Event] = []
+        self.faults: list[str] = []
         self.news = asyncio.Event()
         self.board = Board(1)
-        self.observer = Observer(tasks, self._emit, host="b", folder=None, interval_s=0.01)
+        self.observer = Observer(tasks, self._emit, host="b", folder=None, interval_s=0.01, fault=self._failed)
         assign = Assign(3, 0, 0, 1, 0, 1, 0, 1, True)
         self.observer.start(assign, Start(3, address, port), self.board, lambda: self.board.progress(0))
 
     def _emit(self, event: Event) -> None:
         self.told.append(event)
         self.news.set()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.faults.append(f"{what}: {error}")
 
     async def until(self, kind: type[Event]) -> Event:
         while not (found := [event for event in self.told if isinstance(event, kind)]):
@@ -128,3 +133,18 @@ def test_a_look_at_a_generation_that_is_over_sees_nobody() -> None:
         assert await post.until(WorkersSeen) == WorkersSeen(2, 1, ())
 
     observe(act)
+
+
+def test_a_look_that_fails_shows_nobody_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> tuple[RankSample, ...]:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(observers.Looker, "look", broken)
+
+    async def look(post: Post) -> None:
+        post.observer.look(3, 7, {0: os.getpid()}, store=False)
+        event = await post.until(WorkersSeen)
+        assert isinstance(event, WorkersSeen)
+        assert event.samples == ()
+
+    assert observe(look).faults == ["look: can't start new thread"]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from holdfast.core.coordinator.admission import Admission
 from holdfast.core.coordinator.budget import Budget
 from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
-from holdfast.core.coordinator.ending import Judge
+from holdfast.core.coordinator.ending import Judge, plain_verdict
 from holdfast.core.coordinator.formation import Gathering
 from holdfast.core.coordinator.liveness import Liveness
 from holdfast.core.coordinator.membership import Membership
@@ -16,7 +16,7 @@ from holdfast.core.coordinator.probation import Probation
 from holdfast.core.coordinator.state import Draining, Member, Phase, World, names
 from holdfast.core.coordinator.versions import Versions
 from holdfast.core.errors import JoinTimeoutError
-from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
+from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Notice, Quit, Waiting
 
@@ -164,6 +164,14 @@ class CoordinatorBase:
 
     def _note(self, event: str, **fields: object) -> None:
         self._out.append(Note(event, fields))
+
+    def _judged(self, evidence: Evidence) -> Verdict:
+        """Whoever judges was given to us: a fault of his is noted, and decides nothing."""
+        try:
+            return self._judge(evidence)
+        except Exception as error:  # noqa: BLE001
+            self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
+            return plain_verdict(evidence)
 
     # ---------------------------------------------------------------- telling
 

@@ -50,6 +50,24 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
 
 
+def plain_verdict(evidence: Evidence) -> Verdict:
+    """Without anybody who could tell causes: the first failure is to blame."""
+    culprit = next((failure for failure in evidence.failures if not failure.after_stop), None)
+    cause = "the generation was ended although no worker failed"
+    if culprit is not None:
+        cause = f"rank {culprit.rank} on {culprit.host} ended with exit code {culprit.exit_code}"
+    return Verdict(
+        code="HF200" if culprit is None else "HF205",
+        cause=cause,
+        culprit=culprit,
+        collateral=tuple(failure for failure in evidence.failures if failure is not culprit),
+        lost_nodes=evidence.lost_nodes,
+        generation=evidence.generation,
+        restarts=evidence.restarts,
+        gave_up=evidence.gave_up,
+    )
+
+
 def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
     return Evidence(
         generation=world.generation,

@@ -465,7 +465,7 @@ class CoordinatorMachine(CoordinatorOversight):
         if self._membership.anybody_busy:
             return
         world = self._world()
-        match after_stop(world, self.budget, self._judge):
+        match after_stop(world, self.budget, self._judged):
             case Again(backoff_s, verdict):
                 told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
                 self._note("verdict", generation=world.generation, **told)

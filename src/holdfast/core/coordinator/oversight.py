@@ -5,6 +5,7 @@ Of what it finds one thing only changes the course of the job: a generation that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from holdfast.core.coordinator import view
@@ -138,7 +139,7 @@ class CoordinatorOversight(CoordinatorBase):
             self._watch = self._round = None  # also between two worlds, and on the way to a safe point
             return ""
         if self._watch is None:
-            self._watch = Watch(self.limits, self._paces_of(self._world()), self._examine)
+            self._watch = Watch(self.limits, self._paces_of(self._world()), self._examined)
         asked = self._round
         if asked is not None and (not asked.awaited or now >= asked.asked_s + self.limits.look_wait_s):
             self._close_round(now, asked, self._watch)
@@ -163,6 +164,14 @@ class CoordinatorOversight(CoordinatorBase):
                 if pace is not None:
                     self._paces.enter(pace, Stage.DONE, began_s)
         return self._paces
+
+    def _examined(self, stories: Sequence[RankStory]) -> Finding:
+        """Whoever examines was given to us: a fault of his is noted, and ends no job."""
+        try:
+            return self._examine(stories)
+        except Exception as error:  # noqa: BLE001
+            self._note("insight_fault", what="examine", error=f"{type(error).__name__}: {error}")
+            return cannot_tell(stories)
 
     def _look(self, now: float, *, store: bool) -> None:
         world = self._world()

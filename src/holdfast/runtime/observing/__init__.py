@@ -44,7 +44,7 @@ def observing(
         return
     from holdfast.runtime.observing.vitals import Vitals
 
-    vitals = Vitals(options.job.run_id, node, look, view)
+    vitals = Vitals(options.job.run_id, node, look, view, journal.fault)
     server = serve(options, vitals, journal, say)
     journal.listen(vitals.heard)
     vitals.start()

@@ -21,7 +21,14 @@ REQUEST_S_MAX = 5.0
 CONNECTIONS_MAX = 32
 """At a time; more are closed at once."""
 CLOSE_S_MAX = 1.0
-REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
 
 
 class Answer(NamedTuple):
@@ -127,7 +134,10 @@ def _answer(request: bytes, pages: Pages) -> tuple[str, Answer]:
     page = pages.get(target)
     if page is None:
         return method, _text(404, f"here are: {', '.join(sorted(pages))}")
-    return method, page()
+    try:
+        return method, page()
+    except Exception as error:  # noqa: BLE001 - told to whoever asks
+        return method, _text(500, f"{type(error).__name__}: {error}")
 
 
 def _text(status: int, text: str) -> Answer:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.core.progress import JobView, RankProgress
 
@@ -69,7 +69,11 @@ class Vitals:
         node: str,
         look: Callable[[], tuple[RankProgress, ...]],
         view: Callable[[], JobView | None],
+        fault: Callable[[str, Exception], None],
     ) -> None:
+        """`fault`: gets the first thing that goes wrong in here; the job goes on."""
+        self._fault = fault
+        self._faulty = False
         self._loop = asyncio.get_running_loop()
         self._look, self._view = look, view
         self._known: dict[str, Any] = {}
@@ -92,7 +96,13 @@ class Vitals:
             self._timer.cancel()
 
     def _beat(self) -> None:
-        self._gather()
+        try:
+            self._gather()
+        except Exception as error:  # noqa: BLE001 - what is only watched ends no job
+            self.facts = structs.replace(self.facts, taken_s=self._loop.time())
+            if not self._faulty:
+                self._faulty = True
+                self._fault("vitals", error)
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
     # ---------------------------------------------------------------- what the journal tells

@@ -91,7 +91,12 @@ class Crew:
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
         self._observer = Observer(
-            tasks, emit, host=host, folder=folder.path, interval_s=options.limits.progress_interval_s
+            tasks,
+            emit,
+            host=host,
+            folder=folder.path,
+            interval_s=options.limits.progress_interval_s,
+            fault=journal.fault,
         )
         self._guard_s: float | None = None
         self._keeper_ready = asyncio.Event()

@@ -32,8 +32,11 @@ class Observer:
         host: str,
         folder: Path | None,
         interval_s: float,
+        fault: Callable[[str, Exception], None],
     ) -> None:
-        """`folder`: the run's, where evidence is kept; None: nowhere."""
+        """`folder`: the run's, where evidence is kept; None: nowhere. `fault`: gets what goes wrong with a look, which shows
+        nothing then."""
+        self._fault = fault
         self._tasks = tasks
         self._emit = emit
         self._host = host
@@ -83,6 +86,9 @@ class Observer:
             return await self._looker.look(pids, self._folder)
         except OSError:  # no descriptor left, or the generation is over meanwhile: nobody to be seen
             return ()
+        except Exception as error:  # noqa: BLE001 - no thread left, or a fault of ours: what only looks ends no job
+            self._fault("look", error)
+            return ()
 
     async def _reach(self, wanted: bool) -> tuple[str, ...]:
         """What is wrong with the way to the store, in words."""
@@ -96,6 +102,8 @@ class Observer:
             problem = "timed out"
         except socket.gaierror as error:
             problem = f"the name is not known here ({error.strerror})"
+        except UnicodeError:
+            problem = "that is no name of a host"
         except OSError as error:
             problem = (
                 "connection refused" if isinstance(error, ConnectionRefusedError) else str(error.strerror or error)
