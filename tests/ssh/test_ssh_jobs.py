@@ -90,6 +90,22 @@ def test_ctrl_c_stops_everything_everywhere(yard: MakeYard) -> None:
     two.empty(2.0)
 
 
+def test_an_end_during_the_login(yard: MakeYard) -> None:
+    """One host is slow to let us in: neither Ctrl-C nor a killed launcher waits for it."""
+    two = yard(2)
+    two.start_sshd(2, "ForceCommand sleep 60")
+    launcher = two.run("--hosts", two.names)
+    until(lambda: any("sleep 60" in line for line in two.left(two.hosts[2])), lambda: launcher.text)
+    launcher.signal(signal.SIGINT)
+    assert launcher.end(GONE_S) == 130, launcher.text
+    launcher = two.run("--hosts", two.names)
+    until(lambda: any("holdfast-agent" in line for line in two.left(two.hosts[1])), lambda: launcher.text)
+    launcher.signal(signal.SIGKILL)
+    two.empty(GONE_S, numbers=range(1, 2))
+    two.empty(GONE_S, numbers=range(3, 4))
+    two.start_sshd(2)
+
+
 def test_the_second_ctrl_c_kills(yard: MakeYard) -> None:
     two = yard(2)
     script = two.fleet.script

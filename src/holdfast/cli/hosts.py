@@ -65,12 +65,23 @@ UNKNOWN_ENDPOINT = "first.host:1"
 """Stands for what the launcher finds out."""
 
 
+def are_named(parsed: Parsed) -> bool:
+    """Whether this line is about other hosts. Raises UsageError for an option that needs them and has none."""
+    given = parsed.values
+    if given.hosts or given.hostfile or given.host_discovery:
+        return True
+    for option in OPTIONS:
+        if option.group == HOSTS and parsed.sources[option.dest] == grammar.FROM_FLAG:
+            raise UsageError(f"{parsed.said(option.dest)} needs --hosts, --hostfile or --host-discovery")
+    return False
+
+
 def execute(parsed: Parsed, command: str) -> int:
     """Plans or runs the job. Returns its exit code. Raises CallerError."""
     hosts = read_hosts(parsed)
     order, options = make_order(parsed, command, hosts, os.environ)
     if parsed.values.plan:
-        print(plan(order, options))
+        print(plan(parsed, order, options))
         return 0
     for notice in options.notices:
         print(f"holdfast: {notice}", file=sys.stderr)
@@ -163,7 +174,9 @@ def check_line(parsed: Parsed) -> None:
     for dest in OWN_OF_NODE:
         if parsed.given(dest):
             raise parsed.error(dest, UsageError, "is one node's own; with --hosts each host gets its own by itself")
-    if parsed.given("standalone") and parsed.values.standalone:
+    if parsed.values.slurm:
+        raise parsed.error("slurm", UsageError, "starts the agents by srun; leave it or the hosts out")
+    if parsed.values.standalone:
         raise parsed.error("standalone", UsageError, "is one node by itself; leave it or the hosts out")
     if parsed.given("rdzv_backend") and parsed.values.rdzv_backend == "static":
         raise parsed.error("rdzv_backend", UsageError, "with --hosts the nodes meet by c10d (the default) or etcd")
@@ -215,7 +228,11 @@ def far_words(parsed: Parsed, table: Sequence[Option], settled: Mapping[str, str
     """The line of one agent: what was given, however it was, and what is settled (None: left out)."""
     words = []
     for option in table:
-        if option.dest in settled or option.group == HOSTS or option.dest in ("plan", "help", "version"):
+        if (
+            option.dest in settled
+            or option.group == HOSTS
+            or option.dest in ("plan", "help", "version", "config", "no_config")
+        ):
             continue
         if parsed.given(option.dest):
             words += words_of(option, getattr(parsed.values, option.dest))
@@ -297,15 +314,16 @@ def program_path(name: str) -> str:
     return os.path.abspath(name)
 
 
-def plan(order: Order, options: RunOptions) -> str:
+def plan(parsed: Parsed, order: Order, options: RunOptions) -> str:
     """Who would be started where, in words."""
+    run_id = options.job.run_id if options.job.run_id == parsed.values.rdzv_id else "<random>"
     hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in order.hosts]
     meets = "one node, no meeting" if order.alone else order.endpoint or "a free port of the first host"
     number = str(order.min_nodes) if order.min_nodes == order.max_nodes else f"{order.min_nodes} to {order.max_nodes}"
     endings = ", ".join(signal.Signals(each).name for each in order.signals)
     example = order.line(order.hosts[0] if order.hosts else HostSpec("HOST"), 0, order.endpoint or "ENDPOINT")
     facts = [
-        ("job", f"id {options.job.run_id if options.job.run_id in ' '.join(sys.argv) else '<random>'}"),
+        ("job", f"id {run_id}"),
         ("hosts", some(hosts, 16) if hosts else f"whatever {order.discovery} prints"),
         ("nodes", number),
         ("rendezvous", meets),
@@ -315,7 +333,7 @@ def plan(order: Order, options: RunOptions) -> str:
         ("variables", ", ".join(sorted(order.environ))),
         ("disconnect", "the agents go on" if order.detach else "what runs on the hosts ends"),
         ("signals", f"{endings} go to all hosts; the second kills"),
-        ("each host", shlex.join(["holdfast", *example])),
+        ("each host", shlex.join(["holdfast", *example]).replace(options.job.run_id, run_id)),
     ]
     return "\n".join(
         ["holdfast would run this; nothing was started.", "", *(f"{name:14}{text}" for name, text in facts)]

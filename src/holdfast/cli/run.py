@@ -10,8 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar
-from holdfast.cli.options import OPTIONS
+from holdfast.cli import config, grammar
+from holdfast.cli.options import HOSTS, OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status. Raises HoldfastError."""
-    parsed = grammar.parse(argv, os.environ, OPTIONS)
+    parsed = grammar.parse(argv, os.environ, OPTIONS, configure=config.configure)
     if parsed.values.help:
         from holdfast.cli.helptext import render
 
@@ -39,11 +39,11 @@ def main(argv: Sequence[str]) -> int:
 
 def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
     """Plans or runs a well-formed command line, `argv` of `command`. Raises HoldfastError."""
-    given = parsed.values
-    if given.hosts or given.hostfile or given.host_discovery:
-        from holdfast.cli.hosts import execute as execute_there
+    if any(option.group == HOSTS and parsed.given(option.dest) for option in OPTIONS):
+        from holdfast.cli import hosts
 
-        return execute_there(parsed, command)
+        if hosts.are_named(parsed):
+            return hosts.execute(parsed, command)
     step = None
     if parsed.values.slurm or "SLURM_STEP_ID" in os.environ:
         from holdfast.cli import under_slurm

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 
@@ -42,10 +43,14 @@ class Words:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.rest = b""
+        self.waiting: list[bytes] = []
         self.ended = False
 
     def receive(self) -> list[bytes]:
         """What has come since, as whole lines. Blocks when there is nothing."""
+        if self.waiting:
+            waiting, self.waiting = self.waiting, []
+            return waiting
         try:
             data = os.read(self.fd, 65536)
         except OSError:
@@ -55,12 +60,13 @@ class Words:
         return lines
 
     def next(self) -> dict[str, Any] | None:
-        """The next line; None at the end of input. Only for a conversation in turns: nothing follows it unasked."""
-        while not self.ended:
-            for line in self.receive():
-                message: dict[str, Any] = json.loads(line)
-                return message
-        return None
+        """The next line; None at the end of input."""
+        while not (lines := self.receive()):
+            if self.ended:
+                return None
+        self.waiting = lines[1:]
+        message: dict[str, Any] = json.loads(lines[0])
+        return message
 
 
 def main() -> int:
@@ -245,6 +251,8 @@ class Guard:
     def watch(self) -> int:
         """Returns the agent's exit code as a shell shows it."""
         ended = os.pidfd_open(self.pid)
+        self.heed(self.words.waiting)  # what came together with the order to go
+        self.words.waiting = []
         poller = select.poll()
         for fd in (ended, self.words.fd, self.lock.fileno()):
             poller.register(fd, select.POLLIN)
@@ -293,8 +301,10 @@ class Guard:
     def leave(self) -> None:
         """Another connection of the same launcher wants this host for itself."""
         caller, _ = self.lock.accept()
-        caller.close()
-        self.signal(signal.SIGKILL)
+        with caller:
+            who = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", who)[1] == os.geteuid():
+            self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

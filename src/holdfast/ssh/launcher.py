@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import secrets
 import signal
 from collections.abc import Sequence
@@ -41,11 +42,19 @@ def run(order: Order, run_id: str) -> int:
 
 
 async def _run(order: Order, run_id: str) -> int:
+    allow_descriptors()
     screen = Screen(f"\x1eholdfast {secrets.token_hex(8)} ")
     try:
         return await Launcher(order, run_id, screen).run()
     finally:
         screen.close(CONSOLE_STALL_S_MAX)
+
+
+def allow_descriptors() -> None:
+    """As many as the system allows: three a host, and shells often start with 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Place:
@@ -59,6 +68,8 @@ class Place:
         self.task: asyncio.Task[None] | None = None
         self.wanted = True
         """False: it has disappeared from the hosts there are."""
+        self.staying = False
+        """It has disappeared, but cannot be spared."""
         self.over = False
         """Its agent has ended by itself: it is not started again."""
         self.again_s = 0.0
@@ -78,6 +89,10 @@ class Launcher:
         self._ends: list[tuple[HostSpec, End]] = []
         self._expected: Expected = order.expected
         self._endpoint = order.endpoint
+        self._meets_at = ""
+        """The host whose agent hosts the coordinator, where we chose it."""
+        self._said: set[str] = set()
+        """Problems of the beginning."""
         self._changed = asyncio.Event()
         self._logins = asyncio.Semaphore(LOGINS_MAX)
         self._discovery = Discovery(order.discovery, screen.say) if order.discovery else None
@@ -175,7 +190,9 @@ class Launcher:
         elastic = self._order.min_nodes < self._order.max_nodes
         if self._discovery is not None or (elastic and ready >= self._order.min_nodes):
             for line in lines:
-                self._screen.say(f"{line}; going on without it")
+                if line not in self._said:
+                    self._said.add(line)
+                    self._screen.say(f"{line}; going on without it")
             return
         raise type(errors[0])("\n".join(lines))
 
@@ -190,6 +207,7 @@ class Launcher:
                 f"host {ready[0].spec} does not know under which address the others reach it; name one: --rdzv-endpoint"
             )
         self._endpoint = str(Endpoint(host=address, port=first.port))
+        self._meets_at = ready[0].spec.host
 
     # ---------------------------------------------------------------- while it runs
 
@@ -235,7 +253,8 @@ class Launcher:
         if place.again_s == 0 or loop.time() > began_s + AGAIN_MAX_S:
             place.again_s = AGAIN_FIRST_S
         if end.code is None and not self._over.is_set() and place.wanted:
-            self._screen.say(f"lost the ssh connection to {place.spec} ({end.text}); what runs there ends by itself")
+            then = "goes on" if self._order.detach else "ends by itself"
+            self._screen.say(f"lost the ssh connection to {place.spec} ({end.text}); what runs there {then}")
         elif end.code is not None:
             self._ends.append((place.spec, end))
             place.over = place.wanted or end.kind in JOB_ENDS
@@ -321,7 +340,14 @@ class Launcher:
 
     def _dismiss(self, place: Place) -> None:
         """It is not there any more, or not as it was: its workers save and leave."""
-        if not place.wanted:
+        if not place.wanted or place.staying:
+            return
+        if place.spec.host == self._meets_at and self._endpoint and place.session is not None:
+            place.staying = True
+            self._screen.say(
+                f"{place.spec} is no longer among the hosts, but the others meet there: it stays until the job ends "
+                "(with --rdzv-backend etcd it could leave)"
+            )
             return
         place.wanted = False
         if place.session is None:

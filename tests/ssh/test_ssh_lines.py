@@ -1,0 +1,155 @@
+"""From a command line to what every host is told; nothing is started."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import main
+from holdfast.cli.grammar import parse
+from holdfast.cli.hosts import make_order, read_hosts
+from holdfast.cli.options import OPTIONS
+from holdfast.ssh.orders import Order
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    (tmp_path / "train.py").write_text("print()\n")
+    return tmp_path
+
+
+def order(line: str, **environ: str) -> Order:
+    parsed = parse(shlex.split(line), environ, OPTIONS)
+    return make_order(parsed, "run", read_hosts(parsed), environ)[0]
+
+
+def words(line: str, number: int = 0, **environ: str) -> list[str]:
+    made = order(line, **environ)
+    return made.line(made.hosts[number], number, "10.0.0.1:5")
+
+
+def test_what_each_host_is_told() -> None:
+    line = "--hosts a:8,b --rdzv-id x --nproc-per-node 2 --max-restarts 3 -t 3 train.py --lr 3 -- z"
+    rest = ["--", "train.py", "--lr", "3", "--", "z"]
+    common = ["--nnodes=2:2", "--rdzv-id=x", "--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:5"]
+    assert words(line, 0) == [
+        *("run", "--max-restarts=3", "--tee=3", *common, "--node-rank=0", "--nproc-per-node=8", *rest)
+    ]
+    # What the second is told of itself stands in the middle: it is given by the user and not by us.
+    assert words(line, 1)[1:3] == ["--nproc-per-node=2", "--max-restarts=3"]
+    assert words(line, 1)[-7:] == ["--node-rank=1", *rest]
+
+
+def test_variables_become_flags_and_no_host_starts_hosts_of_its_own() -> None:
+    environ = {"HOLDFAST_HOSTS": "a,b", "PET_MAX_RESTARTS": "4", "HOLDFAST_GROW": "never", "HOLDFAST_OWN": "1"}
+    made = order("train.py", **environ)
+    told = made.line(made.hosts[0], 0, "e:1")
+    assert "--max-restarts=4" in told
+    assert "--grow=never" in told
+    assert not any("hosts" in word for word in told)
+    assert made.environ.keys() == {"HOLDFAST_OWN", "HOLDFAST_TOKEN"}
+
+
+def test_what_an_agent_reads_is_what_was_said() -> None:
+    line = "--hosts a --duplicate-stdout-filters x,,y,z --tee 1 --role 'a b' --monitor-interval 1e-3 -m pkg.mod --m 3"
+    told = parse(words(line)[1:], {}, OPTIONS).values
+    assert told.duplicate_stdout_filters == ["x,y", "z"]
+    assert (told.role, told.monitor_interval, told.module) == ("a b", 0.001, True)
+    assert (told.training_script, told.training_script_args) == ("pkg.mod", ["--m", "3"])
+    assert told.standalone
+
+
+def test_a_job_of_one_host_meets_nobody() -> None:
+    assert "--standalone" in words("--hosts a:2 train.py")
+    assert order("--hosts a train.py").alone
+    assert not order("--hosts a --rdzv-endpoint h:1 --nnodes 1:1 train.py").alone
+
+
+def test_numbers_of_nodes() -> None:
+    assert (order("--hosts a,b,c train.py").min_nodes, order("--hosts a,b,c train.py").max_nodes) == (3, 3)
+    ranged = order("--hosts a,b,c --nnodes 2:9 train.py")
+    assert (ranged.min_nodes, ranged.max_nodes) == (2, 3)
+
+
+def test_what_goes_along_of_the_environment() -> None:
+    environ = {"NCCL_DEBUG": "1", "HOME": "/h", "PATH": "/b", "MINE": "2", "MINE_TOO": "3", "PYTHONPATH": "p"}
+    assert order("--hosts a train.py", **environ).environ.keys() == {"NCCL_DEBUG", "PYTHONPATH", "HOLDFAST_TOKEN"}
+    wished = order("--hosts a --env 'MINE*' --env PATH train.py", **environ).environ
+    assert wished.keys() == {"NCCL_DEBUG", "PYTHONPATH", "HOLDFAST_TOKEN", "MINE", "MINE_TOO", "PATH"}
+
+
+def test_every_run_has_a_token_of_its_own_unless_there_is_one() -> None:
+    first, second = (order("--hosts a --rdzv-id x train.py") for _ in range(2))
+    assert first.environ["HOLDFAST_TOKEN"] != second.environ["HOLDFAST_TOKEN"]
+    assert first.lock != second.lock
+    assert order("--hosts a train.py", HOLDFAST_TOKEN="mine").environ["HOLDFAST_TOKEN"] == "mine"
+    words_of_all = [*first.line(first.hosts[0], 0, "e:1")]
+    assert not any(first.environ["HOLDFAST_TOKEN"] in word for word in words_of_all)
+
+
+def test_with_a_folder_of_their_own_the_script_need_not_be_here(tmp_path: Path) -> None:
+    made = order("--hosts a --cwd /somewhere/else other.py")
+    assert (made.expected.cwd, made.expected.path, made.expected.script) == ("/somewhere/else", "other.py", "")
+    assert made.line(made.hosts[0], 0, "")[-1] == "other.py"
+    here = order(f"--hosts a --cwd {tmp_path} train.py").expected
+    assert here.script
+    assert here.interpreter == sys.executable
+
+
+BAD = [
+    ("--hosts a,b gone.py", "HF102", "gone.py does not exist"),
+    ("--hosts a,b --hostfile f train.py", "HF101", "exclude each other"),
+    ("--hostfile gone train.py", "HF140", "--hostfile gone: No such file"),
+    ("--hostfile empty train.py", "HF140", "names no host"),
+    ("--hosts a,a train.py", "HF140", "twice"),
+    ("--hosts a,b --include c train.py", "HF140", "no such host"),
+    ("--hosts a,b --nnodes 3 train.py", "HF103", "only 2 hosts are named"),
+    ("--hosts a,b --nnodes 1 train.py", "HF103", "2 hosts are named"),
+    ("--hosts a,b --nnodes x train.py", "HF103", "must be a number"),
+    ("--hosts a,b --node-rank 1 train.py", "HF101", "one node's own"),
+    ("--hosts a,b --local-addr h train.py", "HF101", "one node's own"),
+    ("--hosts a,b --standalone train.py", "HF101", "one node by itself"),
+    ("--hosts a,b --rdzv-backend static train.py", "HF101", "c10d"),
+    ("--hosts a,b --env NOT_SET train.py", "HF101", "NOT_SET is not set here"),
+    ("--hosts a,b --env A=1 train.py", "HF101", "export A and give its name"),
+    ("--hosts a,b -", "HF102", "standard input"),
+    ("--hosts a,b --max-restarts -1 train.py", "HF101", "must be 0 or more"),
+    ("--host-discovery gone --nnodes 1:2 train.py", "HF140", "no such file"),
+    ("--host-discovery ./train.py --nnodes 1:2 train.py", "HF140", "not executable"),
+    ("--host-discovery ./train.py train.py", "HF103", "needs --nnodes"),
+    ("--host-discovery ./train.py --include a --nnodes 1:2 train.py", "HF101", "chooses itself"),
+    ("--include a train.py", "HF101", "--include a needs --hosts"),
+    ("--cwd / train.py", "HF101", "--cwd / needs --hosts"),
+    ("--hosts a --slurm train.py", "HF101", "by srun"),
+    ("--hosts a --on-disconnect never train.py", "HF101", "must be one of end, detach"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "said"), BAD)
+def test_bad_lines(line: str, code: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "empty").write_text("# nobody\n")
+    assert main(["run", *shlex.split(line)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"holdfast: {code}: ")
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_plan_starts_nothing_and_tells_no_value(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "hush")
+    texts = []
+    for _ in range(2):
+        assert main(["run", "--plan", "--hosts", "a:2,b", "train.py"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "hush" not in texts[0]
+    assert "a:2, b" in texts[0]
+    assert "NCCL_DEBUG" in texts[0]
+    assert "holdfast run --nnodes=2:2 --rdzv-id=<random>" in texts[0].replace("'", "")

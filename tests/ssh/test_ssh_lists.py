@@ -1,0 +1,197 @@
+"""Lists of hosts, what ssh complains of, what hosts tell: pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.errors import HostsError
+from holdfast.ssh.complaints import explain, last_words, parting_words
+from holdfast.ssh.facts import Facts, expected_from, meeting_address, problems, remarks, same_machine
+from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
+from holdfast.ssh.launcher import chosen_end
+from holdfast.ssh.orders import End, Expected
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [HostSpec("a")]),
+        ("a:8,b:2, c ,", [HostSpec("a", 8), HostSpec("b", 2), HostSpec("c")]),
+        ("me@a:8", [HostSpec("me@a", 8)]),
+        ("[fe80::1],me@[::1]:4", [HostSpec("fe80::1"), HostSpec("me@::1", 4)]),
+        ("10.0.0.1:1", [HostSpec("10.0.0.1", 1)]),
+    ],
+)
+def test_lists(text: str, hosts: list[HostSpec]) -> None:
+    assert parse_list(text) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names no host"),
+        (" , ", "names no host"),
+        ("a:0", "slots are workers"),
+        ("a:x", "slots are workers"),
+        ("a:", "slots are workers"),
+        ("a,b,a:2", "host a is there twice"),
+        ("a,A", "host a is there twice"),
+        ("me@a,you@a", "host a is there twice"),
+        ("::1", "write an IPv6 address in brackets"),
+        ("[::1", "an IPv6 address is written"),
+        ("[::1]8", "an IPv6 address is written"),
+        ("-oProxyCommand=evil", "no usable host name"),
+        ("me@-evil", "no usable host name"),
+        ("-l@host", "no usable user name"),
+        ("@a", "no usable user name"),
+        ("a b", "no usable host name"),
+        ("a;reboot", "no usable host name"),
+        ("$(reboot)", "no usable host name"),
+    ],
+)
+def test_bad_lists(text: str, said: str) -> None:
+    with pytest.raises(HostsError, match=said.replace("$", r"\$")):
+        parse_list(text)
+
+
+def test_hostfiles_of_all_kinds() -> None:
+    text = "# my hosts\nn1 slots=8 max_slots=16\n\nn2:4 # the old one\nme@n3\n[::1] slots=2\r\n"
+    assert parse_file(text, "f") == [HostSpec("n1", 8), HostSpec("n2", 4), HostSpec("me@n3"), HostSpec("::1", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a slots=8\nb 4", "f, line 2: '4' is not understood"),
+        ("a slots", "f, line 1: 'slots' is not understood"),
+        ("a:2 slots=3", "'slots=3' is not understood"),
+        ("a slots=none", "f, line 1: .*slots are workers"),
+        ("a\nb\na", "f: host a is there twice"),
+    ],
+)
+def test_bad_hostfiles(text: str, said: str) -> None:
+    with pytest.raises(HostsError, match=said):
+        parse_file(text, "f")
+
+
+def test_include_and_exclude() -> None:
+    hosts = parse_list("n1:2,n2,me@m1")
+
+    def left(include: str, exclude: str) -> list[str]:
+        return [spec.name for spec in select(hosts, include, exclude)]
+
+    assert left("", "") == ["n1", "n2", "me@m1"]
+    assert left("m1,n1", "") == ["n1", "me@m1"]
+    assert left("n*", "n2") == ["n1"]
+    assert left("", "n?") == ["me@m1"]
+    with pytest.raises(HostsError, match=r"--exclude x: no such host; there are n1, n2, m1"):
+        left("", "x")
+    with pytest.raises(HostsError, match="leave no host"):
+        left("n1", "n1")
+
+
+def test_some_names() -> None:
+    assert some(["a"]) == "a"
+    assert some(list("abcdefghij"), 8) == "a, b, c, d, e, f, g, h and 2 more"
+
+
+B = HostSpec("b", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("ssh: Could not resolve hostname b: Name or service not known\r\n", 255, "does not resolve"),
+        ("ssh: connect to host b port 22: Connection refused\r\n", 255, "cannot be reached by ssh"),
+        ("kex_exchange_identification: read: Connection reset by peer\r\n", 255, "cannot be reached"),
+        ("b: Permission denied (publickey,password).\r\n", 255, "no login without a password"),
+        ("@@@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", 255, "has changed"),
+        ("No ED25519 host key is known for b\nHost key verification failed.\n", 255, "not known here yet"),
+        ("sh: 1: exec: /x/python: not found\n", 127, "/x/python cannot be started there"),
+        ("Killed\n", 137, "/x/python ended with 137 there"),
+        ("", None, "no login within 30 s"),
+        ("Bad configuration option: foo\n", 255, "ssh failed (Bad configuration option: foo)"),
+    ],
+)
+def test_complaints_name_the_host_and_what_to_do(text: str, code: int | None, said: str) -> None:
+    line = explain(B, text, code, "/x/python", 30.0)
+    assert line.startswith("host b: ")
+    assert said in line
+    assert "\n" not in line
+
+
+def test_words_of_ssh() -> None:
+    assert last_words("") == ""
+    assert last_words("@@@@\nWarning: Permanently added 'b' to the list.\r\n\r\n") == ""
+    assert parting_words("Timeout, server b not responding.\r\n") == "Timeout, server b not responding"
+    assert parting_words("node1:0| Connection to my database\n") == ""
+
+
+SAME = Expected(
+    python="3.11.7", holdfast="1", torch="2.13", script="ab" * 32, path="train.py", cwd="/w", interpreter="/p"
+)
+FACTS = Facts(host="b", python="3.11.7", holdfast="1", torch="2.13", script="ab" * 32, cores=4, machine="m")
+
+
+def differing(**changes: object) -> list[str]:
+    return problems(
+        B, Facts(**{**{name: getattr(FACTS, name) for name in FACTS.__struct_fields__}, **changes}), SAME, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"python": "3.12.0"}, "Python 3.12.0 there, 3.11.7 elsewhere"),
+        ({"torch": "2.12"}, "torch 2.12 there, 2.13 elsewhere"),
+        ({"torch": ""}, "torch is not installed there"),
+        ({"holdfast": ""}, "holdfast is not installed for /p there"),
+        ({"holdfast": "2"}, "holdfast 2 there, 1 here"),
+        ({"script": "cd" * 32}, "train.py is another one there (cdcdcdcdcdcd, elsewhere abababababab)"),
+        ({"trouble": "script: No such file", "script": ""}, "train.py cannot be read there (No such file)"),
+        ({"trouble": "cwd: Permission denied", "script": ""}, "folder /w cannot be entered there (Permission denied)"),
+        ({"cores": 1}, "2 workers, but 1 CPU core there"),
+    ],
+)
+def test_what_differs_is_one_line_with_the_host(changes: dict[str, object], said: str) -> None:
+    (line,) = differing(**changes)
+    assert line.startswith("host b: ")
+    assert said in line
+
+
+def test_hosts_that_are_alike() -> None:
+    assert differing() == []
+    assert remarks(B, Facts(host="b", python="", gpus=1), 2) == ["host b: 2 workers, but 1 GPU there"]
+    assert remarks(B, FACTS, 2) == []
+
+
+def test_what_this_machine_does_not_know_the_first_host_says() -> None:
+    here = Expected(python="3.11.7", holdfast="1", cwd="/w", interpreter="/p", path="train.py")
+    assert expected_from(here, FACTS) == SAME
+
+
+def test_two_names_of_one_machine() -> None:
+    other = Facts(host="c", python="", machine="n")
+    assert same_machine([(HostSpec("a"), FACTS), (HostSpec("c"), other)]) == []
+    (line,) = same_machine([(HostSpec("a"), FACTS), (HostSpec("c"), other), (B, FACTS)])
+    assert "host b is the same machine as a" in line
+
+
+def test_where_they_meet() -> None:
+    far = Facts(host="a", python="", address="10.0.0.1", client="10.0.0.9")
+    here = Facts(host="h", python="", address="127.0.0.1", client="127.0.0.1")
+    assert meeting_address(far, [here]) == "10.0.0.1"
+    assert meeting_address(here, [far]) == "10.0.0.9"
+    assert meeting_address(here, []) == "127.0.0.1"
+    assert meeting_address(here, [here]) == ""
+
+
+def test_whose_end_is_the_jobs() -> None:
+    a, b, c = HostSpec("a"), HostSpec("b"), HostSpec("c")
+    left = (a, End(code=143, kind="signalled"))
+    done = (b, End(code=0, kind="succeeded"))
+    failed = (c, End(code=7, kind="failed"))
+    assert chosen_end([left, done], ["a", "b"]) == done
+    assert chosen_end([left, failed], ["a", "b", "c"]) == failed
+    assert chosen_end([(b, End(code=2)), left], ["a", "b"]) == left
+    assert chosen_end([], ["a"]) is None
