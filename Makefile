@@ -7,7 +7,8 @@
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
 #                SOAK_SEED=1, SOAK_LAUNCHERS), then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
-#   make fmt     format the code and regenerate docs/errors.md and docs/events.md
+#   make docs    the documentation as a site, in build/site
+#   make fmt     format the code and regenerate the pages of docs/ that are made from it
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench soak soak-seeds soak-chaos soak-patience fmt debian clean
+.PHONY: demo test check docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -37,6 +38,11 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/tidy -q
+
+# Strictly: a page that is in no menu, a link or an anchor that leads nowhere is an error. Needs no network.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
@@ -59,8 +65,7 @@ soak-patience: $(VENV)/.dev debian
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/python -m tools.error_table --write
-	$(BIN)/python -m tools.event_table --write
+	$(BIN)/python -m tools.pages --write
 
 debian:
 	@sh tools/debian.sh
@@ -75,6 +80,11 @@ $(VENV)/.demo: $(VENV)/.python $(PACKAGING)
 	@echo "installing what the demo needs into $(VENV) (once) ..."
 	@$(PIP) -e '.[demo]'
 	@$(BIN)/python -m compileall -q src
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.python $(PACKAGING)
+	@echo "installing what the documentation needs into $(VENV) (once) ..."
+	@$(PIP) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python $(PACKAGING)

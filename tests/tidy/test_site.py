@@ -1,0 +1,102 @@
+"""The documentation: it builds strictly, pages made from the code are current, and what they name is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools import failure_table, pages, reference_variables
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)")
+TEST = re.compile(r"`(tests/[\w./]+)(?:::(\w+))?`")
+BESIDE = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+
+
+def prose(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Number, text and predecessor of each line outside of code."""
+    before, in_code = "", False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            yield number, line, before
+        before = line
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Every page in the menu, every link and anchor leading somewhere, nothing fetched from elsewhere."""
+    pytest.importorskip("material", reason="MkDocs Material is not installed: pip install 'holdfast[docs]'")
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=100, env={"NO_MKDOCS_2_WARNING": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = {path.stem for path in (tmp_path / "site").glob("*.html")}
+    assert {path.stem for path in DOCS.glob("*.md")} <= made
+    loaded = [
+        f"{path.name}: {found}"
+        for path in (tmp_path / "site").glob("*.html")
+        for found in re.findall(
+            r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)', path.read_text(encoding="utf-8")
+        )
+    ]
+    assert not loaded
+
+
+@pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.stem)
+def test_a_page_made_from_the_code_is_current(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == pages.PAGES[path](), "run `make fmt`"
+
+
+def test_every_test_in_the_failure_table_is_there() -> None:
+    assert not failure_table.missing()
+
+
+def test_a_test_that_is_not_there_is_missed() -> None:
+    assert not failure_table.exists("processes/test_restarts.py::test_that_nobody_wrote")
+    assert not failure_table.exists("scenarios/nobody_wrote.txt")
+    assert failure_table.exists("processes/test_restarts.py::test_all_ranks_begin_again")
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    gone = []
+    for path in [*DOCS.glob("*.md"), *BESIDE]:
+        for file, function in TEST.findall(path.read_text(encoding="utf-8")):
+            known = (ROOT / file).exists() if not function else failure_table.exists(f"{file}::{function}"[6:])
+            if not known:
+                gone.append(f"{path.name}: {file} {function}")
+    assert not gone
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    """Of pages outside the site, and out of docs/: the site's own are MkDocs' to check."""
+    broken = [
+        f"{path.name}: {target}"
+        for path in [*BESIDE, *DOCS.glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+        for target in LINK.findall(path.read_text(encoding="utf-8"))
+        if "://" not in target and not (path.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_lists_and_tables_stand_apart() -> None:
+    """After a line of text a forge shows a list, and the site more text."""
+    joined = []
+    for path in DOCS.glob("*.md"):
+        for number, line, before in prose(path):
+            begins_list = re.match(r"(- |\d+\. )", line) and not re.match(r"(- |\d+\. |\s)", before)
+            begins_table = line.startswith("|") and not before.startswith("|")
+            if (begins_list or begins_table) and before and not before.startswith("#"):
+                joined.append(f"{path.name}:{number}: {line[:60]}")
+    assert not joined
+
+
+def test_a_variable_that_nobody_explained_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(reference_variables.READ, "HOLDFAST_TOKEN")
+    with pytest.raises(LookupError, match="HOLDFAST_TOKEN"):
+        reference_variables.render()

@@ -1,0 +1,57 @@
+"""The pages of docs/ that are made from the code, and how to make them all.
+
+python -m tools.pages           # say which of them are not current
+python -m tools.pages --write   # write them: part of `make fmt`
+
+Each page has a module with PATH and render(). tests/tidy holds the files against them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tools import (
+    error_table,
+    event_table,
+    failure_table,
+    reference_causes,
+    reference_options,
+    reference_python,
+    reference_variables,
+)
+
+PAGES: dict[Path, Callable[[], str]] = {
+    module.PATH: module.render
+    for module in (
+        error_table,
+        event_table,
+        failure_table,
+        reference_causes,
+        reference_options,
+        reference_python,
+        reference_variables,
+    )
+}
+
+
+def stale() -> Iterator[tuple[Path, str]]:
+    """Pages that are not what the code says, and what they should be."""
+    for path, render in PAGES.items():
+        text = render()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            yield path, text
+
+
+def main() -> int:
+    write = sys.argv[1:] == ["--write"]
+    for path, text in list(stale()):
+        print(f"{'written' if write else 'not current'}: docs/{path.name}")
+        if write:
+            path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Make docs/options.md: every option of every command, with default and variable, from the tables that the commands read.
+
+Knows `cli/options.py` (run, launch), the doctor's own table, and argparse's parsers of the other commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
+
+from holdfast.cli import COMMANDS, doctor
+from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, LIST, OPTIONS, Option
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
+TABLES = {"run", "launch", "doctor"}
+"""Commands whose options stand in a table of ours; the others have argparse's parser, or a help text alone."""
+
+HEAD = """# Commands and options
+
+This page is made by `make fmt` from the tables that the commands read.
+
+| command | |
+|---|---|
+"""
+
+RUN = """
+## `holdfast run`
+
+```
+holdfast run [options] script.py [arguments of the script]
+```
+The options are torchrun's, and [ours](#holdfasts-own-options). Each is accepted with dashes and with underscores, as `--name value` and
+`--name=value`, and abbreviated as long as that is unambiguous. Words after the script belong to the script.
+
+What counts, in this order: the command line, the variable, the default. Flags are turned on by a variable that says
+`1`, `true` or `yes`, and off by `0`, `false` or `no`.
+`holdfast run --plan …` prints what follows from all of it, and starts nothing. **Bold** options are not torchrun's.
+"""
+
+OURS = """
+### holdfast's own options
+
+Those of the tables above that torchrun does not have: {names}.
+A prefix that fits one of torchrun's options never means one of ours.
+"""
+
+LAUNCH = """
+## `holdfast launch`
+
+For scripts that want a `--local-rank` argument, as `torch.distributed.launch` gives it. All options of `holdfast run`, and:
+
+"""
+
+DOCTOR = """
+## `holdfast doctor`
+
+Takes the whole line of a run; see [doctor.md](doctor.md). Of its options these matter: {used}. And:
+
+"""
+
+
+class CapturedError(Exception):
+    """A command's parser, caught before it parses anything."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+def render() -> str:
+    """The whole page."""
+    commands = "\n".join(f"| [`holdfast {name}`](#holdfast-{name}) | {text} |" for name, text in COMMANDS.items())
+    own = ", ".join(f"`{option.name}`" for option in OPTIONS if option.ours)
+    launch = [option for option in LAUNCH_OPTIONS if option not in OPTIONS]
+    parts = [HEAD + commands + "\n", RUN, *map(group, dict.fromkeys(option.group for option in OPTIONS))]
+    parts += [OURS.format(names=own), LAUNCH + table(launch)]
+    for name in COMMANDS:
+        if name == "doctor":
+            parts.append(DOCTOR.format(used=", ".join(f"`{each}`" for each in doctor.USED)) + table(doctor.OWN))
+        elif name not in TABLES:
+            parts.append(command(name))
+    return "".join(parts)
+
+
+# --- tables of ours ---------------------------------------------------------------------------------------------------
+
+
+def group(name: str) -> str:
+    options = [option for option in OPTIONS if option.group == name]
+    return f"\n### {name[0].upper()}{name[1:]}\n\n" + table(options)
+
+
+def table(options: Sequence[Option]) -> str:
+    rows = (
+        f"| {spelling(option)} | {default(option)} | {', '.join(f'`{each}`' for each in option.variables)} | "
+        f"{escaped(option.help)} |"
+        for option in options
+    )
+    return "\n".join(["| option | default | variables | what it does |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def spelling(option: Option) -> str:
+    names = ", ".join(f"`{name}`" for name in (option.short, option.name) if name)
+    names = f"**{names}**" if option.ours else names
+    return f"{names} `{escaped(option.metavar)}`" if option.metavar else names
+
+
+def default(option: Option) -> str:
+    if option.kind == FLAG or option.default in (None, "", ()):
+        return ""
+    return f"`{','.join(map(str, option.default)) if option.kind == LIST else option.default}`"  # type: ignore[arg-type]
+
+
+# --- argparse's parsers -----------------------------------------------------------------------------------------------
+
+
+def command(name: str) -> str:
+    parser = parser_of(name)
+    text = f"\n## `holdfast {name}`\n\n"
+    if parser is None:
+        return f"{text}```\n{help_text(name)}\n```\n"
+    return text + parser_text(parser)
+
+
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """The parser that the command would parse its line with; None when it has none of argparse's."""
+
+    def capture(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        raise CapturedError(parser)
+
+    with patch.object(argparse.ArgumentParser, "parse_args", capture), contextlib.suppress(Exception):
+        try:
+            import_module(f"holdfast.cli.{name}").main([])
+        except CapturedError as captured:
+            return captured.parser
+    return None
+
+
+def help_text(name: str) -> str:
+    """What `holdfast NAME --help` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), patch.dict(os.environ, COLUMNS="100"), contextlib.suppress(SystemExit):
+        import_module(f"holdfast.cli.{name}").main(["--help"])
+    return printed.getvalue().strip()
+
+
+def parser_text(parser: argparse.ArgumentParser, below: bool = False) -> str:
+    """Description, usage and a table; each sub-command's in turn."""
+    rows = list(actions(parser))
+    text = "" if below else f"{parser.description}\n\n"
+    with patch.dict(os.environ, COLUMNS="100"):
+        text += f"```\n{parser.format_usage().removeprefix('usage: ').strip()}\n```\n"
+    if rows:
+        text += "\n" + "\n".join(["| option | what it does |", "|---|---|", *rows]) + "\n"
+    for title, child, said in children(parser):
+        text += f"\n### `{parser.prog} {title}`\n\n{said[0].upper()}{said[1:]}.\n\n" + parser_text(child, below=True)
+    return text
+
+
+def actions(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:  # argparse has no public way to list them
+        if isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
+            continue
+        names = ", ".join(f"`{name}`" for name in action.option_strings)
+        value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else None)
+        if value is None and action.nargs != 0:
+            value = action.dest.upper()
+        yield f"| {names} {f'`{escaped(str(value))}`' if value else ''} | {escaped(action.help or '')} |".replace(
+            "|  ", "| "
+        )
+
+
+def children(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            said = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            yield from ((name, child, said.get(name, "")) for name, child in action.choices.items())
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    print(render(), end="")
+
+
+if __name__ == "__main__":
+    main()
