@@ -29,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prog").write_text("#!/bin/sh\n")
     (tmp_path / "prog").chmod(0o755)
     (tmp_path / "secret").write_bytes(b"s3cret\n")
+    (tmp_path / "secret").chmod(0o600)
     return tmp_path
 
 

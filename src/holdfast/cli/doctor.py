@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli import grammar
+from holdfast.cli import config, grammar
 from holdfast.cli.helptext import line as help_line
 from holdfast.cli.options import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.core.errors import RendezvousConfigError, UsageError
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `holdfast doctor` with these arguments; returns the exit status. Raises HoldfastError."""
-    parsed = grammar.parse(argv, os.environ, TABLE, needs_script=False)
+    parsed = grammar.parse(argv, os.environ, TABLE, needs_script=False, configure=config.configure)
     if parsed.values.help:
         print(usage())
         return 0

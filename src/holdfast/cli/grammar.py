@@ -11,16 +11,17 @@ as the rest of `holdfast run --help`.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from holdfast.cli.options import FLAG, FLOAT, INT, LIST, Option
-from holdfast.core.errors import EnvironmentValueError, HoldfastError, UsageError
+from holdfast.core.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 FROM_STEP = "the Slurm step"
+VARIABLE_PREFIXES = ("PET_", "HOLDFAST_")
 
 TRUE_WORDS = frozenset({"true", "yes"})
 FALSE_WORDS = frozenset({"false", "no"})
@@ -38,12 +39,25 @@ class Line(NamedTuple):
     """As typed, and what it was taken for."""
 
 
+class Setting(NamedTuple):
+    """One value of a configuration file."""
+
+    value: object
+    """Of the option's kind already."""
+    place: str
+    """`holdfast.toml:3`."""
+
+
+Configured: TypeAlias = "Mapping[str, Setting]"
+"""What a configuration file says, by dest."""
+
+
 class Parsed(NamedTuple):
     """The values of a command line, and where each came from."""
 
     values: SimpleNamespace
     sources: dict[str, str]
-    """By dest: `flag`, `default`, `the Slurm step`, or the name of a variable."""
+    """By dest: `flag`, `default`, `the Slurm step`, the name of a variable, or the place in a configuration file."""
     notices: tuple[str, ...]
     cpus: int | None = None
     """Of this node, where a scheduler has given out so many; None: those that this process may run on."""
@@ -51,33 +65,49 @@ class Parsed(NamedTuple):
     """How often a scheduler has started this job anew."""
 
     def given(self, dest: str) -> bool:
-        """Whether a flag or a variable said it."""
+        """Whether a flag, a variable or a file said it."""
         return self.sources[dest] != FROM_DEFAULT
 
     def by_variable(self, dest: str) -> bool:
-        return self.sources[dest] not in (FROM_FLAG, FROM_DEFAULT, FROM_STEP)
+        return self.sources[dest].startswith(VARIABLE_PREFIXES) and not self.by_file(dest)
+
+    def by_file(self, dest: str) -> bool:
+        return ":" in self.sources[dest]
 
     def said(self, dest: str) -> str:
-        """The value as its giver wrote it: `--nnodes two` or `PET_NNODES=two`."""
+        """The value as its giver wrote it: `--nnodes two`, `PET_NNODES=two` or `holdfast.toml:3: nnodes = "two"`."""
         value = getattr(self.values, dest)
         if self.by_variable(dest):
             return f"{self.sources[dest]}={value}"
+        if self.by_file(dest):
+            shown = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
+            return f"{self.sources[dest]}: {dest.replace('_', '-')} = {shown}"
         name = "--" + dest.replace("_", "-")
         if isinstance(value, bool):
             return name
         return f"{name} {value}" if value != "" else f"{name} ''"
 
     def error(self, dest: str, kind: type[HoldfastError], problem: str) -> HoldfastError:
-        """An error about one value: `kind` for a flag, EnvironmentValueError for a variable."""
-        return (EnvironmentValueError if self.by_variable(dest) else kind)(f"{self.said(dest)}: {problem}")
+        """An error about one value: `kind` for a flag, EnvironmentValueError for a variable, ConfigFileError for a file."""
+        if self.by_variable(dest):
+            kind = EnvironmentValueError
+        elif self.by_file(dest):
+            kind = ConfigFileError
+        return kind(f"{self.said(dest)}: {problem}")
 
 
 def parse(
-    argv: Sequence[str], environ: Mapping[str, str], table: Sequence[Option], *, needs_script: bool = True
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    table: Sequence[Option],
+    *,
+    needs_script: bool = True,
+    configure: Callable[[Mapping[str, object]], Configured] | None = None,
 ) -> Parsed:
-    """Flags over variables over defaults. `help` and `version` need no script; nothing else is looked at then.
+    """Flags over variables over `configure` (told all values so far) over defaults.
 
-    Raises UsageError for the line, EnvironmentValueError for a variable.
+    `help` and `version` need no script; nothing else is looked at then. Raises UsageError for the line,
+    EnvironmentValueError for a variable, and what `configure` raises.
     """
     line = read_line(argv, table)
     values: dict[str, object] = {}
@@ -96,6 +126,10 @@ def parse(
         else:
             values[option.dest] = list[str]() if option.kind == LIST else option.default
             sources[option.dest] = FROM_DEFAULT
+    if configure is not None and not asks_about_us:
+        for dest, setting in configure(values).items():
+            if sources.get(dest) == FROM_DEFAULT:
+                values[dest], sources[dest] = setting.value, setting.place
     namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
     return Parsed(namespace, sources, tuple(f"{typed} taken as {full}" for typed, full in line.prefixes))
 

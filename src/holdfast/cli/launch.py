@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar
+from holdfast.cli import config, grammar
 from holdfast.cli.options import LAUNCH_OPTIONS
 from holdfast.cli.run import execute
 
@@ -24,7 +24,7 @@ WARNING = (
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status. Raises HoldfastError."""
-    parsed = grammar.parse(argv, os.environ, LAUNCH_OPTIONS)
+    parsed = grammar.parse(argv, os.environ, LAUNCH_OPTIONS, configure=config.configure)
     if parsed.values.help:
         from holdfast.cli.helptext import render
 

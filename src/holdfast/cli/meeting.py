@@ -5,11 +5,13 @@ Knows the rewrite to standalone (explicit and implied) and says what it discards
 
 from __future__ import annotations
 
+import os
+import stat
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli.values import node_range
-from holdfast.core.errors import EndpointError, EnvironmentValueError, NodesError, RendezvousConfigError
+from holdfast.core.errors import EndpointError, NodesError, RendezvousConfigError
 from holdfast.core.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
@@ -70,6 +72,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
     fixed = backend == "static"
+    say_open_token(conf.get("token_file"), notices)
     return Meeting(
         job=JobSpec(
             run_id=job_id,
@@ -91,6 +94,15 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         etcd=etcd,
         third_party=third_party,
     )
+
+
+def say_open_token(path: str | None, notices: list[str]) -> None:
+    """One that cannot be read at all is complained about by whoever reads it."""
+    try:
+        if path is not None and os.stat(path).st_mode & stat.S_IROTH:
+            notices.append(f"--rdzv-conf token_file={path}: every user of this machine may read it; chmod 600 it")
+    except OSError:
+        return
 
 
 def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> EtcdOptions | None:
@@ -136,10 +148,10 @@ def check_backend_name(parsed: Parsed) -> None:
 
 
 def of_variable(parsed: Parsed, error: RendezvousConfigError, dest: str = "rdzv_conf") -> Exception:
-    """The same error; named after the variable when that brought the value."""
-    if not parsed.by_variable(dest):
-        return error
-    return EnvironmentValueError(f"{parsed.said(dest)}: {error}")
+    """The same error; named after the variable or the file when that brought the value."""
+    if parsed.by_variable(dest) or parsed.by_file(dest):
+        return parsed.error(dest, RendezvousConfigError, str(error))
+    return error
 
 
 def is_standalone(parsed: Parsed, most: int) -> bool:
@@ -178,9 +190,9 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
     try:
         endpoint = parse_endpoint(given.rdzv_endpoint, default_port(backend))
     except EndpointError as error:
-        if not parsed.by_variable("rdzv_endpoint"):
-            raise
-        raise EnvironmentValueError(f"{parsed.said('rdzv_endpoint')}: {error}") from None
+        if parsed.by_variable("rdzv_endpoint") or parsed.by_file("rdzv_endpoint"):
+            raise parsed.error("rdzv_endpoint", EndpointError, str(error)) from None
+        raise
     if not given.rdzv_endpoint.strip() and most > 1:
         notices.append(f"no --rdzv-endpoint: nodes meet at {endpoint}, so only on this machine")
     if endpoint.port == 0 and least > 1:

@@ -232,6 +232,10 @@ OPTIONS: tuple[Option, ...] = (
         choices=("end", "detach"),
         ours=True,
     ),
+    Option(
+        "--config", TEXT, "", OURS, "read options from this file, not from the nearest holdfast.toml", "FILE", ours=True
+    ),
+    Option("--no-config", FLAG, False, OURS, "read options from no file", ours=True),
     Option("--help", FLAG, False, OURS, "print this text, and exit", env=False, ours=True, short="-h"),
     Option("--plan", FLAG, False, OURS, "print who would run what, and exit", ours=True),
     Option("--version", FLAG, False, OURS, "print the version, and exit", env=False, ours=True),

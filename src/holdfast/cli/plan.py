@@ -12,6 +12,7 @@ import sys
 from signal import Signals
 from typing import TYPE_CHECKING
 
+from holdfast.cli import plan_options
 from holdfast.core.options import CommandKind
 from holdfast.core.protocol import Assign, Start
 from holdfast.core.worker_env import worker_environment
@@ -68,7 +69,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
     for local_rank, variables in enumerate(own):
         lines += ["", f"local rank {local_rank}", f"  {command_text(options, local_rank)}"]
         lines += [f"  {name}={value}" for name, value in sorted(variables.items())]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *plan_options.lines(parsed)])
 
 
 def shown_job_id(parsed: Parsed, options: RunOptions) -> str:

@@ -1,0 +1,348 @@
+"""holdfast.toml and [tool.holdfast]: which file counts, what its values mean, what wins, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import config, main
+from holdfast.cli.config_file import LINE_ONLY, OPTIONS_BY_KEY, read
+from holdfast.cli.grammar import FROM_DEFAULT, FROM_FLAG, Parsed, parse
+from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
+from holdfast.core.errors import ConfigFileError, HoldfastError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository; the working folder is a folder in it."""
+    work = tmp_path / "repository" / "a" / "b"
+    work.mkdir(parents=True)
+    (tmp_path / "repository" / ".git").mkdir()
+    (work / "train.py").touch()
+    monkeypatch.chdir(work)
+    for name in [name for name in os.environ if name.startswith(("PET_", "HOLDFAST_")) and name != "HOLDFAST_TEST_ID"]:
+        monkeypatch.delenv(name)
+    return tmp_path / "repository"
+
+
+def parsed(*line: str, environ: dict[str, str] | None = None) -> Parsed:
+    return parse([*line, "train.py"], environ or {}, OPTIONS, configure=config.configure)
+
+
+def own(text: str, folder: Path | None = None) -> Path:
+    path = (folder or Path.cwd()) / "holdfast.toml"
+    path.write_text(text)
+    return path
+
+
+# --- which file -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_file_all_is_as_ever() -> None:
+    assert parsed() == parse(["train.py"], {}, OPTIONS)
+
+
+def test_the_nearest_file_up_to_the_repositorys_root(site: Path) -> None:
+    own("max-restarts = 9", site.parent)
+    assert parsed().values.max_restarts == 0, "beyond the root"
+    (site / "pyproject.toml").write_text("[tool.holdfast]\nmax-restarts = 1\n")
+    assert parsed().values.max_restarts == 1
+    (site / "a" / "pyproject.toml").write_text("[tool.black]\nmax-restarts = 2\n[project]\nname = 'holdfast'\n")
+    assert parsed().values.max_restarts == 1, "not about us"
+    own("max-restarts = 3", site / "a")
+    assert parsed().values.max_restarts == 3
+    Path("pyproject.toml").write_text("[tool.holdfast]\nmax-restarts = 4\n")
+    got = parsed()
+    assert (got.values.max_restarts, got.sources["max_restarts"]) == (4, "pyproject.toml:2")
+    own("max-restarts = 5")
+    assert parsed().values.max_restarts == 5, "our own file comes first in a folder"
+    own("")
+    assert parsed().values.max_restarts == 0, "an empty one ends the search"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tool.holdfast]\ngrow = 'now'",
+        "[ tool . 'holdfast' ]\ngrow = 'now'",
+        "[tool]\nholdfast.grow = 'now'",
+        "tool.holdfast = {grow = 'now'}",
+        "[tool]\nholdfast = {grow = 'now'}",
+    ],
+)
+def test_every_spelling_of_the_table(text: str) -> None:
+    Path("pyproject.toml").write_text(text)
+    assert parsed().values.grow == "now"
+
+
+def test_what_others_put_where_everybody_may_write_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    (shared / "mine").mkdir(parents=True)
+    shared.chmod(0o1777)
+    own("max-restarts = 6", shared)
+    monkeypatch.chdir(shared / "mine")
+    assert parsed().values.max_restarts == 0
+    monkeypatch.chdir(shared)
+    assert parsed().values.max_restarts == 6, "one's own, in the working folder"
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    monkeypatch.setattr(os, "stat", stat_of_another(os.stat))
+    assert parsed().values.max_restarts == 0
+
+
+def stat_of_another(real: Any) -> Any:
+    """os.stat for which files belong to user 4343."""
+
+    def look(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        fields = list(real(path, *args, **kwargs))
+        fields[4] = 4343
+        return os.stat_result(fields)
+
+    return look
+
+
+def test_a_file_that_is_named_and_none_at_all(site: Path) -> None:
+    own("max-restarts = 1")
+    named = site / "other.toml"
+    named.write_text("max-restarts = 2")
+    project = site / "pyproject.toml"
+    project.write_text("[tool.holdfast]\nmax-restarts = 3")
+    assert parsed("--config", str(named)).sources["max_restarts"] == f"{named}:1"
+    assert parsed("--config", str(project)).values.max_restarts == 3
+    assert parsed(environ={"HOLDFAST_CONFIG": str(named)}).values.max_restarts == 2
+    assert parsed("--no-config").values.max_restarts == 0
+    assert parsed(environ={"HOLDFAST_NO_CONFIG": "1"}).values.max_restarts == 0
+    with pytest.raises(UsageError, match="exclude each other"):
+        parsed("--config", str(named), "--no-config")
+    with pytest.raises(ConfigFileError, match=r"nowhere.toml: No such file"):
+        parsed("--config", "nowhere.toml")
+    project.write_text("[project]\nname = 'x'")
+    with pytest.raises(ConfigFileError, match=r"has no table \[tool.holdfast\]"):
+        parsed("--config", str(project))
+
+
+def test_help_and_version_read_no_file() -> None:
+    own("no such = toml = at all")
+    assert main(["run", "--help"]) == main(["run", "--version"]) == 0
+
+
+def test_a_deleted_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert parsed().values.max_restarts == 0
+
+
+LOADED = """
+import sys
+from holdfast.cli import config
+config.configure({"config": "", "no_config": False})
+print(*sys.modules)
+"""
+
+
+def test_where_there_is_no_file_of_ours_none_is_parsed(site: Path) -> None:
+    (site / "pyproject.toml").write_text("[project]\nname = 'holdfast'\n[tool.black]\n")
+
+    def loaded() -> set[str]:
+        done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+        return set(done.stdout.split())
+
+    assert not loaded() & {"tomllib", "holdfast.cli.config_file"}
+    own("")
+    assert "tomllib" in loaded()
+
+
+# --- what values mean -------------------------------------------------------------------------------------------------
+
+VALUES: list[tuple[str, str, object]] = [
+    ("nnodes = 4", "nnodes", "4"),
+    ('nnodes = "2:4"', "nnodes", "2:4"),
+    ('nproc-per-node = "gpu"', "nproc_per_node", "gpu"),
+    ("nproc_per_node = 8", "nproc_per_node", "8"),
+    ("max-restarts = 3", "max_restarts", 3),
+    ("drain-timeout = 90", "drain_timeout", 90.0),
+    ("monitor-interval = 0.5", "monitor_interval", 0.5),
+    ("standalone = true", "standalone", True),
+    ("module = false", "module", False),
+    ('"grow" = "now"', "grow", "now"),
+    ('preload = ["torch", "numpy"]', "preload", "torch,numpy"),
+    ('preload = "none"', "preload", "none"),
+    ("local-ranks-filter = [0, 1]", "local_ranks_filter", "0,1"),
+    ('signals-to-handle = ["SIGTERM"]', "signals_to_handle", "SIGTERM"),
+    ('duplicate-stdout-filters = ["loss", "a,b"]', "duplicate_stdout_filters", ["loss", "a,b"]),
+    ('duplicate-stderr-filters = "a,b"', "duplicate_stderr_filters", ["a", "b"]),
+    ('rdzv-conf = "join_timeout=5,lease=9"', "rdzv_conf", "join_timeout=5,lease=9"),
+    ('[rdzv-conf]\njoin_timeout = 5\nlease = 9.5\nis_host = true\ntoken_file = "t"', "rdzv_conf", None),
+    ("rdzv-id = 7", "rdzv_id", "7"),
+    ("metrics = 9400", "metrics", "9400"),
+    ('log-dir = "/dev/null"', "log_dir", "/dev/null"),
+]
+
+
+@pytest.mark.parametrize(("text", "dest", "value"), VALUES)
+def test_a_value_of_toml_is_the_flags(text: str, dest: str, value: object) -> None:
+    own(text)
+    got = parsed()
+    if value is None:
+        value = "join_timeout=5,lease=9.5,is_host=true,token_file=t"
+    assert getattr(got.values, dest) == value
+    assert type(getattr(got.values, dest)) is type(value)
+    assert got.sources[dest] == "holdfast.toml:1"
+    assert got.given(dest)
+    assert [name for name, source in got.sources.items() if source != FROM_DEFAULT] == [dest]
+
+
+def test_every_option_of_a_run_is_a_key() -> None:
+    assert {option.dest for option in LAUNCH_OPTIONS} - {option.dest for option in OPTIONS_BY_KEY.values()} == LINE_ONLY
+
+
+def test_folders_are_meant_from_where_the_file_is(site: Path) -> None:
+    own('log-dir = "runs"', site)
+    assert parsed().values.log_dir == str(site / "runs")
+
+
+def test_the_order_default_file_variable_command_line() -> None:
+    assert parsed().sources["max_restarts"] == FROM_DEFAULT
+    own("# ours\n\nmax-restarts = 1\nstandalone = true\n")
+    assert (parsed().values.max_restarts, parsed().sources["max_restarts"]) == (1, "holdfast.toml:3")
+    environ = {"PET_MAX_RESTARTS": "2", "PET_STANDALONE": "0"}
+    assert (parsed(environ=environ).values.max_restarts, parsed(environ=environ).values.standalone) == (2, False)
+    assert parsed(environ=environ).sources["max_restarts"] == "PET_MAX_RESTARTS"
+    got = parsed("--max-restarts", "3", environ=environ)
+    assert (got.values.max_restarts, got.sources["max_restarts"]) == (3, FROM_FLAG)
+
+
+def test_the_plan_tells_every_value_and_where_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own('nproc-per-node = 2\nhang-timeout = 60\nlog-dir = "/dev/null"\n[rdzv-conf]\npassword = "hush"').chmod(0o600)
+    monkeypatch.setenv("PET_ROLE", "trainer")
+    monkeypatch.setenv("HOLDFAST_GROW", "now")
+    assert main(["run", "--plan", "--max-restarts", "3", "train.py"]) == 0
+    out = capsys.readouterr().out
+    assert "workers here  2" in out
+    assert "hush" not in out
+    rows = {row.split()[0]: row.split(maxsplit=2)[1:] for row in out.splitlines() if row.startswith("  --")}
+    assert rows["--nproc-per-node"] == ["2", "holdfast.toml:1"]
+    assert rows["--hang-timeout"] == ["60.0", "holdfast.toml:2"]
+    assert rows["--rdzv-conf"] == ["password=***", "holdfast.toml:4"]
+    assert rows["--role"] == ["trainer", "PET_ROLE"]
+    assert rows["--grow"] == ["now", "HOLDFAST_GROW"]
+    assert rows["--max-restarts"] == ["3", "command line"]
+    assert rows["--preload"] == ["auto", "default"]
+    assert set(rows) == {option.name for option in OPTIONS} - {"--help", "--version", "--plan"}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+BAD = [
+    ("nnods = 4", "holdfast.toml:1: nnods is no option; did you mean nnodes?"),
+    ("\nzzz = 4", "holdfast.toml:2: zzz is no option; keys are the long names in holdfast run --help"),
+    ("[run]\nnnodes = 4", "holdfast.toml:1: run is no option"),
+    ("nproc-per-node = 1\nnproc_per_node = 2", "holdfast.toml:2: nproc_per_node is there twice"),
+    ("plan = true", "holdfast.toml:1: plan belongs on the command line"),
+    ("no_config = true", "holdfast.toml:1: no_config belongs on the command line"),
+    ("max-restarts = 'three'", "holdfast.toml:1: max-restarts: must be a whole number, and is a text, 'three'"),
+    ("max-restarts = 1.5", "must be a whole number, and is a number, 1.5"),
+    ("max-restarts = true", "must be a whole number, and is true or false, true"),
+    ("standalone = 1", "standalone: must be true or false, and is a whole number, 1"),
+    ("drain-timeout = '60'", "drain-timeout: must be a number, and is a text, '60'"),
+    ("nnodes = 1.5", "nnodes: must be a text or a number, and is a number, 1.5"),
+    ("role = 5", "role: must be a text, and is a whole number, 5"),
+    ("role = ['a']", "role: must be a text, and is a list, ['a']"),
+    ("preload = [1.5]", "preload: must be a text or a list of texts, and is a list, [1.5]"),
+    ("log-dir = 2001-01-01", "log-dir: must be a text, and is a date or time"),
+    ("grow = 'later'", "grow: 'later' must be one of now, drain, never"),
+    ("[rdzv-conf]\na = 'b,c'", "rdzv-conf: a must have no comma in it"),
+    ("[rdzv-conf]\na = []", "rdzv-conf: a must be a text, a number, true or false, and is a list, []"),
+    ("nnodes = ]", "holdfast.toml is not TOML: Invalid value (at line 1, column 10)"),
+    ("max-restarts = -1", "holdfast.toml:1: max-restarts = -1: must be 0 or more"),
+    ("nnodes = '4:2'", 'holdfast.toml:1: nnodes = "4:2": the minimum 4 is above the maximum 2'),
+    ("rdzv-backend = 'c20d'", 'holdfast.toml:1: rdzv-backend = "c20d": '),
+    ("rdzv-backend = 'c10d'\nrdzv-endpoint = 'h:x'", 'holdfast.toml:2: rdzv-endpoint = "h:x": '),
+    ("rdzv-backend = 'c10d'\n[rdzv-conf]\nlease = 'x'", 'holdfast.toml:2: rdzv-conf = "lease=x": '),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD)
+def test_what_is_wrong_is_said_with_file_and_key(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own(text)
+    assert main(["run", "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("holdfast: HF144: ")
+    assert said in err
+
+
+def test_not_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("holdfast.toml").write_bytes(b"role = '\xff'")
+    assert main(["run", "train.py"]) == 2
+    assert "holdfast.toml: not UTF-8 at byte 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['rdzv-conf = "user=me,password=hush"', '[rdzv-conf]\npassword = "hush"', 'rdzv-endpoint = "http://me:hush@h"'],
+)
+def test_a_password_is_for_its_owner_alone(text: str) -> None:
+    path = own(text)
+    for mode in (0o644, 0o640, 0o604):
+        path.chmod(mode)
+        with pytest.raises(ConfigFileError, match="others may read the file; chmod 600") as caught:
+            parsed()
+        assert "hush" not in str(caught.value)
+    path.chmod(0o600)
+    assert parsed().given("rdzv_conf") or parsed().given("rdzv_endpoint")
+
+
+def test_a_token_file_may_be_named_anywhere_and_an_open_one_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    token = Path("token")
+    token.write_text("hush")
+    own('[rdzv-conf]\ntoken_file = "token"').chmod(0o644)
+    said = "token_file=token: every user of this machine may read it"
+    token.chmod(0o640)
+    assert main(["run", "--plan", "train.py"]) == 0
+    assert said not in capsys.readouterr().out
+    token.chmod(0o644)
+    assert main(["run", "--plan", "train.py"]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_lines_are_found_in_every_shape_of_file(tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text(
+        '[project]\nmax-restarts = 0\n[tool.holdfast]\n# max-restarts = 1\n"grow" = "now"\n'
+        'role = """\nmax-restarts = 5\n"""\nmax-restarts = 2\nrdzv-conf.lease = 3\n[tool.other]\nstandby = "on"\n'
+    )
+    places = {dest: setting.place.rpartition(":")[2] for dest, setting in read(str(path)).items()}
+    assert places["grow"] == "5"
+    assert places["rdzv_conf"] == "10"
+
+
+def test_a_real_run_with_a_file(site: Path) -> None:
+    """Also of launch and doctor, and not of a file beyond --no-config."""
+    Path("train.py").write_text("import os; print('workers', os.environ['WORLD_SIZE'])")
+    own('nproc-per-node = 2\nlog-dir = "runs"', site)
+
+    def out(*line: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "holdfast", *line], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert out("run", "train.py").count("workers 2") == 2
+    assert out("run", "--no-config", "--log-dir", "runs", "train.py").count("workers 1") == 1
+    assert out("launch", "--plan", "train.py").count("workers here  2") == 1
+    assert (site / "runs").is_dir()
+
+
+def test_errors_are_the_callers() -> None:
+    assert issubclass(ConfigFileError, HoldfastError)
+    assert ConfigFileError.exit_code == 2
