@@ -308,4 +308,42 @@ HARD = [
         hard=True,
     ),
     case("silent_abort", "HF205", 3, fails(0, code=-6), fails(3, code=3), hard=True),
+    case(
+        "inductor_headers",
+        "HF212",
+        (5, 6),
+        *(
+            fails(
+                rank,
+                "torch._inductor.exc.InductorError: CppCompileError: C++ compile error\n\nCommand:\ng++ /tmp/torchinductor_u/x.main.cpp -I/usr/include/"
+                "python3.11\n\nOutput:\nfatal error: Python.h: No such file or directory",
+            )
+            for rank in (5, 6)
+        ),
+    ),
+    case(
+        "no_triton",
+        "HF212",
+        0,
+        fails(
+            0,
+            "torch._inductor.exc.TritonMissing: Cannot find a working triton installation. Either the package is not installed or it is too old.",
+        ),
+    ),
+    case(
+        "libgl",
+        "HF212",
+        2,
+        fails(2, "ImportError: libGL.so.1: cannot open shared object file: No such file or directory"),
+    ),
+    case(
+        "gated_model",
+        "HF238",
+        0,
+        fails(
+            0,
+            "OSError: You are trying to access a gated repo.\nMake sure to have access to it at https://huggingface.co/meta-llama/Llama-3-8B.\n401 Client Error.",
+        ),
+    ),
+    case("no_hip", "HF219", 4, fails(4, "RuntimeError: No HIP GPUs are available")),
 ]

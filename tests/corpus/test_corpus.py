@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.insight.causes.find import cause_of
 from holdfast.insight.causes.texts import TEXTS
 from holdfast.insight.screen import render
 from holdfast.insight.verdicts import judge
 from tests.corpus.cases import CASES
-from tests.corpus.telling import Case
+from tests.corpus.telling import Case, fails
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 SHARE_MIN = 0.95
@@ -98,3 +99,15 @@ def test_the_last_screen_is_short(case: Case) -> None:
 
 
 TRACEBACKS = ("Traceback (most recent call last):", "Fatal Python error:")
+
+
+def test_the_exception_inside_of_a_spawned_process_is_told() -> None:
+    inner = (
+        'Traceback (most recent call last):\n  File "/opt/x/spawn.py", line 90, in _wrap\n    fn(i, *args)\n  File "train.py", line 3, in f\n    1/0\n'
+        "ZeroDivisionError: division by zero"
+    )
+    told = fails(
+        1,
+        f"torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\n{inner}",
+    )
+    assert cause_of(told).line == "raised in a process of its own ZeroDivisionError: division by zero"

@@ -103,8 +103,9 @@ def _plain(failure: Failure, words: Words) -> Cause:
         name = signal_name(failure.exit_code)
         return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
     if text:
-        hint = next((hint for says, hint in HINTS if _search(says, text)), "")
-        return Cause("HF201", f"raised {_first_line(text)}", hint)
+        inner = unwrapped(text)
+        hint = next((hint for says, hint in HINTS if _search(says, inner)), "")
+        return Cause("HF201", f"raised {'in a process of its own ' if inner != text else ''}{_first_line(inner)}", hint)
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
         said = failure.stderr_tail.splitlines()[-1:] or [""]

@@ -93,7 +93,7 @@ GPU = (
         "cannot use CUDA here: {said}",
         "nvidia-smi and python -m torch.utils.collect_env on that node: driver, visible devices and torch's CUDA build must fit; reload the "
         "driver or reboot after an upgrade; --gpus all for a container",
-        says=r"driver/library version mismatch|driver version is insufficient|no NVIDIA driver|No CUDA GPUs are available"
+        says=r"driver/library version mismatch|driver version is insufficient|no NVIDIA driver|No (?:CUDA|HIP|XPU) GPUs are available|nvmlInit"
         r"|no CUDA-capable device|not compiled with (?:CUDA|NCCL)|driver initialization failed|driver on your system is too old"
         r"|no kernel image is available|CUDA_ERROR_(?:NO_DEVICE|NOT_INITIALIZED|SYSTEM_\w+|COMPAT\w+)|only supported with GPUs"
         r"|forward compatibility was attempted|system not yet initialized|libcuda\.so|CUDA (?:is )?(?:not|un)available"
@@ -283,9 +283,26 @@ PEERS = (
 FILES = (
     Rule(
         "HF212",
+        "cannot compile here: {said}",
+        "torch.compile and extensions need a C++ compiler, Python's headers (python3-dev), ninja, and the triton that belongs to this torch; "
+        "TORCH_COMPILE_DISABLE=1 runs without",
+        says=r"CppCompileError|C\+\+ compile error|working triton installation|InvalidCxxCompiler|No working C\+\+ compiler|find C compiler|Python\.h:"
+        r"|Ninja is required|Error (?:building|compiling) (?:extension|objects)",
+        per_node=True,
+    ),
+    Rule(
+        "HF212",
+        "does not find a library: {said}",
+        "it is not on this machine, or LD_LIBRARY_PATH does not lead to it: install the package that has it, or anew the one that wants it; ldd "
+        "shows what is missing",
+        says=r"cannot open shared object file",
+        per_node=True,
+    ),
+    Rule(
+        "HF212",
         "cannot load a library: {said}",
         "what was compiled for another CUDA, torch, numpy or glibc has to be installed anew in this environment; pip check, ldd",
-        says=r"cannot open shared object file|undefined symbol|GLIBC(?:XX)?_[\d.]+. not found|not found \(required by|compiled (?:with|using|against|for)"
+        says=r"undefined symbol|GLIBC(?:XX)?_[\d.]+. not found|not found \(required by|compiled (?:with|using|against|for)"
         r" .{0,60}(?:numpy|torch|CUDA|version|module)|size changed, may indicate binary|invalid ELF|wrong ELF|symbol lookup error"
         r"|_ARRAY_API not found|binary incompatib|mismatches the version|operator \S+ does not exist|ABI version|numpy\.core\.multiarray failed|compiled with different versions",
         per_node=True,
@@ -343,6 +360,13 @@ FILES = (
         r"(?:does not exist|doesn't exist|not found|is missing)|Errno 2\]",
         types=types_of("FileNotFoundError NotADirectoryError"),
         per_node=True,
+    ),
+    Rule(
+        "HF238",
+        "was refused by a service outside the job: {said}",
+        "the name of what it asks for, and who asks: log in or set the token (HF_TOKEN, WANDB_API_KEY, AWS keys) on every node",
+        says=r"gated repo|\b40[13] (?:Client Error|Forbidden|Unauthorized)|RepositoryNotFound|is not a valid model identifier|Invalid (?:user )?token"
+        r"|AccessDenied|InvalidAccessKeyId|NoCredentialsError|Unable to locate credentials|api[_ ]key not configured",
     ),
     Rule(
         "HF238",
@@ -453,7 +477,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         "move model and batch to cuda:LOCAL_RANK; a bare .cuda() means GPU 0 on every rank",
     ),
     (
-        r"process group has not been initialized",
+        r"process group (?:has not been|is not) initialized",
         "call torch.distributed.init_process_group() first, or use holdfast.train.process_group",
     ),
     (
@@ -471,6 +495,14 @@ HINTS: tuple[tuple[str, str], ...] = (
     (
         r"(?:modified by an|is at version \d+; expected) .{0,40}(?:inplace|version)",
         "a tensor was changed in place before backward; under DDP buffers are: broadcast_buffers=False",
+    ),
+    (
+        r"^IndexError: index out of range in self",
+        "an embedding was given an index beyond its table: compare the tokenizer's and the model's vocabularies",
+    ),
+    (
+        r"out of resource: shared memory",
+        "a Triton kernel wants more shared memory than this GPU has: smaller blocks, fewer stages, or another GPU",
     ),
     (r"returned non-zero exit status|CalledProcessError", "the program it called failed: its own words are on stderr"),
 )

@@ -96,11 +96,12 @@ TEXTS: dict[str, Text] = {
         "Install it on the nodes named, with the same Python (python -m pip install …); better: one environment that all nodes mount, or one container image.",
     ),
     "HF212": Text(
-        "a library does not fit",
-        "A compiled extension was built for another CUDA, torch, numpy, compiler or glibc than is installed there.",
-        f"{WORDS} says `undefined symbol`, `cannot open shared object file`, `GLIBC_… not found` or that numpy's layout differs.",
+        "a library does not fit, is missing, or cannot be compiled",
+        "A compiled extension was built for another CUDA, torch, numpy, compiler or glibc than is installed there; or a library that it needs is not "
+        "on the machine; or what torch.compile makes could not be compiled.",
+        f"{WORDS} says `undefined symbol`, `cannot open shared object file`, `GLIBC_… not found`, that numpy's layout differs, or that a compiler failed.",
         "Reinstall the package that is named into this environment (pip install --force-reinstall --no-cache-dir); ldd on the library shows what is missing; "
-        "LD_LIBRARY_PATH may point at another CUDA.",
+        "LD_LIBRARY_PATH may point at another CUDA. For torch.compile: a C++ compiler, Python's headers, and torch's own triton.",
     ),
     "HF213": Text(
         "a port is taken",
@@ -269,10 +270,11 @@ TEXTS: dict[str, Text] = {
         "holdfast.train.Snapshots uses none that is not whole.",
     ),
     "HF238": Text(
-        "a service outside the job could not be reached",
-        "A download, a tracker or a database did not answer: DNS, proxy, certificate, rate limit.",
+        "a service outside the job could not be reached, or refused",
+        "A download, a tracker or a database did not answer: DNS, proxy, certificate, rate limit. Or it wants to know who asks: a token, a login.",
         f"{WORDS} comes from an HTTP or database client and not from what ranks talk through.",
-        "Let one rank per node download before the others start, or download beforehand (HF_HUB_OFFLINE=1); retry; make trackers optional (WANDB_MODE=offline).",
+        "Let one rank per node download before the others start, or download beforehand (HF_HUB_OFFLINE=1); retry; make trackers optional "
+        "(WANDB_MODE=offline). Tokens (HF_TOKEN, WANDB_API_KEY) have to be set on every node.",
     ),
     "HF239": Text(
         "memory was refused",

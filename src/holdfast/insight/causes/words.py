@@ -22,7 +22,10 @@ FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
 FRAMES_MAX = 12
 NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
-IN_WORKER = re.compile(r"Caught (\w+) in (?:DataLoader worker process|replica|pin memory thread)")
+IN_WORKER = re.compile(
+    r"Caught (\w+) in (?:DataLoader worker process|replica|pin memory thread)"
+    r"|-- Process \d+ terminated with the following error:"
+)
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
 
 
@@ -110,10 +113,11 @@ def class_of(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """The exception inside, where a data loader passes on what its worker raised."""
-    if not IN_WORKER.search(text):
+    """The exception inside, where a data loader, or whoever spawned it, passes on what a process raised."""
+    wrapped = IN_WORKER.search(text)
+    if wrapped is None:
         return text
-    return _exception(text[text.find("Original Traceback") :]) or text
+    return _exception(text[max(wrapped.end(), text.find("Original Traceback")) :]) or text
 
 
 def native_words(stderr: str) -> str:
