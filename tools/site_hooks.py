@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ("*.py", "*.md")
+FILE_LINK = re.compile(r"\[([\w-]+\.md)\]\(\1(#[\w-]+)?\)")
 CODE = re.compile(r"(`+)(.+?)\1")
 
 
@@ -26,8 +27,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links to ../examples lead to what on_files has added; `a\\|b` in a table's code becomes `a|b`."""
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+    """Links to ../examples lead to what on_files has added; `a\\|b` in a table's code becomes `a|b`; a link that shows a
+    file's name shows the page's."""
+
+    def titled(found: re.Match[str]) -> str:
+        target = files.get_file_from_path(found[1])
+        title = target.page.title if target is not None and target.page is not None else None
+        return f"[{title or found[1]}]({found[1]}{found[2] or ''})"
+
+    markdown = FILE_LINK.sub(titled, markdown)
     if "/" not in page.file.src_uri:
         markdown = markdown.replace("](../examples/", "](examples/")
     return "\n".join(

@@ -63,7 +63,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("--node-rank", INT, 0, NODES, "rank of this node (static: binding; else a wish)", "RANK"),
     Option("--role", TEXT, "default", NODES, "role of the workers: ROLE_NAME and log prefix", "NAME"),
     Option("--standalone", FLAG, False, RENDEZVOUS, "one node by itself; needs no endpoint and no free port"),
-    Option("--rdzv-backend", TEXT, "static", RENDEZVOUS, "how the nodes meet: c10d or static", "NAME"),
+    Option("--rdzv-backend", TEXT, "static", RENDEZVOUS, "how the nodes meet: c10d, static, etcd, etcd-v2", "NAME"),
     Option("--rdzv-endpoint", TEXT, "", RENDEZVOUS, "where they meet, the same on all nodes", "HOST[:PORT]"),
     Option("--rdzv-id", TEXT, "none", RENDEZVOUS, "name of the job, the same on all nodes", "ID"),
     Option("--rdzv-conf", TEXT, "", RENDEZVOUS, "further settings of the rendezvous", "KEY=VALUE,..."),
