@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.network.fleet import measured, until
 from tests.ssh.conftest import MakeYard
+from tests.ssh.yard import Yard
 
 GONE_S = 10.0
 """A launcher that was killed leaves nothing on any host after this."""
@@ -145,6 +146,43 @@ def test_a_pulled_cable_is_survived_and_the_host_comes_back(yard: MakeYard) -> N
     four.fleet.check(overlap_s=0.0)
     four.fleet.finish_all([launcher])
     four.empty()
+
+
+def own_processes(yard: Yard) -> tuple[int, int]:
+    """The guard and the agent on node 2: the oldest ones."""
+    mine = [line for line in yard.left(yard.hosts[2]) if "holdfast-agent" in line]
+    guard, agent = sorted(int(line.split()[0]) for line in mine)[:2]
+    return guard, agent
+
+
+def test_an_agent_that_is_killed_is_started_again(yard: MakeYard) -> None:
+    two = yard(2)
+    launcher = two.run("--hosts", two.names)
+    two.fleet.trains([1, 2])
+    since_s = time.monotonic()
+    _, agent = own_processes(two)
+    os.kill(agent, signal.SIGKILL)
+    two.fleet.trains([1, 2], since_s)
+    launcher.says("the agent on node2 was killed (exit code 137)")
+    two.fleet.check()
+    since_s = time.monotonic()
+    guard, _ = own_processes(two)
+    os.kill(guard, signal.SIGKILL)  # takes its agent along
+    two.fleet.trains([1, 2], since_s)
+    two.fleet.check()
+    two.fleet.finish_all([launcher])
+    two.empty()
+
+
+def test_a_host_that_gives_up_stops_those_that_would_wait_for_it(yard: MakeYard) -> None:
+    two = yard(2)
+    launcher = two.run("--hosts", two.names)
+    two.fleet.trains([1, 2])
+    _, agent = own_processes(two)
+    os.kill(agent, signal.SIGQUIT)  # as somebody over there may do
+    assert launcher.end() == 131, launcher.text
+    assert "node2 has ended (131), and 1 of 2 hosts are too few: stopping" in launcher.text
+    two.empty()
 
 
 def test_detached_hosts_go_on_without_their_launcher(yard: MakeYard) -> None:

@@ -97,6 +97,9 @@ class Launcher:
         self._logins = asyncio.Semaphore(LOGINS_MAX)
         self._discovery = Discovery(order.discovery, screen.say) if order.discovery else None
         self._signalled = 0
+        """The first signal that is to end the job."""
+        self._cause: End | None = None
+        """The end of one agent that made us stop the others."""
         self._over = asyncio.Event()
         """The job has ended, or shall: nobody is started any more."""
         self._main: asyncio.Task[int] | None = None
@@ -255,16 +258,22 @@ class Launcher:
         if end.code is None and not self._over.is_set() and place.wanted:
             then = "goes on" if self._order.detach else "ends by itself"
             self._screen.say(f"lost the ssh connection to {place.spec} ({end.text}); what runs there {then}")
+        elif end.code is not None and self._was_killed(end) and place.wanted:
+            self._screen.say(f"the agent on {place.spec} was killed (exit code {end.code}); it is started again")
         elif end.code is not None:
             self._ends.append((place.spec, end))
             place.over = place.wanted or end.kind in JOB_ENDS
             if end.kind in JOB_ENDS:
                 self._over.set()
+            self._stop_if_too_few(place.spec, end)
         if self._order.detach and end.code is None:
             place.over = True
         place.task = None
-        self._stop_if_too_few(end)
         self._changed.set()
+
+    def _was_killed(self, end: End) -> bool:
+        """By somebody over there, or for want of memory: nothing that the job has decided."""
+        return not self._over.is_set() and not end.kind and (end.code or 0) > EXIT_SIGNAL_BASE
 
     async def _come_back(self, place: Place) -> None:
         """Bring up one host while others run; another attempt follows."""
@@ -297,15 +306,17 @@ class Launcher:
         if session is not None:
             await session.close()
 
-    def _stop_if_too_few(self, end: End) -> None:
+    def _stop_if_too_few(self, spec: HostSpec, end: End) -> None:
         """An agent that ended for a reason of its own does not come back: nobody has to wait for it."""
-        if self._over.is_set() or self._discovery is not None or end.code is None or self._signalled:
-            return
         able = sum(not each.over for each in self._places.values())
-        if 0 < able < self._order.min_nodes:
-            self._screen.say(f"{able} of {self._order.min_nodes} hosts are too few to go on: stopping them")
-            self._over.set()
-            self._signal_all(signal.SIGTERM)
+        if self._over.is_set() or self._discovery is not None or not 0 < able < self._order.min_nodes:
+            return
+        self._screen.say(
+            f"{spec} has ended ({end.code}), and {able} of {self._order.min_nodes} hosts are too few: stopping"
+        )
+        self._cause = end
+        self._over.set()
+        self._signal_all(signal.SIGTERM)
 
     async def _beat(self) -> None:
         while True:
@@ -415,7 +426,7 @@ class Launcher:
                 self._screen.say(f"{spec.host}: {end.text.removeprefix('holdfast: ').splitlines()[0]}")
         if chosen[1].text:
             self._screen.console.say(chosen[1].text, prefix="")
-        code = chosen[1].code
+        code = chosen[1].code if self._cause is None or chosen[1].kind in JOB_ENDS else self._cause.code
         return EXIT_FAILURE if code is None else code
 
 
