@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 from holdfast.core.board import BOARD_VARIABLE, LOOK_SIGNAL
 from holdfast.core.stacks import RankSample
 from holdfast.runtime.workers import kernel
+from holdfast.runtime.workers import looker as looker_module
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker
 from holdfast.runtime.workers.spawn import BOOTSTRAP
-from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX
+from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles
 
 Start = Callable[..., subprocess.Popen[str]]
 DEADLINE_S = 20.0
@@ -286,3 +288,47 @@ def test_a_spy_that_does_not_end_is_ended_by_the_next_look(
     monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
     (sample,) = look(board, start(SLEEPS), folder=tmp_path, times=3)
     assert "py-spy" not in Path(sample.file).read_text()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_others_put_in_the_place_of_a_trace_is_left_alone(
+    board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The flight recorder's files are in /tmp, under names that anybody can guess."""
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "trace_"))
+    process = start(SLEEPS)
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "trace_4")
+    else:
+        (tmp_path / "secret").write_text("of mine")
+        (tmp_path / "trace_4").symlink_to(tmp_path / "secret")
+    (sample,) = look(board, process, folder=tmp_path)
+    assert sample.file
+    assert list((tmp_path / "stacks").glob("*nccl*")) == []
+
+
+def test_a_disk_that_stalls_is_waited_for_by_one_thread(
+    board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, stalled = threading.Event(), []
+    monkeypatch.setattr(looker_module, "KEEP_S_MAX", 0.05)
+    monkeypatch.setattr(StackFiles, "keep", lambda *_: (stalled.append(1), free.wait())[0])
+    process = start(SLEEPS)
+    try:
+        (sample,) = look(board, process, folder=tmp_path, times=4)
+        assert functions(sample)
+        assert len(stalled) == 1
+    finally:
+        free.set()
+
+
+def test_a_program_read_from_a_pipe_is_not_read_again(board: Board, start: Start, tmp_path: Path) -> None:
+    process = start(
+        "exec(compile(\"import time\\nprint('up')\\ntime.sleep(600)\", 'PIPE', 'exec'))".replace(
+            "PIPE", str(tmp_path / "pipe")
+        )
+    )
+    os.mkfifo(tmp_path / "pipe")
+    (sample,) = look(board, process)
+    assert sample.frames
+    assert sample.source == ""

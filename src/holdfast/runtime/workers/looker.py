@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct, structs
@@ -69,6 +70,8 @@ class Looker:
         self._board = board
         self._files = StackFiles(generation, rank_base)
         self._one_at_a_time = asyncio.Lock()
+        self._at_disk = False
+        """Files are being read or written for a look, perhaps for longer than anybody waits."""
 
     async def look(self, pids: Mapping[int, int], folder: Path | None) -> tuple[RankSample, ...]:
         """A sample of each worker, given as local rank -> pid. `folder`: the run's; None: no evidence is kept.
@@ -80,19 +83,38 @@ class Looker:
             # Duplicates: the board may be closed meanwhile, and its numbers used for something else.
             looks = [_Look(rank, pid, os.dup(self._board.stacks(rank))) for rank, pid in sorted(pids.items())]
             samples = await run_detached(lambda: _collect(looks))
+            if self._at_disk:
+                return samples
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READ_S_MAX):
-                    samples = await run_detached(lambda: tuple(map(_with_source, samples)))
-            if folder is None or not samples:
+                    samples = await run_detached(lambda: self._with_sources(samples))
+            if folder is None or not samples or self._at_disk:
                 return samples
             texts = {look.local_rank: look.text for look in looks}
             try:
                 async with asyncio.timeout(KEEP_S_MAX):
-                    samples = await run_detached(lambda: self._files.keep(folder, samples, texts))
+                    samples = await run_detached(lambda: self._keep(folder, samples, texts))
             except (OSError, TimeoutError):
                 return samples
             self._files.spy(samples)
             return samples
+
+    def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
+        with self._disk():
+            return tuple(map(_with_source, samples))
+
+    def _keep(self, folder: Path, samples: tuple[RankSample, ...], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
+        with self._disk():
+            return self._files.keep(folder, samples, texts)
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        """Around what touches disks, in a thread. While one stalls, one thread waits for it and not one for each look."""
+        self._at_disk = True
+        try:
+            yield
+        finally:
+            self._at_disk = False
 
     async def close(self) -> None:
         """Whatever still writes evidence of this generation is ended."""
@@ -131,7 +153,7 @@ def _ask(look: _Look) -> None:
         return  # the signal would kill it, or it would write somewhere else
     os.truncate(look.fd, 0)
     look.task = kernel.idle_thread(look.pid, LOOK_SIGNAL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(OSError):  # it is gone, or has as many signals waiting as its user may have
         kernel.signal_thread(look.pid, look.task, LOOK_SIGNAL)
         look.asked = True
 
@@ -185,7 +207,9 @@ def _with_source(sample: RankSample) -> RankSample:
         return sample
     frame = sample.frames[index]
     try:
-        with open(frame.file, "rb") as file:
+        with open(os.open(frame.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return sample  # /dev/fd/63, a pipe
             lines = file.read(SOURCE_BYTES_MAX).split(b"\n")
         text = lines[frame.line - 1].decode(errors="replace").strip()
     except (OSError, ValueError, IndexError):

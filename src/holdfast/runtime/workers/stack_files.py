@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -88,15 +89,15 @@ class StackFiles:
     def _keep_trace(self, at: Path, rank: int) -> None:
         """What NCCL's flight recorder has written about this rank in this generation."""
         path = (os.environ.get(TRACE_VARIABLE) or TRACE_DEFAULT) + str(rank)
-        try:
-            written_s = os.stat(path).st_mtime
-        except FileNotFoundError:
-            return
-        if written_s < self._began_epoch_s or self._traces.get(rank) == written_s:
-            return
-        with open(path, "rb") as file:
+        # In /tmp anybody may have put a pipe, or a link, under that name.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                return
+            if found.st_mtime < self._began_epoch_s or self._traces.get(rank) == found.st_mtime:
+                return
             (at / f"gen{self._generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
-        self._traces[rank] = written_s
+        self._traces[rank] = found.st_mtime
 
     # ---------------------------------------------------------------- py-spy
 
