@@ -20,6 +20,8 @@ from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, LIST, OPTIONS, Option
 PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TABLES = {"run", "launch", "doctor"}
 """Commands whose options stand in a table of ours; the others have argparse's parser, or a help text alone."""
+WAYS = {"submit": ("--slurm", "--k8s")}
+"""Commands that are several: what their first word may be."""
 
 HEAD = """# Commands and options
 
@@ -35,19 +37,13 @@ RUN = """
 ```
 holdfast run [options] script.py [arguments of the script]
 ```
-The options are torchrun's, and [ours](#holdfasts-own-options). Each is accepted with dashes and with underscores, as `--name value` and
-`--name=value`, and abbreviated as long as that is unambiguous. Words after the script belong to the script.
+The options are torchrun's and, in **bold**, ours. Each is accepted with dashes and with underscores, as `--name value` and
+`--name=value`, and abbreviated as long as that is unambiguous; what abbreviates one of torchrun's never means one of ours. Words after the
+script belong to the script.
 
-What counts, in this order: the command line, the variable, the default. Flags are turned on by a variable that says
+What counts, in this order: the command line, the variable, the configuration file (its keys are the options' names without the dashes), the default. Flags are turned on by a variable that says
 `1`, `true` or `yes`, and off by `0`, `false` or `no`.
-`holdfast run --plan …` prints what follows from all of it, and starts nothing. **Bold** options are not torchrun's.
-"""
-
-OURS = """
-### holdfast's own options
-
-Those of the tables above that torchrun does not have: {names}.
-A prefix that fits one of torchrun's options never means one of ours.
+`holdfast run --plan …` prints what follows from all of it, and starts nothing.
 """
 
 LAUNCH = """
@@ -76,10 +72,9 @@ class CapturedError(Exception):
 def render() -> str:
     """The whole page."""
     commands = "\n".join(f"| [`holdfast {name}`](#holdfast-{name}) | {text} |" for name, text in COMMANDS.items())
-    own = ", ".join(f"`{option.name}`" for option in OPTIONS if option.ours)
     launch = [option for option in LAUNCH_OPTIONS if option not in OPTIONS]
     parts = [HEAD + commands + "\n", RUN, *map(group, dict.fromkeys(option.group for option in OPTIONS))]
-    parts += [OURS.format(names=own), LAUNCH + table(launch)]
+    parts += [LAUNCH + table(launch)]
     for name in COMMANDS:
         if name == "doctor":
             parts.append(DOCTOR.format(used=", ".join(f"`{each}`" for each in doctor.USED)) + table(doctor.OWN))
@@ -123,9 +118,12 @@ def default(option: Option) -> str:
 def command(name: str) -> str:
     parser = parser_of(name)
     text = f"\n## `holdfast {name}`\n\n"
-    if parser is None:
-        return f"{text}```\n{help_text(name)}\n```\n"
-    return text + parser_text(parser)
+    if parser is not None:
+        return text + parser_text(parser)
+    text += f"```\n{help_text(name)}\n```\n"
+    for way in WAYS.get(name, ()):
+        text += f"\n### `holdfast {name} {way}`\n\n```\n{help_text(name, way)}\n```\n"
+    return text
 
 
 def parser_of(name: str) -> argparse.ArgumentParser | None:
@@ -142,11 +140,11 @@ def parser_of(name: str) -> argparse.ArgumentParser | None:
     return None
 
 
-def help_text(name: str) -> str:
-    """What `holdfast NAME --help` prints."""
+def help_text(name: str, *words: str) -> str:
+    """What `holdfast NAME WORDS --help` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), patch.dict(os.environ, COLUMNS="100"), contextlib.suppress(SystemExit):
-        import_module(f"holdfast.cli.{name}").main(["--help"])
+        import_module(f"holdfast.cli.{name}").main([*words, "--help"])
     return printed.getvalue().strip()
 
 
