@@ -47,15 +47,19 @@ Facts = dict[str, str]
 
 def main(argv: Sequence[str]) -> int:
     """Runs `holdfast env` with these arguments; returns the exit status. Raises HoldfastError."""
-    made = Parser(prog="holdfast env", description="Describe this machine, to paste into an issue.", allow_abbrev=False)
-    made.add_argument("--json", action="store_true", help="print JSON")
-    chosen = made.parse_args(argv)
+    chosen = parser().parse_args(argv)
     told = {title: gather() for title, gather in SECTIONS.items()}
     if chosen.json:
         print_json(told)
     else:
         print(markdown(told))
     return 0
+
+
+def parser() -> Parser:
+    made = Parser(prog="holdfast env", description="Describe this machine, to paste into an issue.", allow_abbrev=False)
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
 
 
 def markdown(told: Mapping[str, Facts]) -> str:

@@ -38,19 +38,23 @@ class Told(msgspec.Struct, frozen=True):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
-    made = Parser(
-        prog="holdfast stop",
-        description="End a running job on all its nodes. Workers that ask for safe points stop there and save.",
-        allow_abbrev=False,
-    )
-    return run(made, argv, Question.STOP)
+    return run(parser(), argv, Question.STOP)
+
+
+def parser() -> Parser:
+    return parser_of("stop", "End a running job on all its nodes. Workers that ask for safe points stop there and save.")
+
+
+def parser_of(command: str, description: str) -> Parser:
+    made = Parser(prog=f"holdfast {command}", description=description, allow_abbrev=False)
+    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
+    made.add_argument("--no-wait", action="store_true", help="return when all nodes are told")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
 
 
 def run(made: Parser, argv: Sequence[str], question: Question) -> int:
     """0: it has ended, however, or with --no-wait: every node was told."""
-    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
-    made.add_argument("--no-wait", action="store_true", help="return when all nodes are told")
-    made.add_argument("--json", action="store_true", help="print JSON")
     chosen = made.parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))
     with waiting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.cli.options import FLAG, INT, OPTIONS, TEXT, Option
+from holdfast.cli.options import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
 from holdfast.cli.resolve import STOP_GRACE_S, check_plain_values
 from holdfast.cli.values import is_number, node_range, serving_place
 from holdfast.core.errors import EndpointError, NodesError, RendezvousConfigError, SubmitError, UsageError
@@ -75,11 +75,14 @@ OWN = (
     own("--node-selector", TEXT, "", POD, "only on machines with this label", "KEY=VALUE", many=True),
     own("--run-as", TEXT, "", POD, "not as root, by the rules of the restricted security standard", "UID[:GID]"),
 )
-READ_HERE = ("nnodes", "rdzv_conf", "drain_timeout", "shutdown_timeout", "health", "metrics", "plan")
+READ_HERE = ("nnodes", "rdzv_conf", "drain_timeout", "shutdown_timeout", "health", "metrics")
 """Options of a run that are said to the pods in our own words."""
-OF_THE_POD = ("standalone", "node_rank", "master_addr", "master_port", "local_addr", "slurm")
-"""The manifest says it, or it means nothing in a pod."""
-TABLE = (*OWN, *(option for option in OPTIONS if option.dest not in {each.dest for each in OWN}))
+OF_THE_POD = ("standalone", "node_rank", "master_addr", "master_port", "local_addr")
+"""The manifest says it."""
+NOT_FOR_PODS = ("slurm", "config", "no_config", "plan")
+"""Options of a run that mean nothing here; and none of those for hosts reached by ssh does."""
+OF_A_RUN = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in NOT_FOR_PODS)
+TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest for each in OWN}))
 
 
 def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
@@ -167,7 +170,7 @@ def run_words(parsed: Parsed, line: Line, processes: str, *, alone: bool) -> tup
     """What the pods' line has of this one."""
     own = {option.dest for option in OWN}
     found = [f"--nproc-per-node={processes}"]
-    for option in OPTIONS:
+    for option in OF_A_RUN:
         text = line.values.get(option.dest)
         if text is None or option.dest in own or option.dest in (*READ_HERE, "nproc_per_node"):
             continue
