@@ -94,7 +94,7 @@ def group(name: str) -> str:
 def table(options: Sequence[Option]) -> str:
     rows = (
         f"| {spelling(option)} | {default(option)} | {', '.join(f'`{each}`' for each in option.variables)} | "
-        f"{escaped(option.help)} |"
+        f"{words(option.help)} |"
         for option in options
     )
     return "\n".join(["| option | default | variables | what it does |", "|---|---|---|---|", *rows]) + "\n"
@@ -103,7 +103,7 @@ def table(options: Sequence[Option]) -> str:
 def spelling(option: Option) -> str:
     names = ", ".join(f"`{name}`" for name in (option.short, option.name) if name)
     names = f"**{names}**" if option.ours else names
-    return f"{names} `{escaped(option.metavar)}`" if option.metavar else names
+    return f"{names} `{code(option.metavar)}`" if option.metavar else names
 
 
 def default(option: Option) -> str:
@@ -169,9 +169,8 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[str]:
         value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else None)
         if value is None and action.nargs != 0:
             value = action.dest.upper()
-        yield f"| {names} {f'`{escaped(str(value))}`' if value else ''} | {escaped(action.help or '')} |".replace(
-            "|  ", "| "
-        )
+        cells = f"{names} `{code(str(value))}`" if value else names
+        yield f"| {cells.strip()} | {words(action.help or '')} |"
 
 
 def children(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
@@ -181,7 +180,12 @@ def children(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Ar
             yield from ((name, child, said.get(name, "")) for name, child in action.choices.items())
 
 
-def escaped(text: str) -> str:
+def words(text: str) -> str:
+    """For the cell of a table: nothing in it is taken for a column or a tag."""
+    return code(text).replace("<", "&lt;")
+
+
+def code(text: str) -> str:
     return text.replace("|", "\\|")
 
 
