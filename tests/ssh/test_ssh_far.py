@@ -1,0 +1,258 @@
+"""The far side by itself: sent to a bare Python as ssh would, with a stand-in for the agent. Needs no ssh and no root."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.ssh.hosts import HostSpec
+from holdfast.ssh.session import FAR, client_line
+
+MARK = "\x1etest "
+WAIT_S = 20.0
+AGENT = """
+import json, os, signal, sys, time
+
+def run_command(name, argv):
+    note = open(os.environ["NOTE"], "a", buffering=1)
+    note.write(json.dumps({"pid": os.getpid(), "argv": argv, "cwd": os.getcwd(), "x": os.environ.get("X")}) + "\\n")
+    if "stubborn" in argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in ("SIGTERM", "SIGUSR1") if "stubborn" not in argv else ("SIGUSR1",):
+        signal.signal(getattr(signal, name), lambda number, _: (note.write(json.dumps({"got": number}) + "\\n"), end(number)))
+    def end(number):
+        if number == signal.SIGTERM:
+            os.write(int(argv[0]), json.dumps({"kind": "signalled", "text": "asked to"}).encode())
+            os._exit(3)
+    if "quick" in argv:
+        print("its own line", flush=True)
+        return 4
+    while True:
+        time.sleep(60)
+"""
+
+
+class Far:
+    """One far side, at the other end of two pipes."""
+
+    def __init__(self, folder: Path, silence_s: float = 60.0, grace_s: float = 0.3) -> None:
+        self.note = folder / f"note{time.monotonic_ns()}"
+        self.note.touch()
+        self.folder = folder
+        source = FAR.read_text()
+        for name, value in (("SILENCE_S = 15.0", silence_s), ("LOSS_GRACE_S = 5.0", grace_s)):
+            assert f"\n{name}\n" in source
+            source = source.replace(name, f"{name.partition(' ')[0]} = {value}")
+        data = source.encode()
+        line = client_line(HostSpec("h"), sys.executable, len(data), "run")[-1]
+        self.process = subprocess.Popen(
+            ["sh", "-c", line],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=folder,
+            env={**os.environ, "SSH_CONNECTION": "10.0.0.9 1 127.0.0.1 22"},
+        )
+        self.send(data)
+
+    def send(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def ask(self, **more: Any) -> dict[str, Any]:
+        request = {"mark": MARK, "path": [str(self.folder)], "cwd": str(self.folder), "script": "", "program": False}
+        self.send(json.dumps({**request, **more}).encode() + b"\n")
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        """The next marked line."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline().decode():
+            if MARK in line:
+                heard: dict[str, Any] = json.loads(line.partition(MARK)[2])
+                return heard
+        raise AssertionError("it says no more")
+
+    def go(self, *argv: str, detach: bool = False, lock: str = "", also: bytes = b"") -> None:
+        env = {"NOTE": str(self.note), "X": "value"}
+        lock = lock or f"test-{self.note}"
+        self.send(json.dumps({"argv": list(argv), "env": env, "lock": lock, "detach": detach}).encode() + b"\n" + also)
+
+    def notes(self, count: int) -> list[dict[str, Any]]:
+        end = time.monotonic() + WAIT_S
+        while len(lines := self.note.read_text().splitlines()) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        return [json.loads(line) for line in lines]
+
+    def hang_up(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def close(self) -> None:
+        for note in self.notes(0):
+            if "pid" in note and self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(note["pid"], signal.SIGKILL)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / "holdfast" / "cli").mkdir(parents=True)
+    (tmp_path / "holdfast" / "__init__.py").touch()
+    (tmp_path / "holdfast" / "version.py").write_text("__version__ = '7'\n")
+    (tmp_path / "holdfast" / "cli" / "__init__.py").write_text(AGENT)
+    made: list[Far] = []
+
+    def make(**options: float) -> Far:
+        made.append(Far(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_it_tells_of_its_host_and_runs_the_agent(far: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print()\n")
+    one = far()
+    facts = one.ask(script="train.py")
+    assert (facts["host"], facts["holdfast"], facts["trouble"]) == (socket.gethostname(), "7", "")
+    assert (facts["client"], facts["address"], len(facts["script"])) == ("10.0.0.9", "127.0.0.1", 64)
+    one.go("quick", "a b")
+    end = one.hear()
+    assert end == {"end": 4}
+    assert one.process.wait(WAIT_S) == 4
+    (note,) = one.notes(1)
+    assert note["argv"][1:] == ["quick", "a b"]
+    assert (note["cwd"], note["x"]) == (str(tmp_path), "value")
+
+
+def test_the_port_it_holds_is_given_to_nobody_but_can_be_bound_by_its_agent(far: Any) -> None:
+    one = far()
+    port = one.ask()["port"]
+    with socket.socket() as plain:  # noqa: SIM117
+        with pytest.raises(OSError, match="in use"):
+            plain.bind(("127.0.0.1", port))
+    with socket.socket() as agents:
+        agents.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        agents.bind(("127.0.0.1", port))
+        agents.listen()
+
+
+@pytest.mark.parametrize(
+    ("request_", "trouble"),
+    [
+        ({"cwd": "/not/here"}, "cwd: No such file or directory"),
+        ({"script": "gone.py"}, "script: No such file or directory"),
+        ({"script": "gone", "program": True}, "script: no such executable"),
+        ({"script": "sh", "program": True}, ""),
+        ({"script": ""}, ""),
+    ],
+)
+def test_what_is_missing(far: Any, request_: dict[str, Any], trouble: str) -> None:
+    assert far().ask(**request_)["trouble"] == trouble
+
+
+def test_it_goes_away_when_nobody_tells_it_to_start(far: Any) -> None:
+    one = far()
+    one.ask()
+    one.hang_up()
+    assert one.process.wait(WAIT_S) == 0
+    assert one.notes(0) == []
+
+
+def test_signals_arrive_also_those_that_came_with_the_order(far: Any) -> None:
+    one = far()
+    one.ask()
+    one.go()
+    one.notes(1)
+    one.send(b"beat\nsignal 10\n")
+    assert one.notes(2)[1] == {"got": 10}
+    one.send(b"signal 15\n")
+    assert one.hear() == {"end": 3, "kind": "signalled", "text": "asked to"}
+    other = far()
+    other.ask()
+    other.go("stubborn", also=b"beat\nkill\n")
+    assert other.hear() == {"end": 137}
+
+
+def test_the_end_of_the_connection_ends_the_agent(far: Any) -> None:
+    one = far()
+    one.ask()
+    one.go()
+    one.notes(1)
+    one.hang_up()
+    assert one.hear()["end"] == 3
+    stubborn = far()
+    stubborn.ask()
+    stubborn.go("stubborn")
+    stubborn.notes(1)
+    stubborn.hang_up()
+    assert stubborn.hear()["end"] == 137
+
+
+def test_silence_is_a_lost_connection_and_beats_are_not(far: Any) -> None:
+    one = far(silence_s=1.0)
+    one.ask()
+    one.go()
+    one.notes(1)
+    for _ in range(8):
+        one.send(b"beat\n")
+        time.sleep(0.25)
+    assert one.process.poll() is None
+    assert one.hear()["end"] == 3
+
+
+def test_a_detached_agent_goes_on(far: Any) -> None:
+    one = far(silence_s=0.2, grace_s=0.1)
+    one.ask()
+    one.go(detach=True)
+    (note,) = one.notes(1)
+    one.hang_up()
+    time.sleep(0.5)
+    assert one.process.poll() is None
+    os.kill(note["pid"], signal.SIGTERM)
+    assert one.hear()["end"] == 3
+
+
+def test_a_new_connection_takes_the_host_over(far: Any) -> None:
+    old, new = far(), far()
+    for each in (old, new):
+        each.ask()
+    lock = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    old.go("stubborn", lock=lock)
+    old.notes(1)
+    new.go("quick", lock=lock)
+    assert old.hear()["end"] == 137
+    assert new.hear()["end"] == 4
+
+
+def test_a_guard_that_is_killed_takes_its_agent_along(far: Any) -> None:
+    one = far()
+    one.ask()
+    one.go("stubborn")
+    (note,) = one.notes(1)
+    one.process.kill()
+    one.process.wait(WAIT_S)
+    end = time.monotonic() + WAIT_S
+    while Path(f"/proc/{note['pid']}/stat").exists() and time.monotonic() < end:
+        if Path(f"/proc/{note['pid']}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.01)
+    assert time.monotonic() < end
