@@ -46,6 +46,9 @@ END_LIMIT_S = 10.0
 """After the agent is gone: how long the keeper waits for processes stuck in the kernel before it gives up."""
 
 _TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_BROADCAST = (signal.SIGUSR1, signal.SIGUSR2)
+"""Schedulers send these to every process of a job, and they are meant for the agent and its workers."""
+_NOT_OURS = (*_TERMINAL, *_BROADCAST)
 _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 _HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
 """Signals that do nothing to a process that has not asked for them."""
@@ -73,7 +76,7 @@ def fork_keeper() -> KeeperHandle:
     ours, theirs = socket.socketpair()
     agent = os.getpid()
     # Ctrl-C must not hit the child before it ignores it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
     try:
         pid = os.fork()
         if pid == 0:
@@ -131,7 +134,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
         gc.freeze()  # what the agent made stays as it is: no page is copied to collect it
         with contextlib.suppress(PermissionError):
             os.setsid()  # an exec'd keeper leads its session already
-        for signum in _TERMINAL:
+        for signum in _NOT_OURS:
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         processes.prctl(processes.PR_SET_NAME, NAME)
@@ -282,6 +285,7 @@ class Keeper:
                 self._fence_at_s = inf if command["at_s"] is None else command["at_s"]
             case "ignore":
                 self._ignored = (*self._ignored, command["signum"])
+                signal.signal(command["signum"], signal.SIG_IGN)
             case "remove":
                 self._doomed.append(command["path"])
             case "exit":
@@ -297,7 +301,7 @@ class Keeper:
             self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
             return
         # The child ignores these as we do until it restores them: blocked, an early one waits and is not lost.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
         try:
             pid = os.fork()
             if pid == 0:
@@ -347,7 +351,7 @@ class Keeper:
             os._exit(_EXEC_FAILED)
 
     def _restore_signals(self) -> None:
-        for signum in (*_TERMINAL, *_PYTHONS_OWN, signal.SIGCHLD):
+        for signum in (*_NOT_OURS, *_PYTHONS_OWN, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
         for inherited in self._ignored:
             signal.signal(inherited, signal.SIG_IGN)
