@@ -1,0 +1,161 @@
+"""Jobs on a real Slurm: one line trains, lives of a job never mix, nobody meets a neighbour."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes.conftest import is_alive, until
+from tests.slurm.conftest import HOLDFAST, Jobs
+
+pytestmark = pytest.mark.xdist_group("slurm")
+
+UNTIL_TOLD = """
+import os
+def life():
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.02)
+"""
+
+
+def test_one_line_trains(jobs: Jobs) -> None:
+    jobs.script('meet(); note("token", long=len(os.environ.get("HOLDFAST_TOKEN", "")))')
+    number = jobs.batch("holdfast run --slurm --nproc-per-node 2 train.py", "-N3", "--exclusive")
+    assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+    notes = jobs.trail("up")
+    assert sorted(each["rank"] for each in notes) == list(range(6))
+    assert {(each["node"], each["rank"] // 2) for each in notes} == {(0, 0), (1, 1), (2, 2)}, "ranks follow the nodes"
+    assert {each["long"] for each in jobs.trail("token")} == {64}
+
+
+def test_a_plain_srun_does_too(jobs: Jobs) -> None:
+    jobs.script('meet(); note("id", id=os.environ["TORCHELASTIC_RUN_ID"])')
+    number = jobs.batch("srun --ntasks-per-node=1 $H run train.py", "-N3", "--exclusive")
+    assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+    assert [(each["rank"], each["id"]) for each in sorted(jobs.trail("id"), key=lambda each: each["rank"])] == [
+        (rank, f"{number}_0") for rank in range(3)
+    ]
+
+
+def test_neighbours_never_meet(jobs: Jobs) -> None:
+    """Two tasks of an array, another job, and two steps of it: five on the same two nodes at the same time."""
+    jobs.script(UNTIL_TOLD + 'meet(); note("id", id=os.environ["TORCHELASTIC_RUN_ID"]); wait_for("go"); note("end")')
+    line = "srun --ntasks-per-node=1 --overlap $H run train.py"
+    places = ("-N2", "--nodelist=n1,n2", "--ntasks-per-node=1")
+    array = jobs.batch(line, *places, "--array=0-1")
+    other = jobs.batch(f"{line} & {line} & wait", *places)
+    jobs.wait(8, "id", 30)
+    (jobs.folder / "go").touch()
+    for number in (f"{array}_0", f"{array}_1", other):
+        assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+    ids: dict[str, set[int]] = {}
+    for each in jobs.trail("id"):
+        ids.setdefault(each["id"], set()).add(each["rank"])
+    assert list(ids.values()) == [{0, 1}] * 4, ids
+    assert len({each["port"] for each in jobs.trail("id")}) == 4, "a store each"
+
+
+def test_a_crashed_node_is_survived(jobs: Jobs) -> None:
+    jobs.script(UNTIL_TOLD + 'meet(); wait_for("go") if WORLD == 2 else hold()')
+    number = jobs.batch("holdfast run --slurm --nnodes 2:3 train.py", "-N3", "--exclusive", "--no-kill")
+    jobs.wait(3, "up")
+    lost = next(each for each in jobs.trail("up") if each["node"] == 2)
+    jobs.cluster.crash("n3")
+    jobs.cluster.declare_down("n3")
+    jobs.wait(2, "up", world=2)
+    assert not is_alive(lost["pid"])
+    (jobs.folder / "go").touch()
+    until(lambda: jobs.cluster.is_over(number), lambda: jobs.told(number))
+    assert {each["world"] for each in jobs.trail("up")} == {3, 2}
+    assert "COMPLETED" in jobs.told(number)
+
+
+@pytest.mark.parametrize("stale", ["n1", "n2"], ids=["first node", "second node"])
+def test_what_a_dead_slurmd_leaves_never_makes_a_second_generation(jobs: Jobs, stale: str) -> None:
+    """Its tasks live on while Slurm starts the job anew: their workers end before it does."""
+    jobs.script(UNTIL_TOLD + 'note("life", life=life()); meet(); hold() if life() == 0 else note("end")')
+    number = jobs.batch(
+        "holdfast run --slurm --nnodes 1:2 train.py",
+        *("-N2", "--exclusive", "--requeue"),
+        env={"HOLDFAST_SLURM_CHECK_S": "1"},
+    )
+    jobs.wait(2, "up")
+    assert jobs.cluster.job(number)["NodeList"] == "n[1-2]"
+    jobs.cluster.kill_slurmd(stale)
+    jobs.cluster.declare_down(stale)
+    until(lambda: jobs.cluster.job(number).get("Restarts") == "1", lambda: jobs.told(number))
+    first = {each["pid"] for each in jobs.trail("life", life=0)}
+    until(lambda: not any(map(is_alive, first)), lambda: jobs.told(number))
+    jobs.cluster.release(number, f"excnodelist={stale}")
+    jobs.wait(2, "end", 30)
+    assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+    second = jobs.trail("life", life=1)
+    assert {each["world"] for each in second} == {2}
+    assert {each["rank"] for each in second} == {0, 1}
+
+
+def test_a_notice_of_slurm_saves_and_requeues(jobs: Jobs) -> None:
+    """--signal's USR1: drain, 75, back into the queue, and on with the same run."""
+    jobs.script(
+        UNTIL_TOLD
+        + """
+from holdfast.worker import should_stop
+meet()
+note("id", id=os.environ["TORCHELASTIC_RUN_ID"], life=life())
+while life() == 0:
+    time.sleep(0.02)
+    if should_stop():
+        note("saved"); sys.exit(0)
+"""
+    )
+    line = (*HOLDFAST, "submit", "--slurm", "--no-follow", "-N2", "--exclusive", "--signal=USR1@30", "train.py")
+    jobs.cluster.call(*line, env=jobs.variables, cwd=jobs.folder)
+    jobs.wait(2, "id")
+    number = jobs.trail("id")[0]["id"].partition("_")[0]
+    jobs.cluster.call("scancel", "--signal=USR1", number)
+    jobs.wait(2, "saved")
+    jobs.cluster.release(number)
+    jobs.wait(4, "id")
+    assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+    assert {(each["id"], each["life"]) for each in jobs.trail("id")} == {(f"{number}_0", 0), (f"{number}_0", 1)}
+
+
+TRAINING = """
+import holdfast.train as ht
+import torch
+from trail import *
+
+SIZE, BATCH = 240, 2
+data = [torch.tensor([float(number)]) for number in range(SIZE)]
+with ht.process_group() as pg, ht.Snapshots("snaps", every="1h") as snaps:
+    model = ht.ddp(torch.nn.Linear(1, 1), pg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loader = ht.DataLoader(data, batch_size=BATCH, shuffle=True, seed=3)
+    state = snaps.track(model=model, optimizer=optimizer, loader=loader)
+    snaps.resume()
+    for epoch in state.epochs(1):
+        for batch in loader:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            note("trained", samples=[int(each) for each in batch.flatten()], life=int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+            time.sleep(0.05)
+            snaps.step()
+"""
+
+
+def test_preemption_by_a_higher_partition_loses_no_sample_and_repeats_none(jobs: Jobs) -> None:
+    pytest.importorskip("torch")
+    (jobs.folder / "train.py").write_text(TRAINING)
+    line = (*HOLDFAST, "submit", "--slurm", "--no-follow", "-N2", "--exclusive", "--signal=USR1@30", "train.py")
+    jobs.cluster.call(*line, env=jobs.variables, cwd=jobs.folder)
+    number = jobs.cluster.call("squeue", "-h", "-o", "%i")
+    jobs.wait(6, "trained", 40)
+    urgent = jobs.batch("sleep 1", "-N3", "--exclusive", "--partition=high")
+    assert jobs.ended(urgent) == "COMPLETED", jobs.told(number)
+    jobs.cluster.release(number)
+    assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+    samples = [sample for each in jobs.trail("trained") for sample in each["samples"]]
+    assert sorted(samples) == list(range(240)), jobs.told(number)
+    assert {each["life"] for each in jobs.trail("trained")} == {0, 1}
