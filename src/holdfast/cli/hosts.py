@@ -17,7 +17,7 @@ import uuid
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar
+from holdfast.cli import grammar, plan_options
 from holdfast.cli.options import FLAG, HOSTS, LAUNCH_OPTIONS, LIST, OPTIONS, Option
 from holdfast.cli.program import folder_here
 from holdfast.cli.resolve import resolve
@@ -335,6 +335,5 @@ def plan(parsed: Parsed, order: Order, options: RunOptions) -> str:
         ("signals", f"{endings} go to all hosts; the second kills"),
         ("each host", shlex.join(["holdfast", *example]).replace(options.job.run_id, run_id)),
     ]
-    return "\n".join(
-        ["holdfast would run this; nothing was started.", "", *(f"{name:14}{text}" for name, text in facts)]
-    )
+    lines = [f"{name:14}{text}" for name, text in facts]
+    return "\n".join(["holdfast would run this; nothing was started.", "", *lines, "", *plan_options.lines(parsed)])
