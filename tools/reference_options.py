@@ -41,7 +41,7 @@ The options are torchrun's and, in **bold**, ours. Each is accepted with dashes 
 `--name=value`, and abbreviated as long as that is unambiguous; what abbreviates one of torchrun's never means one of ours. Words after the
 script belong to the script.
 
-What counts, in this order: the command line, the variable, the configuration file (its keys are the options' names without the dashes), the default. Flags are turned on by a variable that says
+What counts, in this order: the command line, the variable, the [configuration file](configuration.md) (its keys are the options' names without the dashes), what a Slurm step says, the default. Flags are turned on by a variable that says
 `1`, `true` or `yes`, and off by `0`, `false` or `no`.
 `holdfast run --plan …` prints what follows from all of it, and starts nothing.
 """
@@ -59,14 +59,6 @@ DOCTOR = """
 Takes the whole line of a run; see [doctor.md](doctor.md). Of its options these matter: {used}. And:
 
 """
-
-
-class CapturedError(Exception):
-    """A command's parser, caught before it parses anything."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        super().__init__()
-        self.parser = parser
 
 
 def render() -> str:
@@ -127,17 +119,10 @@ def command(name: str) -> str:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser | None:
-    """The parser that the command would parse its line with; None when it has none of argparse's."""
-
-    def capture(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        raise CapturedError(parser)
-
-    with patch.object(argparse.ArgumentParser, "parse_args", capture), contextlib.suppress(Exception):
-        try:
-            import_module(f"holdfast.cli.{name}").main([])
-        except CapturedError as captured:
-            return captured.parser
-    return None
+    """argparse's parser of a command; None where it has none."""
+    made = getattr(import_module(f"holdfast.cli.{name}"), "parser", None)
+    parser = None if made is None else made()
+    return parser if isinstance(parser, argparse.ArgumentParser) else None
 
 
 def help_text(name: str, *words: str) -> str:
