@@ -11,7 +11,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.cli.grammar import parse
 from holdfast.cli.hosts import make_order, read_hosts
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
 from holdfast.ssh.orders import Order
 
 
@@ -68,6 +68,14 @@ def test_a_job_of_one_host_meets_nobody() -> None:
     assert "--standalone" in words("--hosts a:2 train.py")
     assert order("--hosts a train.py").alone
     assert not order("--hosts a --rdzv-endpoint h:1 --nnodes 1:1 train.py").alone
+
+
+def test_the_legacy_command_keeps_its_argument() -> None:
+    parsed = parse(shlex.split("--hosts a,b --use-env train.py"), {}, LAUNCH_OPTIONS)
+    made, options = make_order(parsed, "launch", read_hosts(parsed), {})
+    told = made.line(made.hosts[0], 0, "e:1")
+    assert (told[0], "--use-env" in told) == ("launch", True)
+    assert not options.command.local_rank_argument
 
 
 def test_numbers_of_nodes() -> None:

@@ -39,11 +39,13 @@ class Screen:
     def say(self, text: str) -> None:
         self.console.say(text)
 
-    def feed(self, fd: int, host: str, *, error: bool, told: Callable[[bytes], None]) -> Feed:
-        """Show what comes from this descriptor, which is the feed's from here on; `told` gets the marked lines, in the
-        console's thread."""
+    def feed(
+        self, fd: int, host: str, *, error: bool, told: Callable[[bytes], None], ended: Callable[[], None]
+    ) -> Feed:
+        """Show what comes from this descriptor, which is the feed's from here on. `told` gets the marked lines, `ended` is
+        called when all has been read; both in the console's thread."""
         feed = Feed(fd, self.console.err if error else self.console.out, lambda lines, now: self.edit(lines, host, now))
-        feed.mark, feed.told = self.mark, told
+        feed.mark, feed.told, feed.ended = self.mark, told, ended
         self.console.attach(feed)
         return feed
 
@@ -75,6 +77,7 @@ class Feed:
         os.set_blocking(fd, False)
         self.mark = b""
         self.told: Callable[[bytes], None] = lambda _: None
+        self.ended: Callable[[], None] = lambda: None
         self.progress = 0
         self.last = ""
         """The last line that came."""
@@ -85,7 +88,6 @@ class Feed:
         self._lock = threading.Lock()
         self._held: deque[bytes] | None = deque()
         self._held_bytes = 0
-        self.ended = threading.Event()
 
     def held(self) -> str:
         """What has come before `show`."""
@@ -148,4 +150,4 @@ class Feed:
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self.ended.set()
+            self.ended()

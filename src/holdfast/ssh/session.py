@@ -84,6 +84,8 @@ class Session:
         self._went = False
         self._process: asyncio.subprocess.Process | None = None
         self._feeds: list[Feed] = []
+        self._open_feeds = 0
+        self._all_read = asyncio.Event()
 
     async def start(self) -> Facts:
         """Log in and ask. Raises HostUnreachableError; the connection is closed then."""
@@ -127,8 +129,9 @@ class Session:
         finally:
             for _, theirs in pipes:
                 os.close(theirs)
+        self._open_feeds = len(pipes)
         self._feeds = [
-            self._screen.feed(mine, self.spec.host, error=error, told=self._told)
+            self._screen.feed(mine, self.spec.host, error=error, told=self._told, ended=self._feed_ended)
             for (mine, _), error in zip(pipes, (False, True), strict=True)
         ]
 
@@ -151,10 +154,8 @@ class Session:
 
     async def _drained(self) -> None:
         """ssh has ended: what it wrote last has been read."""
-        end = self._loop.time() + LAST_WORDS_S
-        while not all(feed.ended.is_set() for feed in self._feeds) and self._loop.time() < end:
-            self._screen.console.wake()
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_read.wait(), LAST_WORDS_S)
 
     def go(self, index: int | None, endpoint: str) -> None:
         """Let the far side start its agent."""
@@ -225,6 +226,17 @@ class Session:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._heed, message)
+
+    def _feed_ended(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._count_feed)
+
+    # ---------------------------------------------------------------- on the loop
+
+    def _count_feed(self) -> None:
+        self._open_feeds -= 1
+        if not self._open_feeds:
+            self._all_read.set()
 
     def _heed(self, message: dict[str, Any]) -> None:
         try:
