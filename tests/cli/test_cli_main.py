@@ -164,3 +164,24 @@ def test_launch_says_that_it_is_deprecated(tmp_path: Path, capsys: pytest.Captur
     assert main(["launch", "--no-python", "sh"]) == 2
     assert "holdfast: HF101: holdfast launch --no-python needs --use-env as well" in capsys.readouterr().err
     assert main(["run", "--use-env", str(script)]) == 2
+
+
+# --- an output that does not take everything --------------------------------------------------------------------------
+
+
+def printed(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, **variables}
+    return subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_terminal_that_knows_ascii_alone() -> None:
+    done = printed('"$PYTHON" -m holdfast explain HF212', PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "`GLIBC_\\u2026 not found`" in done.stdout
+
+
+def test_an_output_that_is_closed_or_full() -> None:
+    assert printed('"$PYTHON" -m holdfast explain HF212 >&-').stderr == ""
+    full = printed('"$PYTHON" -m holdfast explain HF212 > /dev/full')
+    assert full.returncode == 1
+    assert full.stderr == "holdfast: what there is to say cannot be written: No space left on device\n"

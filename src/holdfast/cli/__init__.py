@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+EXIT_NOT_WRITTEN = 1
 
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
@@ -62,9 +63,12 @@ def run_command(command: str, rest: list[str]) -> int:
 
     from holdfast.core.errors import Fault, HoldfastError
 
+    if hasattr(sys.stdout, "reconfigure"):  # logs and names of files hold anything, and a terminal need not take it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = import_module(f"holdfast.cli.{command}").main(rest)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed: `holdfast report >&-`
+            sys.stdout.flush()
     except HoldfastError as error:
         if error.fault is Fault.OURS:
             show_traceback(error)
@@ -72,10 +76,23 @@ def run_command(command: str, rest: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `holdfast report | head`; what is left in the buffer shall not complain either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `holdfast report | head`
+        drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        from errno import EDQUOT, EFBIG, ENOSPC
+
+        if error.errno not in (ENOSPC, EDQUOT, EFBIG) or error.filename is not None:
+            raise
+        drop_output()
+        print(f"holdfast: what there is to say cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_NOT_WRITTEN
     return status
+
+
+def drop_output() -> None:
+    """What is left in the buffer shall not complain as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(code: str, text: str) -> int:
@@ -99,7 +116,7 @@ def print_version() -> int:
 
 def usage() -> str:
     """The text of `holdfast --help`."""
-    commands = "\n".join(f"  {name:8}{text}" for name, text in COMMANDS.items())
+    commands = "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
     return (
         "usage: holdfast COMMAND ...\n\n"
         "Launches distributed training and keeps it going.\n\n"
