@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
+from holdfast.insight.events import EVENTS
 
 PHASES = {
     "form_s": 0.02,
@@ -140,11 +141,11 @@ def test_the_newest_run_when_none_is_named(
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, other = journal(tmp_path / "mine", begins("a", "mine")), journal(tmp_path / "other", begins("a", "other"))
-    odd = journal(tmp_path / "odd", {"event": "x"}, torn="[]\n")
+    odd = journal(tmp_path / "odd", torn='[]\n{"time": 1.0}\n')
     for line, told in [
         ([str(tmp_path)], "is no run folder"),
         ([mine, other], "different runs: mine and other"),
-        ([odd], "line 2, is no event"),
+        ([odd], "holds no events of holdfast's"),
         (["--nonsense"], "HF101"),
     ]:
         assert main(["report", *line]) == 2
@@ -158,3 +159,34 @@ def test_a_reader_that_has_gone_is_no_fault(two_nodes: list[str]) -> None:
     done = subprocess.run(line, stdout=ours, stderr=subprocess.PIPE, timeout=30)
     os.close(ours)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_what_is_torn_or_of_another_version_is_left_out(
+    two_nodes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk tears a line in the middle of a journal; a machine that lost power leaves zeros."""
+    file = Path(two_nodes[0]) / "events.jsonl"
+    torn = b'{"time": 1.0, "event": "ste{"time": 2.0, "event": "later"}\n' + bytes(40) + b"\n"
+    strange = b'{"time": 3.0, "monotonic": 1.0, "event": "ended", "kind": 7}\n[1]\n'
+    file.write_bytes(torn + file.read_bytes() + strange)
+    page = tmp_path / "page.html"
+    assert main(["report", "--html", str(page), *two_nodes]) == 0
+    assert f"{file}: 4 lines are torn or of another version" in capsys.readouterr().err
+    assert "succeeded, exit code 0" in page.read_text()
+
+
+def test_no_field_that_is_missing_ends_a_report(
+    two_nodes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Journals of another version have less, or more."""
+    file = Path(two_nodes[0]) / "events.jsonl"
+    whole = [json.loads(line) for line in file.read_text().splitlines()]
+    known = [{"time": 1005.0, "monotonic": 1.0, "event": name, "generation": 1} for name in EVENTS]
+    less = [
+        {key: value for key, value in event.items() if key != name}
+        for event in [*whole, *known]
+        for name in event.keys() - {"time", "event"}
+    ]
+    file.write_text("".join(json.dumps(each) + "\n" for each in [*whole, *less]))
+    assert main(["report", "--json", "--html", "-", two_nodes[0]]) == 0
+    assert capsys.readouterr().err == ""

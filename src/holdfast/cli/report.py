@@ -6,8 +6,10 @@ Knows where runs are kept and what is printed; what the journals mean knows insi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,20 +76,30 @@ def newest_run() -> Path:
 
 
 def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
-    """Its events; a last line that is still being written is left out. Raises UsageError."""
+    """Its events. A last line that is still being written is left out; what is torn (a full disk, a machine that lost power)
+    or of another version is left out as well, and counted on stderr. Raises UsageError."""
+    from holdfast.insight.events import is_readable
+
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise UsageError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith(b"\n"):
-            return
-        try:
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    left_out = 0
+    for line in lines:
+        event = None
+        with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
-            event["event"]
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{folder / JOURNAL}, line {number}, is no event of holdfast's") from None
-        yield event
+        if is_readable(event):
+            yield event
+        else:
+            left_out += 1
+    if left_out and left_out == len(lines):
+        raise UsageError(f"{folder / JOURNAL} holds no events of holdfast's")
+    if left_out:
+        words = "1 line is" if left_out == 1 else f"{left_out} lines are"
+        print(f"holdfast: {folder / JOURNAL}: {words} torn or of another version, and left out", file=sys.stderr)
 
 
 def as_json(told: Timeline) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 
 class Kind(Enum):
@@ -374,6 +374,18 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
     for name, field in fields.items():
         if name not in record and not field.optional:
             yield f"{kind.name}: no {name}"
+
+
+def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
+    """Whether all that it has is of the table's kinds: then nobody who reads it meets a surprise, but that something is not
+    there. It may have more, and be an event that another version knows."""
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
+        return False
+    kind = EVENTS.get(record["event"])
+    return all(
+        field.name not in record or fits(record[field.name], field.kind) or (field.null and record[field.name] is None)
+        for field in (*ALWAYS, *(kind.fields if kind is not None else ()))
+    )
 
 
 def fits(value: object, kind: Kind) -> bool:

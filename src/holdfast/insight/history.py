@@ -6,6 +6,7 @@ Knows the events' names; reads no files.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import pairwise
@@ -177,30 +178,35 @@ def _node(journal: list[Event]) -> NodeHistory:
     told = NodeHistory("", journal[0]["time"] if journal else 0.0, journal[-1]["time"] if journal else 0.0, [], [])
     found: dict[int, Life] = {}
     for event in journal:
-        life = found.get(event.get("generation", 0))
-        match event["event"]:
-            case "begins":
-                told.node, told.began_s = event["member"].partition("#")[0], event["time"]
-            case "ended":
-                told.ended, told.ended_s = True, event["time"]
-            case "generation":
-                number = event["generation"]
-                size = event["world_size"]
-                found[number] = Life(number, event["time"], event["time"], alive=event["nproc"], world_size=size)
-            case "phases" if life is not None and "until_monotonic" in event and "spawn_s" in event:
-                life.ready_s = event["time"] - (event["monotonic"] - event["until_monotonic"])
-                life.stepped = "first_step_s" in event
-            case "progress" if life is not None:
-                _progress(event, life, told)
-            case "worker_ended" if life is not None:
-                life.alive -= 1
-                if not life.broken:
-                    life.over_s = event["time"]
-                life.broken = life.broken or event["exit_code"] != 0 or event["stopped"]
+        with contextlib.suppress(KeyError):  # of a version that did not tell so much
+            _take(event, found, told)
     told.lives = [found[number] for number in sorted(found)]
     if told.lives and told.lives[-1].alive > 0 and not told.lives[-1].broken:
         told.lives[-1].over_s = told.ended_s  # it runs, or its agent was killed
     return told
+
+
+def _take(event: Event, found: dict[int, Life], told: NodeHistory) -> None:
+    life = found.get(event.get("generation", 0))
+    match event["event"]:
+        case "begins":
+            told.node, told.began_s = event["member"].partition("#")[0], event["time"]
+        case "ended":
+            told.ended, told.ended_s = True, event["time"]
+        case "generation":
+            number = event["generation"]
+            size = event["world_size"]
+            found[number] = Life(number, event["time"], event["time"], alive=event["nproc"], world_size=size)
+        case "phases" if life is not None and "until_monotonic" in event and "spawn_s" in event:
+            life.ready_s = event["time"] - (event["monotonic"] - event["until_monotonic"])
+            life.stepped = "first_step_s" in event
+        case "progress" if life is not None:
+            _progress(event, life, told)
+        case "worker_ended" if life is not None:
+            life.alive -= 1
+            if not life.broken:
+                life.over_s = event["time"]
+            life.broken = life.broken or event["exit_code"] != 0 or event["stopped"]
 
 
 def _progress(event: Event, life: Life, told: NodeHistory) -> None:

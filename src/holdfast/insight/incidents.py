@@ -30,7 +30,7 @@ class Incident(Struct, frozen=True, kw_only=True):
 
 
 def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
-    found = [each for journal in journals for each in map(_incident, _of_the_job(journal)) if each is not None]
+    found = [each for journal in journals for each in map(_told, _of_the_job(journal)) if each is not None]
     return sorted(found, key=lambda each: each.at_s)
 
 
@@ -40,6 +40,13 @@ def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
         if event["event"] == "coordinator.over":
             return
         yield event
+
+
+def _told(event: Event) -> Incident | None:
+    try:
+        return _incident(event)
+    except KeyError:
+        return None  # of a version that did not tell so much
 
 
 def _incident(event: Event) -> Incident | None:

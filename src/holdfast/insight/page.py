@@ -254,4 +254,7 @@ def key(colour: str) -> str:
 
 
 def clock(epoch_s: float, form: str = LONG) -> str:
-    return time.strftime(form, time.localtime(epoch_s))
+    try:
+        return time.strftime(form, time.localtime(epoch_s))
+    except (OverflowError, OSError, ValueError):
+        return "at no time"  # a clock that was set to anything

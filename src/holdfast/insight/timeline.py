@@ -65,39 +65,42 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
     why, silent_s, detect_s = "", 0.0, 0.0
     standby: Event = {}
     for event in journal:
-        match event["event"]:
-            case "begins":
-                if told.run_id not in ("", event["run_id"]):
-                    raise UsageError(f"these are different runs: {told.run_id} and {event['run_id']}")
-                told.run_id = event["run_id"]
-                told.nodes.append(event["member"].partition("#")[0])
-            case "preload" if "text" in event:
-                told.preloaded.append(event["text"])
-            case "standby":
-                standby = event
-            case "coordinator.lost":
-                silent_s = event.get("silent_s", 0.0)
-            case "coordinator.stopping" | "coordinator.draining":
-                why = event.get("text", "")
-                if event.get("reason") == "member_lost":
-                    # What the survivors could not see: how long the lost node had been silent.
-                    detect_s = silent_s
-            case "coordinator.assigned":
-                generation = _generation(found, event["generation"])
-                generation.world_size, generation.why = event["world_size"], why
-                generation.began_epoch_s = event["time"]
-                if detect_s:
-                    generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
-                why, detect_s = "", 0.0
-            case "phases":
-                generation = _generation(found, event["generation"])
-                generation.restart_count = event["restart_count"]
-                for phase in PHASES:
-                    seconds = event.get(f"{phase}_s")
-                    if seconds is not None:
-                        generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
-            case "ended":
-                told.end = f"{event['kind']}, exit code {event['exit_code']}"
+        try:
+            match event["event"]:
+                case "begins":
+                    if told.run_id not in ("", event["run_id"]):
+                        raise UsageError(f"these are different runs: {told.run_id} and {event['run_id']}")
+                    told.run_id = event["run_id"]
+                    told.nodes.append(event["member"].partition("#")[0])
+                case "preload" if "text" in event:
+                    told.preloaded.append(event["text"])
+                case "standby":
+                    standby = event
+                case "coordinator.lost":
+                    silent_s = event.get("silent_s", 0.0)
+                case "coordinator.stopping" | "coordinator.draining":
+                    why = event.get("text", "")
+                    if event.get("reason") == "member_lost":
+                        # What the survivors could not see: how long the lost node had been silent.
+                        detect_s = silent_s
+                case "coordinator.assigned":
+                    generation = _generation(found, event["generation"])
+                    generation.world_size, generation.why = event["world_size"], why
+                    generation.began_epoch_s = event["time"]
+                    if detect_s:
+                        generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
+                    why, detect_s = "", 0.0
+                case "phases":
+                    generation = _generation(found, event["generation"])
+                    generation.restart_count = event["restart_count"]
+                    for phase in PHASES:
+                        seconds = event.get(f"{phase}_s")
+                        if seconds is not None:
+                            generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
+                case "ended":
+                    told.end = f"{event['kind']}, exit code {event['exit_code']}"
+        except KeyError:
+            continue  # of a version that did not tell so much
     told.standbys += len(standby.get("pids", ()))
     told.standby_own_bytes += standby.get("own_bytes", 0)
 
