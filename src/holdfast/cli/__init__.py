@@ -33,6 +33,7 @@ COMMANDS = {
     "explain": "say what a code (HF211) means and what to do about it; works offline",
     "report": "show where a run's time went: starts, training, lost work; also as a page with pictures",
     "env": "describe this machine and its software, to paste into an issue",
+    "completion": "print a script that completes these lines in bash, zsh or fish",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
 """Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
