@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    return parser_of("stop", "End a running job on all its nodes. Workers that ask for safe points stop there and save.")
+    return parser_of(
+        "stop", "End a running job on all its nodes. Workers that ask for safe points stop there and save."
+    )
 
 
 def parser_of(command: str, description: str) -> Parser:
