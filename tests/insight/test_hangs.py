@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from msgspec import structs
 
 from holdfast.core.hang import Finding, HangKind, RankStory
 from holdfast.core.stacks import Frame, RankSample
@@ -70,6 +71,7 @@ class Rank:
     state: str = "S"
     busy: bool = False
     stirs: bool = False
+    copies: bool = False
     note: str = ""
     source: str = ""
     samples: int = 3
@@ -93,6 +95,7 @@ def story(number: int, rank: Rank) -> RankStory:
             note=rank.note,
             source=rank.source,
             main_cpu_s=8.0 + index * (0.1 if rank.stirs else 0.01),
+            moved_bytes=index * (50_000_000 if rank.copies else 9_000),
         )
         for index, frames in enumerate(rank.frames)
     )
@@ -220,6 +223,10 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
         found({0: SLEEPS}, steady(BARRIER)), HangKind.PAUSED, "HF240", (0,),
         "rank 0 on a is in time.sleep at data.py:17 for 71 s; 7 others wait in barrier at train.py:50",
     ),
+    "one that writes for minutes, in one call": (
+        found({3: steady(SAVES, "D", copies=True)}), HangKind.MOVING, "", (), "rank 3 on a",
+    ),
+    "a collective that is slow": (found({}, steady(ALL_REDUCE, copies=True)), HangKind.MOVING, "", (), "ranks 0 to 7 are"),
     "rank 1 alone, the others in a barrier": (
         found({1: SLEEPS}, steady(BARRIER)), HangKind.HUNG, "HF240", (1,),
         "rank 1 on a is in time.sleep at data.py:17 for 71 s; 7 others wait in barrier at train.py:50",
@@ -301,6 +308,19 @@ class TestSignature:
     )
     def test_it_changes_when_somebody_moves(self, other: dict[int, Rank]) -> None:
         assert found({3: SLEEPS}).signature != found(other).signature
+
+    def test_data_that_comes_slowly_is_a_change_and_a_loader_that_is_asleep_is_none(self) -> None:
+        """An evaluation of which each batch takes half a minute to load is met waiting at one line, each time."""
+        first = [story(number, steady(LOADER)) for number in range(8)]
+        later = [
+            structs.replace(
+                each, samples=tuple(structs.replace(one, main_cpu_s=one.main_cpu_s + 0.2) for one in each.samples)
+            )
+            for each in first
+        ]
+        assert examine(first).kind is examine(later).kind is HangKind.PAUSED
+        assert examine(first).signature != examine(later).signature
+        assert examine(first).signature == examine([story(number, steady(LOADER)) for number in range(8)]).signature
 
     def test_the_order_of_stories_does_not_matter(self) -> None:
         stories = [story(number, SLEEPS if number == 3 else WAITS) for number in range(8)]

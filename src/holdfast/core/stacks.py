@@ -32,6 +32,8 @@ class RankSample(Struct, frozen=True, array_like=True):
     """The program's own line that it executes, as its file has it now; empty when that cannot be read."""
     main_cpu_s: float = 0.0
     """Processor time that its main thread has used so far."""
+    moved_bytes: int = 0
+    """Read and written so far, by all its threads: files, pipes, sockets."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

@@ -24,6 +24,12 @@ STIRS_S = 0.025
 """Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
 
 
+COPIED_BYTES = 1 << 20
+"""Read or written between two samples, that is more than what logs, heartbeats and data loaders' messages are."""
+FED_S = 0.1
+"""Processor time of the main thread, in steps of which a rank that is met waiting for data is seen to have got some."""
+
+
 class Doing(Enum):
     COMMUNICATING = "communicating"
     """It waits for other ranks, or for a device that may."""
@@ -103,7 +109,10 @@ def where_is(story: RankStory) -> Where:
     if not newest.frames:
         return _without_frames(story, newest, busy=busy)
     doing, place = _doing(newest, busy=busy)
-    return Where(story, doing, place, _key(newest), busy, not busy and _stirs(samples))
+    key = _key(newest)
+    if doing is Doing.LOADING:  # slow data: it is waited for at one place, whatever has come in between
+        key += f"\n{newest.main_cpu_s // FED_S:.0f}"
+    return Where(story, doing, place, key, busy, not busy and _stirs(samples))
 
 
 _STATE_WORDS = {
@@ -129,7 +138,7 @@ def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Wher
 def _moves(samples: Sequence[RankSample]) -> bool:
     """Whether it was seen at two places. Lines of the innermost function do not count: that may be a loop for ever."""
     shown = [_outline(sample) for sample in samples if sample.frames]
-    if len(set(shown)) > 1:
+    if len(set(shown)) > 1 or _copies(samples):
         return True
     # The same function of torch's again and again, and processor time between: it computes, as in an evaluation.
     newest = samples[-1]
@@ -142,6 +151,12 @@ def _moves(samples: Sequence[RankSample]) -> bool:
         and _COMMUNICATES.search(decisive.file) is None
         and _LOADS.search(decisive.file) is None
     )
+
+
+def _copies(samples: Sequence[RankSample]) -> bool:
+    """Whether it read or wrote a lot between every two samples: a checkpoint, a download, a collective that is slow."""
+    pairs = list(itertools.pairwise(samples))
+    return bool(pairs) and all(later.moved_bytes - earlier.moved_bytes > COPIED_BYTES for earlier, later in pairs)
 
 
 def _outline(sample: RankSample) -> tuple[object, ...]:

@@ -53,6 +53,7 @@ class _Look(Struct):
     """Of the file into which it writes; a duplicate of ours."""
     stat: kernel.Stat | None = None
     main_cpu_s: float = 0.0
+    moved_bytes: int = 0
     asked: bool = False
     task: int = 0
     """The thread that was asked: it writes the stacks of all."""
@@ -128,6 +129,7 @@ def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
         for look in looks:
             look.stat = kernel.read_stat(look.pid)
             main = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+            look.moved_bytes = kernel.moved_bytes(look.pid)
             look.main_cpu_s = main.cpu_s if main is not None else 0.0
             look.note = "; ".join(_notes(children.get(look.pid, ())))
             _ask(look)
@@ -197,6 +199,7 @@ def _sample(look: _Look) -> RankSample:
         main_thread(look.text),
         look.note,
         main_cpu_s=look.main_cpu_s,
+        moved_bytes=look.moved_bytes,
     )
 
 
