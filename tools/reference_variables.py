@@ -74,6 +74,10 @@ READ = {
         "all commands",
         "where running jobs are listed, if not in `$XDG_RUNTIME_DIR/holdfast` ([commands.md](commands.md))",
     ),
+    "HOLDFAST_SLURM_CHECK_S": (
+        "run, in a Slurm step",
+        "so often, in seconds, Slurm is asked whether it still means this job; 30; 0: never ([slurm.md](slurm.md#nodes-that-fail))",
+    ),
     "HOLDFAST_GUARDS": ("holdfast.train", "0 turns its warnings off ([train.md](train.md#guards))"),
     "XDG_STATE_HOME": ("run", "run folders are made below it, in `holdfast/runs`; `~/.local/state` when it is not set"),
     "PYTHON_EXEC": ("run", "the Python of the workers, one path; that of holdfast when it is not set"),
@@ -85,7 +89,7 @@ READ = {
     ),
     "NO_COLOR": ("run", "no colours on the console"),
 }
-INTERNAL = {"HOLDFAST_STORE_FULL_TORCH", "HOLDFAST_SLURM_CHECK_S"}
+INTERNAL = {"HOLDFAST_STORE_FULL_TORCH"}
 """Between processes of ours, or for tests."""
 
 

@@ -121,6 +121,19 @@ while life() == 0:
     assert {(each["id"], each["life"]) for each in jobs.trail("id")} == {(f"{number}_0", 0), (f"{number}_0", 1)}
 
 
+def test_preemption_without_a_notice_starts_the_job_anew(jobs: Jobs) -> None:
+    """Without --signal Slurm sends SIGTERM to all processes, and does not requeue a job that ends of it in time."""
+    jobs.script(UNTIL_TOLD + 'meet(); note("life", life=life()); hold() if life() == 0 else None')
+    line = (*HOLDFAST, "submit", "--slurm", "--no-follow", "-N1", "--exclusive", "train.py")
+    jobs.cluster.call(*line, env=jobs.variables, cwd=jobs.folder)
+    number = jobs.cluster.call("squeue", "-h", "-o", "%i")
+    jobs.wait(1, "life")
+    jobs.ended(jobs.batch("true", "-N3", "--exclusive", "--partition=high"))
+    jobs.cluster.release(number)
+    assert jobs.ended(number) == "COMPLETED", jobs.told(number)
+    assert [each["life"] for each in jobs.trail("life")] == [0, 1]
+
+
 TRAINING = """
 import holdfast.train as ht
 import torch

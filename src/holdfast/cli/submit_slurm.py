@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import EXIT_INTERRUPTED, grammar
-from holdfast.cli.options import FLAG, OPTIONS, Option
-from holdfast.core.errors import EXIT_FAILURE, CallerError, MissingPackageError, UsageError
+from holdfast.cli.options import FLAG, HOSTS, OPTIONS, Option
+from holdfast.core.errors import EXIT_FAILURE, CallerError, MissingPackageError, ScriptError, UsageError
 from holdfast.schedulers.slurm_batch import MARK, Batch, script
 from holdfast.schedulers.slurm_job import JobState, read_job
 from holdfast.schedulers.slurm_options import FLAGS, SHORT, VALUES, Directive, check, preempt_signal
@@ -31,8 +31,7 @@ LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
 LAST_WORDS_S = 1.0
 COPY_BYTES_MAX = 1 << 20
 
-BY_SSH = "several hosts by ssh"
-RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != BY_SSH and option.dest not in ("slurm", "plan"))
+RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in ("slurm", "plan"))
 HELP = """\
 usage: holdfast submit --slurm [options] script.py [its arguments]
 
@@ -101,10 +100,19 @@ def read(argv: Sequence[str]) -> Request:
         own += ["--preempt-signal", signal]
     parsed = grammar.parse([*own, *words], {}, RUN_OPTIONS)  # what is wrong is said here, not by every node
     run = ("-m", "holdfast", "run", "--slurm", *own, *words)
+    check_script(parsed, directives)
     name = job_name(parsed.values.training_script)
     return Request(
         Batch(tuple(directives), (sys.executable, *run), name), chosen["--dry-run"], not chosen["--no-follow"]
     )
+
+
+def check_script(parsed: grammar.Parsed, directives: Sequence[Directive]) -> None:
+    """The job starts in this folder, so a script that is not here is not there. Raises ScriptError."""
+    given = parsed.values
+    elsewhere = given.module or given.no_python or any(each.name == "chdir" for each in directives)
+    if not elsewhere and not os.path.isfile(given.training_script):
+        raise ScriptError(f"{given.training_script} is not here, and the job would look for it from this folder")
 
 
 def take_directive(words: list[str], spellings: dict[str, Option]) -> Directive | None:
@@ -140,7 +148,7 @@ def take_own(words: list[str], spellings: dict[str, Option]) -> list[str]:
 
 
 def job_name(script_path: str) -> str:
-    """`train` for `/home/me/train.py`, without what a file name or sbatch would mind."""
+    """`train` for `jobs/train.py`, without what a file name or sbatch would mind."""
     stem = os.path.basename(script_path).removesuffix(".py")
     return re.sub(r"[^\w.+-]", "_", stem).lstrip("-.") or "holdfast"
 

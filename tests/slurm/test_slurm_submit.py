@@ -1,0 +1,172 @@
+"""`holdfast submit --slurm`: which words are whose, what the batch script does, what of a job is told."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import main, submit_slurm
+from holdfast.core.errors import CallerError, ScriptError, UsageError
+from holdfast.schedulers.slurm_batch import Batch, script
+from holdfast.schedulers.slurm_job import JobState, read_job
+from holdfast.schedulers.slurm_options import Directive
+from holdfast.schedulers.slurm_step import Answer
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+def read(line: str) -> submit_slurm.Request:
+    return submit_slurm.read(shlex.split(line))
+
+
+@pytest.mark.parametrize(
+    ("line", "directives", "run"),
+    [
+        ("-N 4 --time 1:00 train.py a", "--nodes=4 --time=1:00", "train.py a"),
+        ("-N4 -pgpu -t5 train.py", "--nodes=4 --partition=gpu --time=5", "train.py"),
+        ("--nodes=4 --exclusive --exclusive=user train.py", "--nodes=4 --exclusive --exclusive=user", "train.py"),
+        (
+            "--nproc-per-node 8 -N2 --max-restarts=3 train.py",
+            "--nodes=2",
+            "--nproc-per-node 8 --max-restarts=3 train.py",
+        ),
+        ("--gres gpu:8 -m pkg.train -N 4", "--gres=gpu:8", "-m pkg.train -N 4"),
+        ("--exclude n1 train.py --time 3", "--exclude=n1", "train.py --time 3"),
+        ("--signal=USR2@60 train.py", "--signal=USR2@60", "--preempt-signal USR2 train.py"),
+        ("--signal=10 train.py", "--signal=10", "--preempt-signal USR1 train.py"),
+        ("--signal=USR1 --preempt-signal USR2 train.py", "--signal=USR1", "--preempt-signal USR2 train.py"),
+    ],
+)
+def test_whose_words(line: str, directives: str, run: str) -> None:
+    batch = read(line).batch
+    assert " ".join(map(str, batch.directives)) == directives
+    assert batch.command == (sys.executable, "-m", "holdfast", "run", "--slurm", *shlex.split(run))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-n 8 train.py", "one agent on each node"),
+        ("--ntasks-per-node=8 train.py", "one agent on each node"),
+        ("--wrap=x train.py", "--wrap"),
+        ("--signal=B:USR1@9 train.py", "write --signal=USR1@9"),
+        ("--signal=NOPE@9 train.py", "no signal"),
+        ("--nnodess 3 train.py", "did you mean --nnodes"),
+        ("--hosts a,b train.py", "--hosts is no option"),
+        ("--max-restarts x train.py", "not a whole number"),
+        ("--time", "needs a value"),
+        ("-N 4", "no training script"),
+    ],
+)
+def test_what_cannot_be_is_said(line: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read(line)
+
+
+def test_a_script_that_is_not_there() -> None:
+    with pytest.raises(ScriptError, match=r"absent\.py"):
+        read("absent.py")
+    assert read("--chdir /data absent.py").batch.name == "absent"
+
+
+def test_without_sbatch_one_message_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["submit", "--slurm", "-N2", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "sbatch is not on the PATH" in error
+    assert not Path("train.sbatch").exists()
+    assert main(["submit", "--slurm", "-N2", "--dry-run", "train.py"]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out
+
+
+def test_a_file_of_somebody_else_is_left_alone() -> None:
+    path = Path("train.sbatch")
+    path.write_text("#!/bin/bash\nmine\n")
+    with pytest.raises(UsageError, match=r"train\.sbatch"):
+        submit_slurm.write(path, "x")
+    assert path.read_text().endswith("mine\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "preempted", "requeued"), [(75, False, True), (0, True, False), (1, False, False), (143, True, True)]
+)
+def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool, requeued: bool) -> None:
+    """With a scontrol that only notes what it was asked."""
+    time = "2030-01-01T00:00:00" if preempted else "None"
+    fake = folder / "scontrol"
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "JobId=7 PreemptTime={time} X=1"\n')
+    fake.chmod(0o755)
+    batch = Batch((Directive("nodes", "2"),), ("sh", "-c", f"test ${{#HOLDFAST_TOKEN}} = 64 && exit {code}"), "x")
+    (folder / "x.sbatch").write_text(script(batch))
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert subprocess.run(["bash", "x.sbatch"], env=environ, timeout=20).returncode == code
+    asked = (folder / "asked").read_text() if (folder / "asked").exists() else ""
+    assert ("requeue 7" in asked) == requeued
+
+
+def test_no_requeue_is_obeyed() -> None:
+    text = script(Batch((Directive("no-requeue"),), ("true",), "x"))
+    assert "scontrol" not in text
+    assert "#SBATCH --requeue" not in text
+
+
+RUNNING = "JobId=7 JobName=a b JobState=RUNNING Reason=None ExitCode=0:0 NodeList=n[1-2] StdOut=/a b/slurm-7.out Power="
+
+
+def test_what_scontrol_says_of_a_job() -> None:
+    state = read_job(Answer(RUNNING))
+    assert state == JobState("RUNNING", "None", "n[1-2]", "/a b/slurm-7.out", 1)
+    assert not state.over
+    failed = read_job(Answer(RUNNING.replace("RUNNING", "FAILED").replace("0:0", "3:0")))
+    assert failed is not None
+    assert (failed.over, failed.status) == (True, 3)
+    assert read_job(Answer("Invalid job id", failed=True)) is None
+
+
+def test_a_log_is_followed_to_the_jobs_end(
+    folder: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit_slurm, "JOB_LOOK_S", 0.0)
+    monkeypatch.setattr(submit_slurm, "LAST_WORDS_S", 0.0)
+    log = folder / "log"
+    states = iter(["PENDING", "RUNNING", None, "RUNNING", "PENDING", "RUNNING", "COMPLETED"])
+
+    def ask() -> JobState | None:
+        state = next(states)
+        with log.open("ab") as file:
+            file.write(f"{state}\n".encode())
+        return None if state is None else JobState(state, "Priority", "n1", str(log), 0)
+
+    assert submit_slurm.Follower("7", ask).run() == 0
+    out, err = capfdbinary.readouterr()
+    assert out.decode().split() == ["PENDING", "RUNNING", "None", "RUNNING", "PENDING", "RUNNING", "COMPLETED"]
+    assert err.decode().count("waits (Priority)") == 2
+
+
+def test_ctrl_c_leaves_the_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_self: submit_slurm.Follower) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit_slurm.Follower, "run", interrupted)
+    assert submit_slurm.follow("7") == 130
+    assert "scancel 7" in capsys.readouterr().err
+
+
+def test_what_sbatch_refuses_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = folder / "sbatch"
+    fake.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    with pytest.raises(CallerError, match="invalid partition"):
+        submit_slurm.submit(Path("train.sbatch"))
