@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from holdfast.cli import COMMANDS, doctor
-from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, LIST, OPTIONS, Option
+from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TABLES = {"run", "launch", "doctor"}
@@ -101,7 +101,8 @@ def spelling(option: Option) -> str:
 def default(option: Option) -> str:
     if option.kind == FLAG or option.default in (None, "", ()):
         return ""
-    return f"`{','.join(map(str, option.default)) if option.kind == LIST else option.default}`"  # type: ignore[arg-type]
+    values = option.default if isinstance(option.default, tuple) else (option.default,)
+    return f"`{','.join(map(str, values))}`"
 
 
 # --- argparse's parsers -----------------------------------------------------------------------------------------------
