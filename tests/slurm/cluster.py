@@ -53,7 +53,7 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 SlurmctldParameters=preempt_send_user_signal
-ReturnToService=2
+ReturnToService=0
 SlurmdTimeout=300
 InactiveLimit=0
 KillWait=10
