@@ -16,8 +16,8 @@ SITE = "/env/lib/python3.11/site-packages"
 STD = "/usr/lib/python3.11"
 C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
 
-TRAIN = Frame("/home/me/train.py", 42, "main")
-START = Frame("/home/me/train.py", 90, "<module>")
+TRAIN = Frame("/srv/train.py", 42, "main")
+START = Frame("/srv/train.py", 90, "<module>")
 LOGGED = Frame(f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper")
 CALL = Frame(f"{SITE}/torch/nn/modules/module.py", 1789, "_call_impl")
 
@@ -52,10 +52,10 @@ LOADER = stack(
     at=30,
 )
 QUEUE = stack(Frame(f"{STD}/multiprocessing/queues.py", 103, "get"), at=31)
-DATA = (Frame("/home/me/data.py", 17, "fetch"), *stack(at=30))
-SPINS = (Frame("/home/me/data.py", 20, "spin"), *stack(at=30))
-SPINS_ON = (Frame("/home/me/data.py", 21, "spin"), *stack(at=30))
-REGEX = (Frame(f"{STD}/re/__init__.py", 166, "match"), Frame("/home/me/text.py", 9, "clean"), *stack(at=30))
+DATA = (Frame("/srv/data.py", 17, "fetch"), *stack(at=30))
+SPINS = (Frame("/srv/data.py", 20, "spin"), *stack(at=30))
+SPINS_ON = (Frame("/srv/data.py", 21, "spin"), *stack(at=30))
+REGEX = (Frame(f"{STD}/re/__init__.py", 166, "match"), Frame("/srv/text.py", 9, "clean"), *stack(at=30))
 SAVES = stack(
     Frame(f"{SITE}/torch/serialization.py", 900, "_save"), Frame(f"{SITE}/torch/serialization.py", 800, "save")
 )

@@ -130,7 +130,7 @@ def start_agents(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def become_srun(parsed: Parsed, words: Sequence[str]) -> NoReturn:
+def become_srun(parsed: Parsed, words: list[str]) -> NoReturn:
     """A signal to this process is one to srun then, which passes it on to the agents."""
     program = shutil.which(words[0])
     if program is None:

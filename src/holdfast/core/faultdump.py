@@ -1,7 +1,7 @@
 """The text that Python's faulthandler writes for all threads, and what can be had of it. Pure: text in, frames out.
 
     Thread 0x00007f41168b56c0 (most recent call first):
-      File "/home/me/train.py", line 42 in step
+      File "/srv/train.py", line 42 in step
       …
     Current thread 0x00007f4117435b80 (most recent call first):
       …

@@ -12,7 +12,8 @@ from functools import cache
 
 from holdfast.core.outcome import Failure
 from holdfast.insight.causes.blame import Blame, complaint, is_complaint
-from holdfast.insight.causes.rules import HINTS, RULES, Rule
+from holdfast.insight.causes.hints import HINTS
+from holdfast.insight.causes.rules import RULES, Rule
 from holdfast.insight.causes.words import Words, listen, unwrapped
 
 SAID_CHARACTERS_MAX = 160
