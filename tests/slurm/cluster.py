@@ -139,6 +139,8 @@ class Cluster:
         self.end_tasks()
         for path in (self.folder / "pids").glob("*"):
             end(int(path.read_text()))
+        for pid in self.living_here():  # a slurmstepd goes on telling a controller that is no more
+            end(pid)
         if self._reaper is not None:
             self._reaper.kill()
             self._reaper.wait()
@@ -206,6 +208,16 @@ class Cluster:
         tasks = list(self.tasks(node))
         for pid in {parent for task in tasks if (parent := step_of(task))} | set(tasks):
             end(pid)
+
+    def living_here(self) -> list[int]:
+        """Daemons of this Slurm: its folder is theirs."""
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{name}/cwd").removesuffix(" (deleted)") == str(self.folder):
+                        found.append(int(name))
+        return found
 
     def tasks(self, node: str = "") -> Iterator[int]:
         """Processes that Slurm started, on one node or on all."""
