@@ -318,7 +318,7 @@ def test_env_masks_what_is_secret() -> None:
         "PET_RDZV_ENDPOINT": "http://me:d-secret@host:1",
         "NCCL_DEBUG": "INFO",
         "AWS_SECRET_ACCESS_KEY": "e-secret",
-        "HOME": "/home/somebody",
+        "HOME": "/srv/somebody",
     }
     told = variables(environ)
     assert "secret" not in str(told).replace("SECRET", "")
