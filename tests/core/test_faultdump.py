@@ -96,3 +96,8 @@ def test_a_program_that_is_an_installed_package() -> None:
     assert program_frame((torch, package, runpy)) == 1
     assert program_frame((torch, runpy)) is None
     assert program_frame((torch, package, Frame("/srv/run.py", 1, "<module>"))) == 2
+
+
+def test_of_one_thread_alone() -> None:
+    text = 'Stack (most recent call first):\n  File "/job/t.py", line 3 in f\n  File "/job/t.py", line 9 in <module>\n'
+    assert [frame.line for frame in main_thread(text)] == [3, 9]

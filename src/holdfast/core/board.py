@@ -54,7 +54,11 @@ AT = 14
 """The same of the step that it does now."""
 
 LOOK_SIGNAL = 62
-"""SIGRTMAX - 2 on Linux: a worker that catches it writes its stacks into that file, whatever it is doing."""
+"""SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For workers that
+sleep: a thread that runs meanwhile changes what is being read, and the worker may die of it."""
+LOOK_MAIN_SIGNAL = 61
+"""The same for the thread that catches it alone. Sent to the main thread of a worker that runs: nobody else touches what an
+interrupted thread has on its stack."""
 
 
 def size_bytes(nproc: int) -> int:

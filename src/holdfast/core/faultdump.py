@@ -9,6 +9,8 @@
 Threads stand newest first, so the main thread is last; of more than 100 the rest is left out (`...`), and it may be
 among them. "Current" is the one in which the signal's handler ran, and the kernel prefers the main thread for that.
 Of a thread's frames the innermost 100 are written. Python 3.13 adds the thread's name behind its number.
+
+Of one thread alone the head is `Stack (most recent call first):`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from holdfast.core.stacks import FRAMES_MAX, Frame
 DUMP_BYTES_MAX = 1_000_000
 """Of one worker's: 100 threads of 100 frames are less."""
 
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack) \(most recent call first\):$")
 _FRAME = re.compile(r'^ {2}File (?:"(.*)"|(\?\?\?)), line (\d+|\?\?\?) in (.*)$')
 _OWN = "/holdfast/worker/"
 """What the bootstrap puts below a program, and around torch's functions, is none of the program's."""

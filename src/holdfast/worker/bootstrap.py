@@ -291,7 +291,9 @@ def _answer_looks(address: str, board: Any) -> None:
         number = int.from_bytes(word, sys.byteorder)
         if number:
             file = os.open(f"{os.path.dirname(path)}/{number}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            faulthandler.register(board.LOOK_SIGNAL, _out_of_the_way(file), all_threads=True)
+            stacks = _out_of_the_way(file)
+            faulthandler.register(board.LOOK_SIGNAL, stacks, all_threads=True)
+            faulthandler.register(board.LOOK_MAIN_SIGNAL, stacks, all_threads=False)
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
         return  # the agent is gone, or this Python cannot do it
 

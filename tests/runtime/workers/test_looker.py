@@ -344,3 +344,19 @@ def test_what_a_worker_has_copied_is_counted(board: Board, start: Start, tmp_pat
     (after,) = look(board, copies)
     assert still.moved_bytes - before.moved_bytes < 100_000
     assert after.moved_bytes - before.moved_bytes > 4_000_000
+
+
+IDLE_THREADS = (
+    "import threading\nfor _ in range(4): threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+)
+RUNS = "def f(n): return n if n == 0 else f(n - 1)\nprint('up')\nwhile True: f(9)\n"
+
+
+def test_who_runs_is_asked_for_its_main_thread_alone_and_lives(board: Board, start: Start, tmp_path: Path) -> None:
+    """Another thread that wrote its stack down would read what it changes: one look in forty ended in SIGSEGV."""
+    runs, sleeps = start(IDLE_THREADS + RUNS), start(IDLE_THREADS + SLEEPS, 1)
+    one, other = look(board, runs, sleeps, folder=tmp_path, times=8)
+    assert one.frames[-1].function == other.frames[-1].function == "<module>"
+    assert Path(one.file).read_text().count("(most recent call first)") == 1
+    assert Path(other.file).read_text().count("(most recent call first)") == 5
+    assert (runs.poll(), sleeps.poll()) == (None, None)

@@ -90,6 +90,20 @@ def signals(pid: int | str) -> Signals:
     return Signals(found.get(b"SigCgt", 0), found.get(b"SigBlk", 0), waiting)
 
 
+def switches(pid: int) -> int:
+    """How often the main thread has gone to sleep or had to give way: the same number twice, and it slept all the while or
+    ran. -1 when there is no such process."""
+    found = 0
+    try:
+        with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
+            for line in file:
+                if b"ctxt_switches" in line:
+                    found += int(line.partition(b":")[2])
+    except (OSError, ValueError):
+        return -1
+    return found
+
+
 def idle_thread(pid: int, signum: int) -> int:
     """A thread of this process that waits for another one's word and takes this signal; the main thread if there is none.
 

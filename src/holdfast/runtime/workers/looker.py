@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from holdfast.core.board import LOOK_SIGNAL
+from holdfast.core.board import LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame
 from holdfast.core.stacks import RankSample
 from holdfast.runtime.detached import run_detached
@@ -27,9 +27,11 @@ from holdfast.runtime.workers.stack_files import StackFiles
 
 ANSWER_S_MAX = 1.0
 """For the workers to write their stacks; they do so in milliseconds."""
-KEEP_S_MAX = 0.7
+KEEP_S_MAX = 0.5
 """For the evidence to reach the disk; after that it goes on without us, and samples name no file."""
 LOOK_S_MAX = 2.0
+QUIET_S = 0.2
+"""A worker whose main thread has slept for so long is taken for one that goes on sleeping while its stacks are written."""
 READ_S_MAX = 0.2
 """For the program's own lines to be read from its files."""
 SOURCE_CHARS_MAX = 80
@@ -54,9 +56,12 @@ class _Look(Struct):
     stat: kernel.Stat | None = None
     main_cpu_s: float = 0.0
     moved_bytes: int = 0
+    switches: int = 0
+    """Of its main thread, when the look began."""
     asked: bool = False
+    signum: int = LOOK_SIGNAL
     task: int = 0
-    """The thread that was asked: it writes the stacks of all."""
+    """The thread that was asked."""
     size: int = 0
     still_since_s: float = 0.0
     text: str = ""
@@ -132,6 +137,9 @@ def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
             look.moved_bytes = kernel.moved_bytes(look.pid)
             look.main_cpu_s = main.cpu_s if main is not None else 0.0
             look.note = "; ".join(_notes(children.get(look.pid, ())))
+            look.switches = kernel.switches(look.pid)
+        time.sleep(QUIET_S)
+        for look in looks:
             _ask(look)
         deadline = time.monotonic() + ANSWER_S_MAX
         # Looked at again and again: nothing tells us that somebody's handler has returned.
@@ -151,13 +159,23 @@ def _ask(look: _Look) -> None:
     if look.stat is None or look.stat.state in _STOPPED + _DEAD:
         return  # it would answer when it goes on, once for each time that it was asked
     signals = kernel.signals(look.pid)
-    if not signals.catches(LOOK_SIGNAL) or signals.pending(LOOK_SIGNAL) or not _has_open(look.pid, look.fd):
+    look.signum, look.task = LOOK_MAIN_SIGNAL, look.pid
+    if _sleeps(look):
+        look.signum, look.task = LOOK_SIGNAL, kernel.idle_thread(look.pid, LOOK_SIGNAL)
+    elif signals.blocks(LOOK_MAIN_SIGNAL):
+        return
+    if not signals.catches(look.signum) or signals.pending(look.signum) or not _has_open(look.pid, look.fd):
         return  # the signal would kill it, or it would write somewhere else
     os.truncate(look.fd, 0)
-    look.task = kernel.idle_thread(look.pid, LOOK_SIGNAL)
     with contextlib.suppress(OSError):  # it is gone, or has as many signals waiting as its user may have
-        kernel.signal_thread(look.pid, look.task, LOOK_SIGNAL)
+        kernel.signal_thread(look.pid, look.task, look.signum)
         look.asked = True
+
+
+def _sleeps(look: _Look) -> bool:
+    """Whether its main thread has slept since the look began, and is likely to sleep on."""
+    stat = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+    return stat is not None and stat.state != "R" and kernel.switches(look.pid) == look.switches
 
 
 def _has_open(pid: int, fd: int) -> bool:
@@ -180,7 +198,7 @@ def _answered(look: _Look) -> bool:
     """Whether all that this worker will write has been written."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
     signals = kernel.signals(f"{look.pid}/task/{look.task}")
-    if size != look.size or signals.pending(LOOK_SIGNAL) or signals.blocks(LOOK_SIGNAL):
+    if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
         look.size, look.still_since_s = size, now_s
         return False
     if not kernel.exists(look.pid):
