@@ -42,7 +42,7 @@ def one(launcher: Launcher, faults: list[Fault], seed: int, seconds: float, site
         with PretendHosts(NODES, site / "hosts") as hosts:
             Rig(site, hosts, disk, launcher, seed).run(faults, seconds)
         record = ledger.read(site, SAMPLES)
-        shutil.copytree(site / "disk" / "logs", site / "logs")
+        shutil.copytree(site / "disk" / "logs", site / "logs", ignore=shutil.ignore_patterns("*.sock"))
     outcome = report.Outcome(launcher.name, figures(record), checker.check(record))
     for violation in outcome.violations:
         print(f"{launcher.name}: VIOLATION {violation}", flush=True)

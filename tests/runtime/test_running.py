@@ -138,3 +138,22 @@ def test_names_that_are_no_text(place: Path, tmp_path: Path) -> None:
         listening.listen()
         running.write(entry(strange, run_id="r\udcff"), running.private_folder())
         assert [(each.run_id, each.socket) for each in running.entries()] == [("r\udcff", strange)]
+
+
+def test_the_last_agent_takes_the_folder_with_it(tmp_path: Path, ear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(running.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = running.private_folder()
+    assert Path(folder).parent == tmp_path
+    first, second = running.write(entry(ear), folder), running.write(entry(ear), folder)
+    running.write(entry(str(tmp_path / "killed.sock")), folder)
+    running.remove(first)
+    assert os.listdir(folder) == [os.path.basename(second)]
+    running.remove(second)
+    assert not Path(folder).exists()
+    assert Path(running.write(entry(ear), folder)).is_file()  # whoever saw it a moment before
+
+
+def test_a_folder_that_somebody_named_stays(place: Path, ear: str) -> None:
+    running.remove(running.write(entry(ear), str(place)))
+    assert list(place.iterdir()) == []

@@ -118,20 +118,26 @@ class Control:
         """`outcome` None: there is none, this process ends by a fault of its own."""
         if not self._ended.done():
             self._ended.set_result(outcome)
-        paths = [path for path in (self._entry, self._socket) if path]
-        if not paths:
+        if not (self._entry or self._socket):
             return
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S_MAX):
-                await run_detached(lambda: _remove(paths))
+                await run_detached(self._remove)
                 while self._tasks:
                     await asyncio.wait(self._tasks)
         for task in self._tasks:
             task.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+    def _remove(self) -> None:
+        if self._socket:
+            with contextlib.suppress(OSError):
+                os.unlink(self._socket)
+        if self._entry:
+            running.remove(self._entry)
 
     def _bind(self, folder: RunFolder, private: str | None) -> socket.socket:
         """In the run folder, or where there is none or it takes no sockets, in the private folder. Raises OSError."""
@@ -231,9 +237,3 @@ def _peer_uid(writer: asyncio.StreamWriter) -> int:
     told = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     uid: int = CREDENTIALS.unpack(told)[1]
     return uid
-
-
-def _remove(paths: list[str]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            os.unlink(path)

@@ -88,6 +88,29 @@ def private_folder() -> str:
 
 def write(entry: Entry, folder: str) -> str:
     """Makes the entry in this private folder and returns its path. Raises OSError."""
+    try:
+        return _write(entry, folder)
+    except FileNotFoundError:  # an agent that ended meanwhile has taken the empty folder with it
+        return _write(entry, private_folder())
+
+
+def remove(path: str) -> None:
+    """Takes an entry away, with what dead agents have left beside it, and the folder when none lives."""
+    folder = os.path.dirname(path)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    with contextlib.suppress(OSError):
+        fd = _open_private(folder)
+        try:
+            _read_folder(fd)
+        finally:
+            os.close(fd)
+    if not os.environ.get(FOLDER_VARIABLE):  # who named a folder keeps it
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def _write(entry: Entry, folder: str) -> str:
     name = f"{entry.pid}-{os.urandom(4).hex()}.json"
     temporary, path = os.path.join(folder, f".{name}"), os.path.join(folder, name)
     # Names of files need not be text: json writes what stands for their bytes, msgspec does not.
