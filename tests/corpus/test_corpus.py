@@ -111,3 +111,8 @@ def test_the_exception_inside_of_a_spawned_process_is_told() -> None:
         f"torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\n{inner}",
     )
     assert cause_of(told).line == "raised in a process of its own ZeroDivisionError: division by zero"
+
+
+def test_a_breakpoint_without_a_terminal() -> None:
+    found = cause_of(fails(2, "bdb.BdbQuit: "))
+    assert (found.line, found.advice.partition(":")[0]) == ("raised bdb.BdbQuit", "a breakpoint without a terminal")

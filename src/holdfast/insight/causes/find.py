@@ -106,7 +106,11 @@ def _plain(failure: Failure, words: Words) -> Cause:
     if text:
         inner = unwrapped(text)
         hint = next((hint for says, hint in HINTS if _search(says, inner)), "")
-        return Cause("HF201", f"raised {'in a process of its own ' if inner != text else ''}{_first_line(inner)}", hint)
+        return Cause(
+            "HF201",
+            f"raised {'in a process of its own ' if inner != text else ''}{_first_line(inner).rstrip(': ')}",
+            hint,
+        )
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
         said = failure.stderr_tail.splitlines()[-1:] or [""]

@@ -35,6 +35,10 @@ HINTS: tuple[tuple[str, str], ...] = (
         r"out of resource: shared memory",
         "a Triton kernel wants more shared memory than this GPU has: smaller blocks, fewer stages, or another GPU",
     ),
+    (
+        r"^(?:bdb\.)?BdbQuit",
+        "a breakpoint without a terminal: workers have no stdin; take it out, or run the script alone, without holdfast",
+    ),
     (r"returned non-zero exit status|CalledProcessError", "the program it called failed: its own words are on stderr"),
 )
 """For exceptions that have no code of their own: words, and what to do."""
