@@ -28,6 +28,7 @@ CONF = """\
 ClusterName=holdfast
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.sock
 CredType=cred/munge
@@ -106,7 +107,9 @@ class Cluster:
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 State=UNKNOWN"
             for node, port in zip(NODES, ports[1:], strict=True)
         )
-        self.conf.write_text(CONF.format(host=host, port=ports[0], folder=self.folder, nodes=nodes))
+        # Steps make their port of it: another cluster on this host must not have the same.
+        first = 1000 + os.getpid() % 50_000
+        self.conf.write_text(CONF.format(host=host, port=ports[0], first=first, folder=self.folder, nodes=nodes))
         reap = 'tail --pid="$1" -f /dev/null; for each in "$2"/pids/*; do kill -9 "$(cat "$each")"; done'
         self._reaper = self._spawn("sh", "-c", reap, "reaper", str(os.getpid()), str(self.folder))
         self._daemon(

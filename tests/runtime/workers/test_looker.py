@@ -100,6 +100,11 @@ def functions(sample: RankSample) -> list[tuple[str, int]]:
     return [(frame.function, frame.line) for frame in sample.frames]
 
 
+def is_at_rest(board: Board, process: subprocess.Popen[str]) -> bool:
+    """SLEEPS has said `up`, and is at its next line."""
+    return functions(look(board, process)[0]) == [("<module>", 3)]
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -109,6 +114,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_one_that_sleeps_and_one_that_holds_the_lock(board: Board, start: Start, tmp_path: Path) -> None:
     processes = start(SLEEPS), start(HOLDS_THE_LOCK, 1)
+    until(lambda: is_at_rest(board, processes[0]))
     asleep, native = look(board, *processes, folder=tmp_path)
     assert functions(asleep) == [("<module>", 3)]
     assert asleep.source == "time.sleep(600)"
@@ -210,6 +216,7 @@ main()
 
 def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
     process = start(SLEEPS)
+    until(lambda: is_at_rest(board, process))
 
     async def scenario() -> list[tuple[RankSample, ...]]:
         looker = Looker(board, generation=1, rank_base=0)
@@ -222,6 +229,7 @@ def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
 
 def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: Path) -> None:
     process = start(SLEEPS)
+    until(lambda: is_at_rest(board, process))
 
     async def scenario() -> None:
         looker = Looker(board, generation=1, rank_base=0)
@@ -267,6 +275,7 @@ def test_native_stacks_where_py_spy_is(
     spy.chmod(0o755)
     monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
     process = start(SLEEPS)
+    until(lambda: is_at_rest(board, process))
 
     async def scenario() -> str:
         looker = Looker(board, generation=1, rank_base=0)
