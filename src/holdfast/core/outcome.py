@@ -109,6 +109,20 @@ class Evidence(Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     """Of all its nodes, by group rank."""
 
+    def verdict(self, code: str, cause: str, culprit: Failure | None, advice: str = "") -> Verdict:
+        """With everybody but the culprit as its victims."""
+        return Verdict(
+            code=code,
+            cause=cause,
+            advice=advice,
+            culprit=culprit,
+            collateral=tuple(failure for failure in self.failures if failure is not culprit),
+            lost_nodes=self.lost_nodes,
+            generation=self.generation,
+            restarts=self.restarts,
+            gave_up=self.gave_up,
+        )
+
 
 def shell_status(exit_code: int) -> int:
     """waitpid's view (negative = signal) to the status a shell shows.

@@ -56,16 +56,7 @@ def plain_verdict(evidence: Evidence) -> Verdict:
     cause = "the generation was ended although no worker failed"
     if culprit is not None:
         cause = f"rank {culprit.rank} on {culprit.host} ended with exit code {culprit.exit_code}"
-    return Verdict(
-        code="HF200" if culprit is None else "HF205",
-        cause=cause,
-        culprit=culprit,
-        collateral=tuple(failure for failure in evidence.failures if failure is not culprit),
-        lost_nodes=evidence.lost_nodes,
-        generation=evidence.generation,
-        restarts=evidence.restarts,
-        gave_up=evidence.gave_up,
-    )
+    return evidence.verdict("HF200" if culprit is None else "HF205", cause, culprit)
 
 
 def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from holdfast.core.outcome import Failure
-from holdfast.insight.causes.blame import Blame, complaint, is_complaint
+from holdfast.insight.causes.blame import complaint, is_complaint
 from holdfast.insight.causes.hints import HINTS
 from holdfast.insight.causes.rules import RULES, Rule
 from holdfast.insight.causes.words import Words, listen, unwrapped
@@ -180,14 +180,3 @@ def _pattern(says: str) -> re.Pattern[str]:
 
 def _search(says: str, text: str) -> re.Match[str] | None:
     return _pattern(says).search(text)
-
-
-def explained(failure: Failure) -> tuple[str, str, str]:
-    """(code, cause in one line with who, advice) of a single failure."""
-    found = cause_of(failure)
-    return found.code, f"rank {failure.rank} on {failure.host} {found.line}", found.advice
-
-
-def is_consequence(blame: Blame) -> bool:
-    """Whether this kind of failure is somebody else's doing, if there is anybody else."""
-    return blame > Blame.OWN_LATE

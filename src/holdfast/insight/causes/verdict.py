@@ -40,7 +40,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
     if evidence.hang is not None:
         return _hung(evidence, evidence.hang, order)
     if first is None or blame is Blame.STOPPED:
-        return _verdict(evidence, "HF200", "the generation was ended although no worker failed", "", None)
+        return evidence.verdict("HF200", "the generation was ended although no worker failed", None)
     if blame in COMPLAINTS:
         return _unexplained(evidence, [failure for blame, failure in order if blame in COMPLAINTS])
     return _of_one(evidence, first)
@@ -50,7 +50,7 @@ def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
     """Somebody has a reason of its own."""
     cause = cause_of(culprit)
     line = f"{_who(culprit)} {cause.line}{spread(evidence, culprit, cause)}"
-    return _verdict(evidence, cause.code, line, cause.advice, culprit)
+    return evidence.verdict(cause.code, line, culprit, cause.advice)
 
 
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
@@ -59,20 +59,20 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     if evidence.done:
         gone = ", ".join(map(str, evidence.done[:8])) + (" …" if len(evidence.done) > 8 else "")
         line = f"{_who(culprit)} still needed its peers when rank {gone} had ended with exit code 0"
-        return _verdict(evidence, "HF229", line, ADVICE["HF229"], culprit)
+        return evidence.verdict("HF229", line, culprit, ADVICE["HF229"])
     odd = odd_one(complaints)
     if odd is not None:
         culprit, another = odd
         if another:
             line = f"{_who(culprit)} called another collective than its peers, who waited for it in vain"
-            return _verdict(evidence, "HF225", line, ADVICE["HF225"], culprit)
+            return evidence.verdict("HF225", line, culprit, ADVICE["HF225"])
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
-        return _verdict(evidence, cause.code, line, cause.advice, culprit)
+        return evidence.verdict(cause.code, line, culprit, cause.advice)
     cause = cause_of(culprit)
     named = [rank for rank in named_ranks(complaints) if rank != culprit.rank]
     missing = f"; missing: rank {', '.join(map(str, named[:8]))}" if named else ""
-    return _verdict(evidence, cause.code, f"{_who(culprit)} {cause.line}{missing}", cause.advice, culprit)
+    return evidence.verdict(cause.code, f"{_who(culprit)} {cause.line}{missing}", culprit, cause.advice)
 
 
 def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failure]]) -> Verdict:
@@ -80,25 +80,11 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     culprit = evidence.hung or next((each for _, each in order if each.rank in hang.culprits), None)
     if culprit is None and order:
         culprit = order[0][1]
-    return _verdict(evidence, hang.code or "HF241", " ".join(hang.text.split()), ADVICE.get(hang.code, ""), culprit)
+    return evidence.verdict(hang.code or "HF241", " ".join(hang.text.split()), culprit, ADVICE.get(hang.code, ""))
 
 
 def _lost(evidence: Evidence) -> Verdict:
-    return _verdict(evidence, "HF306", f"lost {', '.join(evidence.lost_nodes)}", ADVICE["HF306"], None)
-
-
-def _verdict(evidence: Evidence, code: str, cause: str, advice: str, culprit: Failure | None) -> Verdict:
-    return Verdict(
-        code=code,
-        cause=cause,
-        advice=advice,
-        culprit=culprit,
-        collateral=tuple(failure for failure in evidence.failures if failure is not culprit),
-        lost_nodes=evidence.lost_nodes,
-        generation=evidence.generation,
-        restarts=evidence.restarts,
-        gave_up=evidence.gave_up,
-    )
+    return evidence.verdict("HF306", f"lost {', '.join(evidence.lost_nodes)}", None, ADVICE["HF306"])
 
 
 def _who(failure: Failure) -> str:
