@@ -1,12 +1,7 @@
-"""Make docs/errors.md from the classes of holdfast.core.errors and the texts of verdicts and doctor: they cannot differ.
-
-python -m tools.error_table           # print
-python -m tools.error_table --write   # write docs/errors.md
-"""
+"""Make docs/errors.md from the classes of holdfast.core.errors and the texts of verdicts and doctor: they cannot differ."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,14 +90,3 @@ def render() -> str:
     verdicts = [f"| {code} | {text.name} |" for code, text in sorted(TEXTS.items())]
     doctors = [f"| {code} | {' '.join(each.cause.split())} |" for code, each in sorted(CODES.items())]
     return "\n".join([head + "\n".join(rows), VERDICTS + "\n".join(verdicts), DOCTORS + "\n".join(doctors), ""])
-
-
-def main() -> None:
-    if sys.argv[1:] == ["--write"]:
-        PATH.write_text(render(), encoding="utf-8")
-    else:
-        print(render(), end="")
-
-
-if __name__ == "__main__":
-    main()

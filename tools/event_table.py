@@ -1,12 +1,7 @@
-"""Make docs/events.md from the table of holdfast.insight.events, so that the two cannot differ.
-
-python -m tools.event_table           # print
-python -m tools.event_table --write   # write docs/events.md
-"""
+"""Make docs/events.md from the table of holdfast.insight.events, so that the two cannot differ."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,14 +61,3 @@ def rows(fields: tuple[Field, ...]) -> Iterator[str]:
     for field in fields:
         kind = field.kind.value + (" or null" if field.null else "") + (", not always" if field.optional else "")
         yield f"| `{field.name}` | {kind} | {field.words} |"
-
-
-def main() -> None:
-    if sys.argv[1:] == ["--write"]:
-        PATH.write_text(render(), encoding="utf-8")
-    else:
-        print(render(), end="")
-
-
-if __name__ == "__main__":
-    main()

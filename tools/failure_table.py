@@ -141,11 +141,3 @@ def exists(test: str) -> bool:
         return False
     found = re.search(rf"^(async )?def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE)
     return not function or found is not None
-
-
-def main() -> None:
-    print(render(), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -42,11 +42,3 @@ def text(each: Explanation) -> str:
 def marked(said: str) -> str:
     """As Markdown: what would be taken for markup is not."""
     return " ".join(said.split()).replace("<", "&lt;").replace("__", "\\_\\_").replace("*", "\\*")
-
-
-def main() -> None:
-    print(render(), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -173,11 +173,3 @@ def words(text: str) -> str:
 
 def code(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def main() -> None:
-    print(render(), end="")
-
-
-if __name__ == "__main__":
-    main()

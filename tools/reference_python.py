@@ -209,11 +209,3 @@ def arguments_table(lines: list[str], pattern: re.Pattern[str]) -> str:
             rows[-1][1] += " " + line.strip()
     shown = (f"| `{name}` | {said.replace('|', chr(92) + '|')} |" for name, said in rows)
     return "\n".join(["| argument | |", "|---|---|", *shown]) + "\n"
-
-
-def main() -> None:
-    print(render(), end="")
-
-
-if __name__ == "__main__":
-    main()

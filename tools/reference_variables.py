@@ -130,11 +130,3 @@ def own_names() -> set[str]:
     """HOLDFAST_ variables anywhere in the source, as whole strings."""
     texts = (path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
     return {name for text in texts for name in re.findall(r"""["'](HOLDFAST_[A-Z_]*[A-Z])["']""", text)}
-
-
-def main() -> None:
-    print(render(), end="")
-
-
-if __name__ == "__main__":
-    main()
