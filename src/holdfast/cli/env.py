@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.cli.printing import Parser, print_json
+from holdfast.runtime.doctor import system
 from holdfast.version import __version__
 
 PACKAGES = ("torch", "numpy", "msgspec", "psutil", "rich", "accelerate", "lightning", "transformers", "py-spy")
@@ -114,12 +115,11 @@ def machine() -> Facts:
         "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB available",
         "container": container(),
     }
-    limit = cgroup("memory.max")
-    if limit.isdecimal():
-        facts["memory limit of the cgroup"] = f"{int(limit) / GIB:.1f} GiB"
-    quota = cgroup("cpu.max").split()
-    if len(quota) == 2 and quota[0].isdecimal():
-        facts["CPU limit of the cgroup"] = f"{int(quota[0]) / int(quota[1]):g} CPUs"
+    group = system.GroupLimits()
+    if group.memory_bytes is not None:
+        facts["memory limit of the cgroup"] = f"{group.memory_bytes / GIB:.1f} GiB"
+    if group.cpus is not None:
+        facts["CPU limit of the cgroup"] = f"{group.cpus:g} CPUs"
     try:
         shared = shutil.disk_usage("/dev/shm")
         facts["/dev/shm"] = f"{shared.total / GIB:.1f} GiB, {shared.free / GIB:.1f} GiB free"
@@ -150,9 +150,8 @@ def network() -> Facts:
         state = states.get(name)
         how = f"{'up' if state.isup else 'down'}, mtu {state.mtu}, " if state is not None else ""
         facts[name] = how + (", ".join(shown) or "no address")
-    infiniband = Path("/sys/class/infiniband")
-    if infiniband.is_dir():
-        facts["InfiniBand"] = ", ".join(sorted(os.listdir(infiniband)))
+    if devices := system.infiniband():
+        facts["InfiniBand"] = ", ".join(devices)
     return facts
 
 
@@ -190,7 +189,7 @@ def os_name() -> str:
 
 
 def cpu_model() -> str:
-    found = re.search(r"^model name\s*: (.+)$", read("/proc/cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*: (.+)$", system.read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return found.group(1) if found else platform.machine()
 
 
@@ -202,19 +201,6 @@ def container() -> str:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "Kubernetes"
     return os.environ.get("APPTAINER_CONTAINER", os.environ.get("container", ""))  # noqa: SIM112 - systemd's name
-
-
-def cgroup(name: str) -> str:
-    """Of this process's own cgroup (version 2), or what the container sees as the root."""
-    own = read("/proc/self/cgroup").strip().rpartition("::")[2].lstrip("/")
-    return (read(f"/sys/fs/cgroup/{own}/{name}") or read(f"/sys/fs/cgroup/{name}")).strip()
-
-
-def read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def output(command: list[str]) -> str:

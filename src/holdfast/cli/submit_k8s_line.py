@@ -10,8 +10,8 @@ import math
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli.options import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
-from holdfast.cli.resolve import STOP_GRACE_S, check_plain_values
-from holdfast.cli.values import is_number, node_range, serving_place
+from holdfast.cli.resolve import check_plain_values, served, stop_grace_s
+from holdfast.cli.values import is_number, node_range
 from holdfast.core.errors import EndpointError, NodesError, RendezvousConfigError, SubmitError, UsageError
 from holdfast.rendezvous.conf import parse_conf
 from holdfast.rendezvous.token import TOKEN_VARIABLE
@@ -127,7 +127,7 @@ def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
         ttl_s=None if given.ttl is None else at_least_0(parsed, "ttl"),
         token_secret=token_secret(parsed, name, alone=most == 1),
         drain_s=given.drain_timeout,
-        stop_grace_s=stop_grace_s(parsed),
+        stop_grace_s=stop_grace_s(parsed, {}),  # the pods' environment, not this one
         health_port=port(parsed, "health") or HEALTH_PORT,
         metrics_port=port(parsed, "metrics"),
     )
@@ -227,25 +227,14 @@ def token_secret(parsed: Parsed, name: str, *, alone: bool) -> str:
     return "" if alone or "token_file" in parsed.values.rdzv_conf else f"{name}-token"
 
 
-def stop_grace_s(parsed: Parsed) -> float:
-    seconds = parsed.values.shutdown_timeout
-    if seconds is not None and seconds < 0:
-        raise parsed.error("shutdown_timeout", UsageError, "must be 0 or more seconds")
-    return STOP_GRACE_S if seconds is None else float(seconds)
-
-
 def port(parsed: Parsed, dest: str) -> int | None:
     """Of --health or --metrics, which are served at the pod's address."""
-    text = getattr(parsed.values, dest)
-    if text is None:
+    place = served(parsed, dest)
+    if place is None:
         return None
-    try:
-        number = serving_place(text).port
-    except ValueError as error:
-        raise parsed.error(dest, UsageError, str(error)) from None
-    if number == 0 or ":" in text:
+    if place.port == 0 or ":" in getattr(parsed.values, dest):
         raise parsed.error(dest, EndpointError, "in a pod it is a port, at the pod's own address")
-    return number
+    return place.port
 
 
 def at_least_0(parsed: Parsed, dest: str) -> int:

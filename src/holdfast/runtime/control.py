@@ -23,6 +23,7 @@ from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.protocol import Question
 from holdfast.runtime import running
+from holdfast.runtime.control_client import Reply
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers.log_layout import RunFolder
@@ -43,15 +44,6 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ask: Question | None = None
     """None: how it ends, to be answered when it has."""
-
-
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    whole: bool = True
-    """False: the coordinator could not be asked; the answer is this node's alone."""
-    body: msgspec.Raw = msgspec.Raw(b"null")
-    code: str = ""
-    """Of an error: the question was not answered, and `text` says why."""
-    text: str = ""
 
 
 class End(msgspec.Struct, frozen=True):

@@ -28,12 +28,14 @@ CHUNK_BYTES = 256 * 1024
 Body = TypeVar("Body")
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """As runtime/control.py sends it."""
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an agent answers."""
 
     whole: bool = True
+    """False: the coordinator could not be asked; the answer is this node's alone."""
     body: msgspec.Raw = msgspec.Raw(b"null")
     code: str = ""
+    """Of an error: the question was not answered, and `text` says why."""
     text: str = ""
 
     def read(self, kind: type[Body]) -> Body:

@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.core.progress import JobView
 from holdfast.core.protocol import Answer, Ask, FromAgent, Question, Quit
-from holdfast.runtime.control import Reply
+from holdfast.runtime.control_client import Reply
 
 ANSWER_S_MAX = {Question.STATUS: 3.0, Question.STACKS: 8.0, Question.STOP: 3.0, Question.KILL: 3.0}
 """So long the coordinator is waited for; stacks are collected on all nodes first."""

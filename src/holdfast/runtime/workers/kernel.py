@@ -70,11 +70,6 @@ def moved_bytes(pid: int) -> int:
         return 0
 
 
-def exists(pid: int) -> bool:
-    stat = read_stat(pid)
-    return stat is not None and stat.state not in ("Z", "X", "x")
-
-
 def signals(pid: int | str) -> Signals:
     """Of a process, or of a thread given as `PID/task/TID`. All empty when there is none."""
     found = {}

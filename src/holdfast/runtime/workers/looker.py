@@ -23,6 +23,7 @@ from holdfast.core.stacks import RankSample
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.workers import kernel
 from holdfast.runtime.workers.board import Board
+from holdfast.runtime.workers.processes import is_alive
 from holdfast.runtime.workers.stack_files import StackFiles
 
 ANSWER_S_MAX = 1.0
@@ -201,7 +202,7 @@ def _answered(look: _Look) -> bool:
     if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
         look.size, look.still_since_s = size, now_s
         return False
-    if not kernel.exists(look.pid):
+    if not is_alive(look.pid):
         return True
     return size > 0 and now_s - look.still_since_s >= STILL_S
 

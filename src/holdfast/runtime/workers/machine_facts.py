@@ -88,12 +88,14 @@ def _told(fact: Callable[[], str]) -> str:
 
 def interfaces() -> str:
     """`eth0 10.0.0.5, docker0 172.17.0.1; try NCCL_SOCKET_IFNAME=eth0`."""
+    from holdfast.runtime.doctor.system import default_interface
+
     up = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
     if not up:
         return "no network interface is up"
     shown = ", ".join(f"{name} {address}" for name, address in list(up.items())[:INTERFACES_SHOWN_MAX])
     real = [name for name in up if not VIRTUAL.match(name)]
-    default = _default_interface()
+    default = default_interface()
     best = default if default in real else (real[0] if real else "")
     return f"interfaces {shown}" + (
         f"; try NCCL_SOCKET_IFNAME={best}" if best else "; none but loopback and virtual ones"
@@ -108,12 +110,6 @@ def _address(name: str) -> str:
         if flags & IFF_UP:
             return socket.inet_ntoa(fcntl.ioctl(sock, SIOCGIFADDR, request)[20:24])
     return ""
-
-
-def _default_interface() -> str:
-    with open("/proc/net/route") as file:
-        routes = [line.split() for line in file.readlines()[1:]]
-    return next((fields[0] for fields in routes if fields[1] == "00000000"), "")
 
 
 def shm() -> str:
