@@ -14,9 +14,9 @@ from holdfast.cli import COMMANDS, main, print_version
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.version import __version__
 
-BARE_PYTHONS_MAX = 3.5
-"""45 ms where a bare Python takes 13."""
 HELP_KIB_MAX = 13 * 1024
+HELP_MODULES_MAX = 30
+"""What help costs is what it imports: the time itself is a row of the benchmarks."""
 
 WHAT_WAS_LOADED = """
 import sys, json
@@ -64,27 +64,18 @@ def test_importing_the_command_loads_no_third_party_module() -> None:
     assert modules <= set(sys.stdlib_module_names)
 
 
-COST = """
-used = resource.getrusage(resource.RUSAGE_SELF)
-peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(used.ru_utime + used.ru_stime, peak, file=sys.stderr)
+PEAK = """
+import sys
+from holdfast.cli import main
+main(["run", "--help"])
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
 """
 
 
-def cost(body: str) -> tuple[float, float]:
-    """Processor seconds and peak KiB of a Python process that does this."""
-    code = f"import resource, sys\n{body}\n{COST}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, kib = done.stderr.split()
-    return float(seconds), float(kib)
-
-
-def test_help_is_fast_and_small() -> None:
-    """Beside a bare Python in the same run, and the best of several: other work on the machine only ever adds."""
-    bare = [cost("") for _ in range(8)]
-    helped = [cost("from holdfast.cli import main; main(['run', '--help'])") for _ in range(8)]
-    assert min(seconds for seconds, _ in helped) <= BARE_PYTHONS_MAX * min(seconds for seconds, _ in bare)
-    assert min(kib for _, kib in helped) < HELP_KIB_MAX
+def test_help_is_small() -> None:
+    assert len(loaded("run", "--help")) <= HELP_MODULES_MAX
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert int(done.stderr) < HELP_KIB_MAX
 
 
 @pytest.mark.parametrize(("command", "table"), [("run", OPTIONS), ("launch", LAUNCH_OPTIONS)])

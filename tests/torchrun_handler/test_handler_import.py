@@ -6,21 +6,18 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.xdist_group("torch")
 
 MEASURE = """
-import sys, importlib.util, time
+import sys
 before = set(sys.modules)
-began = time.perf_counter()
 import holdfast.torchrun_handler
 creator = holdfast.torchrun_handler.handler_creator()
-print(time.perf_counter() - began, *sorted(set(sys.modules) - before))
+print(*sorted(set(sys.modules) - before))
 """
-IMPORT_S_MAX = 0.002
 
 
 def run(program: str, **env: str) -> str:
@@ -36,12 +33,9 @@ def test_registered_with_torch() -> None:
     assert entry.value == "holdfast.torchrun_handler:handler_creator"
 
 
-def test_the_import_is_cheap(tmp_path: Path) -> None:
-    """The best of a few, the first of which writes the bytecode: the machine may be busy."""
-    compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    answers = [run(MEASURE, **compiled).split() for _ in range(6)]
-    assert set(answers[0][1:]) <= {"holdfast", "holdfast.version", "holdfast.torchrun_handler", "__future__"}
-    assert min(float(answer[0]) for answer in answers) < IMPORT_S_MAX
+def test_the_import_is_cheap() -> None:
+    """What it costs is what it imports: the rest of holdfast is loaded by whoever asks for our backend."""
+    assert set(run(MEASURE).split()) <= {"holdfast", "holdfast.version", "holdfast.torchrun_handler", "__future__"}
 
 
 def test_a_broken_environment_breaks_nobody_else() -> None:
