@@ -76,6 +76,26 @@ BAD = [
     ("--image x --nodes 2 --token-secret a --no-token train.py", "HF101: --no-token and --token-secret exclude"),
     ("--image x --nodes 2 --apply --dry-run train.py", "HF101: --apply and --dry-run exclude each other"),
     ("--image x --nodes 2 --replicas 3 train.py", "HF101: --replicas is no option"),
+    ("--image Foo --nodes 2 train.py", "HF101: --image Foo: is no image"),
+    ("--image a:b:c --nodes 2 train.py", "HF101: --image a:b:c: is no image"),
+    ("--image x --nodes 2 --cpus 0.0005 train.py", "HF101: --cpus 0.0005: CPUs are counted in thousandths"),
+    ("--image x --nodes 2 --volume d:/dev/shm/ train.py", "HF101: --volume d:/dev/shm: that place is the pods' own"),
+    ("--image x --nodes 2 --volume d:/a --volume e:/a/ train.py", "HF101: --volume e:/a: that place is that of d"),
+    ("--image x --nodes 2 --volume /a/../b:/c train.py", "a path must not go back by .."),
+    ("--image x --nodes 2 --volume d:/ train.py", "would hide everything that is in the image"),
+    ("--image x --nodes 2 --env POD_IP=::1 train.py", "HF101: --env POD_IP=...: Kubernetes tells this one"),
+    ("--image x --nodes 2 --label app.kubernetes.io/instance=y train.py", "by this one the pods find each other"),
+    ("--image x --nodes 2 --health 29400 train.py", "HF105: --health 29400: that port is where the pods meet"),
+    ("--image x --nodes 2 --metrics 29400 train.py", "HF105: --metrics 29400: that port is where the pods meet"),
+    ("--image x --nodes 2 --retries 9999999999 train.py", "HF101: --retries 9999999999: must be 2147483647 or less"),
+    ("--image x --nodes 2 --drain-timeout 1e300 train.py", "longer than Kubernetes can wait"),
+    ("--image x --nodes 2 --nproc-per-node 0 train.py", "--nproc-per-node 0: the number of workers must be at least 1"),
+    ("--image x --nodes 2 --nproc-per-node cuda train.py", "did you mean gpu?"),
+    ("--image x --nodes 2 --tee 9 train.py", "--tee 9: must be 0 (none)"),
+    ("--image x --nodes 2 --no-python -m train.py", "HF101: --no-python and --module exclude each other"),
+    ("--image x --nodes 2 --preempt-signal SIGTERM train.py", "has a meaning of its own"),
+    ("--image x --nodes 2 ''", "HF102: the training script's name is empty"),
+    ("--image x --nodes 2 train.py \udcff", "HF101: '\\udcff': not UTF-8, which manifests must be"),
     ("--imag x --nodes 2 --namespce y train.py", "HF101: --namespce is no option; did you mean --namespace?"),
 ]
 
@@ -174,6 +194,15 @@ def test_what_kubectl_refuses_is_said_with_its_own_words(
     assert "already exists" in first
     assert second == "holdfast: HF143: kubectl create ended with exit code 1; what it says is above"
     assert kubectl.exists()
+
+
+def test_a_kubectl_that_does_not_run(kubectl: Path, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "kubectl"
+    for text, said in (("garbage", "does not run: Exec format error"), ("#!/bin/sh\nkill -9 $$", "ended by signal 9")):
+        program.write_text(text)
+        code, out, err = submit(*IMAGE, "--nodes", "2", "--apply", "train.py")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert said in err
 
 
 def test_no_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

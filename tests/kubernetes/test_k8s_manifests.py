@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from tests.kubernetes.manifests import IMAGE, NEWEST, OLDEST, agent_of, job_of, pod_of, printed, submit, validate
+from tests.kubernetes.pods import expanded
 
 LINES = {
     "plain": (*IMAGE, "--nodes", "4", "train.py"),
@@ -41,7 +42,18 @@ LINES = {
             "--volume",
             "/raid:/raid",
         ),
-        *("--env", "A=1,2", "--env", "B=$(hostname)", "--env", "EMPTY=", "--env-from", "secret/wandb"),
+        *(
+            "--env",
+            "A=1,2",
+            "--env",
+            "B=$(hostname)",
+            "--env",
+            "C=a$$b$$(D)$",
+            "--env",
+            "EMPTY=",
+            "--env-from",
+            "secret/wandb",
+        ),
         *("--env-from", "configmap/settings", "--service-account", "trainer", "--pull-secret", "registry"),
         *("--priority-class", "batch", "--node-selector", "gpu.example/kind=b200", "--run-as", "1000:100"),
         *(
@@ -168,7 +180,10 @@ def test_what_is_said_of_the_pods_arrives_there() -> None:
     asked = {"cpu": "32", "memory": "256Gi", "amd.com/gpu": 8}
     assert agent["resources"] == {"requests": asked, "limits": asked}
     values = {each["name"]: each.get("value") for each in agent["env"]}
-    assert values | {"A": "1,2", "B": "$$(hostname)", "EMPTY": "", "OMP_NUM_THREADS": "4"} == values
+    assert (
+        values | {"A": "1,2", "B": "$$(hostname)", "C": "a$$$$b$$$$(D)$$", "EMPTY": "", "OMP_NUM_THREADS": "4"}
+        == values
+    )
     assert agent["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"configMapRef": {"name": "settings"}}]
     assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
     assert agent["volumeMounts"][0] == {"name": "shm", "mountPath": "/dev/shm"}
@@ -181,6 +196,7 @@ def test_what_is_said_of_the_pods_arrives_there() -> None:
     assert pod["serviceAccountName"] == "trainer"
     assert pod["nodeSelector"] == {"gpu.example/kind": "b200"}
     assert manifests[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert expanded(values["C"], {"D": "no"}) == "a$$b$$(D)$", "by Kubernetes' own rule"
     assert agent["workingDir"] == "/workspace"
     assert agent["args"][-6:] == ["--", "pkg.train", "--lr", "$$(date)", "--", "-x"]
     assert {"--module", "--max-restarts=3", "--nproc-per-node=8"} <= set(agent["args"])
@@ -201,7 +217,8 @@ def test_torchruns_own_word_for_nodes_and_a_meeting_place_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "name"), [("src/Train_GPT.py", "train-gpt"), ("7.py", "job-7"), ("a" * 70 + ".py", "a" * 40)]
+    ("script", "name"),
+    [("src/Train_GPT.py", "train-gpt"), ("7.py", "job-7"), ("bin/v1.2.sh", "v1-2-sh"), ("a" * 70 + ".py", "a" * 40)],
 )
 def test_the_name_of_the_script_is_the_jobs(script: str, name: str) -> None:
     assert printed(*IMAGE, "--nodes", "2", script)[-1]["metadata"]["name"] == name

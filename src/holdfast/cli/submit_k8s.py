@@ -88,12 +88,17 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
 
         made.insert(0, kubernetes.secret(job, secrets.token_hex(TOKEN_BYTES)))
     sys.stdout.flush()
-    done = subprocess.run(
-        [program, "create", f"--request-timeout={REQUEST_S_MAX}s", "-f", "-"],
-        input=documents(made).encode(),
-        check=False,
-    )
-    if done.returncode != 0:
+    try:
+        done = subprocess.run(
+            [program, "create", f"--request-timeout={REQUEST_S_MAX}s", "-f", "-"],
+            input=documents(made).encode(),
+            check=False,
+        )
+    except OSError as error:
+        raise SubmitError(f"{program} does not run: {error.strerror}") from None
+    if done.returncode < 0:
+        raise SubmitError(f"kubectl create was ended by signal {-done.returncode}")
+    if done.returncode > 0:
         raise SubmitError(f"kubectl create ended with exit code {done.returncode}; what it says is above")
     space = f" -n {job.namespace}" if job.namespace else ""
     selector = f"-l app.kubernetes.io/instance={job.name}"

@@ -9,14 +9,39 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, TypeVar
 
+from holdfast.cli.devices import NAMES, THIS_NODE
 from holdfast.cli.options import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
-from holdfast.cli.resolve import check_plain_values, served, stop_grace_s
+from holdfast.cli.program import command_kind
+from holdfast.cli.resolve import (
+    check_plain_values,
+    node_size,
+    preempt_signal,
+    served,
+    signals_to_handle,
+    stop_grace_s,
+    streams,
+)
 from holdfast.cli.values import is_number, node_range
-from holdfast.core.errors import EndpointError, NodesError, RendezvousConfigError, SubmitError, UsageError
+from holdfast.core.errors import (
+    EndpointError,
+    NodesError,
+    RendezvousConfigError,
+    ScriptError,
+    SubmitError,
+    UsageError,
+)
 from holdfast.rendezvous.conf import parse_conf
 from holdfast.rendezvous.token import TOKEN_VARIABLE
 from holdfast.schedulers import kubernetes_words as words
-from holdfast.schedulers.kubernetes import HEALTH_PORT, KubernetesJob, last_pod
+from holdfast.schedulers.kubernetes import (
+    HEALTH_PORT,
+    OWN_VARIABLES,
+    RENDEZVOUS_PORT,
+    RUNS_PATH,
+    SHM_PATH,
+    KubernetesJob,
+    last_pod,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +56,8 @@ SECRETIVE = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTI
 JOIN_S = 3600
 """Pods may wait long for machines; the others wait for them."""
 NODES_MAX = 10_000
+NUMBER_MAX = 2**31 - 1
+"""Of Kubernetes' counters."""
 
 
 def own(
@@ -88,6 +115,7 @@ TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest 
 def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
     """Raises CallerError for the first thing that cannot be."""
     given = parsed.values
+    check_text(line)
     check_plain_values(parsed)
     refuse_what_the_manifest_says(parsed)
     if not given.image:
@@ -95,11 +123,12 @@ def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
     least, most = nodes(parsed)
     name = job_name(parsed, most)
     gpus = at_least_0(parsed, "gpus")
-    processes = given.nproc_per_node if "nproc_per_node" in line.values else str(gpus or 1)
+    processes = workers(parsed, gpus)
+    check_run(parsed, processes, notices)
     env = several(parsed, "env", words.variable)
-    check_secrets(env, notices)
+    check_env(env, notices)
     cpus = checked(parsed, "cpus", words.cpus)
-    return KubernetesJob(
+    job = KubernetesJob(
         name=name,
         image=checked(parsed, "image", words.image),
         least=least,
@@ -113,7 +142,7 @@ def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
         cpus=cpus,
         memory=checked(parsed, "memory", words.size),
         shm=checked(parsed, "shm", words.size),
-        volumes=several(parsed, "volume", words.volume),
+        volumes=volumes(parsed),
         env=(*threads(cpus, processes, dict(env)), *env),
         env_from=several(parsed, "env_from", words.source),
         cwd=checked(parsed, "cwd", words.folder),
@@ -131,6 +160,54 @@ def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
         health_port=port(parsed, "health") or HEALTH_PORT,
         metrics_port=port(parsed, "metrics"),
     )
+    for key, value in job.labels:
+        if key in job.own_labels:
+            raise UsageError(f"--label {key}={value}: by this one the pods find each other; take another")
+    if job.grace_s > NUMBER_MAX:
+        raise UsageError("--drain-timeout, --shutdown-timeout: longer than Kubernetes can wait")
+    return job
+
+
+def check_text(line: Line) -> None:
+    """Raises UsageError for what no manifest can hold."""
+    for word in (*line.values.values(), line.script, *line.args):
+        if isinstance(word, str) and not word.isascii():
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise UsageError(f"{word!a}: not UTF-8, which manifests must be") from None
+
+
+def workers(parsed: Parsed, gpus: int) -> str:
+    """What --nproc-per-node is to be in the pods."""
+    text: str = parsed.values.nproc_per_node
+    if not parsed.given("nproc_per_node"):
+        return str(gpus or 1)
+    if text not in NAMES:  # what these mean, only the pod knows
+        node_size(parsed, {}, THIS_NODE._replace(torch=lambda _: 1))
+    return text
+
+
+def check_run(parsed: Parsed, processes: str, notices: list[str]) -> None:
+    """What the agents would refuse is refused now, as far as it can be told from here."""
+    if not parsed.values.training_script:
+        raise ScriptError("the training script's name is empty")
+    command_kind(parsed, notices)
+    signals_to_handle(parsed, notices)
+    preempt_signal(parsed)
+    for dest in ("redirects", "tee"):
+        streams(parsed, dest, int(processes) if is_number(processes) else NODES_MAX, notices)
+
+
+def volumes(parsed: Parsed) -> tuple[words.Volume, ...]:
+    """Raises UsageError where two things would be at one place."""
+    found = several(parsed, "volume", words.volume)
+    taken = {SHM_PATH: "the pods' own, see --shm", RUNS_PATH: "the runs' own, see --log-dir"}
+    for each in found:
+        if each.path in taken:
+            raise UsageError(f"--volume {each.name}:{each.path}: that place is {taken[each.path]}")
+        taken[each.path] = f"that of {each.name}"
+    return found
 
 
 def refuse_what_the_manifest_says(parsed: Parsed) -> None:
@@ -203,9 +280,11 @@ def threads(cpus: str, processes: str, env: dict[str, str]) -> list[tuple[str, s
     return [("OMP_NUM_THREADS", str(max(1, math.floor(number) // int(processes))))]
 
 
-def check_secrets(env: tuple[tuple[str, str], ...], notices: list[str]) -> None:
-    """A manifest is read by many. Raises SubmitError for the job's own token."""
+def check_env(env: tuple[tuple[str, str], ...], notices: list[str]) -> None:
+    """A manifest is read by many. Raises SubmitError for the job's own token, UsageError for what Kubernetes says."""
     for name, value in env:
+        if name in OWN_VARIABLES:
+            raise UsageError(f"--env {name}=...: Kubernetes tells this one to each pod; take another name")
         if name == TOKEN_VARIABLE:
             raise SubmitError(
                 f"--env {name}=...: would stand in the manifest; --apply makes a Secret, or --token-secret"
@@ -234,13 +313,15 @@ def port(parsed: Parsed, dest: str) -> int | None:
         return None
     if place.port == 0 or ":" in getattr(parsed.values, dest):
         raise parsed.error(dest, EndpointError, "in a pod it is a port, at the pod's own address")
+    if place.port == RENDEZVOUS_PORT:
+        raise parsed.error(dest, EndpointError, "that port is where the pods meet")
     return place.port
 
 
 def at_least_0(parsed: Parsed, dest: str) -> int:
     number: int = getattr(parsed.values, dest)
-    if number < 0:
-        raise parsed.error(dest, UsageError, "must be 0 or more")
+    if not 0 <= number <= NUMBER_MAX:
+        raise parsed.error(dest, UsageError, "must be 0 or more" if number < 0 else f"must be {NUMBER_MAX} or less")
     return number
 
 

@@ -21,13 +21,14 @@ CONTAINER = "agent"
 REPLICATED_JOB = "node"
 """Of a JobSet; part of its pods' host names."""
 RUNS_PATH = "/var/holdfast/runs"
+SHM_PATH = "/dev/shm"
 GRACE_SLACK_S = 15
 """Beyond draining and stopping: the end of the saver, of the logs, of the container."""
 STARTUP_S_MAX = 120
 LIVENESS_S = 20
 LIVENESS_FAILURES_MAX = 6
-POD_ADDRESS = "$(POD_IP)"
-POD_INDEX = "$(JOB_COMPLETION_INDEX)"
+OWN_VARIABLES = ("POD_IP", "JOB_COMPLETION_INDEX")
+POD_ADDRESS, POD_INDEX = (f"$({name})" for name in OWN_VARIABLES)
 """Kubernetes puts them into the arguments."""
 
 
@@ -310,12 +311,12 @@ def seconds(number: float) -> str:
 
 
 def verbatim(word: str) -> str:
-    """Kubernetes replaces `$(NAME)` in arguments and values, and leaves `$$(NAME)` as `$(NAME)`.
+    """Kubernetes replaces `$(NAME)` in arguments and values, and makes one `$` of any two.
 
     >>> verbatim("--tag=$(date)")
     '--tag=$$(date)'
     """
-    return word.replace("$(", "$$(")
+    return word.replace("$", "$$")
 
 
 def environment(job: KubernetesJob) -> list[object]:
@@ -393,7 +394,7 @@ def source(volume: Volume) -> Manifest:
 
 
 def mounts(job: KubernetesJob) -> list[object]:
-    made: list[object] = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": RUNS_PATH}]
+    made: list[object] = [{"name": "shm", "mountPath": SHM_PATH}, {"name": "runs", "mountPath": RUNS_PATH}]
     for number, volume in enumerate(job.volumes):
         mount: Manifest = {"name": f"volume-{number}", "mountPath": volume.path}
         if volume.read_only:

@@ -15,7 +15,11 @@ POD_SUFFIX_CHARS = 6
 
 HOST_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+IMAGE = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?/)?"  # registry
+    r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[A-Za-z0-9+._-]+:[0-9a-fA-F]{32,})?"
+)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 KEY_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -54,9 +58,9 @@ def name_from(script: str) -> str:
     """A job's name made of a script's, or of a module's.
 
     >>> name_from("src/Train_GPT.py"), name_from("pkg.train"), name_from("7.py")
-    ('train-gpt', 'train', 'job-7')
+    ('train-gpt', 'pkg-train', 'job-7')
     """
-    stem = script.rstrip("/").rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    stem = script.rstrip("/").rpartition("/")[2].removesuffix(".py")
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = name if name[:1].isalpha() else f"job-{name}".strip("-")
     return name[:40].rstrip("-")
@@ -78,7 +82,7 @@ def subdomain(text: str) -> str:
 
 def image(text: str) -> str:
     if not IMAGE.fullmatch(text):
-        raise ValueError("is no image; write [REGISTRY/]NAME[:TAG]")
+        raise ValueError("is no image; write [REGISTRY/]name[:TAG][@sha256:DIGEST], the name in lower case")
     return text
 
 
@@ -87,6 +91,8 @@ def cpus(text: str) -> str:
     found = AMOUNT.fullmatch(text)
     if not found or found[2] not in (None, "m") or float(found[1]) == 0:
         raise ValueError("must be a number of CPUs, as in 8, 0.5 or 500m")
+    if len(found[1].partition(".")[2]) > (0 if found[2] else 3):
+        raise ValueError("CPUs are counted in thousandths")
     return text
 
 
@@ -159,6 +165,11 @@ def volume(text: str) -> Volume:
     path, _, mode = rest.partition(":")
     if not colon or not path.startswith("/") or mode not in ("", "ro", "rw"):
         raise ValueError("must be SOURCE:/PATH or SOURCE:/PATH:ro")
+    if ".." in (*what.split("/"), *path.split("/")):
+        raise ValueError("a path must not go back by ..")
+    if not path.rstrip("/"):
+        raise ValueError("would hide everything that is in the image")
+    path = path.rstrip("/")
     if what.startswith("/"):
         return Volume("host", what, path, mode == "ro")
     kind, slash, name = what.partition("/")
