@@ -24,7 +24,8 @@ WAIT_S = 20.0
 ASK_BASH = """
 source {script}
 for line in "${{lines[@]}}"; do
-    read -ra COMP_WORDS <<< "${{line//=/ = }}"
+    cut=${{line//=/ = }} cut=${{cut//:/ : }}
+    read -ra COMP_WORDS <<< "${{cut//@/ @ }}"
     [[ $line == *" " ]] && COMP_WORDS+=("")
     COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
     _holdfast 2>/dev/null
@@ -42,6 +43,8 @@ ASKED: list[tuple[str, str]] = [
     ("holdfast run --start_method fo", "fork forkserver"),
     ("holdfast run --grow now --stan", "--standalone --standby"),
     ("holdfast run --role a --nproc-per-node g", "gpu"),
+    ("holdfast run --nnodes 1:4 --hosts me@a:8 --grow=n", "now never"),
+    ("holdfast run --nnodes 1:4 train.py --gro", ""),
     ("holdfast run --standalone train.py --gro", ""),
     ("holdfast run -- train.py --gro", ""),
     ("holdfast launch --use", "--use-env"),
@@ -168,6 +171,10 @@ def test_the_tab_key(terminal: Terminal) -> None:
         ("holdfast run --grow nev", "holdfast run --grow never "),
         ("holdfast run --grow=nev", "holdfast run --grow=never "),
         ("holdfast run --log-dir fol", "holdfast run --log-dir folder-of-runs/"),
+        (
+            "holdfast run --nnodes 1:4 --rdzv-endpoint a:1 --grow nev",
+            "holdfast run --nnodes 1:4 --rdzv-endpoint a:1 --grow never ",
+        ),
         ("holdfast run --standalone tra", "holdfast run --standalone train.py "),
         ("holdfast run train.py --data num", "holdfast run train.py --data numbers.txt "),
         ("holdfast explain HF24", "HF240"),

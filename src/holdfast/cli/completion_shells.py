@@ -39,10 +39,10 @@ _holdfast() {
     local options valued script beside nothing values files word each last='' expects='' given='' i
     local -a line=()
     COMPREPLY=()
-    # bash cuts words at "=": they are put together again.
+    # bash cuts words at "=", ":" and "@" (ranges, endpoints, hosts): they are put together again.
     for ((i = 1; i <= COMP_CWORD; i++)); do
         each=${COMP_WORDS[i]}
-        if ((${#line[@]})) && [[ $each == "=" || $last == "=" ]]; then
+        if ((${#line[@]})) && [[ $each == +([=:@]) || $last == +([=:@]) ]]; then
             line[${#line[@]}-1]+=$each
         else
             line+=("$each")
