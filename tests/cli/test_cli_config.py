@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import config, main
+from holdfast.cli.config import FILE_BYTES_MAX
 from holdfast.cli.config_file import LINE_ONLY, OPTIONS_BY_KEY, read
 from holdfast.cli.grammar import FROM_DEFAULT, FROM_FLAG, Parsed, parse
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
@@ -120,6 +121,8 @@ def test_a_file_that_is_named_and_none_at_all(site: Path) -> None:
     assert parsed(environ={"HOLDFAST_NO_CONFIG": "1"}).values.max_restarts == 0
     with pytest.raises(UsageError, match="exclude each other"):
         parsed("--config", str(named), "--no-config")
+    assert parsed("--no-config", environ={"HOLDFAST_CONFIG": str(named)}).values.max_restarts == 0
+    assert parsed("--config", str(named), environ={"HOLDFAST_NO_CONFIG": "1"}).values.max_restarts == 2
     with pytest.raises(ConfigFileError, match=r"nowhere.toml: No such file"):
         parsed("--config", "nowhere.toml")
     project.write_text("[project]\nname = 'x'")
@@ -143,7 +146,7 @@ def test_a_deleted_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 LOADED = """
 import sys
 from holdfast.cli import config
-config.configure({"config": "", "no_config": False})
+config.configure({"config": "", "no_config": False}, {})
 print(*sys.modules)
 """
 
@@ -207,6 +210,8 @@ def test_every_option_of_a_run_is_a_key() -> None:
 def test_folders_are_meant_from_where_the_file_is(site: Path) -> None:
     own('log-dir = "runs"', site)
     assert parsed().values.log_dir == str(site / "runs")
+    own('log-dir = "~/runs"', site)
+    assert parsed().values.log_dir == os.path.expanduser("~/runs"), "no shell has seen it"
 
 
 def test_the_order_default_file_variable_command_line() -> None:
@@ -260,6 +265,8 @@ BAD = [
     ("role = ['a']", "role: must be a text, and is a list, ['a']"),
     ("preload = [1.5]", "preload: must be a text or a list of texts, and is a list, [1.5]"),
     ("log-dir = 2001-01-01", "log-dir: must be a text, and is a date or time"),
+    ('role = "a\\u0000"', "role: must have no NUL in it"),
+    pytest.param(f"role = '{'x' * FILE_BYTES_MAX}'", "holdfast.toml: larger than 1048576 bytes", id="large"),
     ("grow = 'later'", "grow: 'later' must be one of now, drain, never"),
     ("[rdzv-conf]\na = 'b,c'", "rdzv-conf: a must have no comma in it"),
     ("[rdzv-conf]\na = []", "rdzv-conf: a must be a text, a number, true or false, and is a list, []"),

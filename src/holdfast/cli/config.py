@@ -9,6 +9,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from holdfast.cli.grammar import FROM_FLAG
 from holdfast.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,11 +21,14 @@ FILE_BYTES_MAX = 1 << 20
 OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 
 
-def configure(given: Mapping[str, object]) -> Configured:
+def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
     """What the file that counts for these values of --config and --no-config says. Raises UsageError, ConfigFileError."""
     path, no_file = str(given["config"]), given["no_config"]
     if path and no_file:
-        raise UsageError(f"--config {path} and --no-config exclude each other")
+        by_flag = [sources[dest] == FROM_FLAG for dest in ("config", "no_config")]
+        if by_flag[0] == by_flag[1]:
+            raise UsageError(f"--config {path} and --no-config exclude each other")
+        no_file = by_flag[1]  # the line counts before a variable
     if no_file:
         return {}
     if path:

@@ -73,9 +73,13 @@ def read(path: str) -> dict[str, Setting]:
 def read_text(path: str) -> str:
     try:
         with open(path, "rb") as file:
-            return file.read(FILE_BYTES_MAX).decode()
+            content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigFileError(f"{path}: {error.strerror}") from None
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigFileError(f"{shown(path)}: larger than {FILE_BYTES_MAX} bytes")
+    try:
+        return content.decode()
     except UnicodeDecodeError as error:
         raise ConfigFileError(f"{shown(path)}: not UTF-8 at byte {error.start}") from None
 
@@ -144,7 +148,10 @@ def value_of(option: Option, raw: object, folder: str) -> object:
     if option.kind == FLOAT and isinstance(raw, int | float) and kind is not bool:
         return float(raw)
     if option.kind not in (FLAG, INT, FLOAT):
-        return CONVERTERS[option.kind](chosen(option, text_of(option, raw, folder)))
+        text = text_of(option, raw, folder)
+        if "\0" in text:  # no shell could have typed it, and no process can be told
+            raise ValueError("must have no NUL in it")
+        return CONVERTERS[option.kind](chosen(option, text))
     wanted = {FLAG: bool, INT: int, FLOAT: float}[option.kind]
     raise ValueError(f"must be {WORDS[wanted]}, and is {said(raw)}")
 
@@ -153,7 +160,7 @@ def text_of(option: Option, raw: object, folder: str) -> str:
     """What would stand on the command line."""
     is_list = option.kind == LIST or option.metavar.endswith(LISTED)
     if isinstance(raw, str):
-        return os.path.join(folder, raw) if option.metavar in PATHS and raw else raw
+        return os.path.join(folder, os.path.expanduser(raw)) if option.metavar in PATHS and raw else raw
     if type(raw) is int and (option.dest in NUMBERS_TOO or is_list):
         return str(raw)
     if isinstance(raw, list) and is_list and all(isinstance(item, str) or type(item) is int for item in raw):

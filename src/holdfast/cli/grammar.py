@@ -102,9 +102,9 @@ def parse(
     table: Sequence[Option],
     *,
     needs_script: bool = True,
-    configure: Callable[[Mapping[str, object]], Configured] | None = None,
+    configure: Callable[[Mapping[str, object], Mapping[str, str]], Configured] | None = None,
 ) -> Parsed:
-    """Flags over variables over `configure` (told all values so far) over defaults.
+    """Flags over variables over `configure` (told all values so far, and their sources) over defaults.
 
     `help` and `version` need no script; nothing else is looked at then. Raises UsageError for the line,
     EnvironmentValueError for a variable, and what `configure` raises.
@@ -127,7 +127,7 @@ def parse(
             values[option.dest] = list[str]() if option.kind == LIST else option.default
             sources[option.dest] = FROM_DEFAULT
     if configure is not None and not asks_about_us:
-        for dest, setting in configure(values).items():
+        for dest, setting in configure(values, sources).items():
             if sources.get(dest) == FROM_DEFAULT:
                 values[dest], sources[dest] = setting.value, setting.place
     namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
