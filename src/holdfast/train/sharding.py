@@ -227,20 +227,11 @@ def assign(held: Sequence[Sequence[Piece]], nodes: Sequence[str]) -> list[tuple[
     """By rank: numbers of its pieces that it writes to the disk, and of those that only its node's memory needs."""
     disk = _deal(held)
     beside: list[set[_Index]] = [set() for _ in held]
-    for node in set(nodes):
-        ranks = [rank for rank, other in enumerate(nodes) if other == node]
-        there = set().union(*(disk[rank] for rank in ranks))
-        size = dict.fromkeys(ranks, 0)
-        for rank in ranks:
-            for piece in held[rank]:
-                index = (piece.key, piece.offsets)
-                if index in there:
-                    continue
-                there.add(index)
-                holders = [each for each in ranks if any((p.key, p.offsets) == index for p in held[each])]
-                least = min(holders, key=size.__getitem__)
-                beside[least].add(index)
-                size[least] += piece.entry.nbytes
+    ranks_of: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    for ranks in ranks_of.values():
+        _deal_beside(held, ranks, disk, beside)
     return [
         (
             [number for number, piece in enumerate(pieces) if (piece.key, piece.offsets) in disk[rank]],
@@ -248,6 +239,26 @@ def assign(held: Sequence[Sequence[Piece]], nodes: Sequence[str]) -> list[tuple[
         )
         for rank, pieces in enumerate(held)
     ]
+
+
+def _deal_beside(
+    held: Sequence[Sequence[Piece]], ranks: Sequence[int], disk: Sequence[set[_Index]], beside: list[set[_Index]]
+) -> None:
+    """What none of a node's ranks writes to the disk: each piece once, to whoever of those that hold it has least so far."""
+    there = set().union(*(disk[rank] for rank in ranks))
+    holders: dict[_Index, list[int]] = {}
+    wanted: dict[_Index, Piece] = {}
+    for rank in ranks:
+        for piece in held[rank]:
+            index = (piece.key, piece.offsets)
+            if index not in there:
+                wanted.setdefault(index, piece)
+                holders.setdefault(index, []).append(rank)
+    size = dict.fromkeys(ranks, 0)
+    for index, piece in wanted.items():
+        least = min(holders[index], key=size.__getitem__)
+        beside[least].add(index)
+        size[least] += piece.entry.nbytes
 
 
 def plan(
