@@ -85,9 +85,11 @@ def test_all_of_a_line_comes_from_the_step() -> None:
         ("--rdzv-backend static train.py", {"nnodes", "node_rank", "rdzv_endpoint", "rdzv_id"}),
         ("--standalone train.py", set()),
         ("--nnodes 1 train.py", set()),
-        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 train.py", set()),
-        ("--nnodes 2 --master-addr h --node-rank 1 train.py", set()),
-        ("--rdzv-backend etcd --rdzv-endpoint h:1 train.py", set()),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:1 train.py", {"node_rank", "rdzv_id"}),
+        ("--nnodes 2 --master-addr h --node-rank 1 train.py", {"rdzv_id"}),
+        ("--rdzv-backend etcd --rdzv-endpoint h:1 train.py", {"nnodes", "node_rank", "rdzv_id"}),
+        ("--nnodes 1:2 --rdzv-backend etcd --rdzv-endpoint h:1 train.py", {"node_rank", "rdzv_id"}),
+        ("--nnodes 3 --rdzv-endpoint h:1 train.py", set()),  # with the nodes of another step
     ],
 )
 def test_what_is_said_wins(line: str, left: set[str]) -> None:
@@ -113,13 +115,24 @@ def test_workers_by_gpus_unless_said() -> None:
     assert "nproc_per_node" not in differing("--nproc-per-node 1 train.py", SLURM_GPUS_ON_NODE="2")
 
 
-@pytest.mark.parametrize(("line", "refused"), [("train.py", True), ("--standalone train.py", False)])
-def test_two_agents_on_a_node_are_refused(line: str, refused: bool) -> None:
-    if not refused:
-        taken(line, SLURM_STEP_TASKS_PER_NODE="1,2")
-        return
+@pytest.mark.parametrize("line", ["train.py", "--rdzv-backend etcd --rdzv-endpoint h:1 train.py"])
+def test_two_agents_on_a_node_are_refused_once(line: str) -> None:
     with pytest.raises(NodesError, match=r"2 tasks on n2.*--ntasks-per-node=1"):
         taken(line, SLURM_STEP_TASKS_PER_NODE="1,2")
+    with pytest.raises(SystemExit) as quiet:
+        taken(line, SLURM_STEP_TASKS_PER_NODE="1,2", SLURM_PROCID="2")
+    assert quiet.value.code == NodesError.exit_code
+
+
+@pytest.mark.parametrize("line", ["--standalone train.py", "--nnodes 3 --rdzv-endpoint h:1 train.py"])
+def test_several_agents_on_a_node_are_as_the_line_says(line: str) -> None:
+    taken(line, SLURM_STEP_TASKS_PER_NODE="1,2")
+
+
+def test_slurms_signal_is_a_notice_unless_said() -> None:
+    assert differing("--slurm train.py")["preempt_signal"] == "USR1"
+    assert "preempt_signal" not in differing("--slurm --preempt-signal USR2 train.py")
+    assert "preempt_signal" not in differing("train.py")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +187,28 @@ def test_slurm_in_a_batch_script_is_one_srun() -> None:
         *["--kill-on-bad-exit=0", "--no-kill", "--wait=0"],
     ]
     assert words[8:] == ["-m", "holdfast", "run", "--slurm", "train.py", "a,b"]
+
+
+def test_each_component_of_a_heterogeneous_job_has_its_agents() -> None:
+    job = {
+        **BATCH,
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",
+        "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2",
+    }
+    words = srun_line(job, "run", ["--slurm", "train.py"])
+    first, second = words[1 : words.index(":")], words[words.index(":") + 1 :]
+    assert first[:3] == ["--het-group=0", "--nodes=1", "--ntasks=1"]
+    assert second[:3] == ["--het-group=1", "--nodes=2", "--ntasks=2"]
+    assert first[3:] == second[3:]
+
+
+def test_a_colon_of_the_scripts_is_not_sruns() -> None:
+    """Alone it would begin the line of another component."""
+    words = srun_line(BATCH, "run", ["--slurm", "train.py", ":", "b c"])
+    assert ":" not in words
+    assert words[-3:-1] == ["sh", "-c"]
+    assert shlex.split(words[-1])[-3:] == ["train.py", ":", "b c"]
 
 
 def test_slurm_outside_of_a_job_is_refused() -> None:

@@ -1,7 +1,7 @@
 """`holdfast run` in a Slurm job: what the step says fills what nobody said, and --slurm becomes one srun.
 
 Imported only where --slurm is given or the environment is a step's. What flags, variables or files say wins, value by
-value; where they say how the nodes meet, the step says nothing about that.
+value; where they say where the nodes meet, the step still says how many there are and which one this is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.values import node_range
-from holdfast.core.errors import EnvironmentValueError, MissingPackageError, SupersededError, UsageError
+from holdfast.core.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
 from holdfast.rendezvous.token import TOKEN_VARIABLE
 from holdfast.schedulers.slurm_step import Step, address_of, number, read_step
 
@@ -26,6 +26,8 @@ CHECK_VARIABLE = "HOLDFAST_SLURM_CHECK_S"
 PLACE = ("rdzv_endpoint", "master_addr", "master_port")
 OWN_PLACE_BACKENDS = ("c10d", "static")
 TOKEN_BYTES = 32
+NOTICE = "USR1"
+"""What is taken for sbatch's --signal with --slurm, which has no other use for it."""
 
 
 def take_in(
@@ -35,14 +37,17 @@ def take_in(
     step = read_step(environ)
     if step is None:
         return parsed, None
-    if says_how_to_meet(parsed):
-        found = dict[str, object]()
-    else:
-        step.check_one_agent_per_node()
-        found = meeting(parsed, step, address)
     one_agent = max(step.tasks) == 1
+    try:
+        found = meeting(parsed, step, address)
+    except NodesError as error:
+        if number(environ, "SLURM_PROCID", 0):
+            raise SystemExit(error.exit_code) from None  # the first task says why, once
+        raise
     if not parsed.given("nproc_per_node") and step.gpus and one_agent:
         found["nproc_per_node"] = str(step.gpus)
+    if parsed.values.slurm and not parsed.given("preempt_signal"):
+        found["preempt_signal"] = NOTICE
     values = SimpleNamespace(**{**vars(parsed.values), **found})
     sources = {**parsed.sources, **dict.fromkeys(found, FROM_STEP)}
     if parsed.given("rdzv_conf"):
@@ -59,12 +64,15 @@ def take_in(
     )
 
 
-def says_how_to_meet(parsed: Parsed) -> bool:
-    """Whether the line stands on its own, as torchrun's does."""
-    given = parsed.values
-    alone = given.standalone or (parsed.given("nnodes") and not any(map(parsed.given, PLACE)) and is_one(parsed))
-    foreign = parsed.given("rdzv_backend") and given.rdzv_backend not in OWN_PLACE_BACKENDS
-    return alone or foreign or any(map(parsed.given, PLACE))
+def stands_alone(parsed: Parsed) -> bool:
+    """Whether the line is about one node, and meets nobody."""
+    return bool(parsed.values.standalone) or (parsed.given("nnodes") and is_one(parsed) and not says_where(parsed))
+
+
+def says_where(parsed: Parsed) -> bool:
+    """Whether the line says where the nodes meet, as torchrun's does."""
+    foreign = parsed.given("rdzv_backend") and parsed.values.rdzv_backend not in OWN_PLACE_BACKENDS
+    return foreign or any(map(parsed.given, PLACE))
 
 
 def is_one(parsed: Parsed) -> bool:
@@ -82,22 +90,30 @@ def most_nodes(parsed: Parsed, step: Step | None) -> int:
 
 
 def meeting(parsed: Parsed, step: Step, address: Callable[[str], str]) -> dict[str, object]:
-    """How the tasks of this step find each other, as far as nobody said it."""
-    several = len(step.nodes) > 1
+    """How the tasks of this step find each other, as far as nobody said it. Raises NodesError."""
+    if stands_alone(parsed):
+        return {}
+    several, elsewhere = len(step.nodes) > 1, says_where(parsed)
+    if elsewhere and parsed.given("nnodes") and (max(step.tasks) > 1 or most_nodes(parsed, step) > len(step.nodes)):
+        return {}  # several agents on a node, or several steps, meet there: no step speaks for all of them
+    step.check_one_agent_per_node()
     found: dict[str, object] = {"rdzv_id": step.run_id}
     if several:
         found["nnodes"] = str(len(step.nodes))
         found["node_rank"] = step.node_rank
+    if several and not elsewhere:
         found["rdzv_backend"] = "c10d"
     found = {dest: value for dest, value in found.items() if not parsed.given(dest)}
-    if several:
-        host = address(step.nodes[0])
-        found["rdzv_endpoint"] = f"[{host}]:{step.port}" if ":" in host else f"{host}:{step.port}"
-        backend = found.get("rdzv_backend", parsed.values.rdzv_backend)
-        conf = parsed.values.rdzv_conf
-        if backend == "c10d" and "is_host" not in conf:
-            # The first node hosts, whatever its name resolves to there; another one never meets itself.
-            found["rdzv_conf"] = ",".join(filter(None, [conf, f"is_host={int(step.node_rank == 0)}"]))
+    return {**found, **place(parsed, step, address)} if several and not elsewhere else found
+
+
+def place(parsed: Parsed, step: Step, address: Callable[[str], str]) -> dict[str, object]:
+    """The step's first node, which hosts whatever its name resolves to there; another one never meets itself."""
+    host = address(step.nodes[0])
+    found: dict[str, object] = {"rdzv_endpoint": f"[{host}]:{step.port}" if ":" in host else f"{host}:{step.port}"}
+    conf = parsed.values.rdzv_conf
+    if "is_host" not in conf and not (parsed.given("rdzv_backend") and parsed.values.rdzv_backend == "static"):
+        found["rdzv_conf"] = ",".join(filter(None, [conf, f"is_host={int(step.node_rank == 0)}"]))
     return found
 
 
@@ -146,23 +162,37 @@ def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> 
             "--slurm is for a batch script or salloc, and this is no Slurm job (SLURM_JOB_ID is not set); "
             "from here write: holdfast submit --slurm -N NODES ..."
         )
-    nodes = number(environ, "SLURM_JOB_NUM_NODES", number(environ, "SLURM_NNODES", 1))
-    if nodes < 1:
-        raise EnvironmentValueError(f"SLURM_JOB_NUM_NODES={nodes}: a job has at least one node")
+    agent = [sys.executable, "-m", "holdfast", command, *argv]
+    if ":" in agent:  # alone it is srun's, wherever it stands
+        agent = ["sh", "-c", f"exec {shlex.join(agent)}"]
+    components = number(environ, "SLURM_HET_SIZE", 1)
+    if components < 2:
+        return ["srun", *one_per_node(job_nodes(environ)), *agent]
+    words = ["srun"]
+    for index in range(components):
+        nodes = job_nodes(environ, f"_HET_GROUP_{index}")
+        words += [*([":"] if index else []), f"--het-group={index}", *one_per_node(nodes), *agent]
+    return words
+
+
+def one_per_node(nodes: int) -> list[str]:
     return [
-        "srun",
         f"--nodes={nodes}",
         f"--ntasks={nodes}",
         "--ntasks-per-node=1",
         "--kill-on-bad-exit=0",
         "--no-kill",
         "--wait=0",
-        sys.executable,
-        "-m",
-        "holdfast",
-        command,
-        *argv,
     ]
+
+
+def job_nodes(environ: Mapping[str, str], component: str = "") -> int:
+    """How many nodes the job has, or a component of a heterogeneous one. Raises EnvironmentValueError."""
+    variable = f"SLURM_JOB_NUM_NODES{component}"
+    nodes = number(environ, variable, number(environ, f"SLURM_NNODES{component}", 1))
+    if nodes < 1:
+        raise EnvironmentValueError(f"{variable}={nodes}: a job has at least one node")
+    return nodes
 
 
 def srun_environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:

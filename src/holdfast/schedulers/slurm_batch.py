@@ -45,7 +45,8 @@ def head(batch: Batch) -> list[str]:
     if not batch.gave("job-name"):
         lines.append(f"#SBATCH --job-name={batch.name}")
     lines += [f"#SBATCH {each}" for each in batch.directives]
-    lines += ["# One agent on each node; it starts that node's workers.", "#SBATCH --ntasks-per-node=1"]
+    if not batch.gave("ntasks-per-node"):
+        lines += ["# One agent on each node; it starts that node's workers.", "#SBATCH --ntasks-per-node=1"]
     if not batch.gave("no-kill"):
         lines += [
             "# A node that dies does not end the job: holdfast goes on without it if --nnodes allows.",

@@ -56,7 +56,7 @@ SHORT = dict(
     ]
 )
 """sbatch's -m (--distribution) is missing: `-m` is the training script's, as in `python -m`."""
-ONE_AGENT = "holdfast starts one agent on each node, and that its workers; say -N NODES and --nproc-per-node"
+ONE_AGENT = "holdfast starts one agent on each node, which starts its workers; say -N NODES and --nproc-per-node"
 REFUSED = {
     "ntasks": ONE_AGENT,
     "ntasks-per-core": ONE_AGENT,
@@ -80,10 +80,14 @@ class Directive(NamedTuple):
         return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
 
 
+HARMLESS = Directive("ntasks-per-node", "1")
+"""Nothing else is meant."""
+
+
 def check(directives: list[Directive]) -> None:
     """Raises UsageError for what contradicts one agent per node, or what would break the batch script."""
     for directive in directives:
-        if directive.name in REFUSED:
+        if directive.name in REFUSED and directive != HARMLESS:
             raise UsageError(f"{directive}: {REFUSED[directive.name]}")
         if "\n" in (directive.value or ""):
             raise UsageError(f"--{directive.name}: a value of sbatch's has one line")
