@@ -126,7 +126,7 @@ except SnapshotWriteError as error:
     assert "File too large; is there a limit on file sizes (ulimit -f)?" in done.stdout, done.stderr
     assert newest(tmp_path).step == 1
     assert is_whole(newest(tmp_path))
-    assert len(folder.survey(tmp_path).debris) == 1, "what the failed rank left waits for rank 0's commit"
+    assert folder.survey(tmp_path).debris == (), "rank 0 gives up what it cannot write, with what others have written"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to what is read-only; see the read-only disk above")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from holdfast.snapshots import shelf
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.attempt import Ticket, begin
 from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
 from holdfast.snapshots.slots import Owner, Slots
 from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed, until
@@ -48,3 +48,54 @@ def test_a_life_that_went_back_to_an_older_step_is_rescued_too(tmp_path: Path) -
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     until(lambda: list(committed(tmp_path)) == [30], done.stderr)
     until(lambda: not Path(done.stdout.strip()).exists())
+
+
+def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) -> None:
+    """The other one was killed between rank 0's word and its own: both have the step in memory."""
+    held = shelf.Shelf.make("half")
+    folder, number = tmp_path / "snaps", rescue_attempt()
+    anchor = subprocess.Popen(["sleep", "600"])
+    clients = []
+    for rank in (0, 1):
+        clients.append(SaverClient(Place(held.path, rank, 3, anchor.pid, held)))
+        own = Slots(held.path, Owner(rank, rank, 2, 3))
+        memory = own.stage(40, SIZE)
+        assert memory is not None
+        slot = own.commit(Ticket(str(folder), 40, number, rank, 2, {"save": 1}).to_json())
+        if rank == 0:
+            clients[0].persist(slot, Ticket(str(folder), 40, begin(folder, 40), 0, 2))
+        own.close()
+    for client in clients:
+        client._drop()
+    anchor.kill()
+    anchor.wait()
+    held.close()
+    until(lambda: list(committed(folder)) == [40])
+    until(lambda: not held.path.exists(), "nobody waits for what rank 1 never handed over")
+    assert [path.name for path in folder.iterdir()] == [f"step_000000040.{number}"]
+
+
+def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Path) -> None:
+    """What is in memory alone is written when all ranks have let go of the folder, not when the job ends."""
+    held = shelf.Shelf.make("two")
+    anchor = subprocess.Popen(["sleep", "600"])
+    first, number, slots = tmp_path / "a", rescue_attempt(), []
+    first.mkdir()
+    clients = [SaverClient(Place(held.path, rank, 0, anchor.pid, held)) for rank in (0, 1)]
+    for rank in (0, 1):
+        slots.append(Slots(held.path, Owner(rank, rank, 2, 0)))
+        assert slots[-1].stage(40, SIZE) is not None
+        slots[-1].commit(Ticket(str(first), 40, number, rank, 2).to_json())
+    again = []
+    for rank, client in enumerate(clients):
+        client.close(ahead=True)
+        again.append(SaverClient(Place(held.path, rank, 0, anchor.pid, held)))
+    until(lambda: list(committed(first)) == [40])
+    for client in again:
+        client.close()
+    for own in slots:
+        own.close()
+    anchor.kill()
+    anchor.wait()
+    held.close()
+    until(lambda: not held.path.exists())

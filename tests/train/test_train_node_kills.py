@@ -47,33 +47,47 @@ def until(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Has two nodes of one rank each, with these steps in memory, die at one moment."""
-    anchor = subprocess.Popen(["sleep", "600"])
-    shelves = [shelf.Shelf.make(f"pretend{rank}") for rank in range(2)]
+class Nodes:
+    """Two pretended nodes of one rank each."""
 
-    def crash(folder: Path, *steps: tuple[int, ...]) -> None:
-        clients, number = [], rescue_attempt()
-        for rank, (held, its_steps) in enumerate(zip(shelves, steps, strict=True)):
-            clients.append(SaverClient(Place(held.path, 0, 1, anchor.pid, held)))
+    def __init__(self) -> None:
+        self.anchor = subprocess.Popen(["sleep", "600"])
+        self.shelves = [shelf.Shelf.make(f"pretend{rank}") for rank in range(2)]
+
+    def crash(self, *states: tuple[tuple[Path, int], ...]) -> None:
+        """Both die at one moment, with these states (folder, step) in memory."""
+        clients = []
+        numbers = {path: rescue_attempt() for each in states for path, _ in each}
+        for rank, (held, its_states) in enumerate(zip(self.shelves, states, strict=True)):
+            clients.append(SaverClient(Place(held.path, 0, 1, self.anchor.pid, held)))
             own = Slots(held.path, Owner(0, rank, 2, 1))
-            for step in its_steps:
+            for path, step in its_states:
                 memory = own.stage(step, 4096)
                 assert memory is not None
                 memory[:] = bytes([step + rank]) * 4096
-                own.commit(Ticket(str(folder), step, number, rank, 2).to_json(), {"step": step})
+                own.commit(Ticket(str(path), step, numbers[path], rank, 2).to_json(), {"step": step})
             own.close()
         for client in clients:
             client._drop()  # as death does it
 
-    yield crash
-    for pid in savers_of(shelves):
-        os.kill(pid, signal.SIGKILL)
-    for held in shelves:
-        held.remove()
-    anchor.kill()
-    anchor.wait()
+    def end(self) -> None:
+        """Launchers' ends let savers end when they have nothing left to do."""
+        self.anchor.kill()
+        self.anchor.wait()
+
+    def close(self) -> None:
+        for pid in savers_of(self.shelves):
+            os.kill(pid, signal.SIGKILL)
+        for held in self.shelves:
+            held.remove()
+        self.end()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    yield made
+    made.close()
 
 
 def savers_of(shelves: list[shelf.Shelf]) -> list[int]:
@@ -90,24 +104,51 @@ def committed(folder: Path) -> list[str]:
     return sorted(path.name.partition(".")[0] for path in folder.glob("step_*"))
 
 
-def test_two_nodes_write_the_step_that_both_have(tmp_path: Path, nodes: Callable[..., None]) -> None:
-    nodes(tmp_path, (20, 40), (20, 40))
-    until(lambda: committed(tmp_path) == ["step_000000040"], "the newest step is committed")
-    (path,) = tmp_path.glob("step_*")
+def of(folder: Path, *steps: int) -> tuple[tuple[Path, int], ...]:
+    return tuple((folder, step) for step in steps)
+
+
+@pytest.mark.parametrize("other", [(20, 40), (40, 60)])
+def test_two_nodes_write_the_newest_step_that_both_have(tmp_path: Path, nodes: Nodes, other: tuple[int, ...]) -> None:
+    nodes.crash(of(tmp_path, 20, 40), of(tmp_path, *other))
+    nodes.end()
+    until(lambda: not savers_of(nodes.shelves), "the savers have ended")
+    (path,) = tmp_path.iterdir()  # the meeting has left nothing
+    assert path.name.startswith("step_000000040.")
     assert [(path / f"rank_0000{rank}.safetensors").read_bytes() for rank in (0, 1)] == [
         bytes([40 + rank]) * 4096 for rank in (0, 1)
     ]
+    assert folder.inspect(path).manifest.world == 2
 
 
-@pytest.mark.parametrize("steps", [((40,), (60,)), ((20, 40), (40, 60)), ((40,), ())])
-def test_steps_are_not_mixed_and_no_rank_is_left_out(
-    tmp_path: Path, nodes: Callable[..., None], steps: tuple[tuple[int, ...], ...]
-) -> None:
-    nodes(tmp_path, *steps)
-    until(lambda: list(tmp_path.glob("attempt.step_*/rank_00000.json")), "rank 0 has written its part")
+def test_rank_0_goes_back_too(tmp_path: Path, nodes: Nodes) -> None:
+    nodes.crash(of(tmp_path, 40, 60), of(tmp_path, 20, 40))
+    until(lambda: committed(tmp_path) == ["step_000000040"], "the newest step of both")
+
+
+def test_every_folder_gets_its_newest_step(tmp_path: Path, nodes: Nodes) -> None:
+    """A job that closed one and opened another."""
+    one, other = tmp_path / "a", tmp_path / "b"
+    for each in (one, other):
+        each.mkdir()
+    nodes.crash((*of(one, 60), *of(other, 40)), (*of(one, 60), *of(other, 40)))
+    until(lambda: committed(one) == ["step_000000060"], "of the first folder")
+    until(lambda: committed(other) == ["step_000000040"], "of the second")
+
+
+def test_steps_are_not_mixed(tmp_path: Path, nodes: Nodes) -> None:
+    nodes.crash(of(tmp_path, 40), of(tmp_path, 60))
+    nodes.end()
+    until(lambda: not savers_of(nodes.shelves), "the savers have met and ended")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_rank_is_left_out(tmp_path: Path, nodes: Nodes) -> None:
+    nodes.crash(of(tmp_path, 40), ())
+    until(lambda: list(tmp_path.glob("attempt.step_*/rank_00000.offer")), "rank 0 waits for the other")
     time.sleep(0.5)
     assert committed(tmp_path) == []
-    assert not list(tmp_path.glob("*/rank_00001.json"))
     folder.clear_debris(folder.survey(tmp_path))  # as the next life does
-    time.sleep(0.2)
-    assert [path.name for path in tmp_path.glob("*step_*")] == []
+    nodes.end()
+    until(lambda: not savers_of(nodes.shelves), "the savers have ended")
+    assert list(tmp_path.iterdir()) == []

@@ -126,7 +126,7 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
 
     The buffer (an image, see image.py) must not change meanwhile. It is written without a copy when it begins at a
     multiple of 4096 in memory, as slots do. On failure what was written is removed, to give a full disk its space back,
-    and a refusal is left for rank 0, which then need not wait. SnapshotWriteError.
+    and a refusal is left for rank 0, which then need not wait; rank 0 itself gives the attempt up. SnapshotWriteError.
     """
     data = memoryview(buffer).cast("B")
     folder = ticket.attempt_path
@@ -253,3 +253,5 @@ def _refuse(ticket: Ticket, why: str) -> None:
         (folder / layout.rank_file(ticket.rank)).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         disk.write_atomically(folder / layout.refusal_file(ticket.rank), why)
+    if ticket.rank == 0:  # nobody will commit it: the others' files, too, give their space back
+        abandon(ticket)

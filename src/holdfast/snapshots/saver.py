@@ -8,8 +8,8 @@ process detaches itself, and ANCHOR is the process whose end is the job's (torch
 What it promises, in what order things end:
 - A save whose packet was sent is carried out, be the sender dead or alive: the packet waits in the socket, and with it
   the descriptor whose lock keeps the slot from being staged into.
-- When a worker of this node has died without a goodbye and no other is left, the newest step that all of them have in
-  memory is written too, if it is newer than what is on disk (`_rescue`).
+- When a worker of this node has died without a goodbye and no other is left of those beside it, the newest step that all
+  ranks of the job have in memory is written too, of each snapshot folder, if it is newer than what is on disk (rescue.py).
 - "finish" from the agent: everything that is in flight is carried out, then it ends. The agent waits packets.FINISH_LIMIT_S.
 - The agent is gone without that: it ends at once, and what was in flight is an attempt that was never committed.
 - Without an agent: it ends, and removes the shelf, when the anchor is gone, no worker is left and nothing is in flight.
@@ -35,8 +35,9 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.snapshots import packets, shelf, slots
-from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saving import RESCUE_PATIENCE_S, Save, Tell, carry_out, newest_on_disk, ticket_of
+from holdfast.snapshots.packets import FINISH_LIMIT_S
+from holdfast.snapshots.rescue import stranded
+from holdfast.snapshots.saving import Save, Tell, carry_out, ticket_of
 
 SAVES_PER_WORKER_MAX = 8
 """In flight; there are only two slots, so more is a fault of the caller's."""
@@ -99,13 +100,13 @@ class Saver:
         """Calls for this thread, from those that save."""
         self._woken, self._wake = socket.socketpair()
         self._workers: set[Worker] = set()
-        self._members: dict[int, int] = {}
-        """Local rank -> generation, of all that said hello since the last rescue."""
+        self._gone: dict[int, int] = {}
+        """Local rank -> generation, of those that left or died since the last rescue."""
         self._crashed = False
         self._mappings = slots.Mappings()
         self._in_flight: dict[int, InFlight] = {}
-        self._newest_asked: dict[str, int] = {}
-        """Snapshot folder -> newest step that was to be saved there, since the last rescue, and did not fail."""
+        self._newest_asked: dict[tuple[str, int], int] = {}
+        """Snapshot folder, local rank -> newest step that was to be saved, since the last rescue, and did not fail."""
         self._news: dict[int, list[str]] = {}
         self._finishing = control is None and anchor_fd is None
         self._ended = False
@@ -124,9 +125,9 @@ class Saver:
         while not self._ended and not (self._finishing and self._idle()):
             for key, _ in self._selector.select():
                 key.data()
-            if self._members and not self._workers:
+            if self._gone and not self._is_beside():
                 self._accept_all()  # who has connected is there, though we have not looked yet
-                if not self._workers:
+                if not self._is_beside():
                     self._all_gone()
 
     def _idle(self) -> bool:
@@ -208,7 +209,6 @@ class Saver:
                 case "hello":
                     worker.local_rank = packets.field(packet, "local_rank", int)
                     worker.generation = packets.field(packet, "generation", int)
-                    self._members[worker.local_rank] = worker.generation
                     self._tell_news(worker)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
@@ -237,7 +237,7 @@ class Saver:
             _send(worker, answer)
             if answer["is"] == "failed":
                 worker.failures.append(_of_rank(save, answer["text"]))
-        elif answer["is"] == "failed":
+        elif answer["is"] == "failed" and not answer["made_good"]:
             self._report(save, answer["text"])
 
     def _worker_gone(self, worker: Worker) -> None:
@@ -254,68 +254,63 @@ class Saver:
         if worker.pidfd >= 0:
             self._selector.unregister(worker.pidfd)
             os.close(worker.pidfd)
+        if worker.local_rank >= 0:
+            self._gone[worker.local_rank] = worker.generation
         if worker.local_rank >= 0 and not worker.left:
             self._crashed = True
             self._keep_news(worker.local_rank, *worker.failures)
 
     # --- after a crash ------------------------------------------------------------------------------------------------
 
+    def _is_beside(self) -> bool:
+        """Somebody is left of the life whose workers go. Who comes back is of the next one: a restart, or a job that has
+        closed one snapshot folder and opens another."""
+        generation = max(self._gone.values())
+        return any(
+            worker.local_rank < 0 or (worker.generation <= generation and worker.local_rank not in self._gone)
+            for worker in self._workers
+        )
+
     def _all_gone(self) -> None:
-        """The last worker of this node has left or died."""
+        """The last worker of a life has left or died."""
         if self._crashed:
             try:
                 self._rescue()
             except (OSError, ValueError) as error:
                 self._news_to_agent(f"the newest state in memory was not saved: {error}")
         self._crashed = False
-        self._members.clear()
+        self._gone.clear()
         # The next life may go on from an older step, and its steps are new though their numbers are not.
         self._newest_asked.clear()
 
     def _rescue(self) -> None:
-        """Write the newest step that all ranks of this node have in memory, if the disk has none that is as new.
-
-        Every node does the same, and rank 0 commits when all have come; nodes that chose different steps (one died
-        while it staged) leave an attempt that is never committed.
-        """
-        generation = max(self._members.values(), default=-1)
-        ranks = [rank for rank, theirs in self._members.items() if theirs == generation]
-        found = {rank: self._rescuable(rank, generation) for rank in ranks}
-        common = set.intersection(*(set(each) for each in found.values())) if found else set()
-        if not common:
-            return
-        chosen = [found[rank][max(common)] for rank in ranks]
-        folder, step, *_ = max(common)
-        if step <= max(self._newest_asked.get(folder, -1), newest_on_disk(folder)):
-            return
-        for slot, ticket in chosen:
-            lent = slots.lend(self._folder, slot)
+        """Write the newest step of each snapshot folder that all ranks have in memory, if the disk has none that is as new."""
+        generation = max(self._gone.values())
+        ranks = [rank for rank, theirs in self._gone.items() if theirs == generation]
+        by_rank = {
+            rank: [
+                (slot, ticket_of({**slot.ticket, "step": slot.step}))
+                for slot in slots.committed_slots(self._folder, rank)
+                if slot.ticket is not None and slot.generation == generation
+            ]
+            for rank in ranks
+        }
+        for each in stranded(self._folder, by_rank, self._newest_asked):
+            slot, ticket = each.held[each.alone or max(each.held)]
             save = Save(
-                lent,
+                slots.lend(self._folder, slot),
                 slot.sequence,
                 ticket,
                 slot.metadata,
-                RESCUE_PATIENCE_S,
+                FINISH_LIMIT_S,
                 slot.local_rank,
                 self._mappings,
-                rescue=True,
+                each,
             )
             self._begin(save, partial(self._rescued, save))
 
-    def _rescuable(
-        self, local_rank: int, generation: int
-    ) -> dict[tuple[str, int, int, int], tuple[slots.Slot, Ticket]]:
-        """By folder, step, attempt and save: the ranks have agreed on the attempt's number, and count their saves alike."""
-        found = {}
-        for slot in slots.committed_slots(self._folder, local_rank):
-            if slot.ticket is not None and slot.generation == generation:
-                ticket = ticket_of({**slot.ticket, "step": slot.step})
-                save = ticket.note.get("save", 0)
-                found[ticket.folder, ticket.step, ticket.attempt, save] = (slot, ticket)
-        return found
-
     def _rescued(self, save: Save, answer: packets.Packet) -> None:
-        if answer["is"] == "failed":
+        if answer["is"] == "failed" and not answer["made_good"]:
             self._report(save, answer["text"])
 
     # --- saving -------------------------------------------------------------------------------------------------------
@@ -325,12 +320,13 @@ class Saver:
 
     def _begin(self, save: Save, tell: Tell) -> None:
         flights = self._flights(save.local_rank)
-        # A rescue waits for rank 0 to begin it before it writes anything.
-        writing = not save.rescue or save.ticket.rank == 0
+        # A rescue on several nodes may wait in vain for the others before it writes anything.
+        writing = save.stranded is None or save.stranded.alone is not None
         flights.saves += 1
         flights.writing += writing
-        before = self._newest_asked.get(save.ticket.folder, -1)
-        self._newest_asked[save.ticket.folder] = max(before, save.ticket.step)
+        asked = (save.ticket.folder, save.local_rank)
+        before = self._newest_asked.get(asked, -1)
+        self._newest_asked[asked] = max(before, save.ticket.step)
 
         def told(answer: packets.Packet) -> None:
             nonlocal writing
@@ -349,8 +345,9 @@ class Saver:
         threading.Thread(target=carry_out, args=(save, in_main), daemon=True).start()
 
     def _over(self, save: Save, answer: packets.Packet, before: int) -> None:
-        if answer["is"] == "failed" and self._newest_asked.get(save.ticket.folder) == save.ticket.step:
-            self._newest_asked[save.ticket.folder] = before
+        asked = (save.ticket.folder, save.local_rank)
+        if answer["is"] == "failed" and self._newest_asked.get(asked) == save.ticket.step:
+            self._newest_asked[asked] = before
         self._flights(save.local_rank).saves -= 1
 
     def _settle(self) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 
 from holdfast.core import errors
 from holdfast.core.errors import SaverLostError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
-from holdfast.snapshots import packets, shelf
+from holdfast.snapshots import packets, rescue, shelf
 from holdfast.snapshots.attempt import PATIENCE_S, Ticket
 from holdfast.snapshots.slots import Owner, Slot, Slots, lend
 
@@ -39,7 +39,6 @@ START_LIMIT_S = 10.0
 RECONNECT_S = 5.0
 """Between two attempts to have a saver while nothing is to be saved."""
 LOOK_AGAIN_S = 0.01
-RESCUE_ATTEMPT_MIN, RESCUE_ATTEMPT_MAX = 500_000_000, 899_999_999
 
 
 def rescue_attempt() -> int:
@@ -48,7 +47,7 @@ def rescue_attempt() -> int:
     Rank 0 draws it once per generation and tells the others; all put it into the tickets of `Slots.commit`. Random,
     because nobody is there to agree when it is needed, and an attempt that an earlier crash has left must not be met.
     """
-    return random.SystemRandom().randint(RESCUE_ATTEMPT_MIN, RESCUE_ATTEMPT_MAX)
+    return random.SystemRandom().randint(rescue.ATTEMPT_MIN, rescue.ATTEMPT_MAX)
 
 
 @dataclass(frozen=True)
@@ -201,12 +200,12 @@ class SaverClient:
             return self.wait_written(patience_s)
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
-    def close(self, *, rescue: bool = False) -> None:
+    def close(self, *, ahead: bool = False) -> None:
         """Say goodbye: what is in flight is finished, and nothing is rescued. Waits for nothing.
 
-        `rescue`: without a goodbye, so that the saver writes the newest step in memory, as after a crash.
+        `ahead`: without a goodbye, so that the saver writes the newest step in memory, as after a crash.
         """
-        if self._sock is not None and not rescue:
+        if self._sock is not None and not ahead:
             with contextlib.suppress(OSError):
                 packets.send(self._sock, {"do": "bye"})
         self._drop()

@@ -5,22 +5,20 @@ Runs in a thread of its own, because a disk may hold it for ever; touches nothin
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotWriteError
-from holdfast.snapshots import layout, packets, slots
-from holdfast.snapshots.attempt import Ticket, commit, write_rank
-from holdfast.snapshots.folder import being_written
+from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
+from holdfast.snapshots import layout, packets, rescue, slots
+from holdfast.snapshots.attempt import Ticket, abandon, commit, write_rank
+from holdfast.snapshots.folder import being_written, is_being_written
 from holdfast.snapshots.layout import Kind
-
-RESCUE_PATIENCE_S = 30.0
-"""How long the other ranks are waited for when a memory step is written after a crash. An agent that ends may have to
-wait for this, when another node is gone."""
-LOOK_AGAIN_S = 0.02
+from holdfast.snapshots.rescue import LOOK_AGAIN_S, Stranded, newest_on_disk
 
 Tell = Callable[[packets.Packet], None]
 
@@ -35,23 +33,85 @@ class Save(NamedTuple):
     patience_s: float
     local_rank: int
     mappings: slots.Mappings
-    rescue: bool = False
+    stranded: Stranded | None = None
+    """After a crash: what else of this rank may be written instead, and with whom that has to be agreed."""
 
 
 def carry_out(save: Save, tell: Tell) -> None:
     """In a thread of its own: write this rank's file, and commit if it is rank 0's."""
     try:
-        _write(save)
-        tell({"is": "written"})
-        path = ""
-        if save.ticket.rank == 0:
-            path = str(commit(save.ticket, save.metadata, patience=save.patience_s))
-        tell({"is": "saved", "path": path})
+        path = str(_carry_out(save, tell) or "")
     except SnapshotError as error:
-        tell({"is": "failed", "code": error.code, "text": str(error)})
+        tell(_failed(save, error.code, str(error)))
     except Exception as error:  # noqa: BLE001 - one save that goes wrong must not end the others
         text = f"step {save.ticket.step} was not saved: {type(error).__name__}: {error}"
-        tell({"is": "failed", "code": SnapshotWriteError.code, "text": text})
+        tell(_failed(save, SnapshotWriteError.code, text))
+    else:
+        tell({"is": "saved", "path": path})
+
+
+def _carry_out(save: Save, tell: Tell) -> Path | None:
+    if save.stranded is None:
+        _write(save)
+        tell({"is": "written"})
+        return commit(save.ticket, save.metadata, patience=save.patience_s) if save.ticket.rank == 0 else None
+    # Looked for now, before the next life has any.
+    older = _older_attempts(save.ticket)
+    try:
+        agreed = _agree(save, save.stranded)
+        if agreed is None:
+            return None
+        _write(agreed)
+        tell({"is": "written"})
+        if save.ticket.rank:
+            return None
+        path = commit(agreed.ticket, agreed.metadata, patience=save.patience_s)
+        for each in older:
+            if each.key < agreed.ticket.key and not is_being_written(each.attempt_path):
+                abandon(each)
+        return path
+    finally:  # before anything is told: the saver may end then
+        save.stranded.end_meeting()
+
+
+def _failed(save: Save, code: str, text: str) -> packets.Packet:
+    """`made_good`: another attempt has brought the step to the disk; for a worker that died meanwhile nothing is to tell."""
+    made_good = newest_on_disk(save.ticket.folder) == save.ticket.step
+    return {"is": "failed", "code": code, "text": text, "made_good": made_good}
+
+
+def _agree(save: Save, stranded: Stranded) -> Save | None:
+    """The same rank's save of what all ranks write; None: nothing. Raises SnapshotError."""
+    with contextlib.ExitStack() as failing:
+        failing.callback(_let_go, save.fd)
+        step = stranded.meet()
+        if step is None:
+            return None
+        slot, ticket = stranded.held[step]
+        if slot.sequence == save.sequence:
+            failing.pop_all()
+            return save
+        try:
+            # Only now: a slot that is lent keeps the next life from staging into it.
+            lent = slots.lend(stranded.shelf, slot)
+        except ValueError as error:
+            raise SnapshotIncompleteError(f"step {step.step} was not saved: {error}") from error
+        return save._replace(fd=lent, sequence=slot.sequence, ticket=ticket, metadata=slot.metadata)
+
+
+def _older_attempts(ticket: Ticket) -> list[Ticket]:
+    """Saves of the dead life that are not over. Ranks that died before they had handed over their part would be waited for
+    in vain, once what they had is on the disk in another attempt.
+    """
+    try:
+        found = [layout.parse(name) for name in os.listdir(ticket.folder)]
+    except OSError:
+        return []
+    return [
+        Ticket(ticket.folder, *named.key, 0, ticket.world)
+        for named in found
+        if named and named.kind is Kind.ATTEMPT and named.key.attempt < rescue.MEETING_MIN
+    ]
 
 
 def _write(save: Save) -> None:
@@ -62,15 +122,19 @@ def _write(save: Save) -> None:
             raise SnapshotDamagedError(f"step {save.ticket.step} was not saved: its memory slot is not what it was.")
         if not os.path.isabs(save.ticket.folder):
             raise SnapshotWriteError(f"{save.ticket.folder} is not an absolute path")
-        if save.rescue:
+        if save.stranded is not None:
             _await_attempt(save)
         # A slot may hold more than the rank's file, for a restart on this node.
         data = slot.data[: save.ticket.note.get("file_bytes", len(slot.data))]
         with being_written(save.ticket.attempt_path):
             write_rank(save.ticket, data)
     finally:
-        fcntl.flock(save.fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps a descriptor of its own
-        os.close(save.fd)
+        _let_go(save.fd)
+
+
+def _let_go(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps a descriptor of its own
+    os.close(fd)
 
 
 def _await_attempt(save: Save) -> None:
@@ -97,12 +161,3 @@ def ticket_of(value: packets.Packet) -> Ticket:
         return Ticket.from_json(value)
     except TypeError as error:
         raise ValueError(f"ticket: {error}"[:200]) from error
-
-
-def newest_on_disk(folder: str) -> int:
-    """The newest committed step by its name; -1: none. Whether it is good is seen when somebody loads it."""
-    try:
-        found = [named for name in os.listdir(folder) if (named := layout.parse(name)) is not None]
-    except OSError:
-        return -1
-    return max((named.key.step for named in found if named.kind is Kind.COMMITTED), default=-1)

@@ -162,7 +162,7 @@ class MemoryTier:
             self._slots.forget(above_step=above_step)
 
     def close(self, *, ahead: bool) -> None:
-        self._saver.close(rescue=ahead)
+        self._saver.close(ahead=ahead)
         self._slots.close()
         self._place.close()
 
