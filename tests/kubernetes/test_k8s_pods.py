@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes.manifests import IMAGE, pod_of, printed
-from tests.kubernetes.pods import TOKEN, Pods, signal_pod
+from tests.kubernetes.pods import CONTAINER, TOKEN, Pods, signal_pod
 from tests.network.fleet import WORKER, until
 from tests.network.hosts import PretendHosts, why_not
 
@@ -122,3 +124,24 @@ def test_a_pod_of_kubeflow_trainer_works_as_it_is(pods: MakePods) -> None:
     assert generation.place("node1") == [0, 1]
     job.finish_all(agents)
     job.check()
+
+
+BUSY_AT_THE_START = """
+import os, signal, sys, time
+from holdfast.cli import run
+
+def resolve(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+
+run.resolve = resolve
+run.main(["--standalone", "train.py"])
+"""
+
+
+def test_a_container_that_is_stopped_while_it_starts_ends() -> None:
+    """The kernel keeps a first process from signals for which it has no handler yet: it would be killed after the grace."""
+    if why := why_not():
+        pytest.skip(why)
+    done = subprocess.run([*CONTAINER, sys.executable, "-c", BUSY_AT_THE_START], timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGTERM

@@ -70,6 +70,7 @@ def start(
     from holdfast.runtime.workers.keeper import fork_keeper
 
     keeper = fork_keeper()
+    be_killable()
     try:
         options = resolve(parsed, os.environ)
         for notice in options.notices if say_notices else ():
@@ -88,6 +89,14 @@ def start(
         )
     finally:
         keeper.sock.close()  # the keeper ends with its end of file
+
+
+def be_killable() -> None:
+    """A container's first process ignores what it has no handler for: until the agent has its own, SIGTERM would be lost."""
+    from signal import SIG_DFL, SIGTERM, getsignal, signal
+
+    if os.getpid() == 1 and getsignal(SIGTERM) is SIG_DFL:
+        signal(SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def examine(stories: Sequence[RankStory]) -> Finding:
