@@ -48,6 +48,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert not loaded
 
 
+def test_the_menu_names_each_page_once() -> None:
+    """MkDocs takes a page that is named twice without a word, and shows it under the last name."""
+    named = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.stem)
 def test_a_page_made_from_the_code_is_current(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == pages.PAGES[path](), "run `make fmt`"
