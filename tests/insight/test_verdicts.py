@@ -120,3 +120,28 @@ def test_hostile_texts_end() -> None:
             evidence(structs.replace(fails(0, GLOO_CLOSED), message=piece, traceback=piece, stderr_tail=piece))
         )
         assert verdict.code.startswith("HF2")
+
+
+def test_what_a_worker_said_last_is_told() -> None:
+    said = "loading\nno samples match the filter\n[W1121 14:16:34 ProcessGroupGloo.cpp:1] Warning: not destroyed\n"
+    verdict = judge(evidence(fails(1, code=1, stderr=said), hosts=("a",)))
+    assert verdict.cause == "rank 1 on a ended with exit code 1: no samples match the filter"
+    assert verdict.advice == ""
+
+
+def test_of_a_bar_that_redraws_itself_its_last_state_is_told() -> None:
+    verdict = judge(evidence(fails(1, code=4, stderr="  1%|#  \r 50%|## \n"), hosts=("a",)))
+    assert verdict.cause.endswith("exit code 4: 50%|##")
+
+
+def test_who_said_nothing_is_looked_for_in_the_script() -> None:
+    verdict = judge(evidence(fails(1, code=3), hosts=("a",)))
+    assert verdict.cause.endswith("ended with exit code 3")
+    assert "os._exit" in verdict.advice
+
+
+def test_a_script_that_refuses_its_arguments_is_quoted_with_its_error_not_its_usage() -> None:
+    said = "usage: train.py [-h] --lr LR\ntrain.py: error: the following arguments are required: --lr\n"
+    verdict = judge(evidence(fails(0, code=2, stderr=said), hosts=("a",)))
+    assert verdict.code == "HF232"
+    assert verdict.cause.endswith("train.py: error: the following arguments are required: --lr")

@@ -19,6 +19,8 @@ from holdfast.insight.causes.words import Words, listen, unwrapped
 SAID_CHARACTERS_MAX = 160
 LINE_CHARACTERS_MAX = 300
 TEXT_CHARACTERS_MAX = 16_384
+ASIDE = r"^\[?[WID]\d{4} |\w*Warning: |^warnings\.warn\("
+"""Lines of stderr that give no reason for an end: glog's below an error, and Python's warnings."""
 """So much of a text is searched: all that travels."""
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
@@ -90,11 +92,10 @@ def _filled(rule: Rule, failure: Failure, text: str) -> Cause:
 
 
 def _telling_line(rule: Rule, failure: Failure) -> str:
-    """The line of its stderr that made the rule fit."""
-    for line in failure.stderr_tail.splitlines():
-        if rule.says and _search(rule.says, line):
-            return _cut(line.strip(), SAID_CHARACTERS_MAX)
-    return ""
+    """The line of its stderr that made the rule fit; a usage is only the preface to its error."""
+    fitting = [line for line in failure.stderr_tail.splitlines() if rule.says and _search(rule.says, line)]
+    telling = next((line for line in fitting if not line.startswith("usage: ")), fitting[0] if fitting else "")
+    return _cut(telling.strip(), SAID_CHARACTERS_MAX)
 
 
 def _plain(failure: Failure, words: Words) -> Cause:
@@ -120,7 +121,17 @@ def _plain(failure: Failure, words: Words) -> Cause:
         )
     if failure.exit_code < 0 or _is_signal(failure.exit_code - 128):
         return Cause("HF204", f"was ended by {signal_name(failure.exit_code)}", _signal_advice(failure.exit_code))
-    return Cause("HF205", f"ended with exit code {failure.exit_code}", "its last lines on stderr are in the log below")
+    said = _last_said(words.stderr)
+    advice = "" if said else "it wrote no reason to stderr: look for sys.exit() or os._exit() in the script"
+    line = f"ended with exit code {failure.exit_code}{': ' if said else ''}{said}"
+    return Cause("HF205", line, advice)
+
+
+def _last_said(stderr: str) -> str:
+    """The text of `sys.exit(text)`, or whatever else it wrote last; not the warnings that libraries give at an end."""
+    lines = [line.rstrip().rpartition("\r")[2].strip() for line in stderr.splitlines()]
+    said = next((line for line in reversed(lines) if line and not _search(ASIDE, line)), "")
+    return _cut(said, SAID_CHARACTERS_MAX)
 
 
 def signal_name(exit_code: int) -> str:
