@@ -57,5 +57,24 @@ def test_who_does_not_come_is_named() -> None:
     store.set("hello/1", "dead")
     with pytest.raises(SnapshotIncompleteError, match=r"rank 1 said nothing for 0\.2 s"):
         Peers.meeting(store, 0, 2, 0.2)
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_everybody_is_told_who_is_silent() -> None:
+    """A rank that hangs is named on the others, too, though these have waited for rank 0 alone."""
+
+    def talk(peers: Peers) -> Any:
+        if peers.rank == 2:
+            return "hangs"
+        with pytest.raises(SnapshotIncompleteError, match="rank 2 said nothing") as told:
+            peers.share("x")
+        return str(told.value)
+
+    assert together(dist.HashStore(), talk, 0.5)[2] == "hangs"
     with pytest.raises(SnapshotIncompleteError, match="rank 0 said nothing"):
         Peers.meeting(dist.HashStore(), 1, 2, 0.2)
+
+
+@pytest.fixture
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.agreement.RANK_0_FIRST_S", 1.0)

@@ -103,6 +103,17 @@ def test_two_ranks_that_nobody_watches() -> None:
     assert found["killed"]["codes"] == [1, -9]
 
 
+def test_a_store_that_is_kept_over_restarts_on_several_nodes() -> None:
+    """The dead group's addresses, and its word that all are done, are nobody's."""
+    line = [sys.executable, str(SCRIPTS / "bare_ranks.py"), "kept_store"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+    lives = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [life["codes"] for life in lives] == [[0, 0], [0, 0]], done.stderr
+    for life in lives:
+        assert [each["total"] for each in life["told"][:2]] == [2, 2]
+        assert life["told"][2:] == [{"slow": True}, {"left": True}], "rank 1 waits for rank 0 at the end"
+
+
 def test_under_holdfast_run(run_cli) -> None:
     done = run_cli(
         ["--standalone", "--nproc-per-node", "2", str(SCRIPTS / "group_cases.py"), "place"], env=ON_CPU, timeout=120

@@ -21,6 +21,10 @@ from holdfast.core.errors import SnapshotIncompleteError
 PATIENCE_S = 600.0
 """So long the ranks wait for each other: the slowest one may be reading a data set."""
 
+RANK_0_FIRST_S = 5.0
+"""So much longer the others wait for rank 0, which may have been waiting for one of them, and then says for whom."""
+SILENT = "silent"
+"""Key under which it does."""
 LOOK_AGAIN_S = 0.005
 """While ranks meet."""
 
@@ -35,9 +39,14 @@ class Peers:
         """`store`: torch's, with a prefix of its own; None only in a world of one."""
         self.rank, self.world = rank, world
         self._store = store
-        self._patience = datetime.timedelta(seconds=patience_s)
+        self._patience_s = patience_s
         self._turn = 0
         self._told: list[str] = []
+
+    @property
+    def store(self) -> Any:
+        """torch's, with a prefix that nobody before these ranks has used."""
+        return self._store
 
     @classmethod
     def of_this_process(cls, patience_s: float = PATIENCE_S) -> Peers:
@@ -70,7 +79,7 @@ class Peers:
         hellos = [f"hello/{rank}" for rank in range(1, self.world)]
         here = [f"{word}/{rank}" for rank in range(1, self.world)]
         answered: set[str] = set()
-        deadline_s = time.monotonic() + self._patience.total_seconds()
+        deadline_s = time.monotonic() + self._patience_s
         while not self._store.check(here):
             said = {each.decode() for each in self._take(hellos)}
             for each in said - answered:
@@ -129,18 +138,23 @@ class Peers:
         return said
 
     def _take(self, keys: list[str]) -> list[bytes]:
+        patience_s = self._patience_s + (RANK_0_FIRST_S if self.rank else 0.0)
         try:
-            self._store.wait(keys, self._patience)
+            self._store.wait(keys, datetime.timedelta(seconds=patience_s))
         except dist.DistStoreError:
             raise self._silence(keys) from None
         texts: list[bytes] = self._store.multi_get(keys)
         return texts
 
     def _silence(self, keys: list[str]) -> SnapshotIncompleteError:
-        missing = [key for key in keys if not self._store.check([key])]
-        who = ", ".join(key.rpartition("/")[2] for key in missing) if self.rank == 0 else "0"
+        missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
+        who = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "") if self.rank == 0 else "0"
+        if self.rank == 0:
+            self._store.set(SILENT, who)
+        elif self._store.check([SILENT]):
+            who = self._store.get(SILENT).decode()
         return SnapshotIncompleteError(
-            f"rank {who} said nothing for {self._patience.total_seconds():g} s\n"
+            f"rank {who} said nothing for {self._patience_s:g} s\n"
             "every rank has to call resume(), step() and save() equally often"
         )
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.core.errors import ProcessGroupError
+from holdfast.core.errors import ProcessGroupError, SnapshotIncompleteError
+from holdfast.train.agreement import PATIENCE_S, Peers
 from holdfast.train.guards import enabled, guarded
 
 EXIT_PATIENCE_S = 60.0
@@ -156,7 +157,7 @@ def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: f
         store: Any = dist.HashStore()
     else:
         store, _rank, _world = next(dist.rendezvous("env://", place.rank, place.world, **wait))
-        store = dist.PrefixStore(_fresh_prefix(), store)
+        store = _without_the_dead(store, place, timeout_s)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         backend or ("nccl" if on_gpu else "gloo"),
@@ -168,14 +169,22 @@ def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: f
     )
 
 
-def _fresh_prefix() -> str:
+def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any:
     """Keys of an earlier group in the same store would be taken for this one's: gloo hangs on the addresses of the dead.
 
     torchrun keeps one store over its restarts. It counts them per node, so only with one node do all ranks know the same
-    number. Under holdfast run every attempt has a fresh store.
+    number; on several they agree on a word. Under holdfast run every attempt has a fresh store.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
-    return f"holdfast.{attempt}.{next(_groups)}"
+    one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
+    fresh = dist.PrefixStore(f"holdfast.{attempt}.{next(_groups)}", store)
+    if one_node or place.world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return fresh
+    try:
+        peers = Peers.meeting(fresh, place.rank, place.world, PATIENCE_S if timeout_s is None else timeout_s)
+    except SnapshotIncompleteError as error:
+        raise ProcessGroupError(f"The group did not form: {error.args[0].splitlines()[0]}.") from error
+    return peers.store
 
 
 def _leave(group: ProcessGroup, *, clean: bool) -> None:

@@ -111,6 +111,18 @@ def crashes_once() -> None:
         tell(rank=pg.rank, total=total(pg))
 
 
+def meets_in_a_kept_store() -> None:
+    """As under torchrun on several nodes: the store has what an earlier group of the same number of ranks has left, and
+    each node has its own count of restarts."""
+    with ht.process_group() as pg:
+        tell(rank=pg.rank, total=total(pg))
+        if pg.rank == 0:
+            time.sleep(1)
+            tell(slow=True)
+    if pg.rank == 1:
+        tell(left=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[1]]()
