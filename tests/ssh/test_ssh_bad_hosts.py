@@ -39,12 +39,20 @@ def test_a_host_without_sshd(two: Yard) -> None:
     one_line(two.refused("--hosts", "node1,node2"), "HF141", "host node2", "Connection refused")
 
 
+def test_a_jump_host_that_takes_one_login_at_a_time(yard: MakeYard) -> None:
+    three = yard(3)
+    three.start_sshd(3, "MaxStartups 1:100:1")
+    three.configure("Host node1 node2\n  ProxyJump node3\n")
+    launcher = three.run("--hosts", "node1,node2", "--no-python", script=Path(shutil.which("hostname")))
+    assert launcher.end() == 0, launcher.text
+
+
 def test_a_name_that_does_not_resolve(two: Yard) -> None:
     one_line(two.refused("--hosts", "node1,nowhere"), "HF141", "host nowhere", "does not resolve")
 
 
 def test_a_host_key_that_has_changed(two: Yard) -> None:
-    two.configure("Host *\n  StrictHostKeyChecking yes\n")
+    two.configure("Host *\n  StrictHostKeyChecking yes\n  LogLevel QUIET\n")
     keys = [(two.keys / f"{name}.pub").read_text() for name in ("hostkey", "otherkey")]
     (two.keys / "known_hosts").write_text("".join(f"[node{n}]:2222 {key}" for n, key in enumerate(keys, 1)))
     text = two.refused("--hosts", "node1,node2")
@@ -138,6 +146,11 @@ def test_more_slots_than_cores(two: Yard) -> None:
 def test_two_names_of_one_host(two: Yard) -> None:
     text = two.refused("--hosts", f"node1,{two.hosts[1].v4}")
     one_line(text, "HF140", f"host {two.hosts[1].v4} is the same machine as node1")
+    launcher = two.run("--hosts", f"node1,{two.hosts[1].v4}", "--nnodes", "1:2")
+    assert two.fleet.trains([1]).world == 1
+    two.fleet.finish_all([launcher])
+    assert "is the same machine as node1" in launcher.text
+    assert "killed" not in launcher.text, "two names have one agent"
 
 
 def test_no_ssh_at_all(two: Yard) -> None:
@@ -158,7 +171,9 @@ def test_an_elastic_job_goes_on_without_a_bad_host(two: Yard) -> None:
 
 
 def test_the_greetings_of_a_login_shell_do_no_harm(two: Yard) -> None:
-    two.start_sshd(2, """ForceCommand echo Welcome; echo -n no line; exec sh -c "$SSH_ORIGINAL_COMMAND" """)
+    two.start_sshd(
+        2, """ForceCommand echo Welcome; echo welcome >&2; echo -n no line; exec sh -c "$SSH_ORIGINAL_COMMAND" """
+    )
     launcher = two.run("--hosts", "node2", "--no-python", script=Path(shutil.which("hostname")))
     assert launcher.end() == 0, launcher.text
     assert launcher.text == "node2:0| node2\n"

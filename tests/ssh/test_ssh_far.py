@@ -26,7 +26,7 @@ import json, os, signal, sys, time
 
 def run_command(name, argv):
     note = open(os.environ["NOTE"], "a", buffering=1)
-    note.write(json.dumps({"pid": os.getpid(), "argv": argv, "cwd": os.getcwd(), "x": os.environ.get("X")}) + "\\n")
+    note.write(json.dumps({"pid": os.getpid(), "argv": argv, "cwd": os.getcwd(), "pwd": os.environ["PWD"], "x": os.environ.get("X")}) + "\\n")
     if "stubborn" in argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in ("SIGTERM", "SIGUSR1") if "stubborn" not in argv else ("SIGUSR1",):
@@ -49,7 +49,7 @@ class Far:
     def __init__(self, folder: Path, silence_s: float = 60.0, grace_s: float = 0.3) -> None:
         self.note = folder / f"note{time.monotonic_ns()}"
         self.note.touch()
-        self.folder = folder
+        self.env = {"NOTE": str(self.note), "X": "value", "PYTHONPATH": str(folder)}
         source = FAR.read_text()
         for name, value in (("SILENCE_S = 15.0", silence_s), ("LOSS_GRACE_S = 5.0", grace_s)):
             assert f"\n{name}\n" in source
@@ -71,7 +71,7 @@ class Far:
         self.process.stdin.flush()
 
     def ask(self, **more: Any) -> dict[str, Any]:
-        request = {"mark": MARK, "path": [str(self.folder)], "cwd": str(self.folder), "script": "", "program": False}
+        request = {"mark": MARK, "env": self.env, "cwd": os.path.dirname(self.note), "script": "", "program": False}
         self.send(json.dumps({**request, **more}).encode() + b"\n")
         return self.hear()
 
@@ -85,9 +85,8 @@ class Far:
         raise AssertionError("it says no more")
 
     def go(self, *argv: str, detach: bool = False, lock: str = "", also: bytes = b"") -> None:
-        env = {"NOTE": str(self.note), "X": "value"}
         lock = lock or f"test-{self.note}"
-        self.send(json.dumps({"argv": list(argv), "env": env, "lock": lock, "detach": detach}).encode() + b"\n" + also)
+        self.send(json.dumps({"argv": list(argv), "lock": lock, "detach": detach}).encode() + b"\n" + also)
 
     def notes(self, count: int) -> list[dict[str, Any]]:
         end = time.monotonic() + WAIT_S
@@ -140,7 +139,7 @@ def test_it_tells_of_its_host_and_runs_the_agent(far: Any, tmp_path: Path) -> No
     assert one.process.wait(WAIT_S) == 4
     (note,) = one.notes(1)
     assert note["argv"][1:] == ["quick", "a b"]
-    assert (note["cwd"], note["x"]) == (str(tmp_path), "value")
+    assert (note["cwd"], note["pwd"], note["x"]) == (str(tmp_path), str(tmp_path), "value")
 
 
 def test_the_port_it_holds_is_given_to_nobody_but_can_be_bound_by_its_agent(far: Any) -> None:
@@ -162,6 +161,7 @@ def test_the_port_it_holds_is_given_to_nobody_but_can_be_bound_by_its_agent(far:
         ({"script": "gone.py"}, "script: No such file or directory"),
         ({"script": "gone", "program": True}, "script: no such executable"),
         ({"script": "sh", "program": True}, ""),
+        ({"script": os.path.basename(sys.executable), "program": True, "env": {"PATH": "/not/here"}}, ""),
         ({"script": ""}, ""),
     ],
 )
@@ -198,13 +198,14 @@ def test_the_end_of_the_connection_ends_the_agent(far: Any) -> None:
     one.go()
     one.notes(1)
     one.hang_up()
-    assert one.hear()["end"] == 3
+    assert one.hear()["end"] is None  # of the connection, not of the job
+    assert one.process.wait(WAIT_S) == 3
     stubborn = far()
     stubborn.ask()
     stubborn.go("stubborn")
     stubborn.notes(1)
     stubborn.hang_up()
-    assert stubborn.hear()["end"] == 137
+    assert stubborn.process.wait(WAIT_S) == 137
 
 
 def test_silence_is_a_lost_connection_and_beats_are_not(far: Any) -> None:
@@ -216,7 +217,18 @@ def test_silence_is_a_lost_connection_and_beats_are_not(far: Any) -> None:
         one.send(b"beat\n")
         time.sleep(0.25)
     assert one.process.poll() is None
-    assert one.hear()["end"] == 3
+    assert one.hear() == {"end": None, "text": "no word from the launcher for 1 s"}
+
+
+def test_a_launcher_that_never_says_go_is_not_waited_for(far: Any) -> None:
+    """A cable that is pulled while others log in sends no end of input."""
+    one = far(silence_s=0.5)
+    one.ask()
+    for _ in range(4):
+        one.send(b"beat\n")
+        time.sleep(0.25)
+    assert one.process.poll() is None
+    assert one.process.wait(WAIT_S) == 0
 
 
 def test_a_detached_agent_goes_on(far: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.errors import HostsError
-from holdfast.ssh.complaints import explain, last_words, parting_words
+from holdfast.ssh.complaints import explain, is_turned_away, last_words, parting_words
 from holdfast.ssh.facts import Facts, expected_from, meeting_address, problems, remarks, same_machine
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
 from holdfast.ssh.launcher import chosen_end
@@ -33,6 +33,7 @@ def test_lists(text: str, hosts: list[HostSpec]) -> None:
         (" , ", "names no host"),
         ("a:0", "slots are workers"),
         ("a:x", "slots are workers"),
+        ("a:" + "9" * 5000, "slots are workers"),
         ("a:", "slots are workers"),
         ("a,b,a:2", "host a is there twice"),
         ("a,A", "host a is there twice"),
@@ -109,6 +110,8 @@ B = HostSpec("b", 2)
         ("No ED25519 host key is known for b\nHost key verification failed.\n", 255, "not known here yet"),
         ("sh: 1: exec: /x/python: not found\n", 127, "/x/python cannot be started there"),
         ("Killed\n", 137, "/x/python ended with 137 there"),
+        ("too old for holdfast: Python 3.6.8\n", 1, "/x/python is Python 3.6.8 there"),
+        ("", -9, "ssh was killed by signal 9"),
         ("", None, "no login within 30 s"),
         ("Bad configuration option: foo\n", 255, "ssh failed (Bad configuration option: foo)"),
     ],
@@ -120,7 +123,13 @@ def test_complaints_name_the_host_and_what_to_do(text: str, code: int | None, sa
     assert "\n" not in line
 
 
+def test_words_of_a_login_shell_that_lets_nobody_in() -> None:
+    assert "(Not available)" in explain(B, "", 1, "/x/python", 30.0, "Not available.\n")
+
+
 def test_words_of_ssh() -> None:
+    assert is_turned_away("Warning: x\nkex_exchange_identification: Connection closed by remote host\r\n")
+    assert not is_turned_away("ssh: connect to host b port 22: Connection refused\r\n")
     assert last_words("") == ""
     assert last_words("@@@@\nWarning: Permanently added 'b' to the list.\r\n\r\n") == ""
     assert parting_words("Timeout, server b not responding.\r\n") == "Timeout, server b not responding"
@@ -173,7 +182,8 @@ def test_what_this_machine_does_not_know_the_first_host_says() -> None:
 def test_two_names_of_one_machine() -> None:
     other = Facts(host="c", python="", machine="n")
     assert same_machine([(HostSpec("a"), FACTS), (HostSpec("c"), other)]) == []
-    (line,) = same_machine([(HostSpec("a"), FACTS), (HostSpec("c"), other), (B, FACTS)])
+    ((spec, line),) = same_machine([(HostSpec("a"), FACTS), (HostSpec("c"), other), (B, FACTS)])
+    assert spec == B
     assert "host b is the same machine as a" in line
 
 

@@ -7,22 +7,31 @@ import re
 from holdfast.ssh.hosts import HostSpec
 
 SHOWN_CHARACTERS_MAX = 240
+TOO_OLD = "too old for holdfast: Python "
+"""What a Python says that cannot even read far.py."""
 
 _KEY_FILE = re.compile(r"Offending \S+ key in (\S+)")
 _UNREACHABLE = re.compile(
     r"Connection refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset"
     r"|kex_exchange_identification|Host is down|banner exchange"
 )
+_TURNED_AWAY = re.compile(r"^(?:kex|ssh)_exchange_identification: ", re.MULTILINE)
 _PARTING = re.compile(r"Timeout, server|Connection (?:to|reset|closed)|client_loop|packet_write|Read from remote|ssh: ")
 _NOISE = re.compile(r"^(?:@+.*|Warning: Permanently added .*|\s*|\*\*.*)$")
 
 
-def explain(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float) -> str:
-    """`text`: ssh's stderr; `code`: its exit code, None: it was given up after `limit_s`."""
-    return f"host {spec}: {_why(spec, text, code, python, limit_s)}"
+def is_turned_away(text: str) -> bool:
+    """By sshd, before it had anything to do with us: it has too many logins at once (MaxStartups), of which a jump host
+    sees those to all others."""
+    return _TURNED_AWAY.search(text) is not None
 
 
-def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float) -> str:
+def explain(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str = "") -> str:
+    """`text`: ssh's stderr; `code`: its exit code, None: it was given up after `limit_s`; `out`: what came to stdout."""
+    return f"host {spec}: {_why(spec, text, code, python, limit_s, out)}"
+
+
+def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str) -> str:
     said = last_words(text)
     if "Could not resolve hostname" in text:
         return f"its name does not resolve ({said.rpartition(': ')[2]}); neither ssh_config nor DNS knows it"
@@ -42,7 +51,11 @@ def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: floa
         return f"ssh failed ({said or 'it does not say why'})"
     if code in (126, 127):
         return f"{python} cannot be started there ({said}); the same Python environment must be at the same path"
-    return f"{python} ended with {code} there before it said anything ({said})"
+    if code < 0:
+        return f"ssh was killed by signal {-code}"
+    if said.startswith(TOO_OLD):
+        return f"{python} is Python {said.removeprefix(TOO_OLD)} there; install the same environment"
+    return f"{python} ended with {code} there before it said anything ({said or last_words(out) or 'nor did anybody else'})"
 
 
 def last_words(text: str) -> str:

@@ -25,18 +25,25 @@ class Discovery:
         self._program = program
         self._say = say
         self._trouble = ""
+        self._named = False
 
     async def ask(self) -> list[HostSpec] | None:
         """The hosts; None when there is no answer to believe."""
         try:
-            hosts = parse_file(await self._output(), f"--host-discovery {self._program}")
+            hosts = await self._hosts()
         except (HostsError, OSError, TimeoutError) as error:
             trouble = self._words(error)
             if trouble != self._trouble:
                 self._trouble = trouble
                 self._say(f"{trouble}; the hosts stay as they are")
             return None
-        self._trouble = ""
+        self._trouble, self._named = "", bool(hosts)
+        return hosts
+
+    async def _hosts(self) -> list[HostSpec]:
+        hosts = parse_file(await self._output(), f"--host-discovery {self._program}")
+        if self._named and not hosts:  # rather a slip of the program's than all of them gone at once
+            raise HostsError(f"--host-discovery {self._program} names no host any more")
         return hosts
 
     async def _output(self) -> str:

@@ -84,14 +84,15 @@ def remarks(spec: HostSpec, facts: Facts, nproc: int | None) -> list[str]:
     return []
 
 
-def same_machine(hosts: Sequence[tuple[HostSpec, Facts]]) -> list[str]:
-    """Two names of one machine."""
+def same_machine(hosts: Sequence[tuple[HostSpec, Facts]]) -> list[tuple[HostSpec, str]]:
+    """Further names of one machine, and what to say of them."""
     seen: dict[str, HostSpec] = {}
     found = []
     for spec, facts in hosts:
         other = seen.setdefault(facts.machine, spec)
         if other is not spec:
-            found.append(f"host {spec} is the same machine as {other} ({facts.host}); name it once, with all its slots")
+            text = f"host {spec} is the same machine as {other} ({facts.host}); name it once, with all its slots"
+            found.append((spec, text))
     return found
 
 
@@ -109,4 +110,4 @@ def meeting_address(first: Facts, others: Sequence[Facts]) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    return address.startswith("127.") or address in ("::1", "localhost")

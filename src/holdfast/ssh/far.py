@@ -4,7 +4,7 @@ Sent as text to a bare `python`, so it imports nothing of ours before it is told
 Python and holdfast are there: that they differ is for the launcher to say. Reads lines of JSON and words from standard
 input, answers with marked lines on standard output. Values of variables come this way and stand in no command line.
 
-    request ► facts ► go ► (beat | signal N | kill)* ► end        end of input, or silence: the connection is lost
+    request ► facts ► beat* ► go ► (beat | signal N | kill)* ► end        end of input, or silence: the connection is lost
 
 This process stays small and does nothing but wait: the agent is its child, and the agent's output goes to ssh directly.
 """
@@ -44,13 +44,11 @@ class Words:
         self.fd = fd
         self.rest = b""
         self.waiting: list[bytes] = []
+        """Came together with what `next` has returned."""
         self.ended = False
 
     def receive(self) -> list[bytes]:
         """What has come since, as whole lines. Blocks when there is nothing."""
-        if self.waiting:
-            waiting, self.waiting = self.waiting, []
-            return waiting
         try:
             data = os.read(self.fd, 65536)
         except OSError:
@@ -60,13 +58,16 @@ class Words:
         return lines
 
     def next(self) -> dict[str, Any] | None:
-        """The next line; None at the end of input."""
-        while not (lines := self.receive()):
-            if self.ended:
-                return None
-        self.waiting = lines[1:]
-        message: dict[str, Any] = json.loads(lines[0])
-        return message
+        """The next message; None when the connection has ended, or is silent."""
+        while True:
+            while not self.waiting:
+                if self.ended or not select.select([self.fd], [], [], SILENCE_S)[0]:
+                    return None
+                self.waiting = self.receive()
+            line = self.waiting.pop(0)
+            if line != b"beat":
+                message: dict[str, Any] = json.loads(line)
+                return message
 
 
 def main() -> int:
@@ -75,20 +76,15 @@ def main() -> int:
     if request is None:
         return 0
     mark = request["mark"]
-    sys.path[:] = [folder for folder in sys.path if folder]  # `-c` puts the current folder first
-    sys.path[:0] = [folder for folder in request["path"] if folder and folder not in sys.path]
+    take_environment(request)
     held, facts = gather(request)
     tell(mark, facts)
     go = words.next()
     if go is None:
         return 0
-    os.environ.update(go["env"])
-    own = os.path.dirname(sys.executable)
-    if own not in os.environ.get("PATH", "").split(":"):  # as an activated virtual environment has it
-        os.environ["PATH"] = own + ":" + os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin")
     lock = take_over(go["lock"])
     if lock is None:
-        tell(mark, {"end": 1, "text": "an earlier agent of this run does not leave this host"})
+        tell(mark, {"end": None, "text": "an earlier agent of this run does not leave it"})
         return 1
     report, tells = os.pipe()
     parent = os.getpid()
@@ -96,11 +92,25 @@ def main() -> int:
     if pid == 0:
         os._exit(agent(go, parent, tells, [0, report, lock.fileno()]))
     os.close(tells)
-    code = Guard(pid, words, lock, go["detach"]).watch()
+    guard = Guard(pid, words, lock, go["detach"])
+    code = guard.watch()
     end = {"end": code, **read_report(report)}
+    if code and guard.lost and not guard.detach:  # it ended for that: no end of the job's, if anybody still hears it
+        end = {"end": None, "text": f"no word from the launcher for {SILENCE_S:g} s"}
     del held  # until here: the agent has bound the same port beside it
     tell(mark, end)
     return code
+
+
+def take_environment(request: dict[str, Any]) -> None:
+    """Be as the agent is to be, so that what is found here is what it will find."""
+    os.environ.update(request["env"], PWD=request["cwd"])
+    sys.path[:] = [folder for folder in sys.path if folder]  # `-c` puts the current folder first
+    folders = os.environ.get("PYTHONPATH", "").split(":")
+    sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
+    own = os.path.dirname(sys.executable)
+    if own not in os.environ.get("PATH", "").split(":"):  # as an activated virtual environment has it
+        os.environ["PATH"] = own + ":" + os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin")
 
 
 # ---------------------------------------------------------------- facts

@@ -13,6 +13,7 @@ from msgspec import Struct
 from holdfast.core.errors import HostsError
 
 HOSTS_MAX = 4096
+SLOTS_DIGITS_MAX = 6
 IGNORED_KEYS = ("max_slots", "max-slots")
 """Of Open MPI's hostfiles: how far a host may be oversubscribed, which we never do."""
 
@@ -62,8 +63,8 @@ def parse_host(text: str, where: str) -> HostSpec:
 
 
 def parse_slots(slots: str, text: str, where: str) -> int:
-    if not (slots.isascii() and slots.isdecimal() and int(slots) > 0):
-        raise HostsError(f"{where}: {text!r}: slots are workers on that host, a number from 1")
+    if not (slots.isascii() and slots.isdecimal() and len(slots) <= SLOTS_DIGITS_MAX and int(slots) > 0):
+        raise HostsError(f"{where}: {text[:80]!r}: slots are workers on that host, a number from 1")
     return int(slots)
 
 

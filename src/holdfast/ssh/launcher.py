@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import resource
 import secrets
 import signal
@@ -26,11 +27,14 @@ from holdfast.ssh.session import BEAT_S, Session
 
 LOGINS_MAX = 64
 """At the same time: each costs this machine some cryptography."""
+TURNED_AWAY_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+"""More or less: a login that was one too many for sshd or a jump host is tried again, not with all the others at once."""
 AGAIN_FIRST_S, AGAIN_MAX_S = 2.0, 60.0
 """A host that was lost is tried again after this, doubling."""
 KILL_S = 5.0
 """After the second Ctrl-C: so long the far sides have to kill everything and say so."""
 CONSOLE_STALL_S_MAX = 10.0
+"""At the end, after Ctrl-C too: for so long a console may take nothing."""
 PROBLEMS_SHOWN_MAX = 12
 JOB_ENDS = (OutcomeKind.SUCCEEDED.value, OutcomeKind.FAILED.value, OutcomeKind.NO_QUORUM.value)
 """Ends of the job, not of one node's part in it."""
@@ -92,7 +96,7 @@ class Launcher:
         self._meets_at = ""
         """The host whose agent hosts the coordinator, where we chose it."""
         self._said: set[str] = set()
-        """Problems of the beginning."""
+        """Lines of the beginning."""
         self._changed = asyncio.Event()
         self._logins = asyncio.Semaphore(LOGINS_MAX)
         self._discovery = Discovery(order.discovery, screen.say) if order.discovery else None
@@ -109,8 +113,12 @@ class Launcher:
         self._main = asyncio.current_task()
         handled = self._install_signals(loop)
         try:
-            await self._begin()
-            return await self._attend()
+            async with asyncio.TaskGroup() as tasks:
+                beats = tasks.create_task(self._beat())
+                await self._begin()
+                await self._attend(tasks)
+                beats.cancel()
+            return self._tell_end()
         except asyncio.CancelledError:
             if not self._signalled:
                 raise
@@ -140,6 +148,7 @@ class Launcher:
             self._judge([error for error in errors if error is not None], len(ready))
             if len(ready) >= self._order.min_nodes:
                 break
+            self._say_once(f"{len(ready)} of at least {self._order.min_nodes} hosts are here; waiting for more")
             await asyncio.sleep(ASK_EVERY_S)
         self._choose_endpoint(ready)
         for place in ready:
@@ -147,13 +156,18 @@ class Launcher:
             place.session.go(place.index, self._endpoint)
 
     async def _log_in(self, place: Place) -> HostsError | None:
-        session = Session(place.spec, self._order, self._screen, self._run_id)
-        try:
-            async with self._logins:
-                await session.start()
-        except HostsError as error:
-            return error
-        place.session = session
+        for pause_s in (*TURNED_AWAY_PAUSES_S, None):
+            session = Session(place.spec, self._order, self._screen, self._run_id)
+            try:
+                async with self._logins:
+                    await session.start()
+            except HostsError as error:
+                if pause_s is None or not session.turned_away:
+                    return error
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+            else:
+                place.session = session
+                break
         return None
 
     def _compare(self, ready: Sequence[Place]) -> list[HostsError | None]:
@@ -172,8 +186,15 @@ class Launcher:
                 self._let_go(place)
             for text in remarks(place.spec, facts, self._nproc(place.spec)):
                 self._screen.say(text)
-        errors += [HostsError(text) for text in same_machine([(each.spec, facts) for each, facts in told])]
+        for place, text in self._same_machine(list(self._places.values())):
+            errors.append(HostsError(text))
+            self._let_go(place)
         return errors
+
+    def _same_machine(self, places: Sequence[Place]) -> list[tuple[Place, str]]:
+        """Those whose host is an earlier one's, by another name: only one agent of a run can be there."""
+        told = [(each.spec, each.session.facts) for each in places if each.session and each.session.facts]
+        return [(self._places[spec.host], text) for spec, text in same_machine(told)]
 
     def _let_go(self, place: Place) -> None:
         session, place.session = place.session, None
@@ -193,11 +214,14 @@ class Launcher:
         elastic = self._order.min_nodes < self._order.max_nodes
         if self._discovery is not None or (elastic and ready >= self._order.min_nodes):
             for line in lines:
-                if line not in self._said:
-                    self._said.add(line)
-                    self._screen.say(f"{line}; going on without it")
+                self._say_once(f"{line}; going on without it")
             return
         raise type(errors[0])("\n".join(lines))
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._screen.say(line)
 
     def _choose_endpoint(self, ready: Sequence[Place]) -> None:
         if self._endpoint or self._order.alone:
@@ -214,20 +238,16 @@ class Launcher:
 
     # ---------------------------------------------------------------- while it runs
 
-    async def _attend(self) -> int:
-        async with asyncio.TaskGroup() as tasks:
-            beats = tasks.create_task(self._beat())
-            finding = tasks.create_task(self._find()) if self._discovery is not None else None
-            while True:
-                self._changed.clear()
-                self._reconcile(tasks)
-                if not any(each.task is not None for each in self._places.values()):
-                    break
-                await self._changed.wait()
-            beats.cancel()
-            if finding is not None:
-                finding.cancel()
-        return self._tell_end()
+    async def _attend(self, tasks: asyncio.TaskGroup) -> None:
+        finding = tasks.create_task(self._find()) if self._discovery is not None else None
+        while True:
+            self._changed.clear()
+            self._reconcile(tasks)
+            if not any(each.task is not None for each in self._places.values()):
+                break
+            await self._changed.wait()
+        if finding is not None:
+            finding.cancel()
 
     def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
         running = sum(each.task is not None for each in self._places.values())
@@ -286,6 +306,8 @@ class Launcher:
                 assert place.session is not None
                 assert place.session.facts is not None
                 found = problems(place.spec, place.session.facts, self._expected, self._nproc(place.spec))
+                others = [each for each in self._places.values() if each is not place]
+                found += [text for same, text in self._same_machine([*others, place]) if same is place]
                 error = HostDiffersError("\n".join(found)) if found else None
             if error is not None:
                 if str(error) != place.trouble:
@@ -343,6 +365,8 @@ class Launcher:
         for host, place in list(self._places.items()):
             if found.get(host) != place.spec:
                 self._dismiss(place)
+            else:
+                place.staying = False
         for host, spec in found.items():
             place_there = self._places.get(host)
             if place_there is None and (not first or len(self._places) < self._order.max_nodes):
@@ -392,12 +416,21 @@ class Launcher:
         elif first:
             self._screen.say(f"{name}: stopping on all hosts; once more kills at once")
             self._signal_all(signum)
+            self._drop_when_stalled(-1)
         else:
             self._screen.say(f"{name} again: killing on all hosts")
             for place in self._places.values():
                 if place.session is not None:
                     place.session.kill()
             asyncio.get_running_loop().call_later(KILL_S, self._give_up)
+
+    def _drop_when_stalled(self, before: int) -> None:
+        """A console that takes nothing does not keep back how the agents ended."""
+        now = self._screen.written_bytes
+        if now == before:
+            self._screen.drop()
+        else:
+            asyncio.get_running_loop().call_later(CONSOLE_STALL_S_MAX, self._drop_when_stalled, now)
 
     def _signal_all(self, signum: int) -> None:
         for place in self._places.values():

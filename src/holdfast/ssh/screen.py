@@ -35,6 +35,8 @@ class Screen:
         self.console = Console()
         self.mark = mark.encode()
         self._told: dict[bytes, tuple[str, float]] = {}
+        self.drops = False
+        """What the console has no room for is read and thrown away."""
 
     def say(self, text: str) -> None:
         self.console.say(text)
@@ -44,8 +46,7 @@ class Screen:
     ) -> Feed:
         """Show what comes from this descriptor, which is the feed's from here on. `told` gets the marked lines, `ended` is
         called when all has been read; both in the console's thread."""
-        feed = Feed(fd, self.console.err if error else self.console.out, lambda lines, now: self.edit(lines, host, now))
-        feed.mark, feed.told, feed.ended = self.mark, told, ended
+        feed = Feed(fd, self.console.err if error else self.console.out, self, host, told, ended)
         self.console.attach(feed)
         return feed
 
@@ -66,24 +67,41 @@ class Screen:
         self._told[words] = (host, now + ONCE_S)
         return _PREFIX + host.encode() + b": " + words
 
+    @property
+    def written_bytes(self) -> int:
+        return sum(stream.written_bytes for stream in {self.console.out, self.console.err})
+
+    def drop(self) -> None:
+        """Wait for the console no more: what the hosts have to say of their end comes behind what it does not take."""
+        self.drops = True
+        self.console.wake()
+
     def close(self, stall_s: float) -> None:
         self.console.close(stall_s)
 
 
 class Feed:
-    """One pipe from ssh. Everything but the constructor, `held`, `show` and `wait` is the console thread's."""
+    """One pipe from ssh. Everything but the constructor, `held` and `show` is the console thread's."""
 
-    def __init__(self, fd: int, stream: ConsoleStream, edit: Callable[[bytes, float], bytes]) -> None:
+    def __init__(
+        self,
+        fd: int,
+        stream: ConsoleStream,
+        screen: Screen,
+        host: str,
+        told: Callable[[bytes], None],
+        ended: Callable[[], None],
+    ) -> None:
         os.set_blocking(fd, False)
-        self.mark = b""
-        self.told: Callable[[bytes], None] = lambda _: None
-        self.ended: Callable[[], None] = lambda: None
         self.progress = 0
         self.last = ""
         """The last line that came."""
         self._fd: int | None = fd
         self._stream = stream
-        self._edit = edit
+        self._screen = screen
+        self._host = host
+        self._tell = told
+        self._tell_ended = ended
         self._cutter = LineCutter()
         self._lock = threading.Lock()
         self._held: deque[bytes] | None = deque()
@@ -94,23 +112,16 @@ class Feed:
         with self._lock:
             return b"".join(self._held or ()).decode(errors="replace")
 
-    def show(self, *, held: bool) -> None:
-        """From here on what comes is shown; what came before too, or not."""
+    def show(self) -> None:
+        """From here on what comes is shown. What came before were greetings."""
         with self._lock:
-            waiting, self._held = self._held, None
-        if waiting and held:
-            self._early = b"".join(waiting)
-
-    _early = b""
+            self._held = None
 
     def fileno(self) -> int | None:
-        return self._fd if self._stream.free or self._held is not None else None
+        return self._fd if self._stream.free or self._screen.drops or self._held is not None else None
 
     def pump(self, now: float) -> float | None:
-        if self._early and self._stream.free:
-            early, self._early = self._early, b""
-            self._stream.put(self._edit(early, now))
-        while (fd := self._fd) is not None and (self._stream.free or self._held is not None):
+        while (fd := self._fd) is not None and self.fileno() is not None:
             try:
                 data = os.read(fd, CHUNK_BYTES_MAX)
             except BlockingIOError:
@@ -124,7 +135,7 @@ class Feed:
         return None
 
     def _take(self, lines: bytes, now: float) -> None:
-        if self.mark in lines:
+        if self._screen.mark in lines:
             lines = b"".join(map(self._unmarked, lines.splitlines(keepends=True)))
         if not lines:
             return
@@ -136,12 +147,13 @@ class Feed:
                 while self._held_bytes > HELD_BYTES_MAX:
                     self._held_bytes -= len(self._held.popleft())
                 return
-        self._stream.put(self._edit(lines, now))
+        if self._stream.free or not self._screen.drops:
+            self._stream.put(self._screen.edit(lines, self._host, now))
 
     def _unmarked(self, line: bytes) -> bytes:
-        before, mark, words = line.partition(self.mark)
+        before, mark, words = line.partition(self._screen.mark)
         if mark:
-            self.told(words)
+            self._tell(words)
             return before + b"\n" if before else b""
         return line
 
@@ -150,4 +162,4 @@ class Feed:
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
-            self.ended()
+            self._tell_ended()

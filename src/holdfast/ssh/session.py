@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.core.errors import HostUnreachableError
 from holdfast.runtime.workers.processes import PR_SET_PDEATHSIG, prctl
-from holdfast.ssh.complaints import explain, parting_words
+from holdfast.ssh.complaints import TOO_OLD, explain, is_turned_away, parting_words
 from holdfast.ssh.facts import Facts
 from holdfast.ssh.hosts import HostSpec
 from holdfast.ssh.orders import End, Order
@@ -45,6 +45,7 @@ END_S = 2.0
 
 OPTIONS = {
     "BatchMode": "yes",
+    "LogLevel": "INFO",  # what it complains of is what there is to tell
     "ConnectTimeout": CONNECT_S,
     "ServerAliveInterval": ALIVE_INTERVAL_S,
     "ServerAliveCountMax": ALIVE_COUNT_MAX,
@@ -58,10 +59,19 @@ OPTIONS = {
 
 def client_line(spec: HostSpec, interpreter: str, source_bytes: int, run_id: str) -> list[str]:
     """The ssh command. The far command is understood by every login shell; it shows in `ps` and holds no value."""
-    read = f'import os;s=b"";n={source_bytes};exec("while len(s)<n: s+=os.read(0,n-len(s)) or exit(0)");exec(s)'
-    far = f"exec {shlex.quote(interpreter)} -c {shlex.quote(read)} holdfast-agent {shlex.quote(run_id)}"
+    read = (
+        f'import os,sys;sys.version_info<(3,8) and sys.exit("{TOO_OLD}"+sys.version.split()[0]);'
+        f's=b"";n={source_bytes};exec("while len(s)<n: s+=os.read(0,n-len(s)) or exit(0)");exec(s)'
+    )
+    home, path = ("~/", interpreter[2:]) if interpreter.startswith("~/") else ("", interpreter)
+    far = f"exec {home}{shlex.quote(path)} -c {shlex.quote(read)} holdfast-agent {shlex.quote(run_id)}"
     options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
     return ["ssh", "-T", *options, "--", spec.name, far]
+
+
+def client_environment() -> dict[str, str]:
+    """It asks nobody, nor do the clients that it starts for jump hosts, which know nothing of BatchMode."""
+    return {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
 
 
 def die_with_launcher() -> None:
@@ -75,6 +85,8 @@ class Session:
     def __init__(self, spec: HostSpec, order: Order, screen: Screen, run_id: str) -> None:
         self.spec = spec
         self.facts: Facts | None = None
+        self.turned_away = False
+        """The host, or the way to it, has too many logins at once."""
         self._order = order
         self._screen = screen
         self._run_id = run_id
@@ -93,7 +105,7 @@ class Session:
         expected = self._order.expected
         request = {
             "mark": self._screen.mark.decode(),
-            "path": self._order.environ.get("PYTHONPATH", "").split(":"),
+            "env": self._order.environ,
             "cwd": expected.cwd,
             "script": expected.path,
             "program": self._order.program,
@@ -105,9 +117,8 @@ class Session:
         except BaseException:
             await self.close()
             raise
-        out, err = self._feeds
-        out.show(held=False)  # greetings of the login shell
-        err.show(held=True)
+        for feed in self._feeds:
+            feed.show()
         self._screen.console.wake()
         return self.facts
 
@@ -119,6 +130,7 @@ class Session:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=pipes[0][1],
                 stderr=pipes[1][1],
+                env=client_environment(),
                 start_new_session=True,  # Ctrl-C is ours to pass on, and there is no terminal to ask at
                 preexec_fn=die_with_launcher,
             )
@@ -150,7 +162,9 @@ class Session:
         code = self._process.returncode
         if code is None:
             await self.close()
-        raise HostUnreachableError(explain(self.spec, self._feeds[1].held(), code, interpreter, LOGIN_S))
+        out, err = (feed.held() for feed in self._feeds)
+        self.turned_away = is_turned_away(err)
+        raise HostUnreachableError(explain(self.spec, err, code, interpreter, LOGIN_S, out))
 
     async def _drained(self) -> None:
         """ssh has ended: what it wrote last has been read."""
@@ -162,23 +176,24 @@ class Session:
         self._went = True
         message = {
             "argv": self._order.line(self.spec, index, endpoint),
-            "env": self._order.environ,
             "lock": self._order.lock,
             "detach": self._order.detach,
         }
         self._write(json.dumps(message).encode() + b"\n")
 
     def beat(self) -> None:
-        if self._went:
+        if self.facts is not None:
             self._write(b"beat\n")
 
     def signal(self, signum: int) -> None:
-        """To the agent over there."""
-        self._write(f"signal {int(signum)}\n".encode())
+        """To the agent over there, if there is one yet."""
+        if self._went:
+            self._write(f"signal {int(signum)}\n".encode())
 
     def kill(self) -> None:
         """The agent over there and all it has, at once."""
-        self._write(b"kill\n")
+        if self._went:
+            self._write(b"kill\n")
 
     async def wait(self) -> End:
         """Until the agent has ended, or the connection."""
