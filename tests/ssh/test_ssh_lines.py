@@ -13,6 +13,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.hosts import make_order, read_hosts
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
 from holdfast.ssh.orders import Order
+from holdfast.ssh.session import client_line
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,9 @@ def test_every_run_has_a_token_of_its_own_unless_there_is_one() -> None:
     first, second = (order("--hosts a --rdzv-id x train.py") for _ in range(2))
     assert first.environ["HOLDFAST_TOKEN"] != second.environ["HOLDFAST_TOKEN"]
     assert first.lock != second.lock
-    assert order("--hosts a train.py", HOLDFAST_TOKEN="mine").environ["HOLDFAST_TOKEN"] == "mine"
+    given = [order("--hosts a --rdzv-id x train.py", HOLDFAST_TOKEN="mine") for _ in range(2)]
+    assert given[0].environ["HOLDFAST_TOKEN"] == "mine"
+    assert given[0].lock != given[1].lock  # two jobs of one name leave each other's agents alone
     words_of_all = [*first.line(first.hosts[0], 0, "e:1")]
     assert not any(first.environ["HOLDFAST_TOKEN"] in word for word in words_of_all)
 
@@ -107,6 +110,20 @@ def test_with_a_folder_of_their_own_the_script_need_not_be_here(tmp_path: Path) 
     here = order(f"--hosts a --cwd {tmp_path} train.py").expected
     assert here.script
     assert here.interpreter == sys.executable
+
+
+def test_another_python_on_the_hosts() -> None:
+    made = order("--hosts a,b --python ~/v/bin/python train.py".replace("~", "'~'"), VIRTUAL_ENV="/here")
+    assert (made.expected.interpreter, made.expected.python, made.expected.torch) == ("~/v/bin/python", "", "")
+    assert "VIRTUAL_ENV" not in made.environ
+    assert not any("python" in word for word in made.line(made.hosts[0], 0, "e:1"))
+    assert client_line(made.hosts[0], made.expected.interpreter, 9, "x")[-1].startswith("exec ~/v/bin/python -c ")
+    assert "exec ~/'a b/python' -c" in client_line(made.hosts[0], "~/a b/python", 9, "x")[-1]
+
+
+def test_a_hostfile_with_the_mark_of_windows(folder: Path) -> None:
+    (folder / "hosts").write_bytes(b"\xef\xbb\xbfa slots=2\r\nb\r\n")
+    assert [(each.name, each.slots) for each in order("--hostfile hosts train.py").hosts] == [("a", 2), ("b", None)]
 
 
 BAD = [
@@ -123,6 +140,7 @@ BAD = [
     ("--hosts a,b --local-addr h train.py", "HF101", "one node's own"),
     ("--hosts a,b --standalone train.py", "HF101", "one node by itself"),
     ("--hosts a,b --rdzv-backend static train.py", "HF101", "c10d"),
+    ("--hosts a,b --rdzv-endpoint localhost:29400 train.py", "HF105", "another machine on each host"),
     ("--hosts a,b --env NOT_SET train.py", "HF101", "NOT_SET is not set here"),
     ("--hosts a,b --env A=1 train.py", "HF101", "export A and give its name"),
     ("--hosts a,b -", "HF102", "standard input"),

@@ -22,9 +22,10 @@ from holdfast.cli.options import FLAG, HOSTS, LAUNCH_OPTIONS, LIST, OPTIONS, Opt
 from holdfast.cli.program import folder_here
 from holdfast.cli.resolve import resolve
 from holdfast.cli.values import is_number, node_range
-from holdfast.core.errors import HostsError, NodesError, ScriptError, UsageError
+from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.core.options import CommandKind
 from holdfast.rendezvous.token import TOKEN_VARIABLE
+from holdfast.ssh.facts import is_loopback
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
 from holdfast.ssh.orders import Expected, Order
 
@@ -59,6 +60,7 @@ SENT = (
 """What of the environment goes to every host; --env adds to it."""
 OWN_OF_NODE = ("node_rank", "local_addr")
 TOKEN_BYTES = 32
+LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
 """Of a hostfile, and of a script as it is compared."""
 UNKNOWN_ENDPOINT = "first.host:1"
@@ -114,7 +116,7 @@ def read_hosts(parsed: Parsed) -> list[HostSpec]:
 def read_file(path: str) -> str:
     try:
         with open(path, "rb") as file:
-            return file.read(FILE_BYTES_MAX).decode(errors="replace")
+            return file.read(FILE_BYTES_MAX).decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise HostsError(f"--hostfile {path}: {error.strerror}") from None
 
@@ -149,6 +151,8 @@ def make_order(
     options = resolve_there(
         parsed, table, line(first, 0, parsed.values.rdzv_endpoint or UNKNOWN_ENDPOINT), environ_there
     )
+    if most > 1 and elastic == "c10d" and options.endpoint is not None and is_loopback(options.endpoint.host):
+        raise parsed.error("rdzv_endpoint", EndpointError, "is another machine on each host; leave it out, or name one")
     nproc = parsed.values.nproc_per_node
     order = Order(
         hosts=tuple(hosts),
@@ -163,7 +167,7 @@ def make_order(
         endpoint=parsed.values.rdzv_endpoint,
         alone=alone,
         detach=parsed.values.on_disconnect == "detach",
-        lock=f"holdfast-{hashlib.sha256(f'{run_id} {environ_there.get(TOKEN_VARIABLE)}'.encode()).hexdigest()[:32]}",
+        lock=f"holdfast-{secrets.token_hex(LOCK_BYTES)}",
         signals=tuple(dict.fromkeys([*options.signals, *([options.preempt_signal] if options.preempt_signal else [])])),
     )
     return order, options
@@ -220,7 +224,9 @@ def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Opti
     return {
         name: value
         for name, value in environ.items()
-        if name not in options and any(fnmatchcase(name, pattern) for pattern in patterns)
+        if name not in options
+        and not (name == "VIRTUAL_ENV" and parsed.values.python)
+        and any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 
@@ -268,20 +274,21 @@ def resolve_there(
 
 
 def expected(parsed: Parsed, options: RunOptions) -> Expected:
-    """How this machine is, which the hosts have to be like."""
+    """How this machine is, which the hosts have to be like. With --python it is another one's: they agree with the first."""
     from holdfast.runtime.versions import torch_versions
     from holdfast.version import __version__
 
     kind = options.command.kind
+    named = parsed.values.python
     script = "" if kind is CommandKind.MODULE or "$" in parsed.values.training_script else parsed.values.training_script
     return Expected(
-        python=".".join(map(str, sys.version_info[:3])),
+        python="" if named else ".".join(map(str, sys.version_info[:3])),
         holdfast=__version__,
-        torch=torch_versions(sys.path).get("torch", ""),
+        torch="" if named else torch_versions(sys.path).get("torch", ""),
         script=hash_of(options.command.target) if script and kind is not CommandKind.PROGRAM else "",
         path=script,
         cwd=parsed.values.cwd or working_folder(),
-        interpreter=sys.executable,
+        interpreter=named or sys.executable,
     )
 
 

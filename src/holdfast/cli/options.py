@@ -221,6 +221,7 @@ OPTIONS: tuple[Option, ...] = (
         ours=True,
         many=True,
     ),
+    Option("--python", TEXT, "", HOSTS, "Python on the hosts (~/… too), by default this one's path", "PATH", ours=True),
     Option("--cwd", TEXT, "", HOSTS, "working folder on the hosts, by default the same as here", "DIR", ours=True),
     Option(
         "--on-disconnect",
