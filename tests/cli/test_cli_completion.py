@@ -50,6 +50,7 @@ ASKED: list[tuple[str, str]] = [
     ("holdfast launch --use", "--use-env"),
     ("holdfast submit --k8s --imag", "--image"),
     ("holdfast submit --slurm --partit", "--partition"),
+    ("holdfast submit --slurm --no-fol", "--no-follow"),
     ("holdfast doctor --all-reduce ", "auto off"),
     ("holdfast completion ", "bash zsh fish"),
     ("holdfast explain HF20", "HF200 HF201 HF202 HF203 HF204 HF205 HF206 HF207 HF208 HF209"),

@@ -77,6 +77,7 @@ def commands() -> list[Command]:
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(slurm_options.VALUES)]
     sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(slurm_options.FLAGS)]
+    sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
     submit = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s_line.TABLE), *sbatch]
     found = [
         Command("run", "", words(OPTIONS), SCRIPT),
