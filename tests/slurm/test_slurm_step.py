@@ -236,12 +236,17 @@ def test_the_token_is_inherited_and_everything_else_too() -> None:
         ("JobId=1 JobState=PENDING Reason=BeginTime Restarts=2", False, "restart 2"),
         ("JobId=1 JobState=COMPLETING Restarts=2", False, ""),
         ("JobId=1 JobState=CANCELLED Restarts=1", False, "CANCELLED"),
+        (
+            "JobId=2 ArrayJobId=1 JobState=FAILED Restarts=2\nJobId=1 ArrayJobId=1 JobState=RUNNING Restarts=1",
+            False,
+            "",
+        ),
         ("slurm_load_jobs error: Invalid job id specified", True, "no more"),
         ("slurm_load_jobs error: Unable to contact slurm controller", True, ""),
         ("", False, ""),
     ],
 )
 def test_when_a_life_is_over(text: str, failed: bool, said: str) -> None:
-    reason = over(Answer(text, failed), 1)
+    reason = over(Answer(text, failed), 1, 1)
     assert said in reason
     assert bool(reason) == bool(said)

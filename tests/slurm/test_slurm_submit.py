@@ -115,6 +115,13 @@ def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool
     assert ("requeue 7" in asked) == requeued
 
 
+def test_a_task_of_an_array_requeues_itself_alone() -> None:
+    """The last task's SLURM_JOB_ID is the array's number, which means all tasks."""
+    text = script(Batch((Directive("array", "0-3"),), ("true",), "x"))
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in text
+    assert "$SLURM_JOB_ID" not in text
+
+
 def test_no_requeue_is_obeyed() -> None:
     text = script(Batch((Directive("no-requeue"),), ("true",), "x"))
     assert "scontrol" not in text

@@ -72,6 +72,8 @@ def token() -> Sequence[str]:
 
 def start(batch: Batch) -> list[str]:
     command = shlex.join(batch.command)
+    # One task of an array has the array's own number, and `scontrol requeue` would start all of them anew.
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
     if not batch.requeues:
         return [command]
     return [
@@ -80,9 +82,9 @@ def start(batch: Batch) -> list[str]:
         "",
         f"# {EXIT_REQUEUE}: preempted, and everything is saved. Back into the queue, to go on from there.",
         "# Otherwise preempted: Slurm means to start it anew, and would not when it has ended before its time.",
-        "preempted() { scontrol --oneliner show job \"$SLURM_JOB_ID\" | grep -q 'PreemptTime=[0-9]'; }",
+        f"preempted() {{ scontrol --oneliner show job {job} | grep -q 'PreemptTime=[0-9]'; }}",
         f'if [ "$code" -eq {EXIT_REQUEUE} ] || {{ [ "$code" -ne 0 ] && preempted; }}; then',
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        f"    scontrol requeue {job}",
         "fi",
         'exit "$code"',
     ]

@@ -28,11 +28,13 @@ OVER = (
 """Not COMPLETING: then Slurm is ending the tasks itself, and gives them time to save."""
 
 
-def over(answer: Answer, restarts: int) -> str:
+def over(answer: Answer, job_id: int, restarts: int) -> str:
     """Why this life of the job is over, in words; empty while it is not, or where nobody can say."""
     if answer.failed:
         return "Slurm knows it no more" if _GONE in answer.text else ""
-    state, told = _STATE.search(answer.text), _RESTARTS.search(answer.text)
+    # An array's own number is that of one of its tasks too, and stands for all of them: a line each.
+    record = next((line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")), "")
+    state, told = _STATE.search(record), _RESTARTS.search(record)
     if state is None or state[1] == "COMPLETING":
         return ""
     if told is not None and int(told[1]) > restarts:
@@ -53,7 +55,7 @@ def watch(
     def look() -> None:
         forever = threading.Event()
         while not forever.wait(check_s):
-            reason = over(ask("show", "job", str(job_id)), restarts)
+            reason = over(ask("show", "job", str(job_id)), job_id, restarts)
             if reason:
                 end(reason)
                 return
