@@ -292,6 +292,45 @@ def test_the_end_of_all_epochs_is_saved(tmp_path: Path) -> None:
     assert names(tmp_path / "0") == ["step_000000003.0001", "step_000000004.0001"]
 
 
+def epoch_ends(folder: Path, *, save: bool, stop_in: int = 9) -> tuple[list[int], float]:
+    """Three epochs of two batches; at the end of each something that must happen once. Returns where it did, and its sum."""
+    weights, ends = nn.Linear(3, 1), []
+    optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
+    decay = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loader = ht.DataLoader(torch.arange(4), batch_size=2)
+    snaps = ht.Snapshots(folder, every=ht.steps(2) if not save else None, memory_every=None)
+    state = snaps.track(model=weights, optimizer=optimizer, decay=decay, loader=loader)
+    snaps.resume()
+    for epoch in state.epochs(3, save=save):
+        for _ in loader:
+            optimizer.step()
+            snaps.step()
+        if epoch == stop_in:
+            snaps.close()
+            break
+        decay.step()
+        ends.append(epoch)
+    else:
+        snaps.close()
+    return ends, float(optimizer.param_groups[0]["lr"])
+
+
+def test_what_stands_at_an_epoch_s_end_happens_once_in_what_is_saved(tmp_path: Path) -> None:
+    """Saved after the epoch's last batch: the rest of the body runs again, on a state in which it has not run."""
+    assert epoch_ends(tmp_path, save=False, stop_in=1) == ([0], 0.5)
+    assert epoch_ends(tmp_path, save=False) == ([1, 2], 0.125)
+    assert epoch_ends(tmp_path, save=False) == ([], 0.125)  # the end was saved, though its step was before
+
+
+def test_saved_at_each_epoch_s_end(tmp_path: Path) -> None:
+    assert epoch_ends(tmp_path, save=True, stop_in=2) == ([0, 1], 0.25)
+    assert names(tmp_path) == ["step_000000002.0001", "step_000000004.0001"]
+    assert epoch_ends(tmp_path, save=True) == ([2], 0.125)
+    assert names(tmp_path)[-1] == "step_000000006.0001"
+    assert epoch_ends(tmp_path, save=True) == ([], 0.125)
+    assert names(tmp_path)[-1] == "step_000000006.0001"
+
+
 def test_epochs_go_on_where_they_were() -> None:
     state = snapshots.TrainState()
     state.epoch = 2

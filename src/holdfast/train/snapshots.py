@@ -78,8 +78,11 @@ class Snapshots:
         self._fresh_ok = fresh_ok
         self._exit_on_stop = exit_on_stop
         self._tracker = Tracker()
+        self._tracker.state._save = self._save_epoch
         if every is not None:
             self._tracker.state._finish = self._save_the_last
+        self._durable_epoch = 0
+        """In which the newest state on the disk is: 1 when that is the end of epoch 0."""
         self._used = False
         """step() or save() was called."""
         self._optimized = False
@@ -196,7 +199,7 @@ class Snapshots:
         return peers, tier
 
     def _begin(self, peers: Peers, tier: Tier) -> None:
-        step = self.state.step
+        step, self._durable_epoch = self.state.step, self.state.epoch
         worker.at_step(step)
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
@@ -274,7 +277,12 @@ class Snapshots:
 
     def _save_the_last(self) -> None:
         """All epochs are trained, on every rank."""
-        if self._saving is not None and not self._closed and self.state.step > self._schedule.durable_step:
+        newest = (self._schedule.durable_step, self._durable_epoch)
+        if self._saving is not None and (self.state.step, self.state.epoch) != newest:
+            self._save_epoch()
+
+    def _save_epoch(self) -> None:
+        if not self._closed:
             self.save()
 
     def _save(self, saving: Saving, *, durable: bool) -> None:
@@ -283,6 +291,8 @@ class Snapshots:
         if done.look_at:
             self._schedule.look_at = done.look_at
         self._schedule.saved(self.state.step, done.durable)
+        if done.durable:
+            self._durable_epoch = self.state.epoch
         if done.durable and self._pruner is not None:
             self._pruner.begin_after(saving.tier)
 

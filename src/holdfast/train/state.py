@@ -70,16 +70,22 @@ class TrainState:
         self.epoch = 0
         self._follow: Callable[[int], None] = lambda _epoch: None
         self._finish: Callable[[], None] = lambda: None
+        self._save: Callable[[], None] = lambda: None
 
-    def epochs(self, count: int) -> Iterator[int]:
+    def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
 
+        What stands after the loader's loop runs again after a resume from a state that was saved before its end; with `save`
+        the state is saved to the disk after each epoch's body, and a resume from there goes on with the next epoch.
         After the last one the state is saved, if `every` says that anything is: what comes next may need the whole training.
         """
         while self.epoch < count:
             self._follow(self.epoch)
             yield self.epoch
             self.epoch += 1
+            if save:
+                self._follow(self.epoch)
+                self._save()
         self._finish()
 
 
