@@ -114,8 +114,7 @@ def _plain(failure: Failure, words: Words) -> Cause:
         )
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
-        said = failure.stderr_tail.splitlines()[-1:] or [""]
-        line = f"ended with exit code {failure.exit_code}: a shell {what}: {_cut(said[0], SAID_CHARACTERS_MAX)}"
+        line = f"ended with exit code {failure.exit_code}: a shell {what}: {_last_said(words.stderr)}"
         return Cause(
             "HF205", line.rstrip(": "), "check the command in the script, and PATH on that node", per_node=True
         )
