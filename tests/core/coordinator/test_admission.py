@@ -74,7 +74,7 @@ def test_a_holder_that_speaks_keeps_its_rank() -> None:
     decision = admission.settle([holder])
     assert isinstance(decision, Deny)
     assert decision.join == second
-    assert decision.problem == "--node-rank 1 is taken by a#1 (10.0.0.7); b#1 came second"
+    assert decision.problem == "--node-rank 1 is taken by a#1 (10.0.0.7); b#1 came second. Two jobs need two ports"
     assert admission.settle([holder]) is None
     assert isinstance(admission.consider(3, join("b#1", 2), [holder], 13.0), Admit), "a denied identity was not used"
 

@@ -70,7 +70,7 @@ class Admission:
             if holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving:
                 del self.claims[link]
                 taken = f"--node-rank {join.node.node_rank or 0} is taken by {holder.name} ({holder.address})"
-                return Deny(link, join, f"{taken}; {join.node.member} came second")
+                return Deny(link, join, f"{taken}; {join.node.member} came second. Two jobs need two ports")
         return None
 
     def _problem(self, node: NodeSpec) -> str:
