@@ -225,7 +225,7 @@ QUESTION = """
 import sys, torch
 name = sys.argv[1]
 if name != "xpu" and name != torch._C._get_privateuse1_backend_name():
-    sys.exit("torch knows no backend of that name")
+    sys.exit("there is no backend of that name")
 module = getattr(torch, name, None)
 print(module.device_count() if module is not None and module.is_available() else 0)
 """
@@ -245,5 +245,8 @@ def ask_torch(name: str, python: str | None = None) -> int:
         raise ProcessesError(f"only torch can count these, and {command[0]} does not run: {error.strerror}") from None
     if done.returncode != 0 or not done.stdout.strip().isdecimal():
         said = done.stderr.strip().splitlines()
-        raise ProcessesError(f"only torch can count these, and it says: {said[-1] if said else 'nothing'}")
+        reason = said[-1] if said else "nothing"
+        raise ProcessesError(
+            f"neither a number nor auto, gpu, cpu or xpu, and torch, asked for such a device, says: {reason}"
+        )
     return int(done.stdout)
