@@ -1,7 +1,7 @@
 """What each worker executes: the combination of script, -m, --no-python and --run-path, checked before anything starts.
 
 Knows the file system as the worker will see it (same folder, same PATH); knows nothing of ranks. A module name is not
-checked: finding it would mean importing its package.
+checked, but for being a file's: finding it would mean importing its package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str
         raise ScriptError("the training script's name is empty")
     if kind is CommandKind.PROGRAM:
         check_program(target, environ)
-    elif kind is not CommandKind.MODULE and target != "-" and "$" not in target:  # `$local_rank`: known per worker
+    elif kind is CommandKind.MODULE:
+        check_module(target)
+    elif target != "-" and "$" not in target:  # `$local_rank`: known per worker
         check_script(target)
     return WorkerCommand(
         kind=kind,
@@ -67,6 +69,12 @@ def check_script(path: str) -> None:
         raise ScriptError(f"the training script {path} does not exist{similar(path)}")
     if not os.access(path, os.R_OK):
         raise ScriptError(f"the training script {path} cannot be read: permission denied")
+
+
+def check_module(name: str) -> None:
+    """Raises ScriptError for a file's name: `python -m train.py` runs `train`, all of it, before it says that."""
+    if name.endswith(".py") and os.path.isfile(name) and not os.path.isdir(name.removesuffix(".py")):
+        raise ScriptError(f"-m takes a module's name and {name} is a file; leave -m out")
 
 
 def similar(path: str) -> str:
