@@ -129,12 +129,22 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [("--nnodes 2 train.py", "--master-addr"), ("--rdzv-backend c10d --nnodes 2 train.py", "--rdzv-endpoint")],
+)
+def test_several_nodes_without_a_meeting_point_are_told_where_they_meet(line: str, missing: str) -> None:
+    notices = options(line).notices
+    assert [notice.partition(":")[0] for notice in notices] == [f"no {missing}"]
+    assert "only on this machine" in notices[0]
+    assert not options("--nnodes 2 --master-addr node0 train.py").notices
+
+
 @pytest.mark.parametrize(("line", "environ", "fields"), FIELDS)
 def test_a_line_resolves(line: str, environ: dict[str, str], fields: dict[str, object]) -> None:
     got = options(line, **environ)
-    assert got.notices == () or line.startswith(("--standalone --nnodes 1:4", "--rdzv-backend c10d --nnodes")), (
-        got.notices
-    )
+    told = [notice for notice in got.notices if "only on this machine" not in notice]
+    assert not told or line.startswith(("--standalone --nnodes 1:4", "--rdzv-backend c10d --nnodes")), told
     for path, expected in fields.items():
         value: object = got
         for name in path.split("."):

@@ -185,7 +185,10 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
     static = backend == "static"
     from_master = static and not given.rdzv_endpoint
     if from_master:
-        return master_endpoint(parsed, most)
+        endpoint = master_endpoint(parsed, most)
+        if most > 1 and not parsed.given("master_addr"):
+            notices.append(f"no --master-addr: nodes meet at {endpoint}, so only on this machine")
+        return endpoint
     say_idle_master(parsed, backend, notices)
     try:
         endpoint = parse_endpoint(given.rdzv_endpoint, default_port(backend))
