@@ -14,6 +14,7 @@ BAD: list[tuple[str, dict[str, str], str, str]] = [
     # HF101: the line
     ("", {}, "HF101", "no training script given"),
     ("--nnodes 2", {}, "HF101", "no training script given"),
+    ("--nproc-per-node train.py", {}, "HF101", "train.py was taken for the value of --nproc-per-node"),
     ("--nnodes", {}, "HF101", "--nnodes needs a value"),
     ("--nprocs 2 train.py", {}, "HF101", "did you mean --nproc-per-node?"),
     ("--nproc 2 train.py", {}, "HF101", "--nproc is ambiguous: it could be --nproc-per-node or --nproc_per_node"),
@@ -39,6 +40,7 @@ BAD: list[tuple[str, dict[str, str], str, str]] = [
     ("elsewhere/x.py", {}, "HF102", "the training script elsewhere/x.py does not exist"),
     ("--run-path nothing.py", {}, "HF102", "does not exist"),
     ("empty", {}, "HF102", "is a folder without a __main__.py"),
+    ("-m train.py", {}, "HF102", "-m takes a module's name and train.py is a file; leave -m out"),
     ("''", {}, "HF102", "name is empty"),
     ("--no-python train.py", {}, "HF102", "not on PATH; write ./train.py"),
     ("--no-python ./train.py", {}, "HF102", "is not executable; chmod +x"),

@@ -40,6 +40,11 @@ def test_a_prefix_is_said(line: str, notices: tuple[str, ...] | None) -> None:
         ("--logdir", "--log-dir"),
         ("--NNODES", "--nnodes"),
         ("--pln", "--plan"),
+        ("--gpus", "--nproc-per-node"),
+        ("--num_processes", "--nproc-per-node"),
+        ("-n", "--nproc-per-node"),
+        ("--num-machines", "--nnodes"),
+        ("--main_process_port", "--master-port"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest(typed: str, meant: str) -> None:
@@ -54,6 +59,12 @@ def test_nothing_near_is_no_guess(name: str) -> None:
             parse([name, "x.py"], {}, OPTIONS)
     else:
         assert parse([name], {}, OPTIONS).values.training_script == name
+
+
+def test_a_misspelt_variable_is_said_and_a_strangers_is_not() -> None:
+    environ = {"PET_NPROCS_PER_NODE": "2", "PET_NAME": "Rex", "PET_NNODES": "1"}
+    notices = parse(["x.py"], environ, OPTIONS).notices
+    assert notices == ("PET_NPROCS_PER_NODE is not read; did you mean PET_NPROC_PER_NODE?",)
 
 
 def test_flag_beats_variable_beats_default() -> None:

@@ -26,6 +26,16 @@ VARIABLE_PREFIXES = ("PET_", "HOLDFAST_")
 TRUE_WORDS = frozenset({"true", "yes"})
 FALSE_WORDS = frozenset({"false", "no"})
 
+WORKERS, NODES = "--nproc-per-node", "--nnodes"
+ELSEWHERE = {
+    **dict.fromkeys(("gpus", "num-gpus", "gpus-per-node", "num-processes", "num-procs", "np", "n"), WORKERS),
+    **dict.fromkeys(("num-machines", "num-nodes", "nodes"), NODES),
+    "machine-rank": "--node-rank",
+    "main-process-ip": "--master-addr",
+    "main-process-port": "--master-port",
+}
+"""What other launchers (accelerate, deepspeed, mpirun, Lightning) call an option, where the spelling is not near ours."""
+
 
 class Line(NamedTuple):
     """A command line, cut at the script. Values are texts still."""
@@ -114,7 +124,7 @@ def parse(
     sources: dict[str, str] = {}
     asks_about_us = bool(line.values.get("help") or line.values.get("version"))
     if line.script is None and needs_script and not asks_about_us:
-        raise UsageError("no training script given; usage: holdfast run [options] script.py [its arguments]")
+        raise UsageError(f"no training script given; {swallowed(line)}")
     for option in table:
         if option.dest in line.values:
             value = line.values[option.dest]
@@ -131,7 +141,28 @@ def parse(
             if sources.get(dest) == FROM_DEFAULT:
                 values[dest], sources[dest] = setting.value, setting.place
     namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
-    return Parsed(namespace, sources, tuple(f"{typed} taken as {full}" for typed, full in line.prefixes))
+    notices = [f"{typed} taken as {full}" for typed, full in line.prefixes] + say_unread(environ, table)
+    return Parsed(namespace, sources, tuple(notices))
+
+
+def swallowed(line: Line) -> str:
+    """Which option has taken the script for its value, if one has; else how a line looks."""
+    for dest, value in line.values.items():
+        if isinstance(value, str) and value.endswith(".py"):
+            return f"{value} was taken for the value of --{dest.replace('_', '-')}"
+    return "usage: holdfast run [options] script.py [its arguments]"
+
+
+def say_unread(environ: Mapping[str, str], table: Sequence[Option]) -> list[str]:
+    """A line for each PET_ variable that is none of ours, but nearly."""
+    known = {name for option in table for name in option.variables}
+    unread = [name for name in sorted(environ) if name.startswith("PET_") and name not in known]
+    if not unread:
+        return []
+    import difflib  # only a typing error pays for it
+
+    meant = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in unread}
+    return [f"{name} is not read; did you mean {near[0]}?" for name, near in meant.items() if near]
 
 
 def read_line(argv: Sequence[str], table: Sequence[Option]) -> Line:
@@ -226,6 +257,8 @@ def nearest(word: str, spellings: Mapping[str, Option]) -> str:
     import difflib  # only a typing error pays for it
 
     plain = "--" + word.strip("-").replace("_", "-").lower()
+    if (meant := ELSEWHERE.get(plain.removeprefix("--"))) in spellings:
+        return f"; did you mean {meant}?"
     dashed = [spelling for spelling in spellings if "_" not in spelling]
     # A misspelt name, or else a misspelt beginning of one.
     beginnings = {spelling[: len(plain)]: spelling for spelling in reversed(dashed)}
