@@ -145,10 +145,10 @@ def test_which_ends_of_a_pod_count() -> None:
 @pytest.mark.parametrize(
     ("words", "grace_s", "said"),
     [
-        ((), 105, ["--drain-timeout=60", "--shutdown-timeout=30"]),
-        (("--drain-timeout", "300.5"), 346, ["--drain-timeout=300.5", "--shutdown-timeout=30"]),
-        (("--drain-timeout=600", "--shutdown-timeout=5"), 620, ["--drain-timeout=600", "--shutdown-timeout=5"]),
-        (("--drain-timeout=2000000",), 2000045, ["--drain-timeout=2000000"]),
+        ((), 225, ["--drain-timeout=60", "--shutdown-timeout=30"]),
+        (("--drain-timeout", "300.5"), 466, ["--drain-timeout=300.5", "--shutdown-timeout=30"]),
+        (("--drain-timeout=600", "--shutdown-timeout=5"), 740, ["--drain-timeout=600", "--shutdown-timeout=5"]),
+        (("--drain-timeout=2000000",), 2000165, ["--drain-timeout=2000000"]),
     ],
 )
 def test_the_grace_is_tied_to_the_drain(words: tuple[str, ...], grace_s: int, said: list[str]) -> None:

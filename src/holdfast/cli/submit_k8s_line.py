@@ -42,6 +42,7 @@ from holdfast.schedulers.kubernetes import (
     KubernetesJob,
     last_pod,
 )
+from holdfast.snapshots.packets import FINISH_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,6 +158,7 @@ def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
         token_secret=token_secret(parsed, name, alone=most == 1),
         drain_s=given.drain_timeout,
         stop_grace_s=stop_grace_s(parsed, {}),  # the pods' environment, not this one
+        save_s=FINISH_LIMIT_S,
         health_port=port(parsed, "health") or HEALTH_PORT,
         metrics_port=port(parsed, "metrics"),
     )

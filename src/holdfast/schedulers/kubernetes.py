@@ -23,7 +23,7 @@ REPLICATED_JOB = "node"
 RUNS_PATH = "/var/holdfast/runs"
 SHM_PATH = "/dev/shm"
 GRACE_SLACK_S = 15
-"""Beyond draining and stopping: the end of the saver, of the logs, of the container."""
+"""Beyond draining, stopping and writing snapshots: the end of the logs, of the container."""
 STARTUP_S_MAX = 120
 LIVENESS_S = 20
 LIVENESS_FAILURES_MAX = 6
@@ -67,6 +67,8 @@ class KubernetesJob:
     """Name of the Secret whose key `token` is the job's; empty: none."""
     drain_s: float = 60.0
     stop_grace_s: float = 30.0
+    save_s: float
+    """How long an agent waits for snapshots that are being written; those in memory go with the pod."""
     health_port: int = HEALTH_PORT
     metrics_port: int | None = None
 
@@ -78,7 +80,7 @@ class KubernetesJob:
     @property
     def grace_s(self) -> int:
         """From SIGTERM to SIGKILL: all that an agent may need in between."""
-        return math.ceil(self.drain_s + self.stop_grace_s) + GRACE_SLACK_S
+        return math.ceil(self.drain_s + self.stop_grace_s + self.save_s) + GRACE_SLACK_S
 
     @property
     def endpoint(self) -> str:
@@ -229,7 +231,8 @@ def pod_spec(job: KubernetesJob) -> Manifest:
         spec["subdomain"] = Noted(job.name, "With the Service: pods are called NAME-INDEX.NAME.")
     spec["terminationGracePeriodSeconds"] = Noted(
         job.grace_s,
-        f"--drain-timeout {seconds(job.drain_s)}, --shutdown-timeout {seconds(job.stop_grace_s)}, and {GRACE_SLACK_S} for the end.",
+        f"--drain-timeout {seconds(job.drain_s)}, --shutdown-timeout {seconds(job.stop_grace_s)}, "
+        f"{seconds(job.save_s)} to write snapshots, and {GRACE_SLACK_S} for the end.",
     )
     spec["enableServiceLinks"] = False
     if job.service_account:
