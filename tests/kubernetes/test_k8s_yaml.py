@@ -28,16 +28,9 @@ def test_what_is_written_is_read(value: object) -> None:
 
 
 @QUIETLY
-@given(st.lists(st.dictionaries(TEXTS, VALUES, min_size=1, max_size=3), min_size=2, max_size=3), TEXTS)
+@given(st.lists(st.dictionaries(TEXTS, SCALARS, min_size=1, max_size=3), min_size=2, max_size=3), TEXTS)
 def test_several_documents_under_a_comment(values: list[object], head: str) -> None:
     assert list(yaml.safe_load_all(documents(values, head.replace("\x00", "")))) == values
-
-
-@QUIETLY
-@given(TEXTS)
-def test_texts_in_lists_of_mappings(text: str) -> None:
-    value = [{text: [{"a": text}, [text], []]}, {"b": {}}]
-    assert yaml.safe_load(documents([value])) == value
 
 
 def test_comments_stand_above_what_they_are_about() -> None:
