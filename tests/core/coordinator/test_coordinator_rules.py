@@ -82,7 +82,7 @@ def test_who_waits_is_told_for_what() -> None:
     desk = Desk()
     desk.join(1)
     desk.wait(6.0)
-    assert desk.last(1) == Waiting("waiting: 1 of 2 nodes are here (n1)")
+    assert desk.last(1) == Waiting("waiting: 1 of 2 nodes are here (n1); giving up in 55 s")
 
 
 def test_stale_words_change_nothing() -> None:

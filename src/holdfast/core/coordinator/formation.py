@@ -44,6 +44,8 @@ class FormNow(Struct, frozen=True):
 class WaitUntil(Struct, frozen=True):
     deadline_s: float
     reason: str
+    gives_up: bool = False
+    """The deadline ends the job, not the wait alone."""
 
 
 class NoQuorum(Struct, frozen=True):
@@ -68,7 +70,7 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
         deadline = gathering.began_s + limits.join_s
         if now >= deadline:
             return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
-        return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here")
+        return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here", gives_up=True)
     if now < gathering.not_before_s:
         return WaitUntil(gathering.not_before_s, f"backing off for {gathering.not_before_s - now:.1f} s")
     if gathering.present >= job.max_nodes:

@@ -343,7 +343,8 @@ class CoordinatorMachine(CoordinatorOversight):
             case WaitUntil():
                 if now >= self._say_at_s:
                     self._say_at_s = now + self.limits.say_interval_s
-                    text = f"waiting: {decision.reason} ({self._who_is_here()})"
+                    left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
+                    text = f"waiting: {decision.reason} ({self._who_is_here()}){left}"
                     for member in self.members.values():
                         self._tell(member, Waiting(text))
 
