@@ -109,6 +109,17 @@ def test_a_reader_that_left_breaks_one_stream_only(pipes: tuple[int, int, int, i
     assert not console.out.broken
 
 
+def test_who_reads_stderr_is_told_once_that_nobody_reads_stdout(pipes: tuple[int, int, int, int]) -> None:
+    out_reader, out, err_reader, err = pipes
+    os.close(out_reader)
+    console = Console(out, err)
+    console.out.put(b"lost\n")
+    console.say("one")
+    console.say("two")
+    assert console.close()
+    assert os.read(err_reader, 4096).count(b"nobody reads standard output any more; the job goes on") == 1
+
+
 def test_the_same_pipe_behind_both_is_one_stream(pipes: tuple[int, int, int, int]) -> None:
     _, out, _, err = pipes
     shared = os.dup(out)

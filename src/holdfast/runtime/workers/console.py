@@ -126,6 +126,8 @@ class Console:
             # `2>&1` or a terminal: only one queue keeps lines whole and transient lines erased.
             self.err = self.out
         self._streams = {self.out, self.err}
+        self._lost = self.out.broken
+        """It is known, or was so from the start, that nobody reads stdout."""
         self._sources: tuple[Source, ...] = ()
         self._said: deque[bytes] = deque()
         self._saying = False
@@ -216,6 +218,7 @@ class Console:
             now = time.monotonic()
             for stream in self._streams:
                 stream.flush()
+            self._say_lost()
             self._put_said()
             dues = [due for source in self._sources if (due := source.pump(now)) is not None]
             with self._news:
@@ -223,6 +226,12 @@ class Console:
             self._wait_for_work(min(dues, default=None))
         with self._news:
             os.close(self._wake_fd)
+
+    def _say_lost(self) -> None:
+        """Once: stdout's reader has gone (`| head`), and a job that seems to stand still does not."""
+        if self.out.broken and not self._lost and not self.err.broken:
+            self._lost = True
+            self.say("nobody reads standard output any more; the job goes on, and `holdfast logs` shows its lines")
 
     def _put_said(self) -> None:
         if not self.err.free:
