@@ -62,6 +62,55 @@ def test_what_json_has_not() -> None:
     assert back({"a": [tensor]})["a"][0] is tensor
 
 
+@pytest.mark.parametrize("at", range(7))
+def test_what_json_has_only_in_part(at: int) -> None:
+    value = [10**5000, -(1 << 40_000), 2**2000, 2**2000 - 1, {10**5000: 1}, "\ud800", {"\udcff": 1}][at]
+    assert exact(back(value), value)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["2020-01-01"], dtype="datetime64[D]"),
+        np.array(["é", "abc"]),
+        np.array([1j, 2]),
+        np.arange(3, dtype=">i4"),
+        np.zeros((0, 3)),
+        np.array(2.5),
+    ],
+)
+def test_arrays_of_any_fixed_size(array: Any) -> None:
+    found = back({"it": array})["it"]
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert (found == array).all()
+
+
+@pytest.mark.parametrize("array", [np.array([{}]), np.zeros(2, dtype=[("a", "i4")]), np.ma.masked_array([1, 2])])
+def test_arrays_of_objects_are_refused(array: Any) -> None:
+    with pytest.raises(StateTypeError, match=r"^it\['a'\]: a numpy\."):
+        codec.Encoder().encode({"a": array}, "it")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.empty(3, device="meta"), "meta"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+        (torch.nn.parameter.UninitializedParameter(), "lazy"),
+    ],
+)
+def test_tensors_that_are_no_arrays_are_refused(tensor: torch.Tensor, kind: str) -> None:
+    with pytest.raises(StateTypeError, match=rf"^it\['a'\]: a {kind} tensor"):
+        codec.Encoder().encode({"a": tensor}, "it")
+
+
+def test_names_that_are_no_text() -> None:
+    with pytest.raises(StateTypeError, match="the name is not text"):
+        codec.check_storable("model.\ud800", torch.ones(1))
+    codec.Encoder().encode({"\ud800": torch.ones(1), "é/\n@": torch.ones(1)}, "it")
+
+
 @pytest.mark.parametrize("value", [object(), {1, 2}, len, lambda: None, torch.float32, 1j])
 def test_what_needs_pickle_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(StateTypeError, match=r"^it\['a'\]\[1\]"):
@@ -71,8 +120,9 @@ def test_what_needs_pickle_is_refused_with_its_place(value: Any) -> None:
 def test_a_tree_without_end_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(StateTypeError, match="levels deep"):
+    with pytest.raises(StateTypeError, match="levels deep") as told:
         codec.Encoder().encode(endless, "it")
+    assert len(str(told.value)) < 400
 
 
 @pytest.mark.parametrize("text", [b"{", b'{"$strange": 1}', b"\xff"])

@@ -2,7 +2,8 @@
 
     None, bool, int, str, finite floats, lists      as JSON has them
     dicts whose keys are all text                   as JSON objects
-    everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, other dicts, arrays, tensors
+    everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, huge integers, other dicts,
+                                                    arrays, tensors
 
 Tensors and numpy arrays leave the tree: it keeps their names, `Encoder.tensors` has them. Knows nothing of files.
 """
@@ -21,6 +22,12 @@ import torch
 from holdfast.core.errors import SnapshotDamagedError, StateTypeError
 
 DEPTH_MAX = 100
+PATH_CHARACTERS_MAX = 300
+"""Of a place in a message."""
+INTEGER_BITS_MAX = 2000
+"""As decimals; Python refuses to read or write numbers of many digits so. Larger ones are hexadecimal."""
+ARRAY_KINDS = "biufcSUmM"
+"""Of numpy's arrays: items of a fixed size that are no objects and have no fields."""
 _KIND = "$"
 
 
@@ -38,10 +45,12 @@ class Encoder:
         return self._encode(value, path, 0)
 
     def _encode(self, value: Any, path: str, depth: int) -> Any:
-        if value is None or value is True or value is False or type(value) in (int, str):
+        if value is None or value is True or value is False or type(value) is str:
             return value
+        if type(value) is int:
+            return value if value.bit_length() <= INTEGER_BITS_MAX else {"$int": hex(value)}
         if depth > DEPTH_MAX:
-            raise StateTypeError(f"{path}: nested more than {DEPTH_MAX} levels deep")
+            raise StateTypeError(f"{_short(path)}: nested more than {DEPTH_MAX} levels deep")
         if isinstance(value, float):
             value = float(value)  # numpy's float64 is one, too
             return value if math.isfinite(value) else {"$float": repr(value)}
@@ -56,7 +65,7 @@ class Encoder:
         if isinstance(value, (bytes, bytearray)):
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, (int, str)):  # IntEnum, StrEnum …
-            return int(value) if isinstance(value, int) else str.__str__(value)
+            return self._encode(int(value) if isinstance(value, int) else str.__str__(value), path, depth)
         return self._foreign(value, path)
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
@@ -65,7 +74,7 @@ class Encoder:
         if plain:
             return {key: self._encode(each, f"{path}[{key!r}]", depth + 1) for key, each in value.items()}
         pairs = [
-            [self._encode(key, f"a key of {path}", depth + 1), self._encode(each, f"{path}[{key!r}]", depth + 1)]
+            [self._encode(key, f"a key of {path}", depth + 1), self._encode(each, f"{path}[{_named(key)}]", depth + 1)]
             for key, each in value.items()
         ]
         return {kind or "$dict": pairs}
@@ -73,14 +82,15 @@ class Encoder:
     def _foreign(self, value: Any, path: str) -> Any:
         """numpy's, known by their names: numpy itself may not be there."""
         kind = type(value)
-        if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biuf":
-            if kind.__name__ != "ndarray":
+        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+            if kind.__name__ == "ndarray" and value.dtype.kind in ARRAY_KINDS:
+                # Types that torch lacks go as bytes; their own type's name brings them back.
+                raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
+                return {"$array": [self._leave(path, raw), value.dtype.str, list(value.shape)]}
+            if value.ndim == 0 and value.dtype.kind in "biuf":
                 return self._encode(value.item(), path, 0)
-            # bool and the integer types that torch lacks go as bytes; their own type's name brings them back.
-            raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
-            return {"$array": [self._leave(path, raw), value.dtype.str, list(value.shape)]}
         raise StateTypeError(
-            f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be stored without pickle\n"
+            f"{_short(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored without pickle\n"
             "let state_dict() give tensors, numbers, text, bytes, lists, tuples and dicts"
         )
 
@@ -92,10 +102,32 @@ class Encoder:
 
 
 def check_storable(path: str, tensor: torch.Tensor) -> None:
-    """StateTypeError for a tensor that is no array of items."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    """StateTypeError for a tensor that is no array of items, or whose name is no text."""
+    kind = ""
+    if torch.nn.parameter.is_lazy(tensor):
+        kind = "lazy"  # until its module has seen a batch
+    elif tensor.is_nested:
+        kind = "nested"
+    elif tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
-        raise StateTypeError(f"{path}: a {kind} tensor cannot be stored")
+    if kind:
+        raise StateTypeError(f"{_short(path)}: a {kind} tensor cannot be stored")
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise StateTypeError(f"{_short(ascii(path))}: the name is not text and cannot be stored") from None
+
+
+def _named(key: Any) -> str:
+    try:
+        return repr(key)
+    except ValueError:  # a huge integer
+        return "…"
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= PATH_CHARACTERS_MAX else path[: PATH_CHARACTERS_MAX - 1] + "…"
 
 
 _Get = Callable[[str], torch.Tensor]
@@ -129,6 +161,8 @@ def _decode_kind(kind: str, content: Any, get: tuple[_Get, _Get]) -> Any:
             return tuple(_decode(each, get) for each in content)
         case "$float":
             return float(content)
+        case "$int":
+            return int(content, 16)
         case "$bytes":
             return base64.b64decode(content)
         case "$array":
@@ -145,13 +179,14 @@ def _array(content: Any, tensor: _Get) -> Any:
     import numpy as np
 
     name, kind, shape = content
-    data = bytes(tensor(name).to(torch.uint8).cpu().tolist()) if 0 not in shape else b""
+    data = tensor(name).to(torch.uint8).cpu().numpy().tobytes() if 0 not in shape else b""
     return np.frombuffer(data, dtype=np.dtype(kind)).reshape(shape).copy()
 
 
 def dumps(tree: Any) -> bytes:
     """An encoded tree as text."""
-    return json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    # Names of files that are not UTF-8 have halves of surrogate pairs in Python; json.loads takes them so.
+    return json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
 
 
 def loads(text: bytes | memoryview) -> Any:
