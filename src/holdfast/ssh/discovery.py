@@ -5,12 +5,14 @@ with 0 and its lines are understood. Otherwise what it said last stays true, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
 
 from holdfast.core.errors import HostsError
 from holdfast.ssh.hosts import HostSpec, parse_file
+from holdfast.ssh.session import die_with_launcher
 
 ASK_EVERY_S = 3.0
 """From one answer to the next question."""
@@ -52,16 +54,18 @@ class Discovery:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=die_with_launcher,
         )
         assert process.stdout is not None
         try:
             async with asyncio.timeout(ANSWER_S):
                 data = await self._all(process.stdout)
                 code = await process.wait()
-        finally:
-            if process.returncode is None:  # with all that it has started
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):  # all that it has started: it may have ended before them
                 os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            await process.wait()
+            raise
         if code:
             raise HostsError(f"--host-discovery {self._program} ended with {code}")
         return data.decode(errors="replace")

@@ -104,7 +104,7 @@ def main() -> int:
 
 def take_environment(request: dict[str, Any]) -> None:
     """Be as the agent is to be, so that what is found here is what it will find."""
-    os.environ.update(request["env"], PWD=request["cwd"])
+    os.environ.update(request["env"])
     sys.path[:] = [folder for folder in sys.path if folder]  # `-c` puts the current folder first
     folders = os.environ.get("PYTHONPATH", "").split(":")
     sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
@@ -147,6 +147,8 @@ def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any
     except OSError as error:
         facts["trouble"] = f"cwd: {error.strerror}"
     else:
+        cwd: str = request["cwd"]
+        os.environ["PWD"] = cwd if os.path.isabs(cwd) else os.getcwd()  # as `cd` does
         facts["script"], facts["trouble"] = look_at_script(request["script"], request["program"])
     return held, facts
 

@@ -281,7 +281,8 @@ class Launcher:
         elif end.code is not None and self._was_killed(end) and place.wanted:
             self._screen.say(f"the agent on {place.spec} was killed (exit code {end.code}); it is started again")
         elif end.code is not None:
-            self._ends.append((place.spec, end))
+            if place.wanted or end.kind in JOB_ENDS:
+                self._ends.append((place.spec, end))
             place.over = place.wanted or end.kind in JOB_ENDS
             if end.kind in JOB_ENDS:
                 self._over.set()

@@ -75,7 +75,8 @@ def client_environment() -> dict[str, str]:
 
 
 def die_with_launcher() -> None:
-    """Runs in the child, before ssh: without its launcher it ends, and so the far side learns of it."""
+    """Runs in the child, before ssh: without its launcher it ends, and so the far side learns of it. (Or before the program
+    that discovers hosts.)"""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -203,7 +204,7 @@ class Session:
         await self.close()
         if self._end is not None:
             return self._end
-        if 0 <= code < 255 and self._went:
+        if 0 < code < 255 and self._went:  # 0 without a last word is no success: ssh went into the background
             return End(code=code)
         return End(text=parting_words(self._feeds[1].last) or f"ssh ended with {code}")
 
