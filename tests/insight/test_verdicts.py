@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec import structs
 
 from holdfast.core.hang import Finding, HangKind
-from holdfast.core.outcome import Evidence, Failure, job_exit_code
+from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
+from holdfast.insight.screen import render
 from holdfast.insight.verdicts import judge
 from tests.corpus.telling import GLOO_CLOSED, cut, fails, watchdog
 
@@ -145,3 +146,15 @@ def test_a_script_that_refuses_its_arguments_is_quoted_with_its_error_not_its_us
     verdict = judge(evidence(fails(0, code=2, stderr=said), hosts=("a",)))
     assert verdict.code == "HF232"
     assert verdict.cause.endswith("train.py: error: the following arguments are required: --lr")
+
+
+def test_a_crash_ends_in_the_script_not_in_what_runs_it() -> None:
+    said = (
+        "Fatal Python error: Aborted\n\nCurrent thread 0x00007f (most recent call first):\n"
+        '  File "/job/train.py", line 4 in <module>\n'
+        '  File "/opt/lib/holdfast/worker/bootstrap.py", line 162 in run\n\n'
+        "Extension modules: numpy._core, torch._C (total: 2)\n"
+    )
+    verdict = judge(evidence(fails(1, code=-6, stderr=said)))
+    screen = render(Outcome(kind=OutcomeKind.FAILED, exit_code=134, verdict=verdict), "/runs/x")
+    assert screen.splitlines()[-1] == '  File "/job/train.py", line 4 in <module>'

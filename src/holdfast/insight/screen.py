@@ -16,6 +16,10 @@ VICTIMS_SHOWN_MAX = 3
 RANKS_SHOWN_MAX = 8
 TRACEBACK = re.compile(r"^(?:Traceback \(most recent call last\):|Fatal Python error: )", re.MULTILINE)
 FRAME = re.compile(r'^\s+File "[^"\n]+", line \d+', re.MULTILINE)
+BENEATH = re.compile(
+    r'^  File "[^"\n]*/holdfast/worker/\w+\.py", line \d+ in .*\n?|^\nExtension modules: .*\n?', re.MULTILINE
+)
+"""In what faulthandler writes: frames of what runs the script, and a list of all that was ever imported."""
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
@@ -96,7 +100,7 @@ def _last_words(culprit: Failure, room: int) -> list[str]:
     tail = RANK_PREFIX.sub("", culprit.stderr_tail).rstrip()
     found = list(TRACEBACK.finditer(tail))
     if found:
-        return tail[found[0].start() :].splitlines()
+        return BENEATH.sub("", tail[found[0].start() :]).splitlines()
     if FRAME.search(tail):
         return ["Traceback (most recent call last): [its head is in the log]", *tail.splitlines()]
     lines = [_line(line) for line in tail.splitlines() if line.strip()][-max(room - 1, 1) :]
