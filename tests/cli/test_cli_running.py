@@ -119,7 +119,7 @@ def test_a_run_by_id_by_its_beginning_and_by_folder(pretend: Pretend, tmp_path: 
     for name in ("bert", "be", "bert_one", str(tmp_path / "runs" / "bert_one")):
         assert said(capsys, "status", name, code=0).startswith("run bert: running for 3.0 s, generation 2")
     text = said(capsys, "status", code=2)
-    assert "HF127: 2 jobs run on this host; name one of them" in text
+    assert "HF127: 2 jobs run on this host; name one of them (its beginning will do)" in text
     assert "bert_one" in text
     assert "gpt_two" in text
 
@@ -290,6 +290,14 @@ def test_logs_as_json_and_by_pattern(ended: Path, capsys) -> None:
 
 def test_follow_of_a_run_that_has_ended_ends(ended: Path, capsys) -> None:
     assert said(capsys, "logs", str(ended), "-f", "--stdout", "--rank", "0", code=0) == "generation 3\nstep 2\nlast\n"
+
+
+def test_logs_in_which_nothing_stands_are_said(ended: Path, capsys) -> None:
+    line = ("logs", str(ended), "--rank", "0", "--stderr")
+    (ended / "attempt_1_generation_3" / "0" / "stderr.log").write_bytes(b"")
+    assert main(list(line)) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"holdfast: {ended}: these workers have written nothing\n")
 
 
 def test_logs_that_are_not_there(ended: Path, tmp_path: Path, capsys) -> None:

@@ -89,7 +89,7 @@ def software() -> Facts:
         if NVIDIA_PACKAGES.match(name):
             facts[name] = package.version
     for name, setting in torch_build().items():
-        facts[f"torch built with {name}"] = setting
+        facts["torch commit" if name == "git_version" else f"torch built with {name}"] = setting
     return facts
 
 

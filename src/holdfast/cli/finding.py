@@ -32,7 +32,7 @@ def running_job(run: str | None) -> list[Entry]:
     if len(jobs) == 1:
         return found
     if jobs:
-        raise NoRunError(f"{several(run, len(jobs))}; name one of them, or its run folder:\n{listed(found)}")
+        raise NoRunError(f"{several(run, len(jobs))}; name one of them (its beginning will do):\n{listed(found)}")
     raise NoRunError(nothing(run, entries))
 
 
@@ -47,7 +47,7 @@ def run_folders(run: str | None) -> list[Path]:
     found = entries if run is None else matching(entries, run)
     jobs = {entry.job for entry in found}
     if len(jobs) > 1:
-        raise NoRunError(f"{several(run, len(jobs))}; name one of them, or its run folder:\n{listed(found)}")
+        raise NoRunError(f"{several(run, len(jobs))}; name one of them (its beginning will do):\n{listed(found)}")
     folders = [Path(entry.folder) for entry in found if entry.folder]
     if found and not folders:
         raise NoRunError(f"{found[0].name} runs with --log-dir /dev/null: it keeps no logs")

@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         lines = (line for line in whole_lines(file) if wanted.takes(line.text))
         for line in lines if chosen.lines is None else deque(lines, chosen.lines):
             show(line)
+    if not any(os.path.getsize(file.path) for file in files):
+        print(f"holdfast: {', '.join(map(str, folders))}: these workers have written nothing", file=sys.stderr)
     return 0
 
 
