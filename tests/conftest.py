@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import Warm
+
 LEAK_GRACE_S = 1.0
 """The product promises that nothing is alive one second after its end; tests may rely on the same."""
 
@@ -265,6 +267,14 @@ def run_cli() -> RunCli:
         return Finished(process.returncode, out, err, time.monotonic() - started)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Runs programs that need torch and may be forked from a process that has imported it."""
+    made = Warm()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -1,0 +1,119 @@
+"""Programs that share an import of torch: one process has imported it and its compiler, and programs are forked from it.
+
+These imports take most of the processor time of a program that trains for a moment. A program runs as `__main__`, with
+arguments, environment, folder and streams of its own, and ends as an interpreter ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.utils.checkpoint",
+)
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""OpenMP reads it once: what runs here has one thread, whatever its own environment says."""
+START_S_MAX = 100.0
+
+
+class Warm:
+    """The parent, as a test sees it. One program at a time."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        environment = {**os.environ, **ON_CPU}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=pipe, stdout=pipe, bufsize=0, env=environment, cwd="/"
+        )
+
+    def run(
+        self,
+        line: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout: float = 100.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """As subprocess.run([sys.executable, *line], capture_output=True, text=True, …). The environment is ours
+        unless it is given."""
+        arguments = [str(each) for each in line]
+        with tempfile.TemporaryDirectory() as name:
+            streams = [f"{name}/out", f"{name}/err"]
+            order = {
+                "arguments": arguments,
+                "environment": dict(os.environ if env is None else env),
+                "folder": os.path.abspath(cwd or "."),
+                "streams": streams,
+            }
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            pid = self._told(START_S_MAX)
+            assert pid is not None, "no program was forked"
+            code = self._told(timeout)
+            if code is None:
+                os.killpg(pid, signal.SIGKILL)
+                self._told(START_S_MAX)
+            out, err = (Path(each).read_text(errors="replace") for each in streams)
+        assert code is not None, f"no end within {timeout} s: {arguments}\n--- stdout\n{out}\n--- stderr\n{err}"
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+    def _told(self, timeout: float) -> int | None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        readable, _, _ = select.select([stdout], [], [], timeout)
+        return int(stdout.readline()) if readable else None
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def serve() -> None:
+    """Fork a program for each line that comes; tell its pid and its exit code."""
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each program's first collection copies every page that it looks at
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            become(**json.loads(line))
+            return
+        os.write(1, b"%d\n" % pid)
+        os.write(1, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def become(arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]) -> None:
+    os.setsid()
+    for fd, path in enumerate(("/dev/null", *streams)):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(opened, fd)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    path = arguments[0]
+    sys.argv[:] = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+
+
+if __name__ == "__main__":
+    serve()
