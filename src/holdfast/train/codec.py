@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from holdfast.core.errors import SnapshotDamagedError, StateTypeError
@@ -184,9 +185,18 @@ def _array(content: Any, tensor: _Get) -> Any:
 
 
 def dumps(tree: Any) -> bytes:
-    """An encoded tree as text."""
-    # Names of files that are not UTF-8 have halves of surrogate pairs in Python; json.loads takes them so.
-    return json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(errors="surrogatepass")
+    """An encoded tree as text. By msgspec, which takes a tenth of the time of `json`: training waits for it."""
+    try:
+        return msgspec.json.encode(tree)
+    except UnicodeEncodeError:
+        # Names of files that are not UTF-8 have halves of surrogate pairs in Python; json.loads takes them so.
+        text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=loads)
+        return text.encode(errors="surrogatepass")
+
+
+def ready(tree: Any) -> msgspec.Raw:
+    """An encoded tree, written once: it may stand in other trees."""
+    return msgspec.Raw(dumps(tree))
 
 
 def loads(text: bytes | memoryview) -> Any:

@@ -101,17 +101,24 @@ def _page_runs(spans: Sequence[slice]) -> list[tuple[int, int]]:
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Each source into its target, which has as many items; complete when this returns."""
+    copy_alike(
+        targets,
+        [
+            source if source.shape == target.shape else source.reshape(target.shape)
+            for target, source in zip(targets, sources, strict=True)
+        ],
+    )
+
+
+def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Each source into its target, which has the same shape; complete when this returns."""
+    # Whatever is done here for each tensor is done hundreds of times while training waits.
     with torch.no_grad():
         if _is_crowded():
             targets, sources = _move_plain(targets, sources)
-        # Whatever is done here for each tensor is done hundreds of times while training waits.
-        fitting = [
-            source if source.shape == target.shape else source.reshape(target.shape)
-            for target, source in zip(targets, sources, strict=True)
-        ]
-        devices = {each.device for each in (*targets, *fitting) if not each.is_cpu}
-        if fitting:
-            torch._foreach_copy_(list(targets), fitting, non_blocking=bool(devices))
+        devices = {each.device for each in (*targets, *sources) if not each.is_cpu}
+        if sources:
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.synchronize(device)
 

@@ -29,8 +29,9 @@ from holdfast.snapshots.layout import Key, Kind
 from holdfast.snapshots.reader import RankFile
 from holdfast.train.agreement import Peers
 from holdfast.train.reading import FilePart, Prepared, Saved, open_files, parts_of_slot
-from holdfast.train.state import Targets, Tracker
+from holdfast.train.state import Tracker
 from holdfast.train.tiers import Held, Tier
+from holdfast.train.tracked import Targets
 
 STANDSTILL_S = 2.0
 """An unfinished save in which nothing moves for so long is nobody's: its writer has died."""

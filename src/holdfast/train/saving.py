@@ -22,7 +22,7 @@ from holdfast.train.agreement import Peers, node_key
 from holdfast.train.copying import step_back
 from holdfast.train.reading import Saved
 from holdfast.train.schedule import Timekeeper
-from holdfast.train.sharding import TEXT, Layout
+from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
 from holdfast.train.tiers import PrivateTier, Tier, warn_of_disk
 
@@ -53,8 +53,8 @@ class Saving:
         """Since this life began; equal on all ranks."""
         self._layout: Layout | None = None
         self._signature: tuple[Any, ...] = ()
-        self._views: dict[int, list[torch.Tensor]] = {}
-        """By address of the memory: the places of the layout's entries in it."""
+        self._places: dict[int, Places] = {}
+        """By address of the memory."""
         self._reserving: threading.Thread | None = None
         self._too_small: SnapshotMemoryError | None = None
         self._settling: threading.Thread | None = None
@@ -181,7 +181,7 @@ class Saving:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return "no room"  # both slots are being written: the next one will do
-        if not sharding.copy_into(self._views_of(memory, layout), self._sources(collected, layout)):
+        if not self._places_in(memory, layout).fill(self._sources(collected, layout)):
             return "unplanned"
         memory[: len(layout.file.header)] = layout.file.header
         if layout.beside is not None:
@@ -193,14 +193,14 @@ class Saving:
     def _sources(self, collected: Collected, layout: Layout) -> list[torch.Tensor]:
         return [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
 
-    def _views_of(self, memory: memoryview, layout: Layout) -> list[torch.Tensor]:
+    def _places_in(self, memory: memoryview, layout: Layout) -> Places:
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        if address not in self._views:
-            if len(self._views) > 2:
-                self._views.clear()  # slots have grown, and are somewhere else
-            places = layout.views(memory)
-            self._views[address] = [places[name] for name, _ in layout.keys]
-        return self._views[address]
+        if address not in self._places:
+            if len(self._places) > 2:
+                self._places.clear()  # slots have grown, and are somewhere else
+            views = layout.views(memory)
+            self._places[address] = Places([views[name] for name, _ in layout.keys])
+        return self._places[address]
 
     def _ticket(self, number: int) -> Ticket:
         assert self._layout is not None
@@ -219,7 +219,7 @@ class Saving:
         self._await_reserved()
         self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
         text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
-        self._views.clear()
+        self._places.clear()
         node = f"{node_key()}:{self.tier.place}"
         self._layout = sharding.plan(self._peers, node, collected.shared, collected.own, text_bytes, "")
         self._signature = collected.signature()

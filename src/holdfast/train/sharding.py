@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.core.errors import ShardingError, SnapshotDamagedError
 from holdfast.snapshots.image import ALIGNMENT_BYTES, Entry, Image
 from holdfast.train.agreement import Peers
-from holdfast.train.copying import copy_all
+from holdfast.train.copying import copy_alike
 
 CODES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
@@ -321,15 +321,22 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def copy_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
-    """Copy tensors into their places in a slot; complete when this returns. False, and nothing copied: they do not fit."""
-    sources = []
-    for view, tensor in zip(views, tensors, strict=True):
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if local.dtype != view.dtype and local.dtype not in CODES:
-            local = local.detach().contiguous().flatten().view(torch.uint8)
-        if local.dtype != view.dtype or local.shape != view.shape:
-            return False
-        sources.append(local)
-    copy_all(views, sources)
-    return True
+class Places:
+    """Where the entries of a layout are in a slot."""
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self._views = views
+        self._kinds = [(view.dtype, view.shape) for view in views]
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copy each tensor into its place; complete when this returns. False, and nothing copied: they do not fit."""
+        sources = []
+        for (dtype, shape), tensor in zip(self._kinds, tensors, strict=True):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if local.dtype != dtype and local.dtype not in CODES:
+                local = local.detach().contiguous().flatten().view(torch.uint8)
+            if local.dtype != dtype or local.shape != shape:
+                return False
+            sources.append(local)
+        copy_alike(self._views, sources)
+        return True

@@ -41,7 +41,7 @@ from holdfast.snapshots.reader import RankFile
 from holdfast.train import codec
 from holdfast.train.assembling import assembled
 from holdfast.train.reading import FilePart, Saved, open_files
-from holdfast.train.sharding import OWN, TEXT, Layout, Piece, copy_into, image_of
+from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
 
 FORMAT = "dcp"
 """In a rank's text: the state is one of `dcp.save`, not of `Snapshots`."""
@@ -139,7 +139,7 @@ def _put_together(plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> memor
     memory[: len(image.header)] = image.header
     memory[image.spans[TEXT]] = text
     views = Layout(image, None, ()).views(memory)
-    if not copy_into([views[piece.name] for piece, _ in tensors], [tensor for _, tensor in tensors]):
+    if not Places([views[piece.name] for piece, _ in tensors]).fill([tensor for _, tensor in tensors]):
         raise ShardingError("the planner gives tensors of other shapes or types than it has planned")
     return memory
 

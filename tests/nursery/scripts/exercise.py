@@ -14,21 +14,24 @@ import threading
 import tracemalloc
 import warnings
 
-import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, Dataset
+if __name__ == "__main__":  # a child that is spawned imports this file, and torch only if it needs it
+    import numpy as np
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.data import DataLoader
 
 
 def square(number):
     return number * number
 
 
-class Numbers(Dataset):
+class Numbers:
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
+        import torch
+
         info = torch.utils.data.get_worker_info()
         return torch.tensor([index, -1 if info is None else info.id, info.seed % 2 * 0])
 
@@ -46,8 +49,8 @@ def pools():
 
 
 def loaders():
-    for method in ("fork", "spawn", "forkserver"):
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method)
+    for method, count in (("fork", 2), ("spawn", 1), ("forkserver", 1)):
+        loader = DataLoader(Numbers(), batch_size=4, num_workers=count, multiprocessing_context=method)
         print("loader", method, [batch.tolist() for batch in loader])
 
 

@@ -1,0 +1,261 @@
+"""Models and optimizers: their live tensors by the names of torch's get_state_dict, and how these are filled again.
+
+Those names do not depend on DDP, FSDP2 or compile: `model.<fqn>` and `optimizer.state.<fqn>.<what>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.core.errors import ShardingError, TrackingError
+from holdfast.train import codec
+from holdfast.train.reading import Saved
+from holdfast.train.sharding import local_tensor
+
+
+@dataclass
+class Targets:
+    """The shared tensors of a state that is to be restored."""
+
+    fill: dict[str, torch.Tensor] = field(default_factory=dict)
+    """To be filled."""
+    filled: dict[str, torch.Tensor] = field(default_factory=dict)
+    """That have their values already."""
+
+    def all(self) -> dict[str, torch.Tensor]:
+        return {**self.fill, **self.filled}
+
+
+class Shared:
+    """Tensors of models and optimizers, each once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, str] = {}
+        """Further names of a tensor, and its first one."""
+        self._names: dict[int, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Under this name, or as another name of what is there."""
+        codec.check_storable(name, tensor)
+        first = self._names.setdefault(id(tensor), name)
+        if first == name:
+            self.tensors[name] = tensor
+        else:
+            self.tied[name] = first
+
+
+class TrackedModel:
+    """Tensors of a module by the names that torch's get_model_state_dict gives them."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self._names: dict[str, str] = {}
+        self._made: set[str] | None = None
+        """Raw names of tensors that `state_dict` makes (an extra state): nobody can fill them in place."""
+
+    def fqn(self, raw: str) -> str:
+        """Without what DDP, compile and activation checkpointing put in front."""
+        if raw not in self._names:
+            found = _get_fqns(self.module, raw)
+            self._names[raw] = next(iter(found)) if len(found) == 1 else raw
+        return self._names[raw]
+
+    def live(self) -> dict[str, Any]:
+        """Its state, not detached: parameters and buffers that are tied are known by being one object, on every rank alike."""
+        state: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        return state
+
+    def collect(self, state: Mapping[str, Any], shared: Shared, encoder: codec.Encoder) -> Any:
+        """Adds the tensors of the live state; returns the rest, encoded."""
+        rest = {}
+        if self._made is None:
+            live = {id(each) for each in (*self.module.parameters(), *self.module.buffers())}
+            self._made = {raw for raw, value in state.items() if id(value) not in live}
+        for raw, value in state.items():
+            fqn = self.fqn(raw)
+            if isinstance(value, torch.Tensor) and raw not in self._made:
+                shared.add(f"{self.name}.{fqn}", value)
+            else:
+                rest[fqn] = encoder.encode(value, f"{self.name}.{fqn}")
+        return rest
+
+    def restore_rest(self, rest: Mapping[str, Any], tensor: Callable[[str], torch.Tensor]) -> None:
+        """The tensors were filled in place."""
+        if rest:
+            state = get_model_state_dict(self.module)
+            state.update({fqn: codec.decode(value, tensor) for fqn, value in rest.items()})
+            set_model_state_dict(self.module, state)
+
+
+class TrackedOptimizer:
+    """An optimizer's state by the names of its parameters, as torch's get_optimizer_state_dict has it.
+
+    That function is not called for a save: it would run `step()` to make state that is not there yet, and renames
+    everything each time. Tests compare.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer, models: list[TrackedModel]) -> None:
+        self.name, self.optimizer, self._models = name, optimizer, models
+        self._fqns: dict[torch.Tensor, str] = {}
+
+    def _fqn(self, parameter: torch.Tensor) -> str:
+        if parameter not in self._fqns:
+            several = len(self._models) > 1
+            self._fqns = {
+                each: f"{model.name}.{model.fqn(raw)}" if several else model.fqn(raw)
+                for model in self._models
+                for raw, each in model.module.named_parameters()
+            }
+        if parameter not in self._fqns:
+            raise TrackingError(f"{self.name} has parameters of no tracked model: track(model=…, {self.name}=…)")
+        return self._fqns[parameter]
+
+    def live(self) -> list[Any]:
+        """Everything that its state consists of."""
+        held = self.optimizer.state
+        return [
+            *chain.from_iterable((*group["params"], None) for group in self.optimizer.param_groups),
+            *held,
+            *chain.from_iterable(held.values()),
+            *chain.from_iterable(each.values() for each in held.values()),
+        ]
+
+    def groups(self, encoder: codec.Encoder) -> list[Any]:
+        """The options of its parameter groups, encoded."""
+        return [
+            encoder.encode(
+                {key: value for key, value in group.items() if key not in ("params", "param_names")},
+                f"{self.name}.param_groups[{number}]",
+            )
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    def collect(self, shared: Shared, encoder: codec.Encoder) -> Any:
+        """Adds the tensors; returns the rest but for the groups' options, encoded."""
+        state: dict[str, dict[str, Any]] = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                held = self.optimizer.state.get(parameter)
+                if not held:
+                    continue
+                fqn = self._fqn(parameter)
+                rest: dict[str, Any] = {}
+                state[fqn] = rest
+                for what, value in held.items():
+                    if isinstance(value, torch.Tensor):
+                        name = f"{self.name}.state.{fqn}.{what}"
+                        codec.check_storable(name, value)
+                        shared.tensors[name] = value
+                        rest[what] = None
+                    else:
+                        rest[what] = [encoder.encode(value, f"{self.name}.state.{fqn}.{what}")]
+        params = [[self._fqn(each) for each in group["params"]] for group in self.optimizer.param_groups]
+        return {"params": params, "state": state}
+
+    def targets(self, saved: Saved, told: Mapping[str, Any], into: Targets) -> None:
+        """Tensors to fill: those that are there, and new ones for what a fresh optimizer does not have yet."""
+        parameters = self.parameters()
+        for fqn, rest in codec.section(told, "state").items():
+            parameter = parameters.get(fqn)
+            if parameter is None:
+                raise ShardingError(f"{self.name} has no parameter {fqn}, the one in the snapshot has")
+            held = self.optimizer.state.get(parameter, {})
+            for what, value in rest.items():
+                if value is None:
+                    _target(saved, f"{self.name}.state.{fqn}.{what}", held.get(what), parameter, into)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {self._fqn(each): each for group in self.optimizer.param_groups for each in group["params"]}
+
+    def restore(
+        self, told: Mapping[str, Any], filled: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]
+    ) -> None:
+        numbers = {fqn: number for number, fqn in enumerate(self.parameters())}
+        params, groups = told["params"], told["groups"]
+        mine = [[self._fqn(each) for each in group["params"]] for group in self.optimizer.param_groups]
+        if [sorted(each) for each in mine] != [sorted(each) for each in params]:
+            raise ShardingError(f"{self.name} has other parameter groups than the one in the snapshot")
+        state = {
+            numbers[fqn]: {
+                what: filled[f"{self.name}.state.{fqn}.{what}"] if value is None else codec.decode(value[0], tensor)
+                for what, value in rest.items()
+            }
+            for fqn, rest in told["state"].items()
+        }
+        options = [
+            {**codec.decode(group, tensor), "params": [numbers[fqn] for fqn in fqns]}
+            for group, fqns in zip(groups, mine, strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": state, "param_groups": options})
+        if type(self.optimizer).load_state_dict is Optimizer.load_state_dict:
+            self._undo_casts(state)
+
+    def _undo_casts(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """torch's gives state the type of its parameter: float32 master weights of bfloat16 ones would be rounded."""
+        for number, parameter in enumerate(self.parameters().values()):
+            held = self.optimizer.state[parameter] if number in state else {}
+            for what, exact in state.get(number, {}).items():
+                cast = held.get(what)
+                if isinstance(exact, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != exact.dtype:
+                    held[what] = exact.to(cast.device)
+
+
+def check_tied(saved: Saved, name: str, first: str) -> None:
+    """ShardingError when they are one tensor now and were two when they were saved."""
+    was, now = saved.pieces.get(name), saved.pieces.get(first)
+    if was is None or was is now:
+        return
+    if now is None or not _same_bits(saved.fresh(name), saved.fresh(first)):
+        raise ShardingError(f"{name} and {first} are one tensor now, and were two in the snapshot")
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    same: bool = torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return same
+
+
+def _target(saved: Saved, key: str, held: Any, parameter: torch.Tensor, into: Targets) -> None:
+    found = saved.whole_shape(key)
+    if found is None:
+        raise ShardingError(f"{key} is not in the snapshot")
+    shape, dtype = found
+    if isinstance(held, torch.Tensor) and tuple(held.shape) == shape and held.dtype == dtype:
+        into.fill[key] = held
+        return
+    sharded = isinstance(parameter, DTensor) and shape == tuple(parameter.shape)
+    like_parameter = shape == tuple(parameter.shape)  # otherwise a counter, or a factored moment: replicated
+    device = local_tensor(parameter).device if like_parameter else torch.device("cpu")
+    local_shape = local_tensor(parameter).shape if sharded else shape
+    fresh = torch.empty(local_shape, dtype=dtype, device=device)
+    target = _as_sharded(fresh, parameter) if sharded else fresh
+    match = saved.match(key, target)
+    adopted = saved.adopt(match) if match is not None and device.type == "cpu" else None
+    if adopted is None:
+        into.fill[key] = target
+    else:
+        into.filled[key] = _as_sharded(adopted, parameter) if sharded else adopted
+
+
+def _as_sharded(local: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """As the parameter is."""
+    tensor: torch.Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return tensor
