@@ -180,6 +180,7 @@ def test_it_goes_away_when_nobody_tells_it_to_start(far: Any) -> None:
 def test_signals_arrive_also_those_that_came_with_the_order(far: Any) -> None:
     one = far()
     one.ask()
+    one.send(b"signal 10\n")  # for no agent yet
     one.go()
     one.notes(1)
     one.send(b"beat\nsignal 10\n")

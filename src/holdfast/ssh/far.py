@@ -4,7 +4,7 @@ Sent as text to a bare `python`, so it imports nothing of ours before it is told
 Python and holdfast are there: that they differ is for the launcher to say. Reads lines of JSON and words from standard
 input, answers with marked lines on standard output. Values of variables come this way and stand in no command line.
 
-    request ► facts ► beat* ► go ► (beat | signal N | kill)* ► end        end of input, or silence: the connection is lost
+    request ► facts ► (beat | signal N)* ► go ► (beat | signal N | kill)* ► end        end of input, or silence: the connection is lost
 
 This process stays small and does nothing but wait: the agent is its child, and the agent's output goes to ssh directly.
 """
@@ -65,7 +65,7 @@ class Words:
                     return None
                 self.waiting = self.receive()
             line = self.waiting.pop(0)
-            if line != b"beat":
+            if line.startswith(b"{"):  # nor is there an agent yet for a signal
                 message: dict[str, Any] = json.loads(line)
                 return message
 

@@ -188,13 +188,11 @@ class Session:
 
     def signal(self, signum: int) -> None:
         """To the agent over there, if there is one yet."""
-        if self._went:
-            self._write(f"signal {int(signum)}\n".encode())
+        self._write(f"signal {int(signum)}\n".encode())
 
     def kill(self) -> None:
         """The agent over there and all it has, at once."""
-        if self._went:
-            self._write(b"kill\n")
+        self._write(b"kill\n")
 
     async def wait(self) -> End:
         """Until the agent has ended, or the connection."""
