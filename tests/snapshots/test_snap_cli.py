@@ -157,3 +157,18 @@ print([each for each in ("torch", "numpy", "asyncio", "msgspec") if each in sys.
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_snapshot_is_not_the_folder_it_is_in(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("ls", "verify"):
+        assert main(["snaps", command, str(runs / "step_000000001.0001")]) == 1
+        assert f"is one snapshot; give the folder it is in, {runs.resolve()}" in capsys.readouterr().err
+
+
+def test_debris_that_is_no_folder_goes_too(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "attempt.step_000000007.0001").write_text("x")
+    (runs / "gone.step_000000008.0001").symlink_to(runs / "step_000000001.0001")
+    assert main(["snaps", "prune", str(runs), "--debris"]) == 0
+    capsys.readouterr()
+    assert sorted(path.name for path in runs.glob("*.step_*")) == []
+    assert (runs / "step_000000001.0001" / layout.MANIFEST).exists()

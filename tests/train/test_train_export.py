@@ -78,3 +78,16 @@ def test_what_cannot_be_done_is_said(saved, tmp_path: Path, capsys: pytest.Captu
     assert export.main([str(folder), "--to", str(tmp_path / "out")]) == 1
     assert "not what was saved" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors"])
+def test_where_nothing_can_be_written(saved, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    for to, said in (
+        (tmp_path / "nowhere" / "out", "there is no folder"),
+        (Path("/proc/out"), "/proc/out was not written"),
+    ):
+        assert export.main([str(saved[0]), "--to", str(to), "--format", kind]) == 1
+        told = capsys.readouterr().err
+        assert said in told, told
+        assert len(told.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -16,6 +16,7 @@ import holdfast.train as ht
 from holdfast.core.errors import (
     IntervalError,
     NoValidSnapshotError,
+    RetentionError,
     ShardingError,
     SnapshotMemoryError,
     SnapshotWriteError,
@@ -329,6 +330,15 @@ def test_saved_at_each_epoch_s_end(tmp_path: Path) -> None:
     assert names(tmp_path)[-1] == "step_000000006.0001"
     assert epoch_ends(tmp_path, save=True) == ([], 0.125)
     assert names(tmp_path)[-1] == "step_000000006.0001"
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_every": 0}, {"memory_every": "2min"}, {"memory_every": True}, {"keep": 3}]
+)
+def test_options_that_mean_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises((IntervalError, RetentionError), match=next(iter(options))):
+        ht.Snapshots(tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
 
 
 def test_epochs_go_on_where_they_were() -> None:

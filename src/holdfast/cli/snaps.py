@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import SnapshotError, SnapshotGoneError, UsageError
-from holdfast.snapshots import folder, lease, reader, retention
+from holdfast.snapshots import folder, layout, lease, reader, retention
 from holdfast.snapshots.folder import Snapshot, Survey
 from holdfast.snapshots.retention import Keep, Pruned
 
@@ -33,6 +33,9 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser().parse_args(argv)
     if not Path(chosen.folder).is_dir():
         raise SnapshotError(f"{chosen.folder}: no such folder")
+    if (Path(chosen.folder) / layout.MANIFEST).exists():
+        whole = Path(chosen.folder).resolve()
+        raise SnapshotError(f"{chosen.folder} is one snapshot; give the folder it is in, {whole.parent}")
     status: int = chosen.run(chosen)
     return status
 
@@ -163,6 +166,8 @@ def asked_best(text: str | None) -> tuple[str, str, int] | None:
     count = "1"
     if sense.isdigit():
         count, (name, _, sense) = sense, name.rpartition(":")
+    if not name:
+        raise UsageError(f"--keep-best {text}: write NAME:min, NAME:max or NAME:min:3")
     return name, sense, int(count)
 
 

@@ -237,6 +237,8 @@ def clear_debris(found: Survey) -> list[Path]:
         doomed = path if named is None or named.kind is Kind.GONE else rename_aside(path, named.key, Kind.GONE)
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
-            if not doomed.exists():
+            with contextlib.suppress(OSError):
+                doomed.unlink()  # no folder at all: a file, or a link, whose target is somebody else's
+            if not os.path.lexists(doomed):
                 cleared.append(path)
     return cleared

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import EXIT_FAILURE, HoldfastError, NoValidSnapshotError, SnapshotError
+from holdfast.core.errors import EXIT_FAILURE, HoldfastError, NoValidSnapshotError, SnapshotError, SnapshotWriteError
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import Snapshot
 from holdfast.train.assembling import load_all
@@ -69,11 +69,15 @@ def to_safetensors(snapshot: Snapshot, path: Path) -> None:
 
 def to_dcp(snapshot: Snapshot, path: Path) -> None:
     """For torch.distributed.checkpoint.load."""
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
 
+    state = load(snapshot)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        save(load(snapshot), storage_writer=FileSystemWriter(path), no_dist=True)
+        try:
+            save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+        except CheckpointException as error:  # a BaseException
+            raise RuntimeError(str(error)) from error
 
 
 FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
@@ -84,15 +88,24 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 
 
 def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
-    """Write the newest snapshot (of this step) there; returns it. SnapshotError; FileExistsError; OSError."""
+    """Write the newest snapshot (of this step) there, whole or not at all; returns it. SnapshotError; FileExistsError; OSError."""
     found = [each for each in folders.survey(folder).committed if step is None or each.step == step]
     if not found:
         raise NoValidSnapshotError(f"{folder} has no valid snapshot" + ("" if step is None else f" of step {step}"))
     if to.exists():
         raise FileExistsError(17, "exists already", str(to))
+    if not to.absolute().parent.is_dir():
+        raise FileNotFoundError(2, f"there is no folder {to.parent}", str(to))
     beside = to.with_name(f"{to.name}.{os.getpid()}.part")
     try:
-        FORMATS[kind](found[-1], beside)
+        try:
+            FORMATS[kind](found[-1], beside)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            # The libraries that write have exceptions of their own for a full disk and the like; the last line says it.
+            said = str(error).strip() or type(error).__name__
+            raise SnapshotWriteError(f"{to} was not written: {said.splitlines()[-1]}") from error
         beside.rename(to)
     finally:
         if beside.is_dir():

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast import worker
-from holdfast.core.errors import HoldfastError, SnapshotError, TrackingError
+from holdfast.core.errors import HoldfastError, IntervalError, RetentionError, SnapshotError, TrackingError
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.retention import Keep
@@ -55,7 +55,7 @@ class Snapshots:
     fresh_ok      whether resume() may return None although the folder has unfinished or damaged snapshots and no good one
     exit_on_stop  leave with exit code 0 when the launcher asks to stop and everything is saved; False: `stopping` says it
 
-    Raises IntervalError. Usable as a context manager; otherwise closed when the process ends.
+    Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends.
     """
 
     def __init__(
@@ -71,6 +71,10 @@ class Snapshots:
         self.path = Path(os.path.abspath(folder))
         self.stopping = False
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
+        if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
+            raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
+        if keep is not None and not isinstance(keep, Keep):
+            raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
         timed = None if every is None or isinstance(every, Steps) else seconds(every)
         self._schedule = Schedule(every if isinstance(every, Steps) else timed, memory_every)
         self._clock = Timekeeper(timed)
