@@ -56,6 +56,23 @@ def test_an_interactive_shell_is_no_step(step_id: str) -> None:
     assert read_step({**STEP, "SLURM_STEP_ID": step_id}) is None
 
 
+@pytest.mark.parametrize(
+    ("title", "is_step"),
+    [
+        ("slurmstepd: [7.1]", True),
+        ("slurmstepd: [7+0.1]", True),
+        ("slurmstepd: [7.batch]", False),  # a job submitted from within a step has that one's variables
+        ("slurmstepd: [6.1]", False),  # so has a salloc's shell there
+        ("/bin/sh", True),
+        ("", True),
+    ],
+)
+def test_the_step_of_whoever_submitted_the_job_does_not_count(title: str, is_step: bool) -> None:
+    assert (read_step({**STEP, "SLURM_TASK_PID": "1"}, lambda _pid: title) is not None) == is_step
+    parts = {"SLURM_HET_SIZE": "2", "SLURM_TASK_PID": "1"}
+    assert read_step({**STEP, **parts}, lambda _pid: "slurmstepd: [8.1]") is not None
+
+
 def test_the_steps_own_names_count() -> None:
     step = read_step({**STEP, "SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "5", "SLURM_GPUS_ON_NODE": "8"})
     assert step is not None
@@ -190,12 +207,9 @@ def test_slurm_in_a_batch_script_is_one_srun() -> None:
 
 
 def test_each_component_of_a_heterogeneous_job_has_its_agents() -> None:
-    job = {
-        **BATCH,
-        "SLURM_HET_SIZE": "2",
-        "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",
-        "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2",
-    }
+    sizes = {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "1", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2"}
+    job = {**BATCH, **sizes, "SLURM_HET_SIZE": "2", "SLURM_JOB_ID_HET_GROUP_0": "7"}
+    assert ":" not in srun_line({**job, "SLURM_JOB_ID_HET_GROUP_0": "6"}, "run", ["train.py"]), "the submitter's"
     words = srun_line(job, "run", ["--slurm", "train.py"])
     first, second = words[1 : words.index(":")], words[words.index(":") + 1 :]
     assert first[:3] == ["--het-group=0", "--nodes=1", "--ntasks=1"]

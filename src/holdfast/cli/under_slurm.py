@@ -166,7 +166,9 @@ def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> 
     if ":" in agent:  # alone it is srun's, wherever it stands
         agent = ["sh", "-c", f"exec {shlex.join(agent)}"]
     components = number(environ, "SLURM_HET_SIZE", 1)
-    if components < 2:
+    if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ["SLURM_JOB_ID"]:  # whoever submitted this job had components
+        components = 1
+    if components == 1:
         return ["srun", *one_per_node(job_nodes(environ)), *agent]
     words = ["srun"]
     for index in range(components):

@@ -10,7 +10,8 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.core.errors import EnvironmentValueError, NodesError
@@ -24,6 +25,7 @@ STEP_STRIDE, RESTART_STRIDE = 5_003, 7_919
 """Primes: steps and restarts of jobs whose ids are near each other do not fall on each other's ports."""
 ANSWER_LIMIT_S = 10.0
 
+_TITLE = re.compile(r"slurmstepd: \[(\w+)(?:\+\w+)?\.(\w+)")
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
@@ -75,7 +77,26 @@ class Step(NamedTuple):
         )
 
 
-def read_step(environ: Mapping[str, str]) -> Step | None:
+def title_of_starter(task_pid: str) -> str:
+    """Of the slurmstepd that started this task: `slurmstepd: [7.0]`, of a batch script `[7.batch]`; empty: not to be seen."""
+    try:
+        parent = Path(f"/proc/{int(task_pid)}/stat").read_text().rpartition(")")[2].split()[1]
+        return Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def is_inherited(environ: Mapping[str, str], title: str) -> bool:
+    """Whether the step is that of whoever submitted this job: sbatch and salloc in a step hand its variables on."""
+    match = _TITLE.match(title)
+    if match is None:
+        return False
+    job, step = match.groups()
+    one_job = job.isdigit() and "SLURM_HET_SIZE" not in environ  # each component has a number of its own
+    return step != environ["SLURM_STEP_ID"] or (one_job and job != environ.get("SLURM_JOB_ID"))
+
+
+def read_step(environ: Mapping[str, str], title_of: Callable[[str], str] = title_of_starter) -> Step | None:
     """The step that this process is a task of; None in a batch script, in an interactive shell and outside of Slurm.
 
     Raises EnvironmentValueError when a variable does not hold what Slurm writes into it.
@@ -83,7 +104,7 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NODELIST" not in environ:
         return None
     step_id = number(environ, "SLURM_STEP_ID")
-    if step_id >= STEP_IDS_OF_SLURM:
+    if step_id >= STEP_IDS_OF_SLURM or is_inherited(environ, title_of(environ.get("SLURM_TASK_PID", ""))):
         return None
     nodes = expand(environ["SLURM_STEP_NODELIST"])
     told = number(environ, "SLURM_STEP_NUM_NODES", len(nodes))
