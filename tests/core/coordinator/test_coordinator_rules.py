@@ -16,6 +16,7 @@ from holdfast.core.protocol import (
     Join,
     Joined,
     Leave,
+    Notice,
     Ping,
     Prepared,
     Refuse,
@@ -83,6 +84,23 @@ def test_who_waits_is_told_for_what() -> None:
     desk.join(1)
     desk.wait(6.0)
     assert desk.last(1) == Waiting("waiting: 1 of 2 nodes are here (n1); giving up in 55 s")
+
+
+def test_a_restart_is_told_with_its_reason_and_what_is_left() -> None:
+    desk = running(max_restarts=2)
+    desk.fail(2)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    notices = [(link, message.text) for link, message in desk.told if isinstance(message, Notice)]
+    assert notices == [(link, "HF200: exit code 1; restart 1 of 2") for link in (1, 2)]
+
+
+def test_a_node_that_goes_costs_no_restart_and_none_is_told() -> None:
+    desk = running(least=1, most=2, max_restarts=2)
+    desk.say(2, Leave("asked to", drain=False))
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert not [message for _, message in desk.told if isinstance(message, Notice)]
 
 
 def test_stale_words_change_nothing() -> None:

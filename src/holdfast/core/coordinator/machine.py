@@ -35,6 +35,7 @@ from holdfast.core.protocol import (
     Joined,
     Leave,
     Looked,
+    Notice,
     Ping,
     Pong,
     Prepared,
@@ -465,9 +466,15 @@ class CoordinatorMachine(CoordinatorOversight):
                 self._lose(now, member, "did not stop its workers in time")
         if self._membership.anybody_busy:
             return
-        world = self._world()
+        world, used = self._world(), self.budget.used
         match after_stop(world, self.budget, self._judged):
             case Again(backoff_s, verdict):
+                if self.budget.used > used:
+                    pause = f", in {backoff_s:.1f} s" if backoff_s else ""
+                    text = (
+                        f"{verdict.code}: {verdict.cause}; restart {self.budget.used} of {self.job.max_restarts}{pause}"
+                    )
+                    self._tell_world(world, Notice(text))
                 told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
                 self._note("verdict", generation=world.generation, **told)
                 self._blame(now, world, verdict)
