@@ -14,7 +14,7 @@ from tests.beside_torchrun.compare import differences
 CLIENT, NESTED = str(SCRIPTS / "client.py"), str(SCRIPTS / "nested.py")
 CALM = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(180)]
 
 
 def told(text: str) -> list[dict[str, Any]]:

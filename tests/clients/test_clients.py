@@ -13,7 +13,7 @@ TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
 OFFLINE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 # They import torch and more: one after the other, so that they do not starve each other.
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(180)]
 
 
 def client_lines(text: str) -> list[str]:

@@ -244,7 +244,7 @@ def test_launch_within_a_launch() -> None:
     assert holdfast.launch(cases.nested, 2) == {0: {0: (0, "inner"), 1: (1, "inner")}}
 
 
-@pytest.mark.xdist_group("torch")
+@pytest.mark.xdist_group("torch jobs")
 def test_all_reduce() -> None:
     offline = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert holdfast.launch(cases.all_reduce, nproc=2, env=offline) == {0: 3.0, 1: 3.0}

@@ -12,12 +12,12 @@ from soak import disk
 from tests.network.hosts import why_not
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MINUTES, SEED, GAP_S = 1.0, 11, 8.0
+MINUTES, SEED, GAP_S = 0.7, 11, 8.0
 LIMIT_S = 400.0
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("torch")
+@pytest.mark.xdist_group("torch jobs")
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_short_soak(tmp_path: Path) -> None:
     pytest.importorskip("torch")

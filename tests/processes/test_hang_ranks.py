@@ -26,6 +26,7 @@ from holdfast.runtime.workers.looker import Looker
 from holdfast.runtime.workers.spawn import BOOTSTRAP
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.xdist_group("hang_ranks")  # one job for all
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang_rank.py"
 WORLD, ODD = 3, 1

@@ -114,7 +114,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.xdist_group("torch")
+@pytest.mark.xdist_group("torch jobs")
 def test_a_killed_store_host_is_replaced(site) -> None:
     """The generation is formed again, with a store of its own, or fails with a verdict."""
     script = site.script("import torch\n" + TORCH)

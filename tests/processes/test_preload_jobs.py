@@ -110,7 +110,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.xdist_group("torch")
+@pytest.mark.xdist_group("torch jobs")
 def test_the_store_is_forked_when_the_first_client_connects(site: Any) -> None:
     agent = site.start("--standalone", "--nproc-per-node", "2", site.script(TORCH))
     site.wait(2, "up", limit_s=60)

@@ -12,7 +12,7 @@ import pytest
 from holdfast.snapshots import folder
 from holdfast.train import export
 
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 LIMIT_S = 90.0
 GLOBAL = 24
 TRAIN = f"""

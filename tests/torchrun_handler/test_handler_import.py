@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("torch")
+pytestmark = pytest.mark.xdist_group("torch jobs")
 
 MEASURE = """
 import sys

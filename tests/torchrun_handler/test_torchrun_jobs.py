@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import descendants
 from tests.processes.conftest import Agent, Site
 
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LIMIT_S = 90.0
