@@ -279,3 +279,21 @@ def test_load_returns_memory_of_its_own(tmp_path: Path) -> None:
         image = file.image
     data[image.spans["bias"]] = bytes(6)
     assert load(newest(tmp_path)) == [content(1, 0)]
+
+
+def test_a_late_writer_leaves_nothing_in_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it wrote, the save was given up and begun again, under the same number."""
+    number = attempt.begin(tmp_path, 1)
+    late = Ticket(str(tmp_path), 1, number, 1, 2)
+    write = disk._write
+
+    def slow(file: int, data: memoryview) -> None:
+        write(file, data)
+        attempt.abandon(late)
+        assert attempt.begin(tmp_path, 1) == number
+        (late.attempt_path / "rank_00001.safetensors").write_bytes(bytes(len(data)))
+
+    monkeypatch.setattr(disk, "_write", slow)
+    with pytest.raises(SnapshotWriteError, match="rank 0 gave up this save"):
+        attempt.write_rank(late, content(1, 1))
+    assert [path.name for path in late.attempt_path.iterdir()] == ["rank_00001.safetensors"]

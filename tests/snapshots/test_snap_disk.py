@@ -158,3 +158,15 @@ def test_what_was_read_outlives_the_snapshot(tmp_path: Path) -> None:
     for each in newest(tmp_path).path.iterdir():
         each.unlink()
     assert before == kept
+
+
+def test_the_free_space_is_that_of_the_disk_itself(tmp_path: Path) -> None:
+    said = run_with_disk(
+        tmp_path,
+        """
+        disk.fill()
+        from holdfast.snapshots.disk import write_error
+        print(write_error(OSError(28, "No space left on device"), disk.path))
+        """,
+    )
+    assert "; 0 MB are free there" in said

@@ -24,11 +24,16 @@ DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, err
 
 
 def write_all(path: Path, data: memoryview) -> None:
-    """Make the file, which must not exist, with these bytes; they are on the disk when this returns. OSError."""
+    """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
+
+    OSError; FileNotFoundError when somebody has removed or replaced it meanwhile.
+    """
     file = _create(path)
     try:
         _write(file, data)
         os.fsync(file)
+        if not os.path.samestat(os.stat(path), os.fstat(file)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     finally:
         os.close(file)
 
@@ -78,7 +83,8 @@ def write_error(error: OSError, path: Path, size_bytes: int = 0) -> SnapshotWrit
     said = f"cannot write {path}{need}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
-            said += f"; {shutil.disk_usage(path.parent).free / 1e6:.0f} MB are free there"
+            there = path if path.is_dir() else path.parent  # its parent may be on another disk
+            said += f"; {shutil.disk_usage(there).free / 1e6:.0f} MB are free there"
     if error.errno == errno.EFBIG:
         said += "; is there a limit on file sizes (ulimit -f)?"
     return SnapshotWriteError(said)
