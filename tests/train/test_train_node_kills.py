@@ -136,6 +136,15 @@ def test_every_folder_gets_its_newest_step(tmp_path: Path, nodes: Nodes) -> None
     until(lambda: committed(other) == ["step_000000040"], "of the second")
 
 
+def test_what_is_on_the_disk_is_not_written_again_nor_waited_for(tmp_path: Path, nodes: Nodes) -> None:
+    """The other node is lost: its saver says nothing."""
+    (tmp_path / "step_000000040.0001").mkdir()
+    nodes.crash(of(tmp_path, 40), ())
+    nodes.end()
+    until(lambda: not savers_of(nodes.shelves), "the savers have ended, before a rescue's patience")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000000040.0001"]
+
+
 def test_steps_are_not_mixed(tmp_path: Path, nodes: Nodes) -> None:
     nodes.crash(of(tmp_path, 40), of(tmp_path, 60))
     nodes.end()

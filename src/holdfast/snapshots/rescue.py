@@ -10,6 +10,7 @@ Looks again and again, because other nodes' writes announce themselves nowhere. 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -31,6 +32,8 @@ MEETING_MIN = ATTEMPT_MIN - MEETING_BELOW
 """A meeting's number is so much less than that of its attempt; those of other saves, which count from 1, are smaller."""
 PATIENCE_S = 30.0
 """How long the other ranks are waited for. An agent that ends may have to wait for this, when another node is gone."""
+LINGER_S = 5.0
+"""How long a rank that has nothing newer than the disk stays for others that may: so they hear it and need not wait."""
 LOOK_AGAIN_S = 0.02
 OFFER_BYTES_MAX = 1 << 16
 
@@ -95,6 +98,13 @@ class Stranded:
         """What all ranks of the job write now; None: nothing. SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
+        if self.ticket.step > self.offer.on_disk:
+            return self._meet(patience_s)
+        with contextlib.suppress(SnapshotIncompleteError, SnapshotWriteError):  # nothing is lost
+            self._meet(min(patience_s, LINGER_S))
+        return None
+
+    def _meet(self, patience_s: float) -> Step | None:
         ticket, deadline = self.ticket, time.monotonic() + patience_s
         try:
             place = _meeting_place(ticket, deadline)
