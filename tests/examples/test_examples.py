@@ -13,11 +13,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
-TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
+PRELOADED = ("--preload", "torch,torch._dynamo,sklearn.datasets")
+"""Imported once for all ranks: most of what these short trainings cost."""
+TWO_RANKS = ("--standalone", "--nproc-per-node", "2", *PRELOADED)
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-ACCURACY_MIN = 0.97
+ACCURACY_MIN = 0.95
 
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 
 
 def accuracy(text: str) -> float:
@@ -34,13 +36,15 @@ def last_loss(text: str) -> str:
 def test_without_a_launcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in ON_CPU.items():
         monkeypatch.setenv(variable, value)
-    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), "--epochs", "6"], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert accuracy(done.stdout) >= ACCURACY_MIN
 
 
 def test_ddp_toy(run_cli) -> None:
-    done = run_cli([*TWO_RANKS, str(EXAMPLES / "ddp_toy.py")], env=ON_CPU, timeout=120)
+    done = run_cli(["--standalone", "--nproc-per-node", "2", str(EXAMPLES / "ddp_toy.py")], env=ON_CPU, timeout=120)
     assert done.code == 0, done
     assert sorted(re.findall(r"rank (\d) of 2 on cpu: weights agree: True", done.out)) == ["0", "1"], done
 
@@ -54,22 +58,22 @@ def test_a_resumed_training_is_the_same_training(run_cli, tmp_path: Path) -> Non
         assert done.code == 0, done
         return done.out
 
-    whole = train(4, "whole.pt")
-    train(2, "parts.pt")
-    resumed = train(4, "parts.pt")
-    assert "resuming after epoch 2 step 46" in resumed
+    whole = train(2, "whole.pt")
+    train(1, "parts.pt")
+    resumed = train(2, "parts.pt")
+    assert "resuming after epoch 1 step 23" in resumed
     assert last_loss(resumed) == last_loss(whole)
     assert accuracy(resumed) == accuracy(whole)
 
 
 def test_multinode_goes_on_with_another_world(run_cli, tmp_path: Path) -> None:
     script, snapshot = str(EXAMPLES / "multinode.py"), str(tmp_path / "digits.pt")
-    first = run_cli([*TWO_RANKS, script, "--epochs", "6", "--snapshot", snapshot], env=ON_CPU, timeout=200)
+    first = run_cli([*TWO_RANKS, script, "--epochs", "3", "--snapshot", snapshot], env=ON_CPU, timeout=200)
     assert first.code == 0, first
-    flags = ["--standalone", "--nproc-per-node", "3", script, "--epochs", "12", "--snapshot", snapshot]
+    flags = ["--standalone", "--nproc-per-node", "3", *PRELOADED, script, "--epochs", "7", "--snapshot", snapshot]
     second = run_cli(flags, env=ON_CPU, timeout=200)
     assert second.code == 0, second
-    assert "resuming after 8448 images on 3 ranks" in second.out
+    assert "resuming after 4224 images on 3 ranks" in second.out
     assert accuracy(second.out) >= ACCURACY_MIN
 
 
@@ -87,7 +91,9 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_draining_goes_on_at_the_step_where_it_stopped(tmp_path: Path) -> None:
     """SIGTERM to the launcher, and the same line again."""
-    line = [sys.executable, "-m", "holdfast.run", *TWO_RANKS, "--log-dir", str(tmp_path / "logs")]
+    line = [sys.executable, "-m", "holdfast.run", "--standalone", "--nproc-per-node", "2"]
+    line += ["--preload", "torch,torch._dynamo"]
+    line += ["--log-dir", str(tmp_path / "logs")]
     line += [str(EXAMPLES / "draining.py"), "--steps", "200", "--snapshot", str(tmp_path / "d.pt")]
     environ = {**os.environ, **ON_CPU}
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ) as job:
