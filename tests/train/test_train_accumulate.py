@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import subprocess
-import sys
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.core.errors import ProcessGroupError
 from holdfast.train.batch import GlobalBatch, Share
+from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -136,9 +135,9 @@ def test_a_model_is_not_kept_alive() -> None:
     assert gone() is None
 
 
-def test_resizes_leave_the_loss_curve_as_it_is() -> None:
+def test_resizes_leave_the_loss_curve_as_it_is(warm: Warm) -> None:
     """DDP on 2, 3, 4, 1 ranks and FSDP2 on 4, 2, 3, as one process undisturbed; epochs with uneven tails."""
-    done = subprocess.run([sys.executable, str(SCRIPTS / "curve.py")], capture_output=True, text=True, timeout=170)
+    done = warm.run([SCRIPTS / "curve.py"], timeout=170)
     assert done.returncode == 0, done.stderr
     curves = json.loads(done.stdout)
     assert len(curves["undisturbed"]) == 16

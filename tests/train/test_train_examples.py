@@ -10,18 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import Warm
+
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 TUTORIALS = EXAMPLES / "train_tutorials"
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ACCURACY_MIN = 0.95
-TINY = "--layers 1 --heads 2 --width 16 --context 32 --global-batch-size 256 --batch-size 64 --epochs 2 --write 20 --log-every 1"
+PRELOADED = ("--preload", "torch,torch._dynamo,torch.distributed.fsdp")
+"""Imported once for all ranks."""
+TINY = "--layers 1 --heads 2 --width 16 --context 128 --global-batch-size 256 --batch-size 64 --epochs 2 --write 20 --log-every 1"
 
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(240)]
 
 
-def plain(script: Path, *arguments: str) -> str:
-    line = [sys.executable, str(script), *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=200, env={**os.environ, **ON_CPU})
+def plain(warm: Warm, script: Path, *arguments: str) -> str:
+    done = warm.run([script, *arguments], timeout=200, env={**os.environ, **ON_CPU})
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done.stdout
@@ -37,27 +40,29 @@ def losses(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)(?: of \d+)? loss ([\d.]+)", text)}
 
 
-def test_single_gpu_goes_on(tmp_path: Path) -> None:
+def test_single_gpu_goes_on(warm: Warm, tmp_path: Path) -> None:
     script, folder = TUTORIALS / "single_gpu.py", ("--folder", str(tmp_path / "s"))
-    first = plain(script, "--epochs", "3", *folder)
-    second = plain(script, "--epochs", "5", *folder)
+    first = plain(warm, script, "--epochs", "3", *folder)
+    second = plain(warm, script, "--epochs", "5", *folder)
     assert "epoch 3 loss" in first
     assert "epoch 2 loss" not in second
     assert accuracy(second) >= ACCURACY_MIN
 
 
-def test_multigpu() -> None:
-    assert accuracy(plain(TUTORIALS / "multigpu.py", "--nproc", "2", "--epochs", "5")) >= ACCURACY_MIN
+def test_multigpu(warm: Warm) -> None:
+    assert accuracy(plain(warm, TUTORIALS / "multigpu.py", "--nproc", "2", "--epochs", "5")) >= ACCURACY_MIN
 
 
-def test_multigpu_torchrun_goes_on_with_another_world(run_cli, tmp_path: Path) -> None:
+def test_multigpu_torchrun_goes_on_with_another_world(warm: Warm, run_cli, tmp_path: Path) -> None:
     script, folder = TUTORIALS / "multigpu_torchrun.py", ("--folder", str(tmp_path / "m"), "--log-every", "1")
-    whole = losses(plain(script, "--epochs", "3", "--folder", str(tmp_path / "whole"), "--log-every", "1"))
+    whole = losses(plain(warm, script, "--epochs", "2", "--folder", str(tmp_path / "whole"), "--log-every", "1"))
     first = run_cli(
-        ["--standalone", "--nproc-per-node", "2", str(script), "--epochs", "2", *folder], env=ON_CPU, timeout=120
+        ["--standalone", "--nproc-per-node", "2", *PRELOADED, str(script), "--epochs", "1", *folder],
+        env=ON_CPU,
+        timeout=120,
     )
     assert first.code == 0, first
-    second = plain(script, "--epochs", "5", *folder)
+    second = plain(warm, script, "--epochs", "4", *folder)
     assert "resuming after step" in second
     parts = {**losses(first.out), **losses(second)}
     assert [parts[step] for step in range(1, 13)] == pytest.approx([whole[step] for step in range(1, 13)], abs=2e-4)
@@ -66,19 +71,19 @@ def test_multigpu_torchrun_goes_on_with_another_world(run_cli, tmp_path: Path) -
     assert accuracy(second) >= ACCURACY_MIN
 
 
-def test_a_character_model_drained_and_gone_on_with_fsdp(tmp_path: Path) -> None:
+def test_a_character_model_drained_and_gone_on_with_fsdp(warm: Warm, tmp_path: Path) -> None:
     """DDP on two ranks, asked to stop in the middle; FSDP2 on three ranks from there. Beside it one plain process."""
     script = EXAMPLES / "train_charmodel" / "train.py"
-    whole = plain(script, *TINY.split(), "--folder", str(tmp_path / "whole"))
+    whole = plain(warm, script, *TINY.split(), "--folder", str(tmp_path / "whole"))
     folder = ("--folder", str(tmp_path / "parts"))
-    launcher = [sys.executable, "-m", "holdfast.run", "--standalone", "--log-dir", str(tmp_path / "logs")]
+    launcher = [sys.executable, "-m", "holdfast.run", "--standalone", *PRELOADED, "--log-dir", str(tmp_path / "logs")]
     line = [*launcher, "--nproc-per-node", "2", str(script), *TINY.split(), *folder]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ, **ON_CPU}) as job:
         assert job.stdout is not None
         told = []
         for text in job.stdout:
             told.append(text)
-            if re.search(r"step 5 of", text):
+            if re.search(r"step 3 of", text):
                 job.terminate()
     assert job.returncode == 75, "".join(told)
     line = [*launcher, "--nproc-per-node", "3", str(script), "--shard", *TINY.split(), *folder]

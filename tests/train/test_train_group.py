@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import holdfast.train as ht
 from holdfast.core.errors import ProcessGroupError
+from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -79,17 +79,16 @@ def test_more_processes_than_gpus(no_launcher) -> None:
         pass
 
 
-def run_bare(*cases: str) -> dict[str, Any]:
-    line = [sys.executable, str(SCRIPTS / "bare_ranks.py"), *cases]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+def run_bare(warm: Warm, *cases: str) -> dict[str, Any]:
+    done = warm.run([SCRIPTS / "bare_ranks.py", *cases], timeout=150)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["case"] for each in found] == list(cases), done.stderr
     return {each["case"]: each for each in found}
 
 
-def test_two_ranks_that_nobody_watches() -> None:
+def test_two_ranks_that_nobody_watches(warm: Warm) -> None:
     """Nobody would end a rank that hangs."""
-    found = run_bare("place", "trained", "sharded", "own_group", "exits", "raises", "raises_late", "killed")
+    found = run_bare(warm, "place", "trained", "sharded", "own_group", "exits", "raises", "raises_late", "killed")
     place = found["place"]["told"]
     assert sorted(each["rank"] for each in place if "rank" in each) == [0, 1]
     assert {each["total"] for each in place if "rank" in each} == {2}
@@ -103,10 +102,9 @@ def test_two_ranks_that_nobody_watches() -> None:
     assert found["killed"]["codes"] == [1, -9]
 
 
-def test_a_store_that_is_kept_over_restarts_on_several_nodes() -> None:
+def test_a_store_that_is_kept_over_restarts_on_several_nodes(warm: Warm) -> None:
     """The dead group's addresses, and its word that all are done, are nobody's."""
-    line = [sys.executable, str(SCRIPTS / "bare_ranks.py"), "kept_store"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+    done = warm.run([SCRIPTS / "bare_ranks.py", "kept_store"], timeout=150)
     lives = [json.loads(line) for line in done.stdout.splitlines()]
     assert [life["codes"] for life in lives] == [[0, 0], [0, 0]], done.stderr
     for life in lives:

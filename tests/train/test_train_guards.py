@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from torch.utils.data import DistributedSampler
 
 import holdfast.train as ht
 from holdfast.train import guards, mistakes
+from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -42,9 +41,8 @@ SILENT = {
 }
 
 
-def test_mistakes_and_correct_code_on_two_ranks() -> None:
-    line = [sys.executable, str(SCRIPTS / "guard_cases.py")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+def test_mistakes_and_correct_code_on_two_ranks(warm: Warm) -> None:
+    done = warm.run([SCRIPTS / "guard_cases.py"], timeout=150)
     assert done.returncode == 0, done.stderr
     said = dict(line.partition(":")[::2] for line in done.stdout.splitlines())
     expected = {f"0 {case}": f" {mistake}" for case, mistake in WARNED.items()}

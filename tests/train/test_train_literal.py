@@ -16,6 +16,7 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.core.errors import ProcessGroupError
 from holdfast.snapshots import folder
+from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "train.md"
@@ -64,7 +65,6 @@ def script(kind: str, tmp_path: Path) -> Path:
 
 
 HOW = {
-    "plain": [],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "holdfast": ["-m", "holdfast.run", "--standalone", "--nproc-per-node", "2", "--log-dir", "logs"],
 }
@@ -73,10 +73,14 @@ HOW = {
 @pytest.mark.parametrize(
     ("kind", "how"), [("number", "plain"), ("number", "torchrun"), ("number", "holdfast"), ("loader", "plain")]
 )
-def test_as_printed(tmp_path: Path, kind: str, how: str) -> None:
-    line = [sys.executable, *HOW[how], str(script(kind, tmp_path))]
+def test_as_printed(warm: Warm, tmp_path: Path, kind: str, how: str) -> None:
+    path = script(kind, tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150, env=env, cwd=tmp_path)
+    if how == "plain":
+        done = warm.run([path], timeout=150, env=env, cwd=tmp_path)
+    else:
+        line = [sys.executable, *HOW[how], str(path)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=150, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = re.findall(r"rank (\d) of (\d): 10 epochs, (\d+) steps, ([\d.]+)", done.stdout)
     world = 1 if how == "plain" else 2
@@ -85,13 +89,13 @@ def test_as_printed(tmp_path: Path, kind: str, how: str) -> None:
     assert "Warning" not in done.stderr.replace("UserWarning: This DataLoader will create 4 worker processes", "")
 
 
-def test_a_second_start_of_a_finished_job_finds_nothing_left(tmp_path: Path) -> None:
+def test_a_second_start_of_a_finished_job_finds_nothing_left(warm: Warm, tmp_path: Path) -> None:
     path = script("number", tmp_path)
     text = path.read_text().replace('every="2min"', "every=ht.steps(8)").replace("num_workers=4", "num_workers=0")
     path.write_text(text.replace("range(10)", "range(2)"))
     told = []
     for _ in range(2):
-        done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        done = warm.run([path], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         told.append(done.stdout)
     assert "10 epochs" in told[0]
@@ -105,8 +109,8 @@ def test_a_second_start_of_a_finished_job_finds_nothing_left(tmp_path: Path) -> 
 # --- every=4 ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_number_of_batches_is_exact_at_the_tail_on_any_number_of_ranks() -> None:
-    done = subprocess.run([sys.executable, SCRIPTS / "tail.py"], capture_output=True, text=True, timeout=150)
+def test_a_number_of_batches_is_exact_at_the_tail_on_any_number_of_ranks(warm: Warm) -> None:
+    done = warm.run([SCRIPTS / "tail.py"], timeout=150)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     expected = told.pop("by hand")

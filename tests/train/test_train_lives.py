@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parent / "scripts" / "lives.py"
-LAUNCHER = """
-import os, subprocess, sys
-for life in range(int(sys.argv[1])):
-    environ = {**os.environ, "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(life)}
-    subprocess.run([sys.executable, *sys.argv[2:], str(life)], env=environ)
-    print(flush=True)
-"""
+from tests.warm import Warm
+
+LAUNCHER = Path(__file__).parent / "scripts" / "launch_lives.py"
 
 
-def lives(count: int, case: str, folder: Path) -> list[list[dict[str, Any]]]:
+def lives(warm: Warm, count: int, case: str, folder: Path) -> list[list[dict[str, Any]]]:
     """What each life said; they have one launcher."""
-    line = [sys.executable, "-c", LAUNCHER, str(count), str(SCRIPT), case, str(folder / "snaps")]
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": f"lives-{os.getpid()}"}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100, env=environ)
+    done = warm.run([LAUNCHER, str(count), case, folder / "snaps"], env=environ)
     end = time.monotonic() + 20
     while any(Path("/dev/shm").glob(f"holdfast-{os.getuid()}-lives-{os.getpid()}-*")):
         assert time.monotonic() < end, "the saver goes with the launcher"
@@ -34,16 +26,16 @@ def lives(count: int, case: str, folder: Path) -> list[list[dict[str, Any]]]:
     return [[json.loads(text) for text in each.splitlines()] for each in said]
 
 
-def test_the_last_of_several_saves_of_one_step_comes_back_whole(tmp_path: Path) -> None:
+def test_the_last_of_several_saves_of_one_step_comes_back_whole(warm: Warm, tmp_path: Path) -> None:
     """A script that calls save() and never step(): both slots have step 0."""
-    _, second, third, fourth = lives(4, "saves", tmp_path)
+    _, second, third, fourth = lives(warm, 4, "saves", tmp_path)
     assert second == [{"source": "memory", "count": 3, "bias": [3.0, 3.0]}]
     assert third == [{"source": "memory", "count": 5, "bias": [5.0, 5.0]}]
     # The life before saved once: the other slot has what its predecessor left.
     assert fourth == [{"source": "memory", "count": 6, "bias": [6.0, 6.0]}]
 
 
-def test_the_end_of_a_forked_child_is_not_the_job_s(tmp_path: Path) -> None:
-    first, second = lives(2, "fork", tmp_path)
+def test_the_end_of_a_forked_child_is_not_the_job_s(warm: Warm, tmp_path: Path) -> None:
+    first, second = lives(warm, 2, "fork", tmp_path)
     assert first[-1] == {"free": False}
     assert second[0] == {"source": "memory", "count": 3, "bias": [3.0, 3.0]}

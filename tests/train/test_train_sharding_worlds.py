@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.warm import Warm
+
 SCRIPT = Path(__file__).parent / "scripts" / "snapshot_ranks.py"
 
 
-def found_by(case: str, folder: Path) -> Any:
-    done = subprocess.run([sys.executable, SCRIPT, case, folder], capture_output=True, text=True, timeout=110)
+def found_by(warm: Warm, case: str, folder: Path) -> Any:
+    done = warm.run([SCRIPT, case, folder], timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -27,8 +27,8 @@ def agree(results: list[Any], reference: Any, source: str, world_then: int) -> N
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
-def test_saved_on_four_ranks_loaded_on_any(kind: str, tmp_path: Path) -> None:
-    found = found_by(f"reshard_{kind}", tmp_path)
+def test_saved_on_four_ranks_loaded_on_any(warm: Warm, kind: str, tmp_path: Path) -> None:
+    found = found_by(warm, f"reshard_{kind}", tmp_path)
     reference = found["saved"][0]
     assert all(state == reference for state in found["saved"])
     for name, results in found["loaded"].items():
@@ -37,8 +37,8 @@ def test_saved_on_four_ranks_loaded_on_any(kind: str, tmp_path: Path) -> None:
     assert max(found["sizes"]) < 1.1 * min(found["sizes"])
 
 
-def test_each_node_has_enough_in_memory_and_the_disk_has_everything_once(tmp_path: Path) -> None:
-    found = found_by("nodes", tmp_path)
+def test_each_node_has_enough_in_memory_and_the_disk_has_everything_once(warm: Warm, tmp_path: Path) -> None:
+    found = found_by(warm, "nodes", tmp_path)
     reference = found["saved"][0]
     agree(found["memory"], reference, "memory", 4)
     agree(found["resized"], reference, "disk", 4)
@@ -46,8 +46,8 @@ def test_each_node_has_enough_in_memory_and_the_disk_has_everything_once(tmp_pat
     assert max(found["sizes"]) < 1.1 * min(found["sizes"])
 
 
-def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    found = found_by("curve", tmp_path)
+def test_a_killed_job_goes_on_as_if_nothing_had_happened(warm: Warm, tmp_path: Path) -> None:
+    found = found_by(warm, "curve", tmp_path)
     assert "killed 9" in found["killed"]
     for calm, resumed in zip(found["calm"], found["resumed"], strict=True):
         assert "error" not in resumed, resumed
@@ -59,6 +59,6 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
         assert resumed["state"] == calm["state"]
 
 
-def test_what_one_rank_cannot_do_is_told_to_all(tmp_path: Path) -> None:
-    for result in found_by("unequal", tmp_path):
+def test_what_one_rank_cannot_do_is_told_to_all(warm: Warm, tmp_path: Path) -> None:
+    for result in found_by(warm, "unequal", tmp_path):
         assert "odd['what']['is'][1]" in result["error"]

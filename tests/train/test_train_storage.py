@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,19 +15,20 @@ import holdfast.train as ht
 from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
 from holdfast.snapshots import folder, reader
 from holdfast.train import export, tiers
+from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "storage_ranks.py"
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120)]
 
 
-def found_by(case: str, place: Path) -> Any:
-    done = subprocess.run([sys.executable, SCRIPT, case, place], capture_output=True, text=True, timeout=110)
+def found_by(warm: Warm, case: str, place: Path) -> Any:
+    done = warm.run([SCRIPT, case, place], timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
-def test_saved_by_torch_on_two_ranks_loaded_on_any(tmp_path: Path) -> None:
-    found = found_by("dcp", tmp_path)
+def test_saved_by_torch_on_two_ranks_loaded_on_any(warm: Warm, tmp_path: Path) -> None:
+    found = found_by(warm, "dcp", tmp_path)
     reference = found["saved"][0]["state"]
     assert [each["committed"] for each in found["saved"]] == ["step_000000003.0001", None]
     for name, results in found["loaded"].items():
@@ -42,22 +41,22 @@ def test_saved_by_torch_on_two_ranks_loaded_on_any(tmp_path: Path) -> None:
     assert files == ["MANIFEST.json", *(f"rank_0000{n}.{kind}" for n in (0, 1) for kind in ("json", "safetensors"))]
 
 
-def test_torch_loads_what_snapshots_saved(tmp_path: Path) -> None:
-    found = found_by("tracked", tmp_path)
+def test_torch_loads_what_snapshots_saved(warm: Warm, tmp_path: Path) -> None:
+    found = found_by(warm, "tracked", tmp_path)
     for name, results in found["loaded"].items():
         for each in results:
             assert each == {"state": found["saved"][0]["state"], "step": 3}, name
 
 
-def test_a_rank_that_fails_commits_nothing(tmp_path: Path) -> None:
-    found = found_by("failing", tmp_path)
+def test_a_rank_that_fails_commits_nothing(warm: Warm, tmp_path: Path) -> None:
+    found = found_by(warm, "failing", tmp_path)
     assert all("cannot write" in each["said"] and "No space left" in each["said"] for each in found["found"])
     assert found["left"] == []
     assert found["again"][0]["committed"] == "step_000000003.0001"
 
 
-def test_fsdp1_is_refused_and_can_be_saved_so(tmp_path: Path) -> None:
-    for each in found_by("fsdp1", tmp_path):
+def test_fsdp1_is_refused_and_can_be_saved_so(warm: Warm, tmp_path: Path) -> None:
+    for each in found_by(warm, "fsdp1", tmp_path):
         assert "FSDP1" in each["said"]
         assert "SnapshotWriter" in each["said"]
         assert each["changed"]

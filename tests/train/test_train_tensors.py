@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from holdfast.core.errors import ShardingError, StateTypeError, TrackingError
 from holdfast.snapshots import folder
 from holdfast.snapshots.reader import RankFile
 from holdfast.train import export, snapshots, tiers
+from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "tied_ranks.py"
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120)]
@@ -251,9 +250,9 @@ def test_an_export_has_every_name(tmp_path: Path, kind: str) -> None:
     assert bits(state["head.weight"]) == bits(model.embed.weight)
 
 
-def test_tied_over_ranks(tmp_path: Path) -> None:
+def test_tied_over_ranks(warm: Warm, tmp_path: Path) -> None:
     """DDP and FSDP2, where a rank may hold nothing of the tensor; from memory and from the disk."""
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=110)
+    done = warm.run([SCRIPT, tmp_path], timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, found in json.loads(done.stdout).items():
         assert found["once"], name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from holdfast.worker import bootstrap
 from holdfast.worker.record import record
+from tests.warm import Warm
 
 SCRIPT = """
 import sys
@@ -23,15 +23,15 @@ main()
 """
 
 
-def run(folder: Path, decorator: str, *, plainly: bool = False) -> dict[str, Any]:
+def run(warm: Warm, folder: Path, decorator: str, *, plainly: bool = False) -> dict[str, Any]:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(decorator=decorator), encoding="utf-8")
     file = folder / "error.json"
     file.unlink(missing_ok=True)
     command = [str(script)] if plainly else [bootstrap.__file__, "script", str(script)]
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
-    assert done.returncode == 1
+    done = warm.run(command, env=env)
+    assert done.returncode == 1, done.stderr
     assert done.stderr.endswith("ValueError: bad \u00fc\n"), done.stderr
     return json.loads(file.read_text())
 
@@ -47,15 +47,15 @@ def form(data: Any) -> Any:
     return [(key, form(value)) for key, value in data.items()] if isinstance(data, dict) else type(data)
 
 
-def test_all_write_what_torch_writes(tmp_path: Path) -> None:
+def test_all_write_what_torch_writes(warm: Warm, tmp_path: Path) -> None:
     torchs = "from torch.distributed.elastic.multiprocessing.errors import record\n@record"
     ours = "from holdfast.worker.record import record\n@record"
-    by_torch = run(tmp_path, torchs, plainly=True)
+    by_torch = run(warm, tmp_path, torchs, plainly=True)
     assert frames(by_torch) == ["wrapper", "main"]
-    by_torch_under_bootstrap = run(tmp_path, torchs)
-    by_ours = run(tmp_path, ours, plainly=True)
-    by_ours_under_bootstrap = run(tmp_path, ours)
-    by_bootstrap = run(tmp_path, "")
+    by_torch_under_bootstrap = run(warm, tmp_path, torchs)
+    by_ours = run(warm, tmp_path, ours, plainly=True)
+    by_ours_under_bootstrap = run(warm, tmp_path, ours)
+    by_bootstrap = run(warm, tmp_path, "")
     # The first that sees the exception writes, and it alone.
     assert frames(by_torch_under_bootstrap) == ["wrapper", "main"]
     assert frames(by_ours) == frames(by_ours_under_bootstrap) == ["recorded", "main"]
