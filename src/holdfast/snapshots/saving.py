@@ -18,6 +18,7 @@ from holdfast.snapshots import layout, packets, rescue, slots
 from holdfast.snapshots.attempt import Ticket, abandon, commit, write_rank
 from holdfast.snapshots.folder import being_written, is_being_written
 from holdfast.snapshots.layout import Kind
+from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.rescue import LOOK_AGAIN_S, Stranded, newest_on_disk
 
 Tell = Callable[[packets.Packet], None]
@@ -32,7 +33,7 @@ class Save(NamedTuple):
     metadata: dict[str, Any]
     patience_s: float
     local_rank: int
-    mappings: slots.Mappings
+    mappings: Mappings
     stranded: Stranded | None = None
     """After a crash: what else of this rank may be written instead, and with whom that has to be agreed."""
 

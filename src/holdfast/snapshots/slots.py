@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import SnapshotMemoryError
+from holdfast.snapshots.mapping import MappedFile, Mappings
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
@@ -54,11 +55,6 @@ COUNT = 2
 """Slots per local rank."""
 SAMPLES = 128
 SAMPLE_BYTES = 1024
-_POPULATE_READ = (
-    22  # MADV_POPULATE_READ, Linux 5.14: writable pages of a shared mapping come writable, at half the cost of _WRITE
-)
-_POPULATE_BYTES = 32 << 20
-"""At once: other threads of the worker run in between."""
 
 # The header's first words, of 8 bytes in the machine's own order; the JSON follows.
 _MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)
@@ -275,17 +271,15 @@ class _File:
             try:
                 _check_memory(whole_bytes - before_bytes)
                 os.posix_fallocate(fd, 0, whole_bytes)
-                mapped = mmap.mmap(fd, whole_bytes)
+                mapped = MappedFile(fd, whole_bytes, writable=True)
             except OSError:
                 os.ftruncate(fd, before_bytes)
                 raise
         finally:
             os.close(fd)
-        for start in range(0, whole_bytes, _POPULATE_BYTES):
-            with contextlib.suppress(OSError):  # an older kernel: the first copy is slower then
-                mapped.madvise(_POPULATE_READ, start, min(_POPULATE_BYTES, whole_bytes - start))
+        mapped.populate()
         self.close()
-        self.memory = memoryview(mapped)
+        self.memory = mapped.memory
         self.words = self.memory[:_WORDS_BYTES].cast("Q")
         self.room_bytes = whole_bytes - HEADER_BYTES
 
@@ -382,23 +376,13 @@ def read_file(path: Path, index: int = 0) -> Slot | None:
         os.close(fd)
 
 
-class Mappings:
-    """Slots' files as one process has mapped them to read: anew for each save costs 50 ms of processor time (473 MB).
-
-    For any thread. A mapping holds its file, so no other file can be taken for it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], mmap.mmap] = {}
-
-    def of(self, fd: int) -> memoryview:
-        """The whole file. OSError."""
-        status = os.fstat(fd)
-        key = status.st_dev, status.st_ino
-        kept = self._kept.get(key)
-        if kept is None or len(kept) != status.st_size:
-            kept = self._kept[key] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        return memoryview(kept)
+def map_slot(folder: Path, local_rank: int, index: int, mappings: Mappings) -> MappedFile:
+    """A slot's file as it is, good or not. OSError."""
+    fd = os.open(slot_path(folder, local_rank, index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return mappings.of(fd)
+    finally:
+        os.close(fd)
 
 
 def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None) -> Slot | None:
@@ -406,7 +390,7 @@ def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None) -
     if os.fstat(fd).st_size < HEADER_BYTES:
         return None
     try:
-        return read((mappings or Mappings()).of(fd), index)
+        return read((mappings or Mappings()).of(fd).memory, index)
     except OSError:
         return None
 

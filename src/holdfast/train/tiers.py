@@ -102,6 +102,7 @@ class MemoryTier:
 
     def reserve(self, size_bytes: int) -> None:
         self._slots.reserve(size_bytes)
+        self._saver.reserved()
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         memory = self._slots.stage(step, size_bytes)
