@@ -143,7 +143,7 @@ def test_two_agents_on_a_node_are_refused_once(line: str) -> None:
 
 @pytest.mark.parametrize("line", ["--standalone train.py", "--nnodes 3 --rdzv-endpoint h:1 train.py"])
 def test_several_agents_on_a_node_are_as_the_line_says(line: str) -> None:
-    taken(line, SLURM_STEP_TASKS_PER_NODE="1,2")
+    assert taken(line, SLURM_STEP_TASKS_PER_NODE="1,2").values.training_script == "train.py"
 
 
 def test_slurms_signal_is_a_notice_unless_said() -> None:
