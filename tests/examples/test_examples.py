@@ -19,7 +19,7 @@ TWO_RANKS = ("--standalone", "--nproc-per-node", "2", *PRELOADED)
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ACCURACY_MIN = 0.95
 
-pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch examples"), pytest.mark.timeout(240)]
 
 
 def accuracy(text: str) -> float:

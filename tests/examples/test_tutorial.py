@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)\n```\n", re.DOTALL)
 LIMIT_S = 100
 
-pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("torch examples"), pytest.mark.slow]
 
 
 class Block(NamedTuple):

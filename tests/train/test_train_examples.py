@@ -18,9 +18,9 @@ ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ACCURACY_MIN = 0.95
 PRELOADED = ("--preload", "torch,torch._dynamo,torch.distributed.fsdp")
 """Imported once for all ranks."""
-TINY = "--layers 1 --heads 2 --width 16 --context 128 --global-batch-size 256 --batch-size 64 --epochs 2 --write 20 --log-every 1"
+TINY = "--layers 1 --heads 2 --width 16 --context 64 --global-batch-size 512 --batch-size 128 --epochs 2 --write 20 --log-every 1"
 
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch examples"), pytest.mark.timeout(240)]
 
 
 def plain(warm: Warm, script: Path, *arguments: str) -> str:
