@@ -3,8 +3,9 @@
 Small pages are what tmpfs takes. With 473 MB of them a write past the page cache spends 41 ms of processor time on
 pinning pages, with huge ones 7, and takes half as long beside a training; a copy into them is a few per cent quicker.
 The kernel collapses small pages into huge ones on request (Linux 6.1), in any mapping whose addresses and offsets agree
-within a huge page, while others read and write them. That takes about a second for each gigabyte, so it is done beside
-the training, once for each slot.
+within a huge page, while others read and write them. That takes one to four seconds for each gigabyte, so it is done
+beside the training, a page now and then, once for each slot; and not by a process of low priority, for which others would
+wait with it when it loses its core (measured: saves of three times the length on a crowded machine).
 
 Knows nothing of what is in the files. Standard library only.
 """
@@ -17,6 +18,7 @@ import errno
 import mmap
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
@@ -27,10 +29,6 @@ _COLLAPSE = 25
 _MAP_FIXED = 0x10
 _POPULATE_BYTES = 32 << 20
 """At once: other threads of the worker run in between."""
-_BUSY = (errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
-"""Pages that are being written to the disk just now, or no huge page to be had."""
-_ROUNDS = 3
-_ROUND_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter's lock
 _libc.mmap.restype = ctypes.c_void_p
@@ -71,21 +69,18 @@ class MappedFile:
         for at in range(0, size_bytes, _POPULATE_BYTES):
             self._advise(at, min(_POPULATE_BYTES, size_bytes - at), _POPULATE_READ)
 
-    def make_huge(self) -> None:
-        """Turn its pages into huge ones, as far as that is possible: for who has nothing better to do."""
-        todo = list(range(0, len(self.memory) - self._unit_bytes + 1, self._unit_bytes)) if huge_page_bytes() else []
-        for _ in range(_ROUNDS):
-            failed = []
-            for at in todo:
-                number = self._advise(at, self._unit_bytes, _COLLAPSE)
-                if number in _BUSY:
-                    failed.append(at)
-                elif number:
-                    return
-            if not failed:
-                return
-            todo = failed
-            time.sleep(_ROUND_S)
+    def make_huge(self) -> Iterator[float]:
+        """Turn its pages into huge ones, one after the other, as far as the kernel can: yields the seconds each took.
+
+        Others may read and write meanwhile; whoever touches just this page waits for it.
+        """
+        if not huge_page_bytes():
+            return
+        for at in range(0, len(self.memory) - self._unit_bytes + 1, self._unit_bytes):
+            began_s = time.monotonic()
+            if self._advise(at, self._unit_bytes, _COLLAPSE) == errno.EINVAL:
+                return  # this kernel does not do it; other errors are of this page alone
+            yield time.monotonic() - began_s
 
     def _advise(self, at: int, size_bytes: int, advice: int) -> int:
         """The error's number; 0: done."""

@@ -3,7 +3,6 @@
     worker → saver   {"do": "hello", "local_rank", "generation"}      the first one
                      {"do": "persist", "id", "sequence", "ticket", "metadata", "patience_s"} with the slot's descriptor,
                                                                       which carries a shared lock on it
-                     {"do": "reserved"}                               its slots have their size: their pages may be made huge
                      {"do": "wait", "id"}                             to be told when nothing of this local rank is in flight
                      {"do": "bye"}                                    it ends as it should: nothing is rescued
     saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free

@@ -211,8 +211,6 @@ class Saver:
                     worker.local_rank = packets.field(packet, "local_rank", int)
                     worker.generation = packets.field(packet, "generation", int)
                     self._tell_news(worker)
-                case "reserved" if worker.local_rank >= 0:
-                    threading.Thread(target=self._make_huge, args=(worker.local_rank,), daemon=True).start()
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
                 case "wait":
@@ -225,13 +223,6 @@ class Saver:
         finally:
             for fd in fds:
                 os.close(fd)
-
-    def _make_huge(self, local_rank: int) -> None:
-        """In a thread of its own, with what nobody else wants of the processors."""
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread's
-        for index in range(slots.COUNT):
-            with contextlib.suppress(OSError):  # no slot yet, or no longer
-                slots.map_slot(self._folder, local_rank, index, self._mappings).make_huge()
 
     def _persist(self, worker: Worker, packet: packets.Packet, fds: list[int]) -> None:
         number = packets.field(packet, "id", int)

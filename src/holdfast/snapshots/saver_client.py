@@ -157,12 +157,6 @@ class SaverClient:
         finally:
             os.close(lent)
 
-    def reserved(self) -> None:
-        """The slots have their size: the saver makes their pages huge, by and by. From any thread; nothing hangs on it."""
-        if (sock := self._sock) is not None:
-            with contextlib.suppress(OSError):
-                packets.send(sock, {"do": "reserved"})
-
     def check(self) -> None:
         """Raise what went wrong since the last call, one failure at a time: SnapshotError. Never waits."""
         self._receive()

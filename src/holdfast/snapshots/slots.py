@@ -38,6 +38,7 @@ import mmap
 import os
 import re
 import sys
+import threading
 import zlib
 from collections.abc import Mapping
 from math import inf
@@ -55,6 +56,10 @@ COUNT = 2
 """Slots per local rank."""
 SAMPLES = 128
 SAMPLE_BYTES = 1024
+HUGE_PAUSE = 3.0
+"""Times what a huge page took: until the next one is made."""
+STAGING_S = 0.02
+"""About what a copy takes."""
 
 # The header's first words, of 8 bytes in the machine's own order; the JSON follows.
 _MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)
@@ -120,6 +125,16 @@ class Slots:
                     finally:
                         os.close(held)
             failing.pop_all()
+
+    def make_huge(self, stop: threading.Event) -> None:
+        """Have the slots in huge pages, by and by, in a thread of its own, until `stop` is set."""
+        for file in self._files:
+            for took_s in () if file.mapped is None else file.mapped.make_huge():
+                if stop.wait(HUGE_PAUSE * took_s):
+                    return
+                while self._staging is not None:  # nobody waits for us then
+                    if stop.wait(STAGING_S):
+                        return
 
     def stage(self, step: int, size_bytes: int) -> memoryview | None:
         """Memory for the rank's next snapshot, which is not valid before `commit`; what was staged before and not
@@ -254,6 +269,7 @@ class _File:
         self.path = path
         self.room_bytes = 0
         """For a body, as mapped; 0: not mapped."""
+        self.mapped: MappedFile | None = None
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         self.sequence = _sequence_of(path)
@@ -279,6 +295,7 @@ class _File:
             os.close(fd)
         mapped.populate()
         self.close()
+        self.mapped = mapped
         self.memory = mapped.memory
         self.words = self.memory[:_WORDS_BYTES].cast("Q")
         self.room_bytes = whole_bytes - HEADER_BYTES
@@ -292,6 +309,7 @@ class _File:
     def close(self) -> None:
         """The mapping goes with its last view: the caller may still have one."""
         self.words.release()
+        self.mapped = None
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         self.room_bytes = 0
@@ -372,15 +390,6 @@ def read_file(path: Path, index: int = 0) -> Slot | None:
         return None
     try:
         return read_descriptor(fd, index)
-    finally:
-        os.close(fd)
-
-
-def map_slot(folder: Path, local_rank: int, index: int, mappings: Mappings) -> MappedFile:
-    """A slot's file as it is, good or not. OSError."""
-    fd = os.open(slot_path(folder, local_rank, index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        return mappings.of(fd)
     finally:
         os.close(fd)
 

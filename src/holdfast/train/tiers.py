@@ -99,10 +99,16 @@ class MemoryTier:
         self._slots = place.slots(rank=rank, world=world)
         self._slot: Slot | None = None
         self._newest_step = -1
+        self._closing = threading.Event()
+        self._making_huge: threading.Thread | None = None
 
     def reserve(self, size_bytes: int) -> None:
         self._slots.reserve(size_bytes)
-        self._saver.reserved()
+        if self._making_huge is None:
+            self._making_huge = threading.Thread(
+                target=self._slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
+            )
+            self._making_huge.start()
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         memory = self._slots.stage(step, size_bytes)
@@ -163,7 +169,10 @@ class MemoryTier:
             self._slots.forget(above_step=above_step)
 
     def close(self, *, ahead: bool) -> None:
+        self._closing.set()
         self._saver.close(ahead=ahead)
+        if self._making_huge is not None:
+            self._making_huge.join()
         self._slots.close()
         self._place.close()
 
