@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from holdfast.snapshots import folder, shelf
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
 from holdfast.snapshots.slots import Owner, Slots
+from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "node_kills.py"
 KILLS = 7
@@ -27,9 +27,8 @@ pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_every_rank_goes_on_from_the_newest_step_that_all_have(seed: int, tmp_path: Path) -> None:
-    line = [sys.executable, SCRIPT, tmp_path / "runs", str(KILLS), str(seed)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=180)
+def test_every_rank_goes_on_from_the_newest_step_that_all_have(warm: Warm, seed: int, tmp_path: Path) -> None:
+    done = warm.run([SCRIPT, tmp_path / "runs", str(KILLS), str(seed)], timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["faults"] == [], done.stderr[-3000:]
