@@ -81,8 +81,12 @@ def test_files_of_all_sizes_from_any_address(tmp_path: Path, size_bytes: int, sh
     """shift=1 is an address that O_DIRECT does not take."""
     memory = reader._memory(size_bytes + shift)
     memory[shift:] = random.Random(size_bytes).randbytes(size_bytes)
+    begun: list[int] = []
     disk.write_all(tmp_path / "file", memory[shift:])
-    assert (tmp_path / "file").read_bytes() == bytes(memory[shift:])
+    disk.write_all(tmp_path / "other", memory[shift:], lambda: begun.append((tmp_path / "other").stat().st_size))
+    assert begun == [min(size_bytes, disk.FIRST_BYTES)]
+    for name in ("file", "other"):
+        assert (tmp_path / name).read_bytes() == bytes(memory[shift:])
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a memory file system at /dev/shm")
@@ -287,8 +291,10 @@ def test_a_late_writer_leaves_nothing_in_the_next_attempt(tmp_path: Path, monkey
     late = Ticket(str(tmp_path), 1, number, 1, 2)
     write = disk._write
 
-    def slow(file: int, data: memoryview) -> None:
-        write(file, data)
+    def slow(file: int, data: memoryview, begin: int = 0) -> None:
+        write(file, data, begin)
+        if not begin:
+            return
         attempt.abandon(late)
         assert attempt.begin(tmp_path, 1) == number
         (late.attempt_path / "rank_00001.safetensors").write_bytes(bytes(len(data)))

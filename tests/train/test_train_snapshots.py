@@ -168,7 +168,7 @@ def test_another_model_is_said_and_not_loaded(tmp_path: Path) -> None:
 def test_what_fails_in_the_background_comes_out_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     job = Job(tmp_path)

@@ -1,7 +1,7 @@
 """The commit protocol: how a snapshot gets onto the disk so that it is there whole or not at all.
 
     rank 0       begin         the attempt folder, by an exclusive mkdir; its number is told to the others
-    each rank    write_rank    its file, fsync; its record (size, digest), fsync, rename; fsync of the folder
+    each rank    write_rank    its file, fsync; its record (size, digest), fsync, rename; fsync of the folder (not rank 0)
     rank 0       commit        when all records are there: MANIFEST.json, fsync, rename; fsync of the folder;
                                rename of the folder to its committed name; fsync of the snapshot folder
 
@@ -122,7 +122,7 @@ def begin(folder: str | os.PathLike[str], step: int, *, at: At = nowhere) -> int
 
 
 def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At = nowhere) -> RankRecord:
-    """Write this rank's file and its record; both are durable when this returns.
+    """Write this rank's file and its record; both are durable when this returns, rank 0's by name only with `commit`.
 
     The buffer (an image, see image.py) must not change meanwhile. It is written without a copy when it begins at a
     multiple of 4096 in memory, as slots do. On failure what was written is removed, to give a full disk its space back,
@@ -132,10 +132,10 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
     folder = ticket.attempt_path
     file = folder / layout.rank_file(ticket.rank)
     try:
-        with digest.chunk_digests(data) as pending:
-            disk.write_all(file, data)
+        with digest.chunk_digests(data) as digests:
+            disk.write_all(file, data, beside=digests.start)
             at("written")
-            chunks = tuple(each.result() for each in pending)
+            chunks = digests.results()
         record = RankRecord(
             step=ticket.step,
             attempt=ticket.attempt,
@@ -147,7 +147,8 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
             note=ticket.note,
         )
         disk.write_atomically(folder / layout.record_file(ticket.rank), record.dump())
-        disk.sync_folder(folder)
+        if ticket.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
+            disk.sync_folder(folder)
     except FileNotFoundError as error:
         raise SnapshotWriteError(
             f"{folder} is not there: rank 0 gave up this save, or does not share the folder"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -73,18 +73,49 @@ def root(size_bytes: int, chunks: Sequence[str]) -> str:
     return hashlib.sha256("\n".join([ALGORITHM, str(size_bytes), *chunks]).encode()).hexdigest()
 
 
+class ChunkDigests:
+    """The digests of the chunks of `data`, made by threads between `start` and `results`."""
+
+    def __init__(self, data: memoryview, pool: ThreadPoolExecutor) -> None:
+        self._data, self._pool = data, pool
+        self._begins = chunk_begins(len(data))
+        self._shares: list[Future[list[str]]] = []
+        self._stopped = False
+
+    def start(self) -> None:
+        """A share per thread: a task for each chunk would keep the interpreter's lock busy, which the writer needs, too."""
+        count = threads()
+        self._shares = [submit(self._pool, self._digest, self._begins[first::count]) for first in range(count)]
+
+    def results(self) -> tuple[str, ...]:
+        """Of all chunks, in their order. Starts them if nobody did."""
+        if not self._shares:
+            self.start()
+        shares = [share.result() for share in self._shares]
+        return tuple(shares[number % len(shares)][number // len(shares)] for number in range(len(self._begins)))
+
+    def stop(self) -> None:
+        """Nobody wants the rest."""
+        self._stopped = True
+
+    def _digest(self, begins: Iterable[int]) -> list[str]:
+        return [chunk_digest(self._data[begin : begin + CHUNK_BYTES]) for begin in begins if not self._stopped]
+
+
 @contextmanager
-def chunk_digests(data: memoryview) -> Iterator[Sequence[Future[str]]]:
-    """The digests of the chunks of `data`, made by threads while the body runs."""
+def chunk_digests(data: memoryview) -> Iterator[ChunkDigests]:
+    """Threads for the digests of `data`; they are gone when the body is left."""
     pool = ThreadPoolExecutor(threads(), "holdfast-digest")
+    digests = ChunkDigests(data, pool)
     try:
-        yield [submit(pool, chunk_digest, data[begin : begin + CHUNK_BYTES]) for begin in chunk_begins(len(data))]
+        yield digests
     finally:
+        digests.stop()
         pool.shutdown(cancel_futures=True)
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
     """The digest of `data`: what `root` makes of its chunks."""
     view = memoryview(data).cast("B")
-    with chunk_digests(view) as chunks:
-        return root(len(view), [chunk.result() for chunk in chunks])
+    with chunk_digests(view) as digests:
+        return root(len(view), digests.results())

@@ -10,12 +10,15 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotWriteError
 
-WRITE_BYTES_MAX = 16 << 20
+FIRST_BYTES = 16 << 20
+WRITE_BYTES_MAX = 256 << 20
+"""The disk waits between two writes: 473 MB took 0.22 s in pieces of 16 MiB, 0.19 s in these."""
 BLOCK_BYTES = 4096
 """O_DIRECT needs lengths and offsets that are multiples of it, with every file system we know."""
 
@@ -23,14 +26,18 @@ DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, err
 """What the kernel says of files that are lost. Anything else (permissions, no memory, a server away) may pass."""
 
 
-def write_all(path: Path, data: memoryview) -> None:
+def write_all(path: Path, data: memoryview, beside: Callable[[], None] | None = None) -> None:
     """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
 
-    OSError; FileNotFoundError when somebody has removed or replaced it meanwhile.
+    `beside` starts what is to be done meanwhile: it is called when the disk has begun, which otherwise would wait for it
+    (15 ms of 300, with two cores that hash). OSError; FileNotFoundError when somebody has removed or replaced the file.
     """
     file = _create(path)
     try:
-        _write(file, data)
+        if beside is not None:
+            _write(file, data[:FIRST_BYTES])
+            beside()
+        _write(file, data, 0 if beside is None else FIRST_BYTES)
         os.fsync(file)
         if not os.path.samestat(os.stat(path), os.fstat(file)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -103,9 +110,8 @@ def _create(path: Path) -> int:
     return os.open(path, flags, 0o666)
 
 
-def _write(file: int, data: memoryview) -> None:
-    """Whole blocks go directly to the disk where that is possible, the rest through the page cache."""
-    begin = 0
+def _write(file: int, data: memoryview, begin: int = 0) -> None:
+    """From `begin` on. Whole blocks go directly to the disk where that is possible, the rest through the page cache."""
     direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
     whole = len(data) - len(data) % BLOCK_BYTES
     while begin < len(data):

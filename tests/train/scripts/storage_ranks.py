@@ -90,7 +90,7 @@ def case_failing(folder: Path) -> Any:
     def failing() -> Any:
         if dist.get_rank() == 1:
 
-            def full(*_: Any) -> None:
+            def full(*_: Any, **__: Any) -> None:
                 raise OSError(28, "No space left on device")
 
             disk.write_all = full
