@@ -61,7 +61,10 @@ class Warm:
                 "streams": streams,
             }
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            try:
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            except BrokenPipeError:
+                raise AssertionError(f"the parent of all programs ended with {self._process.wait()}") from None
             pid = self._told(START_S_MAX)
             assert pid is not None, "no program was forked"
             code = self._told(timeout)

@@ -99,16 +99,22 @@ class MemoryTier:
         self._slots = place.slots(rank=rank, world=world)
         self._slot: Slot | None = None
         self._newest_step = -1
+        self._reserving = threading.Lock()
+        """Held by whoever takes memory in the background, and to close."""
         self._closing = threading.Event()
         self._making_huge: threading.Thread | None = None
 
     def reserve(self, size_bytes: int) -> None:
-        self._slots.reserve(size_bytes)
-        if self._making_huge is None:
-            self._making_huge = threading.Thread(
-                target=self._slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
-            )
-            self._making_huge.start()
+        with self._reserving:
+            if self._closing.is_set():
+                return
+            self._slots.reserve(size_bytes)
+            if self._making_huge is None:
+                thread = threading.Thread(
+                    target=self._slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
+                )
+                thread.start()
+                self._making_huge = thread
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         memory = self._slots.stage(step, size_bytes)
@@ -171,9 +177,10 @@ class MemoryTier:
     def close(self, *, ahead: bool) -> None:
         self._closing.set()
         self._saver.close(ahead=ahead)
-        if self._making_huge is not None:
-            self._making_huge.join()
-        self._slots.close()
+        with self._reserving:
+            if self._making_huge is not None:
+                self._making_huge.join()
+            self._slots.close()
         self._place.close()
 
 
