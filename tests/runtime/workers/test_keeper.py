@@ -290,6 +290,7 @@ def test_close_ends_services_too(on_bench: OnBench) -> None:
 
 def test_a_keeper_that_is_killed_takes_its_workers_along_and_can_be_replaced(on_bench: OnBench, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
+    others = processes.descendants(os.getpid())  # of this test process, which stands for the agent
 
     async def scenario(bench: Any) -> None:
         bench.keeper.spawn("a", nuisance(pids))
@@ -299,7 +300,7 @@ def test_a_keeper_that_is_killed_takes_its_workers_along_and_can_be_replaced(on_
         await bench.next(KeeperDied)
         await bench.until(lambda: not processes.is_alive(leader))  # by its parent-death signal
         bench.keeper.spawn("ignored", ["true"])  # no effect, no exception
-        handle = await asyncio.to_thread(revive_keeper, bench.keeper.handle)
+        handle = await asyncio.to_thread(revive_keeper, bench.keeper.handle, others)
         bench.keeper = KeeperClient(handle, bench.events.put_nowait)
         assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
         assert (await output_of(bench, ["echo", "again"])) == "again\n"
