@@ -109,12 +109,6 @@ class MemoryTier:
             if self._closing.is_set():
                 return
             self._slots.reserve(size_bytes)
-            if self._making_huge is None:
-                thread = threading.Thread(
-                    target=self._slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
-                )
-                thread.start()
-                self._making_huge = thread
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         memory = self._slots.stage(step, size_bytes)
@@ -128,6 +122,13 @@ class MemoryTier:
 
     def commit(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
         self._slot = self._slots.commit(ticket.to_json(), metadata)
+        if self._making_huge is None:
+            # By a thread of the ordinary priority, which a thread that steps back could not start: who touches a page
+            # waits for it.
+            self._making_huge = threading.Thread(
+                target=self._slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
+            )
+            self._making_huge.start()
 
     def persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
         assert self._slot is not None
@@ -177,9 +178,9 @@ class MemoryTier:
     def close(self, *, ahead: bool) -> None:
         self._closing.set()
         self._saver.close(ahead=ahead)
+        if self._making_huge is not None:
+            self._making_huge.join()
         with self._reserving:
-            if self._making_huge is not None:
-                self._making_huge.join()
             self._slots.close()
         self._place.close()
 
