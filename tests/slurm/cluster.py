@@ -209,7 +209,8 @@ class Cluster:
     def end_tasks(self, node: str = "") -> None:
         """Every task, and the daemons that hold them: first, so that they cannot tell of it."""
         tasks = list(self.tasks(node))
-        for pid in {parent for task in tasks if (parent := step_of(task))} | set(tasks):
+        daemons = dict.fromkeys(parent for task in tasks if (parent := step_of(task)))
+        for pid in (*daemons, *tasks):
             end(pid)
 
     def living_here(self) -> list[int]:

@@ -86,7 +86,11 @@ def check_folder(folder: Path) -> None:
     try:
         names = os.listdir(folder)
     except PermissionError:
-        raise ControlRefusedError(f"{folder} belongs to another user (uid {folder.stat().st_uid})") from None
+        try:
+            whose = f"belongs to another user (uid {folder.stat().st_uid})"
+        except OSError as error:  # nor may we pass a folder above it
+            whose = f"cannot be read: {error.strerror}"
+        raise ControlRefusedError(f"{folder} {whose}") from None
     except OSError as error:
         raise NoRunError(f"{folder} is no run folder: {error.strerror}") from None
     if JOURNAL not in names:

@@ -58,12 +58,14 @@ def on_bench() -> Iterator[Callable[..., None]]:
     """`on_bench(scenario, ignored=())` runs it against a fresh keeper and closes that."""
 
     def run(scenario: Scenario, ignored: tuple[int, ...] = ()) -> None:
+        others = processes.descendants(os.getpid())  # of this test process, which stands for the agent
+
         async def play() -> None:
             bench = Bench(ignored)
             try:
                 await scenario(bench)
             finally:
-                await bench.keeper.close()
+                await bench.keeper.close(others)
 
         asyncio.run(play())
 

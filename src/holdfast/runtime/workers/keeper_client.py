@@ -163,8 +163,9 @@ class KeeperClient:
         """SIGKILL everything below the keeper but services and theirs: TreeGone follows."""
         self._send({"do": "kill_tree", "limit_s": limit_s})
 
-    async def close(self) -> None:
-        """End the keeper and all it has, services too, and reap it. Safe to call twice and after its death."""
+    async def close(self, spare: Collection[int] = ()) -> None:
+        """End the keeper and all it has, services too, and reap it. Safe to call twice and after its death: then what it
+        has left to us is killed, which is every child of ours not in `spare`."""
         orderly = self.alive
         self._closing = True
         if orderly:
@@ -177,7 +178,10 @@ class KeeperClient:
                     os.kill(self.handle.pid, signal.SIGKILL)
                 await self._ended.wait()
         # A keeper that ended by itself has left nothing.
-        await asyncio.to_thread(reap if orderly else sweep, self.handle)
+        if orderly:
+            await asyncio.to_thread(reap, self.handle)
+        else:
+            await asyncio.to_thread(sweep, self.handle, spare)
 
     # --- the lifeline -------------------------------------------------------------------------------------------------
 
