@@ -88,9 +88,7 @@ class ChunkDigests:
         self._shares = [submit(self._pool, self._digest, self._begins[first::count]) for first in range(count)]
 
     def results(self) -> tuple[str, ...]:
-        """Of all chunks, in their order. Starts them if nobody did."""
-        if not self._shares:
-            self.start()
+        """Of all chunks, in their order; they were started."""
         shares = [share.result() for share in self._shares]
         return tuple(shares[number % len(shares)][number // len(shares)] for number in range(len(self._begins)))
 
@@ -118,4 +116,5 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     """The digest of `data`: what `root` makes of its chunks."""
     view = memoryview(data).cast("B")
     with chunk_digests(view) as digests:
+        digests.start()
         return root(len(view), digests.results())

@@ -17,6 +17,7 @@ from pathlib import Path
 from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotWriteError
 
 FIRST_BYTES = 16 << 20
+"""Written before anything else is begun beside it."""
 WRITE_BYTES_MAX = 256 << 20
 """The disk waits between two writes: 473 MB took 0.22 s in pieces of 16 MiB, 0.19 s in these."""
 BLOCK_BYTES = 4096

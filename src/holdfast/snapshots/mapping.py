@@ -74,7 +74,7 @@ class MappedFile:
 
         Others may read and write meanwhile; whoever touches just this page waits for it.
         """
-        if not huge_page_bytes():
+        if self._unit_bytes == mmap.PAGESIZE:
             return
         for at in range(0, len(self.memory) - self._unit_bytes + 1, self._unit_bytes):
             began_s = time.monotonic()

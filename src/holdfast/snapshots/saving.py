@@ -134,7 +134,7 @@ def _write(save: Save) -> None:
 
 
 def _let_go(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps a descriptor of its own
+    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps the file open
     os.close(fd)
 
 
