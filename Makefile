@@ -21,7 +21,7 @@ JOBS ?= 4
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-PACKAGING := pyproject.toml constraints.txt
+PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
 .PHONY: demo test check docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean

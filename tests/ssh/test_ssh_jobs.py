@@ -33,9 +33,11 @@ def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> Non
     script = two.folder / "fails.py"
     script.write_text(
         "import os, sys, time\n"
+        f"said = {str(two.folder / 'said')!r}\n"
         "print('hello from', os.environ['RANK'], flush=True)\n"
-        "if os.environ['RANK'] == '1':\n    raise SystemExit(7)\n"
-        "time.sleep(60)\n"
+        "if os.environ['RANK'] == '0':\n    open(said, 'w').close()\n    time.sleep(60)\n"
+        "while not os.path.exists(said):\n    time.sleep(0.01)\n"
+        "raise SystemExit(7)\n"
     )
     launcher = two.run("--hosts", two.names, script=script)
     assert launcher.end() == 7, launcher.text

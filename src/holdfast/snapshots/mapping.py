@@ -27,7 +27,7 @@ _POPULATE_READ = 22
 _COLLAPSE = 25
 """MADV_COLLAPSE, Linux 6.1."""
 _MAP_FIXED = 0x10
-_POPULATE_BYTES = 32 << 20
+_POPULATE_BYTES = 2 << 20
 """At once: other threads of the worker run in between."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # lets go of the interpreter's lock

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -194,7 +194,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
     def adopt(self, found: _Found) -> torch.Tensor | None:
         """A piece in memory as a tensor that takes its pages from there, copied when they are written to; or None.
 
-        `settle` has to be called before anybody writes to that memory.
+        All of `settling` has to be done before anybody writes to that memory.
         """
         part, name, piece = found
         if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not self._can_adopt:
@@ -208,10 +208,9 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         view = mapping.take(slice(part.offset + span.start, part.offset + span.stop))
         return torch.frombuffer(view, dtype=piece.dtype).view(piece.sizes)
 
-    def settle(self) -> None:
-        """Have the adopted pages copied; may run in a thread of its own while they are in use."""
-        for mapping in self._mapped.values():
-            mapping.settle()
+    def settling(self) -> list[Callable[[], None]]:
+        """What copies the adopted pages, piece by piece, in any order, while they are in use. SnapshotMemoryError."""
+        return [partial(mapping.copy_pages, *piece) for mapping in self._mapped.values() for piece in mapping.pieces()]
 
     def copy_whole(self, matching: Sequence[tuple[torch.Tensor, _Found]]) -> None:
         """Copy pieces as they are. SnapshotDamagedError."""

@@ -66,7 +66,7 @@ class Resumer:
     tier: Tier
     fresh_ok: bool
     adopted: Saved | None = None
-    """Of a state in memory: its `settle` has to be done before anybody stages a new one."""
+    """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
 
     def run(self) -> Resumed | None:

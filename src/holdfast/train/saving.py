@@ -5,9 +5,11 @@ The copy is made before the ranks talk, so that they wait for each other while t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ class Saving:
         """By address of the memory."""
         self._reserving: threading.Thread | None = None
         self._too_small: SnapshotMemoryError | None = None
+        self._to_settle: deque[Callable[[], None]] = deque()
         self._settling: threading.Thread | None = None
         self._unsettled: SnapshotMemoryError | None = None
 
@@ -66,18 +69,22 @@ class Saving:
 
     def settle(self, adopted: Saved) -> None:
         """Training goes on in pages of old slots; have them copied before any rank stages a new state there."""
-        self._settling = threading.Thread(target=self._settle, args=(adopted,), name="holdfast-settle")
+        self._to_settle.extend(adopted.settling())
+        self._settling = threading.Thread(target=self._settle, name="holdfast-settle")
         self._settling.start()
 
-    def _settle(self, adopted: Saved) -> None:
+    def _settle(self) -> None:
         try:
-            adopted.settle()
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._to_settle.popleft()()
         except SnapshotMemoryError as error:
             self._unsettled = error
 
     def await_settled(self) -> None:
         """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times as long."""
         if self._settling is not None:
+            self._settle()  # with both hands
             self._settling.join()
             self._settling = None
         if self._unsettled is not None:

@@ -1,0 +1,3 @@
+from array import array
+
+def copy(targets: array[int], sources: array[int], sizes_bytes: array[int], threads: int, /) -> None: ...
