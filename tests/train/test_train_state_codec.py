@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,33 @@ def test_what_json_has_not() -> None:
     assert back({"a": [tensor]})["a"][0] is tensor
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {3, "a", (1, 2)},
+        frozenset({1.5}),
+        set(),
+        deque([1, [2]], maxlen=3),
+        deque(),
+        complex(-0.0, math.inf),
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        {torch.float8_e4m3fn: {frozenset({1}): 2j}},
+    ],
+    ids=str,
+)
+def test_rarer_kinds(value: Any) -> None:
+    again = back(value)
+    assert exact(again, value)
+    assert getattr(again, "maxlen", None) == getattr(value, "maxlen", None)
+    assert repr(again) == repr(value) or isinstance(value, set)
+
+
+def test_a_type_that_torch_has_not() -> None:
+    with pytest.raises(SnapshotDamagedError, match="dtype"):
+        codec.decode({"$dtype": "load"}, {}.__getitem__)
+
+
 @pytest.mark.parametrize("at", range(7))
 def test_what_json_has_only_in_part(at: int) -> None:
     value = [10**5000, -(1 << 40_000), 2**2000, 2**2000 - 1, {10**5000: 1}, "\ud800", {"\udcff": 1}][at]
@@ -111,7 +139,7 @@ def test_names_that_are_no_text() -> None:
     codec.Encoder().encode({"\ud800": torch.ones(1), "é/\n@": torch.ones(1)}, "it")
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, len, lambda: None, torch.float32, 1j])
+@pytest.mark.parametrize("value", [object(), len, lambda: None, range(3), Fraction(1, 3), type("Own", (set,), {})()])
 def test_what_needs_pickle_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(StateTypeError, match=r"^it\['a'\]\[1\]"):
         codec.Encoder().encode({"a": [0, value]}, "it")

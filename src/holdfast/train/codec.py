@@ -3,7 +3,7 @@
     None, bool, int, str, finite floats, lists      as JSON has them
     dicts whose keys are all text                   as JSON objects
     everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, huge integers, other dicts,
-                                                    arrays, tensors
+                                                    sets, deques, complex numbers, torch's types and devices, arrays, tensors
 
 Tensors and numpy arrays leave the tree: it keeps their names, `Encoder.tensors` has them. Knows nothing of files.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,7 +67,7 @@ class Encoder:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, (int, str)):  # IntEnum, StrEnum …
             return self._encode(int(value) if isinstance(value, int) else str.__str__(value), path, depth)
-        return self._foreign(value, path)
+        return self._rarer(value, path, depth)
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         kind = {Counter: "$counter", OrderedDict: "$ordered"}.get(type(value))
@@ -79,6 +79,18 @@ class Encoder:
             for key, each in value.items()
         ]
         return {kind or "$dict": pairs}
+
+    def _rarer(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in (set, frozenset):
+            return {f"${kind.__name__}": [self._encode(each, f"an item of {path}", depth + 1) for each in value]}
+        if kind is deque:
+            return {"$deque": [self._encode(list(value), path, depth), value.maxlen]}
+        if kind is complex:
+            return {"$complex": [self._encode(each, path, depth) for each in (value.real, value.imag)]}
+        if kind in (torch.dtype, torch.device):
+            return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+        return self._foreign(value, path)
 
     def _foreign(self, value: Any, path: str) -> Any:
         """numpy's, known by their names: numpy itself may not be there."""
@@ -92,7 +104,7 @@ class Encoder:
                 return self._encode(value.item(), path, 0)
         raise StateTypeError(
             f"{_short(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored without pickle\n"
-            "let state_dict() give tensors, numbers, text, bytes, lists, tuples and dicts"
+            "let state_dict() give tensors, numbers, text, bytes, lists, tuples, sets and dicts"
         )
 
     def _leave(self, path: str, tensor: torch.Tensor) -> str:
@@ -173,6 +185,17 @@ def _decode_kind(kind: str, content: Any, get: tuple[_Get, _Get]) -> Any:
             if kind == "$counter":
                 return Counter(dict(pairs))
             return OrderedDict(pairs) if kind == "$ordered" else dict(pairs)
+        case "$set" | "$frozenset":
+            items = (_decode(each, get) for each in content)
+            return set(items) if kind == "$set" else frozenset(items)
+        case "$deque":
+            return deque(_decode(content[0], get), content[1])
+        case "$complex":
+            return complex(*(_decode(each, get) for each in content))
+        case "$device":
+            return torch.device(content)
+        case "$dtype" if isinstance(dtype := getattr(torch, content, None), torch.dtype):
+            return dtype
     raise SnapshotDamagedError(f"the saved state has a value of the unknown kind {kind!r}")
 
 
