@@ -28,7 +28,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             model(torch.randn(5, 3)).sum().backward()
             optimizer.step()
             snaps.step()
-        snaps.save(wait=True)
+            snaps.save(wait=True)
     return tmp_path / "runs", model, optimizer, schedule
 
 
@@ -71,12 +71,14 @@ def test_what_cannot_be_done_is_said(saved, tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "there").touch()
     assert export.main([str(folder), "--to", str(tmp_path / "there")]) == 1
     assert "exists already" in capsys.readouterr().err
-    file = next(folder.glob("step_*/*.safetensors"))
+    file = max(folder.glob("step_*/*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     assert export.main([str(folder), "--to", str(tmp_path / "out")]) == 1
-    assert "not what was saved" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "not what was saved" in told
+    assert "The one before it: --step 2" in told
     assert not list(tmp_path.glob("out*"))
 
 

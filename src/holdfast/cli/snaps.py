@@ -65,7 +65,7 @@ def parser() -> Parser:
     prune.add_argument("--quarantined", action="store_true", help="delete what was set aside as damaged")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be done")
     export = command("export", export_snapshot, "write a snapshot in another format; needs torch")
-    export.add_argument("--step", type=int, help="which step; the newest valid one when not given")
+    export.add_argument("--step", type=int, help="which step; the newest one when not given")
     export.add_argument("--to", required=True, metavar="PATH", help="file or folder to make")
     export.add_argument("--format", required=True, choices=FORMATS, help=", ".join(FORMATS))
     return top

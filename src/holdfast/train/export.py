@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import EXIT_FAILURE, HoldfastError, NoValidSnapshotError, SnapshotError, SnapshotWriteError
+from holdfast.core.errors import (
+    EXIT_FAILURE,
+    HoldfastError,
+    NoValidSnapshotError,
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotWriteError,
+)
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import Snapshot
 from holdfast.train.assembling import load_all
@@ -100,6 +107,10 @@ def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapsh
     try:
         try:
             FORMATS[kind](found[-1], beside)
+        except SnapshotDamagedError as error:
+            older = [each.step for each in folders.survey(folder).committed if each.step < found[-1].step]
+            hint = f"\nThe one before it: --step {older[-1]}" if older else ""
+            raise SnapshotDamagedError(f"{error}{hint}") from error
         except HoldfastError:
             raise
         except Exception as error:
