@@ -26,11 +26,13 @@ def content(step: int, rank: int, items: int = WEIGHT_ITEMS) -> bytes:
     return bytes(data)
 
 
-def save(path: Path, step: int, world: int = 2, metadata: Mapping[str, Any] | None = None) -> Path:
+def save(
+    path: Path, step: int, world: int = 2, metadata: Mapping[str, Any] | None = None, items: int = WEIGHT_ITEMS
+) -> Path:
     """Save one step of all ranks; returns the committed folder."""
     number = attempt.begin(path, step)
     for rank in range(world):
-        attempt.write_rank(Ticket(str(path), step, number, rank, world), content(step, rank))
+        attempt.write_rank(Ticket(str(path), step, number, rank, world), content(step, rank, items))
     return attempt.commit(Ticket(str(path), step, number, 0, world), metadata)
 
 

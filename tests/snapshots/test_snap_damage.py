@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -13,6 +15,7 @@ import pytest
 
 from holdfast.core.errors import NoValidSnapshotError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
 from holdfast.snapshots import folder, layout, reader
+from holdfast.snapshots.digest import CHUNK_BYTES
 from holdfast.snapshots.folder import Snapshot
 from tests.snapshots.saves import content, is_whole, newest, save
 
@@ -152,6 +155,8 @@ def test_damage_is_found_named_and_passed_over(tmp_path: Path, damage: Callable[
     damage(bad)
     with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
         reader.verify(folder.inspect(bad))
+    with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
+        reader.verify(folder.inspect(bad), beside=True)
     chosen = read_back(tmp_path)
     assert chosen.step == 1
     assert is_whole(chosen)
@@ -189,6 +194,43 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             opened.seek(bit // 8)
             opened.write(whole[bit // 8 : bit // 8 + 1])
     reader.verify(newest(tmp_path))
+
+
+@pytest.mark.parametrize("odd_bytes", [-4, 0, 4, 4096])
+def test_reading_back_beside_a_training_finds_it_in_any_chunk(tmp_path: Path, odd_bytes: int) -> None:
+    """Whole chunks are read past the page cache, the last one through it."""
+    few = len(content(1, 0, 1 << 20)) - (4 << 20)  # what the header and the small tensors take
+    path = save(tmp_path, 1, 1, items=(2 * CHUNK_BYTES + odd_bytes - few) // 4)
+    file = path / layout.rank_file(0)
+    size_bytes = file.stat().st_size
+    assert abs(size_bytes - 2 * CHUNK_BYTES - odd_bytes) < 8
+    reader.verify(newest(tmp_path), beside=True)
+    for at in (CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 9, size_bytes - 1):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
+            reader.verify(newest(tmp_path), beside=True)
+        file.write_bytes(whole)
+    snapshot = newest(tmp_path)
+    os.truncate(file, CHUNK_BYTES + 100)
+    with pytest.raises(SnapshotDamagedError, match="it ends after"):
+        reader.verify(snapshot, beside=True)
+
+
+def test_a_file_system_that_promised_to_read_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses the first read; the file is read all the same, or retention would never delete anything there."""
+    save(tmp_path, 1, 1, items=3 << 20)
+    real, refused = os.preadv, []
+
+    def preadv(file: int, buffers: list[memoryview], begin: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(begin)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(file, buffers, begin)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    reader.verify(newest(tmp_path), beside=True)
+    assert refused == [0]
 
 
 def test_the_bytes_of_the_manifest_count(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,20 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import SaverLostError, SnapshotMemoryError, SnapshotWriteError
+from holdfast.core.errors import (
+    SaverLostError,
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotGoneError,
+    SnapshotMemoryError,
+    SnapshotWriteError,
+)
 from holdfast.snapshots import attempt, packets, shelf, slots
 from holdfast.snapshots import folder as snapshots
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
+from holdfast.snapshots.saver_client import Place, SaverClient, read_back, rescue_attempt
 from holdfast.snapshots.slots import Owner, Slot, Slots
+from tests.snapshots import saves
 
 SIZE = 2 << 20
 WAIT_S = 20.0
@@ -208,6 +217,37 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     bench.client.check()
     assert sorted(committed(bench.folder)) == [1, 2, 20]
     assert content(bench.folder, 2) == b"\2" * SIZE
+
+
+def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
+    for step in (1, 2):
+        saves.save(bench.folder, step, 1)
+    first, second = (bench.folder / f"step_{step:09d}.0001" for step in (1, 2))
+    read_back(bench.place, first, WAIT_S)
+    file = second / "rank_00000.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
+        read_back(bench.place, second, WAIT_S)
+    with pytest.raises(SnapshotGoneError):
+        read_back(bench.place, bench.folder / "step_000000003.0001", WAIT_S)
+    bench.persist(4)
+    assert bench.client.wait(WAIT_S)
+    assert 4 in committed(bench.folder)
+
+
+def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
+    path = saves.save(bench.folder, 1, 1)
+    saver = bench.saver
+    os.kill(saver, signal.SIGSTOP)
+    with pytest.raises(SnapshotError, match="is the saver stopped"):
+        read_back(bench.place, path, 0.05)
+    killing = threading.Timer(0.2, os.kill, (saver, signal.SIGKILL))
+    killing.start()
+    with pytest.raises(SaverLostError):
+        read_back(bench.place, path, WAIT_S)
+    killing.join()
+    with pytest.raises(SaverLostError):
+        read_back(bench.place, path, WAIT_S)
 
 
 def test_a_successor_waits_for_its_predecessor_s_saves(bench: Bench) -> None:

@@ -111,13 +111,17 @@ def _create(path: Path) -> int:
     return os.open(path, flags, 0o666)
 
 
+def _is_direct(file: int) -> bool:
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 def _write(file: int, data: memoryview, begin: int = 0) -> None:
     """From `begin` on. Whole blocks go directly to the disk where that is possible, the rest through the page cache."""
-    direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+    direct = _is_direct(file)
     whole = len(data) - len(data) % BLOCK_BYTES
     while begin < len(data):
         if direct and begin >= whole:
-            direct = _leave_direct(file)
+            direct = leave_direct(file)
         end = min(begin + WRITE_BYTES_MAX, whole if direct else len(data))
         try:
             written = os.pwrite(file, data[begin:end], begin)
@@ -125,13 +129,31 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
             if not direct or error.errno != errno.EINVAL:
                 raise
             # The buffer does not begin at a multiple of the block, or the file system promised too much.
-            direct = _leave_direct(file)
+            direct = leave_direct(file)
             continue
         begin += written
         if direct and begin % BLOCK_BYTES:
-            direct = _leave_direct(file)
+            direct = leave_direct(file)
 
 
-def _leave_direct(file: int) -> bool:
+def go_direct(file: int) -> None:
+    """Read past the page cache from here on, whole blocks into whole pages; on a file system that cannot, through it."""
+    with suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def read_into(file: int, into: memoryview, begin: int) -> int:
+    """As os.preadv with one buffer; a file system that promised too much with O_DIRECT is read through the page cache. OSError."""
+    try:
+        return os.preadv(file, [into], begin)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not _is_direct(file):
+            raise
+    leave_direct(file)
+    return os.preadv(file, [into], begin)
+
+
+def leave_direct(file: int) -> bool:
+    """Through the page cache from here on. False, for whoever keeps the state."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
     return False

@@ -4,11 +4,13 @@
                      {"do": "persist", "id", "sequence", "ticket", "metadata", "patience_s"} with the slot's descriptor,
                                                                       which carries a shared lock on it
                      {"do": "wait", "id"}                             to be told when nothing of this local rank is in flight
+                     {"do": "read back", "path"}                      a committed snapshot; on a connection of its own, no hello
                      {"do": "bye"}                                    it ends as it should: nothing is rescued
     saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free
                      {"is": "saved", "id", "path"}                    all is done; rank 0: the snapshot is committed
                      {"is": "failed", "id", "code", "text"}
                      {"is": "idle", "id"}
+                     {"is": "read back", "code", "text"}              no code: every byte is what was saved
                      {"is": "news", "text"}                           what became of a predecessor's save
     agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
     saver → agent    {"is": "up"}                                     it listens

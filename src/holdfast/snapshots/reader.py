@@ -74,15 +74,26 @@ class RankFile:
         _in_threads(fill, numbers)
         return data
 
-    def check(self) -> None:
-        """Read and check everything, keep nothing."""
+    def check(self, *, beside: bool = False) -> None:
+        """Read and check everything, keep nothing.
+
+        `beside` a training: by one thread, past the page cache. That takes twice as long, a quarter of the processor time
+        when all cores are busy, and the cache stays the data loader's.
+        """
 
         def pass_over(part: Sequence[int]) -> None:
-            chunk = memoryview(bytearray(CHUNK_BYTES))
+            chunk = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # begins at a page
             for number in part:
                 self._read_chunk(number, chunk[: self.size_bytes - number * CHUNK_BYTES])
 
-        _in_threads(pass_over, range(len(self.record.chunks)))
+        numbers = range(len(self.record.chunks))
+        if beside:
+            disk.go_direct(self._file.fileno())
+            pass_over(numbers[:-1])
+            disk.leave_direct(self._file.fileno())
+            pass_over(numbers[-1:])  # no whole blocks
+        else:
+            _in_threads(pass_over, numbers)
         # A header that does not fit its tensors is damage too, whatever its digest.
         _ = self.image
 
@@ -121,7 +132,7 @@ class RankFile:
     def _read_chunk(self, number: int, into: memoryview) -> None:
         begin, filled = number * CHUNK_BYTES, 0
         try:
-            while filled < len(into) and (count := os.preadv(self._file.fileno(), [into[filled:]], begin + filled)):
+            while filled < len(into) and (count := disk.read_into(self._file.fileno(), into[filled:], begin + filled)):
                 filled += count
         except OSError as error:
             raise unreadable(self.path.parent, error) from error
@@ -134,11 +145,14 @@ class RankFile:
         return SnapshotDamagedError(f"{self.path}: {why}")
 
 
-def verify(snapshot: Snapshot) -> None:
-    """Read every byte of a snapshot and check it. SnapshotDamagedError names the file; SnapshotGoneError; SnapshotError."""
+def verify(snapshot: Snapshot, *, beside: bool = False) -> None:
+    """Read every byte of a snapshot and check it. SnapshotDamagedError names the file; SnapshotGoneError; SnapshotError.
+
+    `beside`: see RankFile.check.
+    """
     for rank in range(snapshot.manifest.world):
         with RankFile(snapshot, rank) as file:
-            file.check()
+            file.check(beside=beside)
 
 
 def _chunks(span: slice) -> range:

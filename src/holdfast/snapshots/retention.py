@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +79,8 @@ class Keep:
 class Verified:
     """Snapshots that were read back whole, so that each is read once. Kept by whoever prunes repeatedly."""
 
+    read: Callable[[Snapshot], None] = reader.verify
+    """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
     digests: set[tuple[Path, str]] = field(default_factory=set)
     """Folder and manifest text's identity: another snapshot of the same name is read again."""
 
@@ -86,7 +88,7 @@ class Verified:
         """Read it back unless that was done. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
         identity = (snapshot.path, snapshot.manifest.dump())
         if identity not in self.digests:
-            reader.verify(snapshot)
+            self.read(snapshot)
             self.digests.add(identity)
 
     def forget(self, path: Path) -> None:

@@ -33,12 +33,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from holdfast.snapshots import packets, shelf, slots
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.packets import FINISH_LIMIT_S
 from holdfast.snapshots.rescue import stranded
-from holdfast.snapshots.saving import Save, Tell, carry_out, ticket_of
+from holdfast.snapshots.saving import Save, Tell, carry_out, read_back, ticket_of
 
 SAVES_PER_WORKER_MAX = 8
 """In flight; there are only two slots, so more is a fault of the caller's."""
@@ -216,6 +217,10 @@ class Saver:
                 case "wait":
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_over(answer, written=packet.get("for") == "written")
+                case "read back":
+                    path = Path(packets.field(packet, "path", str))
+                    # Nobody waits for it when we end: who asked does it then.
+                    self._in_thread(read_back, path, tell=partial(_send, worker))
                 case "bye":
                     worker.left = True
                 case other:
@@ -338,12 +343,16 @@ class Saver:
             flights.changed()
             tell(answer)
 
+        self._in_thread(carry_out, save, tell=told)
+
+    def _in_thread(self, work: Callable[[Any, Tell], None], what: Any, *, tell: Tell) -> None:
+        """`tell` is called in the main thread. A thread for each: the disk may hold one of them for ever."""
+
         def in_main(answer: packets.Packet) -> None:
-            self._done.put(partial(told, answer))
+            self._done.put(partial(tell, answer))
             self._wake.send(b"!")
 
-        # A thread for each: the disk may hold one of them for ever.
-        threading.Thread(target=carry_out, args=(save, in_main), daemon=True).start()
+        threading.Thread(target=work, args=(what, in_main), daemon=True).start()
 
     def _over(self, save: Save, answer: packets.Packet, before: int) -> None:
         asked = (save.ticket.folder, save.local_rank)

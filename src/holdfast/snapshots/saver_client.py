@@ -306,6 +306,27 @@ class SaverClient:
             packets.send(self._sock, hello)
 
 
+def read_back(place: Place, path: Path, patience_s: float) -> None:
+    """Have the saver read a committed snapshot and check every byte. For any thread; waits.
+
+    SnapshotError as of `reader.verify`, or when it takes longer; SaverLostError: there is no saver that could.
+    """
+    try:
+        with _connected(place.folder / shelf.SOCKET) as sock:
+            packets.send(sock, {"do": "read back", "path": str(path)})
+            poller = select.poll()
+            poller.register(sock, select.POLLIN)
+            if not poller.poll(patience_s * 1000):
+                raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
+            got = packets.receive(sock)
+    except OSError as error:
+        raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
+    if got is None:
+        raise SaverLostError("the saver has ended meanwhile")
+    if got[0].get("code") != "":
+        raise _error(str(got[0].get("code")), str(got[0].get("text")))
+
+
 def _error(code: str, text: str) -> SnapshotError:
     """As it was raised in the saver."""
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SnapshotError))

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
-from holdfast.snapshots import layout, packets, rescue, slots
+from holdfast.snapshots import layout, packets, reader, rescue, slots
 from holdfast.snapshots.attempt import Ticket, abandon, commit, write_rank
-from holdfast.snapshots.folder import being_written, is_being_written
+from holdfast.snapshots.folder import being_written, inspect, is_being_written
 from holdfast.snapshots.layout import Kind
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.rescue import LOOK_AGAIN_S, Stranded, newest_on_disk
@@ -49,6 +49,19 @@ def carry_out(save: Save, tell: Tell) -> None:
         tell(_failed(save, SnapshotWriteError.code, text))
     else:
         tell({"is": "saved", "path": path})
+
+
+def read_back(path: Path, tell: Tell) -> None:
+    """In a thread of its own: read a committed snapshot, check every byte, and tell what is wrong with it."""
+    try:
+        reader.verify(inspect(path), beside=True)
+    except SnapshotError as error:
+        tell({"is": "read back", "code": error.code, "text": str(error)})
+    except Exception as error:  # noqa: BLE001 - who asked has to hear of it
+        text = f"{path} was not read back: {type(error).__name__}: {error}"
+        tell({"is": "read back", "code": SnapshotError.code, "text": text})
+    else:
+        tell({"is": "read back", "code": "", "text": ""})
 
 
 def _carry_out(save: Save, tell: Tell) -> Path | None:

@@ -1,4 +1,4 @@
-"""Retention in the background: after a commit, a thread reads back what stays and deletes the rest."""
+"""Retention in the background: after a commit, a thread has what stays read back, and deletes the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from holdfast.core.errors import SnapshotError
 from holdfast.snapshots import retention
 from holdfast.snapshots.retention import Keep, Verified
-from holdfast.train.copying import step_back
 from holdfast.train.tiers import Tier
 
 
@@ -26,6 +25,7 @@ class Pruner:
     def begin_after(self, tier: Tier) -> None:
         """There will be a new snapshot, once the tier has written it."""
         self._due = True
+        self._verified.read = tier.read_back
         self.check(tier)
 
     def check(self, tier: Tier) -> None:
@@ -50,8 +50,6 @@ class Pruner:
             raise self._failure
 
     def _prune(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            step_back()
         try:
             done = retention.prune(self._path, self._keep, verified=self._verified)
         except SnapshotError as error:

@@ -18,14 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.core.errors import SnapshotError, SnapshotIncompleteError, SnapshotMemoryError, SnapshotWriteError
-from holdfast.snapshots import attempt
+from holdfast.core.errors import (
+    SaverLostError,
+    SnapshotError,
+    SnapshotIncompleteError,
+    SnapshotMemoryError,
+    SnapshotWriteError,
+)
+from holdfast.snapshots import attempt, reader, saver_client
 from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.saver_client import Place, SaverClient
 from holdfast.snapshots.slots import Slot, committed_slots, local_ranks
 
 PATIENCE_S = 600.0
 """How long a save that has to be durable waits for those before it, and for the disk."""
+SLOWEST_BYTES_S = 20e6
+"""A disk that reads more slowly is as good as none."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,9 @@ class Tier(Protocol):
 
     def forget(self, above_step: int) -> None:
         """Memory of later steps is of a history that was given up."""
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        """Read a committed snapshot and check every byte. SnapshotError. For any thread."""
 
     def close(self, *, ahead: bool) -> None:
         """Let go. `ahead`: memory is newer than the disk, and what is newer shall get there without us."""
@@ -175,6 +187,14 @@ class MemoryTier:
         if self._newest_step > above_step:  # looking costs a few milliseconds
             self._slots.forget(above_step=above_step)
 
+    def read_back(self, snapshot: Snapshot) -> None:
+        """By the saver: threads of this process that hash keep the interpreter and its memory map from training."""
+        try:
+            patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
+            saver_client.read_back(self._place, snapshot.path, patience_s)
+        except SaverLostError:
+            reader.verify(snapshot, beside=True)
+
     def close(self, *, ahead: bool) -> None:
         self._closing.set()
         self._saver.close(ahead=ahead)
@@ -254,6 +274,9 @@ class PrivateTier:
 
     def forget(self, above_step: int) -> None:
         """Nothing is remembered."""
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        reader.verify(snapshot, beside=True)
 
     def close(self, *, ahead: bool) -> None:  # noqa: ARG002
         self._join()
