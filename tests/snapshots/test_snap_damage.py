@@ -156,7 +156,7 @@ def test_damage_is_found_named_and_passed_over(tmp_path: Path, damage: Callable[
     with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
         reader.verify(folder.inspect(bad))
     with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
-        reader.verify(folder.inspect(bad), beside=True)
+        reader.verify(folder.inspect(bad), lambda: None)
     chosen = read_back(tmp_path)
     assert chosen.step == 1
     assert is_whole(chosen)
@@ -204,17 +204,17 @@ def test_reading_back_beside_a_training_finds_it_in_any_chunk(tmp_path: Path, od
     file = path / layout.rank_file(0)
     size_bytes = file.stat().st_size
     assert abs(size_bytes - 2 * CHUNK_BYTES - odd_bytes) < 8
-    reader.verify(newest(tmp_path), beside=True)
+    reader.verify(newest(tmp_path), lambda: None)
     for at in (CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 9, size_bytes - 1):
         whole = file.read_bytes()
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
         with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-            reader.verify(newest(tmp_path), beside=True)
+            reader.verify(newest(tmp_path), lambda: None)
         file.write_bytes(whole)
     snapshot = newest(tmp_path)
     os.truncate(file, CHUNK_BYTES + 100)
     with pytest.raises(SnapshotDamagedError, match="it ends after"):
-        reader.verify(snapshot, beside=True)
+        reader.verify(snapshot, lambda: None)
 
 
 def test_a_file_system_that_promised_to_read_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_file_system_that_promised_to_read_past_the_cache(tmp_path: Path, monk
         return real(file, buffers, begin)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    reader.verify(newest(tmp_path), beside=True)
+    reader.verify(newest(tmp_path), lambda: None)
     assert refused == [0]
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +16,15 @@ import pytest
 
 from holdfast.core.errors import (
     SaverLostError,
-    SnapshotDamagedError,
-    SnapshotError,
-    SnapshotGoneError,
     SnapshotMemoryError,
     SnapshotWriteError,
 )
 from holdfast.snapshots import attempt, packets, shelf, slots
 from holdfast.snapshots import folder as snapshots
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import Place, SaverClient, read_back, rescue_attempt
-from holdfast.snapshots.slots import Owner, Slot, Slots
-from tests.snapshots import saves
-
-SIZE = 2 << 20
-WAIT_S = 20.0
+from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
+from holdfast.snapshots.slots import Owner, Slots
+from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench, savers, until
 
 WORKER = """
 import os, signal, sys, time
@@ -61,15 +52,6 @@ def die():
 """
 
 
-def until(condition: Callable[[], Any], what: str = "") -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        if time.monotonic() > end:
-            pytest.fail(f"not within {WAIT_S:g} s: {what}")
-        time.sleep(0.005)
-    return value
-
-
 def run_worker(body: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-c", WORKER + body, str(folder)]
     return subprocess.run(line, capture_output=True, text=True, timeout=60, env={**os.environ, **environ})
@@ -86,63 +68,7 @@ def content(folder: Path, step: int) -> bytes:
     return path.read_bytes()
 
 
-def savers(place: Path) -> list[int]:
-    """Of this shelf."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if b"holdfast.snapshots.saver" in (line := path.read_bytes()) and os.fsencode(place) in line:
-                found.append(int(path.parent.name))
-    return found
-
-
 # --- in this process --------------------------------------------------------------------------------------------------
-
-
-class Bench:
-    """A worker in this process, with a saver whose anchor is a process that the test ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.anchor = subprocess.Popen(["sleep", "600"])
-        held = shelf.Shelf.make("bench")
-        self.place = Place(held.path, 0, 0, self.anchor.pid, held)
-        self.slots = self.place.slots(rank=0, world=1)
-        self.client = SaverClient(self.place)
-
-    def stage(self, step: int, size: int = SIZE) -> Slot:
-        memory = self.slots.stage(step, size)
-        assert memory is not None
-        memory[:] = bytes([step]) * size
-        return self.slots.commit()
-
-    def persist(self, step: int, size: int = SIZE) -> None:
-        slot = self.stage(step, size)
-        ticket = Ticket(str(self.folder), step, attempt.begin(self.folder, step), 0, 1)
-        self.client.persist(slot, ticket, {"step": step})
-
-    @property
-    def saver(self) -> int:
-        (pid,) = until(lambda: savers(self.place.folder))
-        return int(pid)
-
-    def close(self) -> None:
-        self.client.close()
-        self.slots.close()
-        self.place.close()
-        self.anchor.kill()
-        self.anchor.wait()
-        for pid in savers(self.place.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        until(lambda: not self.place.folder.exists(), "the shelf is gone")
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "snaps")
-    yield made
-    made.close()
 
 
 def test_what_was_handed_over_is_on_the_disk(bench: Bench) -> None:
@@ -217,37 +143,6 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     bench.client.check()
     assert sorted(committed(bench.folder)) == [1, 2, 20]
     assert content(bench.folder, 2) == b"\2" * SIZE
-
-
-def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
-    for step in (1, 2):
-        saves.save(bench.folder, step, 1)
-    first, second = (bench.folder / f"step_{step:09d}.0001" for step in (1, 2))
-    read_back(bench.place, first, WAIT_S)
-    file = second / "rank_00000.safetensors"
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-        read_back(bench.place, second, WAIT_S)
-    with pytest.raises(SnapshotGoneError):
-        read_back(bench.place, bench.folder / "step_000000003.0001", WAIT_S)
-    bench.persist(4)
-    assert bench.client.wait(WAIT_S)
-    assert 4 in committed(bench.folder)
-
-
-def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
-    path = saves.save(bench.folder, 1, 1)
-    saver = bench.saver
-    os.kill(saver, signal.SIGSTOP)
-    with pytest.raises(SnapshotError, match="is the saver stopped"):
-        read_back(bench.place, path, 0.05)
-    killing = threading.Timer(0.2, os.kill, (saver, signal.SIGKILL))
-    killing.start()
-    with pytest.raises(SaverLostError):
-        read_back(bench.place, path, WAIT_S)
-    killing.join()
-    with pytest.raises(SaverLostError):
-        read_back(bench.place, path, WAIT_S)
 
 
 def test_a_successor_waits_for_its_predecessor_s_saves(bench: Bench) -> None:

@@ -33,7 +33,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from holdfast.snapshots import packets, shelf, slots
 from holdfast.snapshots.mapping import Mappings
@@ -46,7 +45,8 @@ SAVES_PER_WORKER_MAX = 8
 NEWS_MAX = 16
 """Failures of saves whose worker is gone, kept for its successor."""
 NICENESS = 5
-"""Training goes first."""
+"""Training goes first; where the kernel counts by sessions (autogroup) ours has as much as the worker's, and is not lowered:
+a save that does not keep up makes the next one wait for a slot."""
 
 
 @dataclass(eq=False)
@@ -220,7 +220,7 @@ class Saver:
                 case "read back":
                     path = Path(packets.field(packet, "path", str))
                     # Nobody waits for it when we end: who asked does it then.
-                    self._in_thread(read_back, path, tell=partial(_send, worker))
+                    self._in_thread(partial(read_back, path, self._is_busy), tell=partial(_send, worker))
                 case "bye":
                     worker.left = True
                 case other:
@@ -343,16 +343,20 @@ class Saver:
             flights.changed()
             tell(answer)
 
-        self._in_thread(carry_out, save, tell=told)
+        self._in_thread(partial(carry_out, save), tell=told)
 
-    def _in_thread(self, work: Callable[[Any, Tell], None], what: Any, *, tell: Tell) -> None:
+    def _is_busy(self) -> bool:
+        """For any thread: a state is being put together or written, and has the machine to itself if we can help it."""
+        return any(each.writing for each in list(self._in_flight.values())) or slots.is_any_staged(self._folder)
+
+    def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
         """`tell` is called in the main thread. A thread for each: the disk may hold one of them for ever."""
 
         def in_main(answer: packets.Packet) -> None:
             self._done.put(partial(tell, answer))
             self._wake.send(b"!")
 
-        threading.Thread(target=work, args=(what, in_main), daemon=True).start()
+        threading.Thread(target=work, args=(in_main,), daemon=True).start()
 
     def _over(self, save: Save, answer: packets.Packet, before: int) -> None:
         asked = (save.ticket.folder, save.local_rank)

@@ -22,6 +22,7 @@ from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.rescue import LOOK_AGAIN_S, Stranded, newest_on_disk
 
 Tell = Callable[[packets.Packet], None]
+GIVE_WAY_S_MAX = 60.0
 
 
 class Save(NamedTuple):
@@ -51,10 +52,26 @@ def carry_out(save: Save, tell: Tell) -> None:
         tell({"is": "saved", "path": path})
 
 
-def read_back(path: Path, tell: Tell) -> None:
+class GiveWay:
+    """Called before each piece of work that has time: returns when no rank of this node stages or writes a state.
+
+    Not for ever, because a worker that died in the middle leaves a slot that looks like it: GIVE_WAY_S_MAX in all.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        self._is_busy = is_busy
+        self._left_s = GIVE_WAY_S_MAX
+
+    def __call__(self) -> None:
+        while self._left_s > 0 and self._is_busy():
+            time.sleep(LOOK_AGAIN_S)
+            self._left_s -= LOOK_AGAIN_S
+
+
+def read_back(path: Path, is_busy: Callable[[], bool], tell: Tell) -> None:
     """In a thread of its own: read a committed snapshot, check every byte, and tell what is wrong with it."""
     try:
-        reader.verify(inspect(path), beside=True)
+        reader.verify(inspect(path), GiveWay(is_busy))
     except SnapshotError as error:
         tell({"is": "read back", "code": error.code, "text": str(error)})
     except Exception as error:  # noqa: BLE001 - who asked has to hear of it

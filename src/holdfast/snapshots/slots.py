@@ -382,6 +382,17 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
 
+def is_any_staged(folder: Path) -> bool:
+    """Whether some worker puts a state together just now, or died while it did."""
+    for local_rank in local_ranks(folder):
+        for index in range(COUNT):
+            with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
+                words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
+                if len(words) > _COMMIT and words[_MAGIC] == MAGIC and not words[_COMMIT]:
+                    return True
+    return False
+
+
 def read_file(path: Path, index: int = 0) -> Slot | None:
     """The slot in this file; None when there is none, or it is not good."""
     try:

@@ -1,0 +1,17 @@
+"""What tests of the saver share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.snapshots.saver_bench import Bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "snaps")
+    yield made
+    made.close()
