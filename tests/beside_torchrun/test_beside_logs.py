@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,9 @@ OURS_ONLY = re.compile(r"(attempt_\d/\d/(stdout|stderr)\.log|events\.jsonl|verdi
 """Files in a run folder that torchrun would not have made."""
 NODE_RANK = re.compile(r"^[\w.-]+:\d+\| ")
 """What is before a line that is not teed."""
+TORN = re.compile(r"\[default\d\]:.*\[default\d\]:")
+"""torchrun's threads write a prefix and its line one after the other, and another rank's in between."""
+TORN_RUNS_MAX = 5
 SAID = re.compile(r"^([WI]1?\d+ \d\d:|holdfast: )")
 """Lines of the launchers themselves."""
 
@@ -55,7 +59,7 @@ LINES = [
 @pytest.mark.parametrize(("line", "env"), LINES)
 def test_files_and_console(launchers: Launchers, line: str, env: dict[str, str]) -> None:
     argv = ["--nproc-per-node", "2", "--log-dir", "{logs}", *shlex.split(line), TALK]
-    theirs, ours = launchers.pair(*argv, env={"OMP_NUM_THREADS": "1", **env})
+    theirs, ours = untorn(launchers, *argv, env={"OMP_NUM_THREADS": "1", **env})
     assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
     assert_files_kept(theirs, ours)
     assert shown(ours.out) == shown(theirs.out)
@@ -63,7 +67,7 @@ def test_files_and_console(launchers: Launchers, line: str, env: dict[str, str])
 
 
 def test_a_folder_for_each_try(launchers: Launchers) -> None:
-    theirs, ours = launchers.pair(*shlex.split("--log-dir {logs} --max-restarts 1 -t 3"), TALK, "fail")
+    theirs, ours = untorn(launchers, *shlex.split("--log-dir {logs} --max-restarts 1 -t 3"), TALK, "fail")
     assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
     assert "attempt_1/0/stdout.log" in theirs.tree()
     assert_files_kept(theirs, ours)
@@ -71,7 +75,7 @@ def test_a_folder_for_each_try(launchers: Launchers) -> None:
 
 
 def test_no_files(launchers: Launchers) -> None:
-    theirs, ours = launchers.pair("--log-dir", "/dev/null", "--nproc-per-node", "2", "-t", "3", TALK)
+    theirs, ours = untorn(launchers, "--log-dir", "/dev/null", "--nproc-per-node", "2", "-t", "3", TALK)
     assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
     assert not theirs.logs.exists()
     assert not ours.logs.exists()
@@ -113,6 +117,16 @@ def assert_files_kept(theirs: Side, ours: Side) -> None:
 def same(name: str, text: str | None) -> object:
     """The lines of several ranks are in no order."""
     return lines(text) if text is not None and "filtered" in name else text
+
+
+def untorn(launchers: Launchers, *argv: str, **more: Any) -> tuple[Side, Side]:
+    """Both, where torchrun has shown whole lines. Ours has to every time."""
+    for _ in range(TORN_RUNS_MAX):
+        theirs, ours = launchers.pair(*argv, **more)
+        assert not any(TORN.search(line) for text in (ours.out, ours.err) for line in lines(text)), ours
+        if not any(TORN.search(line) for text in (theirs.out, theirs.err) for line in lines(text)):
+            return theirs, ours
+    raise AssertionError(f"torchrun tears lines each time: {theirs}")
 
 
 def shown(text: str) -> list[str]:
