@@ -12,6 +12,7 @@ import pytest
 from holdfast.core.errors import SaverLostError, SnapshotDamagedError, SnapshotError, SnapshotGoneError
 from holdfast.snapshots import saving, slots
 from holdfast.snapshots.saver_client import read_back
+from holdfast.snapshots.slots import Owner, Slots
 from tests.snapshots import saves
 from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench, until
 
@@ -58,15 +59,28 @@ def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
 
 def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
     path = saves.save(bench.folder, 1, 1)
-    assert not slots.is_any_staged(bench.place.folder)
+    assert not slots.is_any_staged(bench.place.folder, [0])
     for step in (2, 3):
         bench.stage(step)
-    assert not slots.is_any_staged(bench.place.folder)
+    assert not slots.is_any_staged(bench.place.folder, [0])
     assert bench.slots.stage(4, SIZE) is not None
-    assert slots.is_any_staged(bench.place.folder)
+    assert slots.is_any_staged(bench.place.folder, [0])
     with pytest.raises(SnapshotError, match="is the saver stopped"):
         read_back(bench.place, path, 0.3)
+    assert not slots.is_any_staged(bench.place.folder, [-1, 1, 2]), "others do not"
     bench.slots.commit()
+    read_back(bench.place, path, WAIT_S)
+
+
+def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
+    path = saves.save(bench.folder, 1, 1)
+    other = Slots(bench.place.folder, Owner(1))
+    for step in (1, 2):
+        assert other.stage(step, SIZE) is not None
+        other.commit()
+    assert other.stage(3, SIZE) is not None
+    other.close()  # as its death leaves it
+    assert slots.is_any_staged(bench.place.folder, [1])
     read_back(bench.place, path, WAIT_S)
 
 

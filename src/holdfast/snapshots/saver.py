@@ -347,7 +347,9 @@ class Saver:
 
     def _is_busy(self) -> bool:
         """For any thread: a state is being put together or written, and has the machine to itself if we can help it."""
-        return any(each.writing for each in list(self._in_flight.values())) or slots.is_any_staged(self._folder)
+        if any(each.writing for each in list(self._in_flight.values())):
+            return True
+        return slots.is_any_staged(self._folder, {worker.local_rank for worker in list(self._workers)})
 
     def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
         """`tell` is called in the main thread. A thread for each: the disk may hold one of them for ever."""

@@ -55,7 +55,8 @@ def carry_out(save: Save, tell: Tell) -> None:
 class GiveWay:
     """Called before each piece of work that has time: returns when no rank of this node stages or writes a state.
 
-    Not for ever, because a worker that died in the middle leaves a slot that looks like it: GIVE_WAY_S_MAX in all.
+    Not for ever, because a worker that died in the middle leaves its successor a slot that looks like it: GIVE_WAY_S_MAX
+    in all.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:

@@ -40,7 +40,7 @@ import re
 import sys
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -382,9 +382,9 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
 
-def is_any_staged(folder: Path) -> bool:
-    """Whether some worker puts a state together just now, or died while it did."""
-    for local_rank in local_ranks(folder):
+def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
+    """Whether one of these puts a state together just now; a predecessor that died while it did looks the same."""
+    for local_rank in local_ranks:
         for index in range(COUNT):
             with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
                 words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
