@@ -16,9 +16,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.network.hosts import Host, PretendHosts, Program
+from tests.processes import conftest
 
 WAIT_S = 40.0
 """Long enough for a starved machine and any lease; where speed is promised the tests say so."""
@@ -128,13 +127,8 @@ class Agent:
 
 
 def until(condition: Callable[[], Any], what: Callable[[], str], limit_s: float = WAIT_S) -> Any:
-    """The first true value of `condition`; fails after `limit_s`."""
-    end = time.monotonic() + limit_s
-    while not (value := condition()):
-        if time.monotonic() > end:
-            pytest.fail(f"not within {limit_s:g} s: {what()}")
-        time.sleep(0.01)
-    return value
+    """Within the network's limit."""
+    return conftest.until(condition, what, limit_s)
 
 
 class Fleet:

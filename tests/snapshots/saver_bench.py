@@ -6,29 +6,23 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from holdfast.snapshots import attempt, shelf
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import Place, SaverClient
 from holdfast.snapshots.slots import Slot
+from tests.processes import conftest
 
 SIZE = 2 << 20
 WAIT_S = 20.0
 
 
 def until(condition: Callable[[], Any], what: str = "") -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        if time.monotonic() > end:
-            pytest.fail(f"not within {WAIT_S:g} s: {what}")
-        time.sleep(0.005)
-    return value
+    """Within the saver's limit."""
+    return conftest.until(condition, what, WAIT_S)
 
 
 def savers(place: Path) -> list[int]:

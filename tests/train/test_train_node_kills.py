@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from holdfast.snapshots import folder, shelf
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
 from holdfast.snapshots.slots import Owner, Slots
+from tests.snapshots.saver_bench import until
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "node_kills.py"
@@ -37,13 +37,6 @@ def test_every_rank_goes_on_from_the_newest_step_that_all_have(warm: Warm, seed:
 
 
 # --- what is in memory alone goes to the disk, or stays there -----------------------------------------------------------
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 class Nodes:

@@ -11,12 +11,11 @@ from tests.warm import Warm
 pytestmark = pytest.mark.xdist_group("torch")
 
 JOB = """
-import os, signal, sys, warnings
+import os, signal, sys
 from pathlib import Path
 import torch
 import holdfast.train as ht
 from holdfast.snapshots import reader
-from holdfast.snapshots.saver_client import Place
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 model = torch.nn.Linear(3, 4)

@@ -96,7 +96,8 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 
 def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
     """Write the newest snapshot (of this step) there, whole or not at all; returns it. SnapshotError; FileExistsError; OSError."""
-    found = [each for each in folders.survey(folder).committed if step is None or each.step == step]
+    committed = folders.survey(folder).committed
+    found = [each for each in committed if step is None or each.step == step]
     if not found:
         raise NoValidSnapshotError(f"{folder} has no valid snapshot" + ("" if step is None else f" of step {step}"))
     if to.exists():
@@ -108,7 +109,7 @@ def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapsh
         try:
             FORMATS[kind](found[-1], beside)
         except SnapshotDamagedError as error:
-            older = [each.step for each in folders.survey(folder).committed if each.step < found[-1].step]
+            older = [each.step for each in committed if each.step < found[-1].step]
             hint = f"\nThe one before it: --step {older[-1]}" if older else ""
             raise SnapshotDamagedError(f"{error}{hint}") from error
         except HoldfastError:
