@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -23,8 +24,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import limit_s, slowness
+
 LEAK_GRACE_S = 1.0
-"""The product promises that nothing is alive one second after its end; tests may rely on the same."""
+"""The product promises that nothing is alive one second after its end, on a quiet machine."""
+
+TIMEOUT_S = 120.0
+"""Of one test, where pyproject.toml says nothing else."""
 
 TEST_ID = "HOLDFAST_TEST_ID"
 
@@ -43,12 +49,24 @@ THREADS_ALLOWED = (
 # Descriptors that libraries open once and keep.
 DESCRIPTORS_ALLOWED = ("/dev/urandom", "/dev/null", "anon_inode:[eventpoll]")
 
+# Assertions are rewritten once and kept, also where the environment forbids bytecode: that takes each process seconds.
+sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the machine once, before any test process starts, and scale the time limit of every test."""
+    os.environ["PYTEST_TIMEOUT"] = f"{float(config.getini('timeout') or TIMEOUT_S) * slowness():.0f}"
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have groups (`xdist_group`) keep together: pytest-xdist 3.8 writes a test's group where its id was before pytest
-    9.2, which looks elsewhere, and so the groups are ignored in silence."""
+    """Scale the limits that tests have of their own, and have groups (`xdist_group`) keep together: pytest-xdist 3.8
+    writes a test's group where its id was before pytest 9.2, which looks elsewhere, and so groups are ignored."""
     for item in items:
+        own = item.get_closest_marker("timeout")
+        if own is not None:
+            item.add_marker(pytest.mark.timeout(limit_s(own.args[0])), append=False)
         with_group = vars(item).get("_nodeid")
         if with_group is not None and item.nodeid != with_group:
             item._id = type(item._id).parse(with_group)  # type: ignore[attr-defined]
@@ -115,7 +133,7 @@ def _descriptors() -> dict[int, str]:
 def _until_empty(find: Callable[[], set[int]]) -> set[int]:
     """What is still there after the grace. Nothing seen must be seen twice: a daemon that is just being forked can
     slip between the list of processes and a look at each."""
-    deadline = time.monotonic() + LEAK_GRACE_S
+    deadline = time.monotonic() + limit_s(LEAK_GRACE_S)
     seen_empty = False
     while True:
         left = {pid for pid in find() if alive(pid)}
@@ -131,14 +149,31 @@ class Resources:
     processes: set[int]
     threads: set[int]
     descriptors: dict[int, str]
+    reaped: int
+    """Page faults of all children that were waited for: the number grows with each of them."""
 
     @classmethod
     def now(cls) -> Resources:
         idents = {thread.ident for thread in threading.enumerate() if thread.ident is not None}
-        return cls(descendants(os.getpid()), idents, _descriptors())
+        return cls(descendants(os.getpid()) if _has_children() else set(), idents, _descriptors(), _reaped())
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _reaped() -> int:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_minflt + usage.ru_majflt
 
 
 def _leaked_processes(before: Resources, marker: str) -> list[str]:
+    if not before.processes and before.reaped == _reaped() and not _has_children():
+        return []  # no process was started: there is nothing to look for among all that run here
     left = _until_empty(lambda: (descendants(os.getpid()) | marked(marker)) - before.processes)
     story = [f"process {_describe(pid)}" for pid in sorted(left)]
     for pid in left:
@@ -152,7 +187,7 @@ def _leaked_threads(before: Resources, allowed: tuple[str, ...]) -> list[str]:
     for thread in threading.enumerate():
         if thread.ident in before.threads or thread.name.startswith(allowed):
             continue
-        thread.join(LEAK_GRACE_S)
+        thread.join(limit_s(LEAK_GRACE_S))
         if thread.is_alive():
             story.append(f"thread {thread.name}")
     return story
@@ -236,8 +271,8 @@ def _end_group(process: subprocess.Popen[str]) -> None:
 def run_cli() -> RunCli:
     """`run_cli(args, env=…, timeout=…, cwd=…, module=…)`: run `python -m holdfast.run args`, return what came of it.
 
-    `env` is added to this process's environment (a value of None removes a name). On time-out the whole process
-    group is killed and the test fails with what was printed until then.
+    `env` is added to this process's environment (a value of None removes a name). After `timeout` seconds of a quiet
+    machine the whole process group is killed and the test fails with what was printed until then.
     """
 
     def run(
@@ -262,12 +297,13 @@ def run_cli() -> RunCli:
             start_new_session=True,
         )
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=limit_s(timeout))
         except subprocess.TimeoutExpired:
             _end_group(process)
             out, err = process.communicate()
             pytest.fail(
-                f"no end within {timeout} s: {' '.join(args)}\n--- stdout\n{out}\n--- stderr\n{err}", pytrace=False
+                f"no end within {limit_s(timeout)} s: {' '.join(args)}\n--- stdout\n{out}\n--- stderr\n{err}",
+                pytrace=False,
             )
         except BaseException:
             _end_group(process)
@@ -280,7 +316,7 @@ def run_cli() -> RunCli:
 @pytest.fixture(scope="session")
 def warm() -> Iterator[object]:
     """Runs programs that need torch and may be forked from a process that has imported it."""
-    from tests.warm import Warm  # only here: the test of this file's guards takes the file alone
+    from tests.warm import Warm
 
     made = Warm()
     yield made

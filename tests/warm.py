@@ -18,6 +18,11 @@ import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+if __name__ != "__main__":
+    from tests.support import processor_time
+    from tests.support.limits import limit_s
 
 MODULES = (
     "torch",
@@ -69,21 +74,23 @@ class Warm:
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
             except BrokenPipeError:
                 raise AssertionError("the parent of all programs has ended") from None
-            pid = self._told(START_S_MAX)
-            assert pid is not None, "no program was forked"
-            code = self._told(timeout)
-            if code is None:
-                os.killpg(pid, signal.SIGKILL)
-                self._told(START_S_MAX)
+            started = self._answer(START_S_MAX)
+            assert started is not None, "no program was forked"
+            ended = self._answer(timeout)
+            if ended is None:
+                os.killpg(started["pid"], signal.SIGKILL)
+                self._answer(START_S_MAX)
             out, err = (Path(each).read_text(errors="replace") for each in streams)
-        assert code is not None, f"no end within {timeout} s: {arguments}\n--- stdout\n{out}\n--- stderr\n{err}"
-        return subprocess.CompletedProcess(arguments, code, out, err)
+        story = f"{arguments}\n--- stdout\n{out}\n--- stderr\n{err}"
+        assert ended is not None, f"no end within {limit_s(timeout)} s: {story}"
+        processor_time.add(ended["processor_s"])
+        return subprocess.CompletedProcess(arguments, ended["code"], out, err)
 
-    def _told(self, timeout: float) -> int | None:
+    def _answer(self, timeout: float) -> dict[str, Any] | None:
         stdout = self._process.stdout
         assert stdout is not None
-        readable, _, _ = select.select([stdout], [], [], timeout)
-        return int(stdout.readline()) if readable else None
+        readable, _, _ = select.select([stdout], [], [], limit_s(timeout))
+        return dict(json.loads(stdout.readline())) if readable else None
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -92,7 +99,7 @@ class Warm:
 
 
 def serve() -> None:
-    """Fork a program for each line that comes; tell its pid and its exit code."""
+    """Fork a program for each line that comes; answer with its pid, then with its exit code and processor time."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -105,8 +112,13 @@ def serve() -> None:
         if pid == 0:
             become(**json.loads(line))
             return
-        os.write(1, b"%d\n" % pid)
-        os.write(1, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        answer(pid=pid)
+        _, status, usage = os.wait4(pid, 0)
+        answer(code=os.waitstatus_to_exitcode(status), processor_s=usage.ru_utime + usage.ru_stime)
+
+
+def answer(**what: float) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
 
 
 def become(arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]) -> None:

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-CONFTEST = Path(__file__).resolve().parent.parent / "conftest.py"
+ROOT = Path(__file__).resolve().parents[2]
+CONFTEST = ROOT / "tests" / "conftest.py"
 
 LEAKS = '''
 import os, subprocess, sys, threading, time
@@ -55,9 +56,8 @@ def test_each_leak_is_found_and_named(tmp_path: Path) -> None:
         str(tmp_path),
         str(tmp_path),
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTEST_ADDOPTS": ""}
-    )
+    env = {**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     errors = sorted(re.findall(r"^ERROR test_leaks.py::(\w+)", done.stdout, re.MULTILINE))
     assert errors == ["test_child", "test_daemon", "test_descriptor", "test_thread"], done.stdout
     assert re.search(r"process \d+: sleep 30", done.stdout), done.stdout
