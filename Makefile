@@ -1,8 +1,12 @@
 # Everything a developer types. Needs Python 3.11 and make; the rest is installed into .venv.
 #
 #   make demo    two ranks train, one is killed, training goes on
-#   make test    every check and every test
+#   make fast    the tests that need no process, no torch and no network: for every save
+#   make test    every check and every test: for every commit
 #   make check   format, lint, types, import rules, tidiness
+#   make coverage  all tests again, with the lines and branches that they reach, in build/coverage
+#   make test-torch       the comparisons with torchrun, with the installed torchrun instead of the recorded one
+#   make record-torchrun  record again what the installed torchrun does
 #   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
 #                SOAK_SEED=1, SOAK_LAUNCHERS), then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
@@ -18,21 +22,42 @@ SOAK_MINUTES ?= 20
 SOAK_LAUNCHERS ?= holdfast,torchrun-tuned,torchrun
 SOAK_PATIENCE_MINUTES ?= 60
 JOBS ?= 4
+# Held to that by a plugin: a test in it that starts a process, connects, sleeps or imports torch fails.
+FAST := tests/benchmarks tests/core tests/corpus tests/insight tests/scenarios tests/simulation tests/wire
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
+.PHONY: demo fast test test-torch record-torchrun coverage check docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
 
-test: check debian
-	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
+fast: $(VENV)/.dev
+	$(BIN)/python -m pytest $(FAST) -q -n 2 -p tests.support.pure
 
+test: check debian
+	$(BIN)/python -m tools.measured $(PYTEST) -p tests.support.processor_time --ignore=tests/tidy
+
+test-torch: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/beside_torchrun --torchrun live
+
+record-torchrun: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/beside_torchrun --torchrun record
+
+coverage: $(VENV)/.dev debian
+	rm -rf build/coverage
+	$(BIN)/python -m coverage run $(wordlist 2,99,$(PYTEST))
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --skip-covered --sort=cover > build/coverage/report.txt
+	@tail -1 build/coverage/report.txt
+
+# An environment may forbid Python to write bytecode: then every start of the launcher would compile what has changed.
 check: $(VENV)/.dev
+	@$(BIN)/python -m compileall -q src
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -53,6 +53,16 @@ DESCRIPTORS_ALLOWED = ("/dev/urandom", "/dev/null", "anon_inode:[eventpoll]")
 sys.dont_write_bytecode = False
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--torchrun",
+        choices=("replay", "live", "record"),
+        default="replay",
+        help="torchrun's side of tests/beside_torchrun: as recorded (default), run and held against the recording, or run "
+        "and recorded",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine once, before any test process starts, and scale the time limit of every test."""

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-SCRIPTS = Path(__file__).parent / "scripts"
+from tests.beside_torchrun.recording import SCRIPTS, Book, Mode, Probe, fingerprint, record, replay
+from tests.support.limits import limit_s
+
 PROBE = str(SCRIPTS / "probe.py")
 LIMIT_S = 60.0
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-
-Probe = dict[str, Any]
 
 
 @dataclass
@@ -56,27 +55,31 @@ class Side:
 
 @dataclass
 class Line:
-    """A command line, without the launcher's name; `{logs}` in it becomes a folder of each side's own."""
+    """A command line, without the launcher's name; `{logs}` and `{folder}` in it become each side's own, `{port}` the port."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     module: str = "run"
     stdin: str = os.devnull
+    port: str | None = None
 
 
 class Job:
     """A launcher that runs. `wait` gives its exit code, as a shell would tell it for signals: negative."""
 
-    def __init__(self, side: Side, wait: Callable[[], int], end: Callable[[], None]) -> None:
+    def __init__(self, side: Side, wait: Callable[[], int], end: Callable[[], None] = lambda: None) -> None:
         self.side = side
         self._wait = wait
         self._end = end
+        self.ended: Callable[[], None] = lambda: None
+        """Called when everything of the run has ended."""
 
     def finish(self) -> Side:
         try:
             self.side.code = self._wait()
         finally:
             self._end()
+        self.ended()
         self.side.out, self.side.err = (
             path.read_text(errors="replace") if path.exists() else ""
             for path in (self.side.folder / "stdout", self.side.folder / "stderr")
@@ -85,12 +88,20 @@ class Job:
 
 
 class Launchers:
-    """Runs lines under both; every run gets a folder of its own below `root`."""
+    """Runs lines under both; every run gets a folder of its own below `root`.
 
-    def __init__(self, server: str, root: Path) -> None:
+    torchrun's side is replayed from `book`, where the runs of `test` stand in the order in which it starts them. In
+    live mode torchrun runs, and has to do what is recorded, where anything is.
+    """
+
+    def __init__(self, mode: Mode, book: Book, test: str, root: Path, server: str) -> None:
+        self._mode = mode
+        self._book = book
+        self._test = test
         self._server = server
         self._root = root
         self._count = 0
+        self._torchruns = 0
 
     def both(self, *lines: Line) -> tuple[list[Side], list[Side]]:
         """The lines as the nodes of one job, under torchrun and, at the same time, under holdfast."""
@@ -106,8 +117,32 @@ class Launchers:
     def torchrun(self, line: Line, terminal: str | None = None) -> Job:
         """`terminal` takes the place of all three standard streams."""
         side = self._side("torchrun")
+        number = self._torchruns
+        self._torchruns += 1
+        runs = self._book.runs.setdefault(self._test, [])
+        if self._mode is Mode.REPLAY:
+            assert number < len(runs), f"torchrun was not recorded for {self._test}: make record-torchrun"
+            return Job(side, lambda: replay(runs[number], side.folder, environment(line, side), line.port))
+        job = self._live(line, side, terminal)
+
+        def ended() -> None:
+            made = record(side.folder, side.code, environment(line, side), line.port)
+            if self._mode is Mode.RECORD:
+                runs[number:] = [made]
+            elif number < len(runs):
+                assert fingerprint(made) == fingerprint(runs[number]), f"torchrun does not do what is recorded: {side}"
+
+        job.ended = ended
+        return job
+
+    def again(self) -> None:
+        """The last run of torchrun does not count: the next one takes its place, in the recording too."""
+        if self._mode is not Mode.REPLAY:
+            self._torchruns -= 1
+
+    def _live(self, line: Line, side: Side, terminal: str | None) -> Job:
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(LIMIT_S)
+        connection.settimeout(limit_s(LIMIT_S))
         connection.connect(self._server)
         file = connection.makefile("rw")
         request = {
@@ -146,7 +181,7 @@ class Launchers:
             end_group(process.pid)
             process.wait()
 
-        return Job(side, lambda: process.wait(LIMIT_S), end)
+        return Job(side, lambda: process.wait(limit_s(LIMIT_S)), end)
 
     def _side(self, name: str) -> Side:
         self._count += 1
@@ -171,13 +206,19 @@ def opened(path: str, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
+def filled(text: str, line: Line, side: Side) -> str:
+    return (
+        text.replace("{logs}", str(side.logs)).replace("{folder}", str(side.folder)).replace("{port}", line.port or "")
+    )
+
+
 def arguments(line: Line, side: Side) -> list[str]:
-    return [word.replace("{logs}", str(side.logs)) for word in line.argv]
+    return [filled(word, line, side) for word in line.argv]
 
 
 def environment(line: Line, side: Side) -> dict[str, str]:
     """This process's, with what the line adds and a place for the probe."""
-    given = {name: value.replace("{logs}", str(side.logs)) for name, value in line.env.items()}
+    given = {name: filled(value, line, side) for name, value in line.env.items()}
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "KMP_INIT_AT_FORK")
     }

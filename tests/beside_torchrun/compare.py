@@ -23,7 +23,7 @@ INTENDED = {
 }
 """Kind and name of a fact, and the reason. Each has a row in docs/differences.md."""
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=/dev/pts/)\d+")
 BY_NATURE = ("env MASTER_PORT", "env PROBE_DIR", "env PET_LOG_DIR", "env TORCHINDUCTOR_CACHE_DIR")
 """The last one is left in torchrun's own environment when it happens to load torch's compiler."""
 FAULTHANDLER = 0x4E8 | 1 << (LOOK_SIGNAL - 1) | 1 << (LOOK_MAIN_SIGNAL - 1)

@@ -36,7 +36,7 @@ def test_exit_codes(launchers: Launchers, ending: str, theirs_code: int, ours_co
 def test_the_error_file_of_record(launchers: Launchers) -> None:
     """torch's own decorator writes it, under both, and the agent's own error file gets the first failure's."""
     env = {"TORCHELASTIC_ERROR_FILE": "{logs}/agent.json"}
-    theirs, ours = launchers.pair("--log-dir", "{logs}", "-m", "fails", "record", env=env)
+    theirs, ours = launchers.pair("--log-dir", "{logs}", "-m", "fails_recorded", "raise", env=env)
     assert (theirs.code, ours.code) == (1, 1), f"{theirs}\n{ours}"
     left, right = error_files(theirs), error_files(ours)
     assert left.keys() == right.keys()
@@ -47,7 +47,7 @@ def test_the_error_file_of_record(launchers: Launchers) -> None:
 def test_the_error_file_without_record(launchers: Launchers) -> None:
     """torchrun writes none; ours is the one that `record` would have written."""
     ours = launchers.holdfast(Line(["--log-dir", "{logs}", FAILS, "raise"])).finish()
-    theirs = launchers.torchrun(Line(["--log-dir", "{logs}", FAILS, "record"])).finish()
+    theirs = launchers.torchrun(Line(["--log-dir", "{logs}", str(SCRIPTS / "fails_recorded.py"), "raise"])).finish()
     (left,), (right,) = error_files(theirs).values(), error_files(ours).values()
     assert_same_error(left, right)
 

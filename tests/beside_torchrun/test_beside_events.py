@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
+from tests.beside_torchrun.beside import SCRIPTS, Launchers, Side
 
 
-def events(program: str, tmp_path: Path) -> list[dict[str, Any]]:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    line = [sys.executable, "-m", program, "--standalone", "--nproc-per-node", "2", "--event-log-handler", "console"]
-    done = subprocess.run(
-        [*line, "--log-dir", str(tmp_path / program), str(script)], capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(text) for text in done.stderr.splitlines() if text.startswith('{"name"')]
+def events(side: Side) -> list[dict[str, Any]]:
+    assert side.code == 0, side
+    return [json.loads(text) for text in side.err.splitlines() if text.startswith('{"name"')]
 
 
 def place(event: dict[str, Any]) -> tuple[str, int]:
     return event["name"] + event["source"], event["metadata"]["global_rank"] or 0
 
 
-def test_the_same_events_with_the_same_keys(tmp_path: Path) -> None:
-    theirs, ours = events("torch.distributed.run", tmp_path), events("holdfast.run", tmp_path)
+def test_the_same_events_with_the_same_keys(launchers: Launchers) -> None:
+    line = ["--standalone", "--nproc-per-node", "2", "--event-log-handler", "console", "--log-dir", "{logs}"]
+    theirs, ours = map(events, launchers.pair(*line, str(SCRIPTS / "empty.py")))
 
     def story(told: list[dict[str, Any]]) -> list[tuple[str, str]]:
         return [(each["source"], each["name"]) for each in told]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.beside_torchrun.beside import SCRIPTS, Launchers, Line, Side
+from tests.beside_torchrun.beside import SCRIPTS, Launchers, Side
 
 TALK = str(SCRIPTS / "talk.py")
 
@@ -93,15 +93,12 @@ def test_the_run_folder(launchers: Launchers) -> None:
 
 def test_nothing_in_tmp(launchers: Launchers, tmp_path: Path) -> None:
     """Without --log-dir torchrun leaves a folder in /tmp; ours is in the user's state folder."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    env = {"TMPDIR": str(temporary), "XDG_STATE_HOME": str(tmp_path / "state")}
-    job = launchers.holdfast(Line(["-r", "3", TALK], env))
-    assert job.finish().code == 0
-    assert list(temporary.iterdir()) == []
+    env = {"TMPDIR": "{folder}", "XDG_STATE_HOME": str(tmp_path / "state")}
+    theirs, ours = launchers.pair("-r", "3", TALK, env=env)
+    assert (theirs.code, ours.code) == (0, 0), f"{theirs}\n{ours}"
+    assert {path.name for path in ours.folder.iterdir()} == {"probes", "stdout", "stderr"}
     assert len(list((tmp_path / "state" / "holdfast" / "runs").iterdir())) == 1
-    assert launchers.torchrun(Line(["-r", "3", TALK], env)).finish().code == 0
-    assert [path.name.startswith("torchelastic_") for path in temporary.iterdir()] == [True]
+    assert [path.name for path in theirs.folder.glob("torchelastic_*")] != []
 
 
 def assert_files_kept(theirs: Side, ours: Side) -> None:
@@ -126,6 +123,7 @@ def untorn(launchers: Launchers, *argv: str, **more: Any) -> tuple[Side, Side]:
         assert not any(TORN.search(line) for text in (ours.out, ours.err) for line in lines(text)), ours
         if not any(TORN.search(line) for text in (theirs.out, theirs.err) for line in lines(text)):
             return theirs, ours
+        launchers.again()
     raise AssertionError(f"torchrun tears lines each time: {theirs}")
 
 

@@ -1,4 +1,4 @@
-"""Ends as its first argument says: `raise`, `record` (the same under torch's decorator), `exit N`, `kill N`."""
+"""Ends as its first argument says: `raise`, `exit N`, `kill N`, `abrupt N`. Does not need torch."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ def fail():
 
 def main():
     what = sys.argv[1:]
-    if what[0] in ("raise", "record"):
+    if what[0] == "raise":
         fail()
     elif what[0] == "exit":
         sys.exit(int(what[1]) if what[1].isdigit() else what[1])
@@ -25,9 +25,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "record":
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        record(main)()
-    else:
-        main()
+    main()

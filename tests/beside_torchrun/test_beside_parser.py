@@ -1,20 +1,21 @@
-"""The parser beside the installed torchrun's: the same line gives the same values, or is refused by both."""
+"""The parser beside torchrun's: the same line gives the same values, or is refused by both."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import shlex
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from holdfast.cli.grammar import parse
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.core.errors import CallerError, UsageError
-
-torch_run = pytest.importorskip("torch.distributed.run")
-torch_launch = pytest.importorskip("torch.distributed.launch")
+from tests.beside_torchrun.recording import Book, Mode
 
 OWN = {
     "drain_timeout",
@@ -148,14 +149,78 @@ ENVIRONMENTS: list[dict[str, str]] = [
     {"PET_R": "3", "PET_T": "3", "PET_M": "1", "MASTER_ADDR": "no", "MASTER_PORT": "1", "PET_HELP": "1"},
 ]
 
+VARIABLES = ("PET_", "MASTER_")
 
-def torchruns(argv: list[str]) -> dict[str, object] | None:
-    """What torchrun makes of a line; None when it refuses it."""
+
+@dataclass
+class Parser:
+    """torchrun's parser, or what it was recorded to make of a line: the values that differ from those of `train.py`."""
+
+    mode: Mode
+    book: Book
+
+    def run(self, argv: list[str]) -> dict[str, object] | None:
+        """The values of a line of torchrun; None when it refuses it."""
+        return self._values("run", argv)
+
+    def launch(self, argv: list[str]) -> dict[str, object] | None:
+        """The values of a line of torch.distributed.launch."""
+        return self._values("launch", argv)
+
+    def options(self) -> dict[str, dict[str, list[str]]]:
+        """Spellings and choices of each option of torchrun, by the name of its value."""
+
+        def live() -> object:
+            actions = importlib.import_module("torch.distributed.run").get_args_parser()._actions
+            return {
+                action.dest: {"spellings": list(action.option_strings), "choices": list(action.choices or [])}
+                for action in actions
+                if action.option_strings
+            }
+
+        return dict(self._kept("options", live))
+
+    def _values(self, program: str, argv: list[str]) -> dict[str, object] | None:
+        pets = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+        defaults = self._kept(f"{program}, defaults", lambda: default_values(program))
+        changed = self._kept(shlex.join([*pets, program, *argv]), lambda: changes(live_values(program, argv), defaults))
+        return None if changed is None else {**defaults, **changed}
+
+    def _kept(self, key: str, live: Any) -> Any:
+        if self.mode is Mode.REPLAY:
+            assert key in self.book.runs, f"torchrun was not recorded for {key}: make record-torchrun"
+            return self.book.runs[key]
+        if self.mode is Mode.RECORD or key not in self.book.runs:
+            self.book.runs[key] = live()
+        else:
+            assert live() == self.book.runs[key], f"torchrun does not do what is recorded: {key}"
+        return self.book.runs[key]
+
+
+def live_values(program: str, argv: list[str]) -> dict[str, object] | None:
     with contextlib.redirect_stderr(io.StringIO()):
         try:
-            return dict(vars(torch_run.parse_args(argv)))
+            return dict(vars(importlib.import_module(f"torch.distributed.{program}").parse_args(argv)))
         except SystemExit as end:
             return None if end.code == 2 else {"exit": end.code}
+
+
+def default_values(program: str) -> dict[str, object] | None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(VARIABLES)]:
+            patch.delenv(name)
+        return live_values(program, ["train.py"])
+
+
+def changes(values: dict[str, object] | None, defaults: dict[str, object]) -> dict[str, object] | None:
+    if values is None:
+        return None
+    return {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
+
+
+@pytest.fixture
+def torchrun(torchrun_mode: Mode, torchrun_book: Book) -> Parser:
+    return Parser(torchrun_mode, torchrun_book)
 
 
 def ours(argv: list[str]) -> dict[str, object] | None:
@@ -167,17 +232,17 @@ def ours(argv: list[str]) -> dict[str, object] | None:
 
 
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
-def test_a_line_means_what_it_means_to_torchrun(line: str) -> None:
+def test_a_line_means_what_it_means_to_torchrun(torchrun: Parser, line: str) -> None:
     argv = shlex.split(line)
-    expected = torchruns(argv)
+    expected = torchrun.run(argv)
     assert expected is not None
     assert ours(argv) == expected
 
 
 @pytest.mark.parametrize("line", REFUSED.splitlines()[1:])
-def test_a_line_that_torchrun_refuses_is_refused(line: str) -> None:
+def test_a_line_that_torchrun_refuses_is_refused(torchrun: Parser, line: str) -> None:
     argv = shlex.split(line)
-    assert torchruns(argv) is None
+    assert torchrun.run(argv) is None
     with pytest.raises(UsageError):
         parse(argv, os.environ, OPTIONS)
 
@@ -185,46 +250,46 @@ def test_a_line_that_torchrun_refuses_is_refused(line: str) -> None:
 @pytest.mark.parametrize("environ", ENVIRONMENTS, ids="+".join)
 @pytest.mark.parametrize("line", ["train.py", "--nnodes 5 --role r -r 1 --max-restarts 1 --rdzv-id i train.py"])
 def test_variables_mean_what_they_mean_to_torchrun(
-    environ: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+    torchrun: Parser, environ: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     argv = shlex.split(line)
-    assert ours(argv) == torchruns(argv) is not None
+    assert ours(argv) == torchrun.run(argv) is not None
 
 
-def test_every_prefix_that_torchrun_takes_is_taken_for_the_same_option() -> None:
-    spellings = [name for action in torch_run.get_args_parser()._actions for name in action.option_strings]
+def test_every_prefix_that_torchrun_takes_is_taken_for_the_same_option(torchrun: Parser) -> None:
+    spellings = [name for option in torchrun.options().values() for name in option["spellings"]]
     prefixes = {name[:length] for name in spellings if name.startswith("--") for length in range(3, len(name) + 1)}
     assert len(prefixes) > 300
     for prefix in sorted(prefixes - {"--h", "--he", "--hel", "--help"}):
         for argv in ([prefix, "train.py"], [prefix, "1", "train.py"], [prefix + "=1", "train.py"]):
-            assert ours(argv) == torchruns(argv), argv
+            assert ours(argv) == torchrun.run(argv), argv
 
 
-def test_what_follows_the_script_is_never_judged() -> None:
+def test_what_follows_the_script_is_never_judged(torchrun: Parser) -> None:
     """argparse refuses `train.py --m 3` as ambiguous, though it is the script's own."""
-    assert torchruns(["train.py", "--m", "3"]) is None
+    assert torchrun.run(["train.py", "--m", "3"]) is None
     parsed = parse(["train.py", "--m", "3"], {}, OPTIONS)
     assert parsed.values.training_script_args == ["--m", "3"]
     assert parsed.notices == ()
 
 
-def test_launch_has_torchs_use_env() -> None:
+def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
     for argv in (["x.py"], ["--use-env", "x.py"], ["--use_env", "-m", "x"], ["x.py", "--use-env"]):
         got = vars(parse(argv, {}, LAUNCH_OPTIONS).values)
-        assert {name: value for name, value in got.items() if name not in OWN} == vars(torch_launch.parse_args(argv))
+        assert {name: value for name, value in got.items() if name not in OWN} == torchrun.launch(argv)
 
 
-def test_the_table_is_torchruns_and_a_frozen_list_of_our_own() -> None:
+def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
     """Who adds an option of ours names it here, after looking at the prefixes above."""
     own = "--preload --standby --grow --drain-timeout --preempt-signal --hang-timeout --exclude-after --metrics --health --slurm"
     own += " --hosts --hostfile --include --exclude --host-discovery --env --python --cwd --on-disconnect --config --no-config --help --plan"
     assert [option.name for option in OPTIONS if option.ours] == [*own.split(), "--version"]
-    theirs = {action.dest: action for action in torch_run.get_args_parser()._actions if action.option_strings}
+    theirs = torchrun.options()
     table: dict[str, Option] = {option.dest: option for option in OPTIONS if not option.ours}
     assert set(table) == set(theirs) - {"help"}
     for dest, option in table.items():
-        assert set(option.spellings) == set(theirs[dest].option_strings), dest
+        assert set(option.spellings) == set(theirs[dest]["spellings"]), dest
         assert option.variable == "PET_" + dest.upper()
-        assert list(option.choices or []) == list(theirs[dest].choices or [])
+        assert list(option.choices or []) == theirs[dest]["choices"]
