@@ -18,6 +18,7 @@ import pytest
 from holdfast.cli import COMMANDS, main
 from holdfast.cli.completion import KNOWN_VALUES, SHELLS, commands
 from holdfast.cli.options import OPTIONS
+from tests.support.limits import limit_s
 
 WAIT_S = 20.0
 
@@ -131,7 +132,7 @@ class Terminal:
     def type(self, text: str, until: str) -> str:
         """Type it; what appears up to this regular expression."""
         os.write(self._main, text.encode())
-        end_s = time.monotonic() + WAIT_S
+        end_s = time.monotonic() + limit_s(WAIT_S)
         while not (found := re.search(until, self._text)):
             left_s = end_s - time.monotonic()
             if left_s < 0 or not select.select([self._main], [], [], left_s)[0]:

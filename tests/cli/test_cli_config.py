@@ -16,6 +16,7 @@ from holdfast.cli.config_file import LINE_ONLY, OPTIONS_BY_KEY, read
 from holdfast.cli.grammar import FROM_DEFAULT, FROM_FLAG, Parsed, parse
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
 from holdfast.core.errors import ConfigFileError, HoldfastError, UsageError
+from tests.support.limits import limit_s
 
 
 @pytest.fixture(autouse=True)
@@ -340,7 +341,9 @@ def test_a_real_run_with_a_file(site: Path) -> None:
     own('nproc-per-node = 2\nlog-dir = "runs"', site)
 
     def out(*line: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "holdfast", *line], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast", *line], capture_output=True, text=True, timeout=limit_s(60)
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

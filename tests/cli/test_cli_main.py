@@ -13,6 +13,7 @@ import holdfast.run
 from holdfast.cli import COMMANDS, main, print_version
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.version import __version__
+from tests.support.limits import limit_s
 
 HELP_KIB_MAX = 13 * 1024
 HELP_MODULES_MAX = 30
@@ -162,7 +163,7 @@ def test_launch_says_that_it_is_deprecated(tmp_path: Path, capsys: pytest.Captur
 
 def printed(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, **variables}
-    return subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=limit_s(60))
 
 
 def test_a_terminal_that_knows_ascii_alone() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.insight.events import EVENTS
+from tests.support.limits import limit_s
 
 PHASES = {
     "form_s": 0.02,
@@ -156,7 +157,7 @@ def test_a_reader_that_has_gone_is_no_fault(two_nodes: list[str]) -> None:
     theirs, ours = os.pipe()
     os.close(theirs)
     line = [sys.executable, "-m", "holdfast", "report", *two_nodes]
-    done = subprocess.run(line, stdout=ours, stderr=subprocess.PIPE, timeout=30)
+    done = subprocess.run(line, stdout=ours, stderr=subprocess.PIPE, timeout=limit_s(30))
     os.close(ours)
     assert (done.returncode, done.stderr) == (141, b"")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import limit_s
 from tools import failure_table, pages, reference_variables
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,7 +35,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Every page in the menu, every link and anchor leading somewhere, nothing fetched from elsewhere."""
     pytest.importorskip("material", reason="MkDocs Material is not installed: pip install 'holdfast[docs]'")
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=100, env={"NO_MKDOCS_2_WARNING": "1"})
+    done = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, timeout=limit_s(100), env={"NO_MKDOCS_2_WARNING": "1"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     made = {path.stem for path in (tmp_path / "site").glob("*.html")}
     assert {path.stem for path in DOCS.glob("*.md")} <= made
