@@ -5,8 +5,9 @@
 #   make test    every check and every test: for every commit
 #   make check   format, lint, types, import rules, tidiness
 #   make coverage  all tests again, with the lines and branches that they reach, in build/coverage
-#   make test-torch       the comparisons with torchrun, with the installed torchrun instead of the recorded one
-#   make record-torchrun  record again what the installed torchrun does
+#   make test-torch       what depends on torch, with the installed torchrun instead of the recorded one; TORCH=2.15.0: with
+#                         that version, in an environment of its own (its registry build brings 5 GB of CUDA libraries)
+#   make record-torchrun  record again what the installed torchrun does; TORCH=… as above
 #   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
 #                SOAK_SEED=1, SOAK_LAUNCHERS), then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
@@ -26,6 +27,12 @@ JOBS ?= 4
 FAST := tests/benchmarks tests/core tests/corpus tests/insight tests/scenarios tests/simulation tests/wire
 
 BIN := $(VENV)/bin
+TORCH ?=
+TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
+# What may depend on the version of torch.
+WITH_TORCH := tests/beside_torchrun tests/clients tests/nursery tests/torchrun_handler tests/train tests/runtime/workers/test_store_host.py \
+    tests/processes/test_preload_jobs.py tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py
+
 PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
@@ -42,11 +49,11 @@ fast: $(VENV)/.dev
 test: check debian
 	$(BIN)/python -m tools.measured $(PYTEST) -p tests.support.processor_time --ignore=tests/tidy
 
-test-torch: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/beside_torchrun --torchrun live
+test-torch: $(TORCH_VENV)/.dev
+	$(TORCH_VENV)/bin/python -m pytest $(WITH_TORCH) -n $(JOBS) --dist loadgroup --torchrun live
 
-record-torchrun: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/beside_torchrun --torchrun record
+record-torchrun: $(TORCH_VENV)/.dev
+	$(TORCH_VENV)/bin/python -m pytest tests/beside_torchrun --torchrun record
 
 coverage: $(VENV)/.dev debian
 	rm -rf build/coverage
@@ -114,8 +121,17 @@ $(VENV)/.docs: $(VENV)/.python $(PACKAGING)
 
 $(VENV)/.dev: $(VENV)/.python $(PACKAGING)
 	@echo "installing the development tools into $(VENV) (once) ..."
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev,demo]'
 	@$(BIN)/python -m compileall -q src
+	@touch $@
+
+# Everything but torch as elsewhere.
+.venv-torch-%/.dev: $(PACKAGING)
+	@echo "installing torch $* and the development tools into .venv-torch-$* (once) ..."
+	@$(PYTHON) -m venv .venv-torch-$*
+	@grep -v -e '^torch==' -e '^sympy==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
+	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy
+	@.venv-torch-$*/bin/python -m compileall -q src
 	@touch $@
 
 $(VENV)/.python:
