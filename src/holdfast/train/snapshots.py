@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +33,7 @@ from holdfast.snapshots import lease as leases
 from holdfast.snapshots.retention import Keep
 from holdfast.snapshots.saver_client import rescue_attempt
 from holdfast.train.agreement import Peers
+from holdfast.train.fitting import Choice
 from holdfast.train.guards import same_loss
 from holdfast.train.pruning import Pruner
 from holdfast.train.reading import Saved
@@ -136,20 +137,35 @@ class Snapshots:
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
-    def resume(self) -> Resumed | None:
+    def resume(
+        self, *, strict: bool = True, only: Iterable[str] | None = None, optional: Iterable[str] = ()
+    ) -> Resumed | None:
         """Go on from the newest state that every rank can load; None when nothing was ever saved here.
 
-        Every rank calls it, once, after `track` and before the first step. Raises NoValidSnapshotError when there is only
-        debris (unless `fresh_ok`), ShardingError when what is tracked does not fit what was saved.
+        Every rank calls it, once, after `track` and before the first step. What is tracked has to be what was saved:
+
+        strict    False: tensors and objects that are on one side only are named in a warning, and no error
+        only      restore these objects alone (fine-tuning), and step, epoch and random numbers. What is saved afterwards
+                  is whole: a restart with the same `only` restores all of it
+        optional  objects that begin anew, with a warning, where the snapshot lacks them or they do not fit: an average of
+                  the weights that was added later, the loader of a dataset that has grown
+
+        Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is tracked
+        does not fit what was saved.
         """
+        choice = Choice.of(strict, only, optional)
         if self._closed:
             raise TrackingError("these snapshots are closed")
         if self._saving is not None:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
+        if unknown := sorted((choice.only or set()) - self._tracker.names()):
+            raise TrackingError(f"resume(only=…): nothing is tracked as {', '.join(unknown)}")
         with self._closed_by_failure():
             peers, tier = self._open()
-            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok)
+            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok, choice)
             resumed = resumer.run()
+        if choice.only is not None:
+            self._tracker.chosen = tuple(sorted(choice.only))
         tier.forget(self.state.step if resumed else -1)
         self._begin(peers, tier)
         if resumer.adopted is not None and self._saving is not None:
