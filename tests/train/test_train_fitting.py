@@ -202,3 +202,41 @@ def test_another_shape_begins_anew_where_that_is_allowed(tmp_path: Path) -> None
     refused(tmp_path, objects, r"ema\.body\.weight has the shape \[5, 3\], and \[2, 3\] in the snapshot")
     with pytest.warns(RuntimeWarning, match="ema begins anew: ema.body.* has the shape"):
         resume(tmp_path, objects, optional=["ema"])[0].close()
+
+
+def odd_buffers() -> dict[str, torch.Tensor]:
+    numbers = torch.arange(4, dtype=torch.float32) + 1
+    with torch.inference_mode():
+        inferred = numbers * 2
+    return {
+        "conjugated": torch.complex(numbers, numbers).conj(),
+        "negated": torch.complex(numbers, numbers).conj().imag,
+        "complex32": torch.complex(numbers, numbers).to(torch.complex32).conj(),
+        "expanded": numbers.view(4, 1).expand(2, 4, 3),
+        "one": torch.tensor(3.0).expand(5),
+        "windows": torch.tensor([1.0, 1.0, 1.0, 1.0]).as_strided((2, 3), (1, 1)),
+        "transposed": numbers.view(2, 2).t()[:, :1],
+        "inferred": inferred,
+    }
+
+
+@pytest.mark.parametrize("name", list(odd_buffers()))
+def test_buffers_that_are_views_come_back(tmp_path: Path, name: str) -> None:
+    def model() -> nn.Module:
+        made = nn.Linear(1, 1)
+        made.register_buffer(name, odd_buffers()[name])
+        return made
+
+    save(tmp_path, {**everything(), "odd": model()})
+    again = model()
+    again.get_buffer(name).untyped_storage().fill_(0)
+    resume(tmp_path, {**everything(), "odd": again})[0].close()
+    assert torch.equal(again.get_buffer(name).resolve_conj(), odd_buffers()[name].resolve_conj())
+
+
+def test_an_expanded_buffer_does_not_take_other_values(tmp_path: Path) -> None:
+    made, again = nn.Linear(1, 1), nn.Linear(1, 1)
+    made.register_buffer("odd", torch.arange(3.0))
+    again.register_buffer("odd", torch.zeros(1).expand(3))
+    save(tmp_path, {**everything(), "odd": made})
+    refused(tmp_path, {**everything(), "odd": again}, "share memory")
