@@ -27,7 +27,14 @@ from types import TracebackType
 from typing import Any
 
 from holdfast import worker
-from holdfast.core.errors import HoldfastError, IntervalError, RetentionError, SnapshotError, TrackingError
+from holdfast.core.errors import (
+    HoldfastError,
+    IntervalError,
+    RetentionError,
+    SnapshotError,
+    SnapshotWriteError,
+    TrackingError,
+)
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.retention import Keep
@@ -54,6 +61,7 @@ class Snapshots:
     memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
     keep          which snapshots stay on the disk; None: all
     fresh_ok      whether resume() may return None although the folder has unfinished or damaged snapshots and no good one
+    failures_max  saves to the disk that fail in a row until all ranks raise; fewer are a warning of rank 0's
     exit_on_stop  leave with exit code 0 when the launcher asks to stop and everything is saved; False: `stopping` says it
 
     Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends.
@@ -67,6 +75,7 @@ class Snapshots:
         keep: Keep | None = Keep(),  # noqa: B008 - frozen
         *,
         fresh_ok: bool = False,
+        failures_max: int = 5,
         exit_on_stop: bool = True,
     ) -> None:
         self.path = Path(os.path.abspath(folder))
@@ -74,6 +83,8 @@ class Snapshots:
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
         if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
             raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
+        if type(failures_max) is not int or failures_max < 1:
+            raise IntervalError(f"failures_max={failures_max!r}: a number of saves, at least 1")
         if keep is not None and not isinstance(keep, Keep):
             raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
         timed = None if every is None or isinstance(every, Steps) else seconds(every)
@@ -81,6 +92,7 @@ class Snapshots:
         self._clock = Timekeeper(timed)
         self._keep = keep
         self._fresh_ok = fresh_ok
+        self._failures_max = failures_max
         self._exit_on_stop = exit_on_stop
         self._tracker = Tracker()
         self._tracker.state._save = self._save_epoch
@@ -88,6 +100,8 @@ class Snapshots:
             self._tracker.state._finish = self._save_the_last
         self._durable_epoch = 0
         """In which the newest state on the disk is: 1 when that is the end of epoch 0."""
+        self._unsaved = ""
+        """Why the newest state that was to go to the disk is not there."""
         self._used = False
         """step() or save() was called."""
         self._optimized = False
@@ -225,7 +239,9 @@ class Snapshots:
         self._clock.start(step, time.monotonic())
         if peers.rank == 0 and self._keep is not None:
             self._pruner = Pruner(self.path, self._keep)
-        self._saving = Saving(self.path, self._tracker, peers, tier, self._rescue, self._clock)
+        self._saving = Saving(
+            self.path, self._tracker, peers, tier, self._rescue, self._clock, self._failures_max, self._lease
+        )
 
     def _begun(self) -> Saving:
         """What saves; begins anew when resume() was never called and there is nothing to resume from."""
@@ -252,8 +268,9 @@ class Snapshots:
 
         Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
         optimizer step are pending nothing is saved; what was due is saved after it. When the launcher asks to stop,
-        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). Raises SnapshotError for what
-        went wrong in the background since the last call.
+        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong in the background
+        is told to all ranks in the next save: a warning, or, after `failures_max` failed saves in a row or when another job
+        has taken the folder, a SnapshotError on all of them at the same step.
         """
         saving = self._begun()
         self._used = True
@@ -263,7 +280,7 @@ class Snapshots:
             self._beat()
         worker.at_step(self.state.step)
         self._metrics = metrics
-        self._check()
+        self._look(saving)
         if not self._optimized and self._tracker.optimizers:
             return
         self._optimized = False
@@ -287,30 +304,31 @@ class Snapshots:
     def save(self, *, wait: bool = False) -> None:
         """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
 
-        With `wait` it returns when the snapshot is committed. Raises SnapshotError.
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike.
         """
         saving = self._begun()
-        self._check()
-        self._save(saving, durable=True)
+        self._look(saving)
+        self._save(saving, durable=True, demanded=True)
         if wait:
             saving.wait()
 
     def _save_the_last(self) -> None:
         """All epochs are trained, on every rank."""
         newest = (self._schedule.durable_step, self._durable_epoch)
-        if self._saving is not None and (self.state.step, self.state.epoch) != newest:
+        if self._saving is not None and ((self.state.step, self.state.epoch) != newest or self._unsaved):
             self._save_epoch()
 
     def _save_epoch(self) -> None:
         if not self._closed:
-            self.save()
+            self._save(self._begun(), durable=True)
 
-    def _save(self, saving: Saving, *, durable: bool) -> None:
+    def _save(self, saving: Saving, *, durable: bool, demanded: bool = False) -> None:
         self._used = True
-        done = saving.save(durable=durable, metrics=self._metrics)
+        done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded)
         if done.look_at:
             self._schedule.look_at = done.look_at
-        self._schedule.saved(self.state.step, done.durable)
+        self._schedule.saved(self.state.step, done.durable or (durable and bool(done.failure)))
+        self._unsaved = "" if done.durable else done.failure or self._unsaved
         if done.durable:
             self._durable_epoch = self.state.epoch
         if done.durable and self._pruner is not None:
@@ -318,20 +336,17 @@ class Snapshots:
 
     def _drain(self, saving: Saving) -> None:
         """Asked to stop: all ranks are here, after the same step."""
-        self._save(saving, durable=True)
+        self._save(saving, durable=True, demanded=True)
         saving.wait()
         self.stopping = True
         if self._exit_on_stop:
             raise SystemExit(0)
 
-    def _check(self) -> None:
-        """Raise what went wrong in the background."""
-        if self._current_tier is not None:
-            self._current_tier.check()
-        if self._lease is not None:
-            self._lease.check()
-        if self._pruner is not None and self._current_tier is not None:
-            self._pruner.check(self._current_tier)
+    def _look(self, saving: Saving) -> None:
+        """Whether something went wrong in the background, and whether old snapshots can go."""
+        saving.look()
+        if self._pruner is not None:
+            self._pruner.check(saving.tier)
 
     @property
     def _is_child_s(self) -> bool:
@@ -360,12 +375,23 @@ class Snapshots:
             if self._lease is not None:
                 last.callback(self._lease.release)
             if self._current_tier is not None:
-                last.callback(self._current_tier.close, ahead=self._schedule.saved_step > self._schedule.durable_step)
+                ahead = self._schedule.saved_step > self._schedule.durable_step or bool(self._unsaved)
+                last.callback(self._current_tier.close, ahead=ahead)
                 if self._pruner is not None:
                     last.callback(self._pruner.finish)
                 if self._current_tier.busy:
                     self._current_tier.wait()
-                self._current_tier.check()
+                self._raise_unsaved(self._current_tier)
+
+    def _raise_unsaved(self, tier: Tier) -> None:
+        """What went wrong and is not made good by a later save."""
+        if self._saving is not None:
+            self._saving.look()
+            for error in self._saving.troubles:
+                raise error
+            if self._unsaved:
+                raise SnapshotWriteError(f"the newest state is not on the disk: {self._unsaved}")
+        tier.check()
 
     def _abandon(self) -> None:
         """After an exception: wait for nothing, and have the saver write what memory is ahead."""
