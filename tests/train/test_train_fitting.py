@@ -204,6 +204,27 @@ def test_another_shape_begins_anew_where_that_is_allowed(tmp_path: Path) -> None
         resume(tmp_path, objects, optional=["ema"])[0].close()
 
 
+def test_a_state_dict_that_cannot_be_called_is_said_by_track(tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return {}
+
+    class Needs:
+        def state_dict(self, what: str) -> dict[str, Any]:
+            return {what: 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    snaps = ht.Snapshots(tmp_path)
+    for each in (Own(1, 1), nn.Sequential(Own(1, 1))):
+        with pytest.raises(TrackingError, match=r"track\(own=…\): its state_dict\(\) fails: .*unexpected keyword"):
+            snaps.track(own=each)
+    with pytest.raises(TrackingError, match=r"track\(needs=…\): .* without arguments: missing .* 'what'"):
+        snaps.track(needs=Needs())
+    snaps.track(model=nn.Linear(1, 1))
+
+
 def odd_buffers() -> dict[str, torch.Tensor]:
     numbers = torch.arange(4, dtype=torch.float32) + 1
     with torch.inference_mode():

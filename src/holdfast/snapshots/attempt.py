@@ -29,7 +29,6 @@ from holdfast.core.errors import (
     SnapshotDamagedError,
     SnapshotError,
     SnapshotIncompleteError,
-    SnapshotWriteError,
 )
 from holdfast.snapshots import digest, disk, layout
 from holdfast.snapshots.folder import rename_aside

@@ -10,6 +10,7 @@ How models and optimizers are taken apart is in tracked.py.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,27 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
         )
 
 
+def _checked(model: TrackedModel) -> TrackedModel:
+    """Said now, and not at the first save."""
+    try:
+        model.live()
+    except TypeError as error:
+        raise TrackingError(
+            f"track({model.name}=…): its state_dict() fails: {error}\n"
+            "one that a module overrides has to take torch's keywords: def state_dict(self, *args, **kwargs)"
+        ) from error
+    return model
+
+
+def _check_takes_nothing(name: str, state_dict: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(state_dict).bind()
+    except TypeError as error:
+        raise TrackingError(f"track({name}=…): its state_dict() has to work without arguments: {error}") from error
+    except ValueError:
+        return  # no signature to be had, as of some compiled functions
+
+
 @dataclass
 class Tracker:
     """Everything that is tracked, by the names it was given."""
@@ -141,11 +163,14 @@ class Tracker:
                 raise TrackingError(f"track({name}=…): the name is taken, or has a slash")
             if isinstance(each, nn.Module):
                 _refuse_fsdp1(name, each)
-                self._models.append(TrackedModel(name, each))
+                self._models.append(_checked(TrackedModel(name, each)))
             elif isinstance(each, Optimizer) and type(each).state_dict is Optimizer.state_dict:
                 self._optimizers.append(TrackedOptimizer(name, each, self._models))
             elif callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
+                _check_takes_nothing(name, each.state_dict)
                 self._others[name] = each
+                if callable(keep := getattr(each, "keep_position", None)):
+                    keep()
             else:
                 hint = (
                     "\ntake ht.DataLoader, or track its ht.DistributedSampler" if isinstance(each, DataLoader) else ""

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.core.errors import ShardingError, TrackingError
+from holdfast.core.errors import ShardingError, StateMismatchError, TrackingError
 from holdfast.train import codec
 from holdfast.train.fitting import Compared, groups_problem, optimizer_problem
 from holdfast.train.reading import Saved
@@ -262,7 +262,7 @@ def check_tied(saved: Saved, name: str, first: str) -> None:
     if was is None or was is now:
         return
     if now is None or not _same_bits(saved.fresh(name), saved.fresh(first)):
-        raise ShardingError(f"{name} and {first} are one tensor now, and were two in the snapshot")
+        raise StateMismatchError(f"{name} and {first} are one tensor now, and were two in the snapshot")
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
