@@ -158,8 +158,8 @@ def test_what_comes_back_as_another_type_is_said(value: Any, plain: Any) -> None
 @pytest.mark.parametrize(
     "tree",
     [
-        {"$enum": ["os:system", "true"]},
-        {"$enum": [f"{__name__}:Level", "LOW"]},
+        {"$enum": ["os:system", "true", None]},
+        {"$enum": [f"{__name__}:Level", "LOW", 1]},
         {"$named": ["missing.module:Pair", {"$tuple": [1]}]},
         {"$named": [f"{__name__}:Pair", {"$tuple": [1, 2, 3]}]},
         {"$named": [f"{__name__}:Labels", {"$tuple": []}]},
@@ -168,6 +168,23 @@ def test_what_comes_back_as_another_type_is_said(value: Any, plain: Any) -> None
 def test_a_class_that_the_program_has_not_is_named(tree: Any) -> None:
     with pytest.raises(StateTypeError, match="which this program has not"):
         codec.decode(tree, {}.__getitem__)
+
+
+def test_another_program_gets_plain_values() -> None:
+    """An export is loaded where the classes are not, and without pickle."""
+    value = [
+        np.float32(0.5),
+        np.longdouble(2),
+        Level.HIGH,
+        Word.YES,
+        Mode.FAST,
+        Pair(1, Level.HIGH),
+        defaultdict(int, a=1),
+    ]
+    encoder = codec.Encoder()
+    tree = codec.loads(codec.dumps(encoder.encode(value, "it")))
+    again = codec.decode(tree, encoder.tensors.__getitem__, plain=True)
+    assert exact(again, [0.5, 2.0, 3, "yes", "FAST", (1, 3), {"a": 1}])
 
 
 def test_a_type_that_torch_has_not() -> None:

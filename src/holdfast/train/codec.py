@@ -22,7 +22,7 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from enum import Enum, EnumType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -100,7 +100,8 @@ class Encoder:
             return {"$defaultdict": [_FACTORIES.index(value.default_factory), self._dict(dict(value), path, depth)]}
         if _class_at(_place_of(kind)) is kind:
             if isinstance(value, Enum) and value.name in kind.__members__:
-                return {"$enum": [_place_of(kind), value.name]}
+                plain = value.value if type(value.value) in (int, str) else None
+                return {"$enum": [_place_of(kind), value.name, plain]}
             if _is_named(kind):
                 return {"$named": [_place_of(kind), self._encode(tuple(value), path, depth)]}
         return self._foreign(value, path, depth)
@@ -183,23 +184,28 @@ def _is_named(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
 
 
-def _instance(kind: str, content: Any, get: tuple[_Get, _Get]) -> Any:
-    place, what = content
+def _instance(kind: str, content: Any, get: _Gets) -> Any:
+    place, what = content[:2]
+    if kind == "$named":
+        what = _decode(what, get)
+    if get.plain:
+        return what if kind == "$named" else what if content[2] is None else content[2]
     found = _class_at(place)
     if kind == "$enum" and isinstance(found, EnumType) and what in found.__members__:
         return found[what]
-    if kind == "$named" and _is_named(found):
-        values = _decode(what, get)
-        if len(values) == len(found._fields):
-            return tuple.__new__(found, values)
+    if kind == "$named" and _is_named(found) and len(what) == len(found._fields):
+        return tuple.__new__(found, what)
     raise StateTypeError(f"the saved state has a {place.replace(':', '.')}, which this program has not (or not so)")
 
 
-def _number(content: Any) -> Any:
+def _number(content: Any, *, plain: bool) -> Any:
     import numpy as np
 
     dtype, data = np.dtype(content[0]), base64.b64decode(content[1])
-    return np.frombuffer(data, dtype)[0] if dtype.itemsize else dtype.type()
+    number = np.frombuffer(data, dtype)[0] if dtype.itemsize else dtype.type()
+    if not plain:
+        return number
+    return float(number) if dtype.kind == "f" else number.item()
 
 
 def _named(key: Any) -> str:
@@ -216,15 +222,22 @@ def _short(path: str) -> str:
 _Get = Callable[[str], torch.Tensor]
 
 
-def decode(tree: Any, tensor: _Get, array: _Get | None = None) -> Any:
+class _Gets(NamedTuple):
+    tensor: _Get
+    array: _Get
+    plain: bool
+
+
+def decode(tree: Any, tensor: _Get, array: _Get | None = None, *, plain: bool = False) -> Any:
     """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is made of.
 
-    SnapshotDamagedError for a tree that is none of ours.
+    `plain`: for another program, which lacks the classes of this one's enums and named tuples, and may load without
+    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours.
     """
-    return _decode(tree, (tensor, array or tensor))
+    return _decode(tree, _Gets(tensor, array or tensor, plain))
 
 
-def _decode(tree: Any, get: tuple[_Get, _Get]) -> Any:
+def _decode(tree: Any, get: _Gets) -> Any:
     if isinstance(tree, list):
         return [_decode(each, get) for each in tree]
     if not isinstance(tree, dict):
@@ -236,19 +249,20 @@ def _decode(tree: Any, get: tuple[_Get, _Get]) -> Any:
     return {key: _decode(each, get) for key, each in tree.items()}
 
 
-def _decode_kind(kind: str, content: Any, get: tuple[_Get, _Get]) -> Any:
+def _decode_kind(kind: str, content: Any, get: _Gets) -> Any:
     match kind:
         case "$tensor":
-            return get[0](content)
+            return get.tensor(content)
         case "$tuple" | "$size":
             items = [_decode(each, get) for each in content]
             return torch.Size(items) if kind == "$size" else tuple(items)
         case "$enum" | "$named":
             return _instance(kind, content, get)
         case "$number":
-            return _number(content)
+            return _number(content, plain=get.plain)
         case "$defaultdict":
-            return defaultdict(_FACTORIES[content[0]], _decode(content[1], get))
+            made = _decode(content[1], get)
+            return made if get.plain else defaultdict(_FACTORIES[content[0]], made)
         case "$float":
             return float(content)
         case "$int":
@@ -257,7 +271,7 @@ def _decode_kind(kind: str, content: Any, get: tuple[_Get, _Get]) -> Any:
             raw = base64.b64decode(content)
             return bytearray(raw) if kind == "$bytearray" else raw
         case "$array":
-            return _array(content, get[1])
+            return _array(content, get.array)
         case "$dict" | "$ordered" | "$counter":
             pairs = ((_decode(key, get), _decode(each, get)) for key, each in content)
             if kind == "$counter":
