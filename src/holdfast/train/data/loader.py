@@ -69,13 +69,7 @@ class DataLoader:
         sampler: Any = None,
         batch_sampler: Any = None,
     ) -> None:
-        if sampler is not None or batch_sampler is not None:
-            raise DataError(
-                f"{'sampler' if sampler is not None else 'batch_sampler'}= cannot be given: this loader makes the order of the "
-                "samples itself, so that it can go on anywhere.\n"
-                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. With a sampler of "
-                "your own keep torch's DataLoader; it begins each epoch from its start."
-            )
+        _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler)
         self.dataset = dataset
         self.shuffle = shuffle
         self.rank, self.world = place(rank, world)
@@ -259,6 +253,16 @@ class _Batches:
 
     def __iter__(self) -> Iterator[BatchKey]:
         return self._keys
+
+
+def _refuse_samplers(**given: Any) -> None:
+    for name, each in given.items():
+        if each is not None:
+            raise DataError(
+                f"{name}= cannot be given: this loader makes the order of the samples itself, so that it can go on anywhere.\n"
+                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. With a sampler of "
+                "your own keep torch's DataLoader; it begins each epoch from its start."
+            )
 
 
 def _tail(tail: Tail | None, *, drop_last: bool) -> Tail:
