@@ -14,10 +14,20 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.core.errors import SaverLostError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
+from holdfast.core.errors import (
+    HoldfastError,
+    SaverLostError,
+    SnapshotError,
+    SnapshotIncompleteError,
+    SnapshotWriteError,
+    StateMismatchError,
+)
 from holdfast.snapshots import attempt
+from holdfast.train import fitting
 from holdfast.train.agreement import Peers
+from holdfast.train.fitting import Choice, Compared
 from holdfast.train.guards import GuardWarning
+from holdfast.train.resuming import Resumer
 from holdfast.train.saving import Saving
 from holdfast.train.schedule import Timekeeper
 from holdfast.train.state import Tracker
@@ -131,6 +141,71 @@ def test_what_fails_on_one_rank_alone_is_raised_on_all_at_the_same_step(
     assert len(said) == 1
     monkeypatch.undo()
     assert together(dist.HashStore(), talk) == [["saved"] * 3] * WORLD
+
+
+def test_a_state_that_one_rank_cannot_store_is_said_by_all(tmp_path: Path) -> None:
+    """Also when the first plan is made, in which the ranks wait for each other."""
+
+    class Own:
+        def __init__(self, state: Any) -> None:
+            self.state = state
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    def talk(peers: Peers) -> str:
+        rank = Rank(tmp_path, peers)
+        rank.tracker.add({"own": Own({"f": len if peers.rank == 1 else 0})})
+        with pytest.raises(HoldfastError, match=r"own\['f'\]: a builtins") as told:
+            rank.saving.plan_ahead()
+        return str(told.value).splitlines()[0][:14]
+
+    assert together(dist.HashStore(), talk) == ["rank 1 failed:", "own['f']: a bu", "rank 1 failed:"]
+
+
+def test_every_rank_is_told_what_was_skipped(tmp_path: Path) -> None:
+    def save(peers: Peers) -> list[str]:
+        rank = Rank(tmp_path, peers)
+        return [rank.save() for _ in range(3)]
+
+    def resume(peers: Peers) -> Any:
+        rank = Rank(tmp_path, peers)
+        resumed = Resumer(tmp_path, rank.tracker, peers, PrivateTier(), fresh_ok=False).run()
+        assert resumed is not None
+        return resumed
+
+    together(dist.HashStore(), save)
+    paths = [tmp_path / f"step_00000000{step}.0001" for step in (1, 2, 3)]
+    (paths[2] / "MANIFEST.json").write_text("{")
+    (paths[1] / "rank_00001.safetensors").write_bytes(b"short")
+    one, *others = together(dist.HashStore(), resume)
+    assert (one.step, [each.split(":")[0] for each in one.skipped]) == (1, [paths[1].name, paths[2].name])
+    assert others == [one, one]
+
+
+def test_what_another_rank_of_a_pipeline_has_is_not_left_over() -> None:
+    """Each rank has its stage; what none has is, and what one lacks."""
+    saved = {f"model.{stage}" for stage in "abcd"}
+
+    def talk(peers: Peers) -> str:
+        held = {f"model.{'abc'[peers.rank]}"}
+        mine = Compared(frozenset(["model"]), held, {}, sorted(saved - held))
+        if peers.rank == 1:
+            mine.missing = {"model": ["model.new"]}
+        with pytest.raises(StateMismatchError) as told:
+            fitting.together(peers, mine, Choice())
+        fit = fitting.together(peers, mine, Choice.of(strict=False, only=None, optional=()))
+        assert fit.missing == {"model.new"}
+        return str(told.value)
+
+    said = together(dist.HashStore(), talk)
+    assert len(set(said)) == 1
+    assert said[0].startswith(
+        "tracked now, and not in the snapshot: model.new\nin the snapshot, and not tracked now: model.d\n"
+    )
 
 
 def test_a_rank_that_cannot_hand_over_its_part_lets_the_others_know(

@@ -228,7 +228,8 @@ def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path) -> None:
 
 
 def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    job = Job(tmp_path, resume=False)
+    job = Job(tmp_path, resume=False, keep=ht.Keep(best=("huge", "min")))
+    job.optimizer.step()
     job.snaps.step(huge=10**400, text="x", pair=torch.ones(2), loss=1, complex=1j)
     job.snaps.save(wait=True)
     job.snaps.close()

@@ -23,6 +23,13 @@ class Failure:
     text: str
     fatal: bool
     """All raise it; otherwise it is a warning."""
+    row: str = ""
+    """How many that makes in a row, for the message."""
+
+    @property
+    def told(self) -> str:
+        """As a message."""
+        return f"{self.text}\n{self.row}" if self.row else self.text
 
 
 class FailedSaves:

@@ -147,11 +147,24 @@ class Resumer:
     def _on_all(self, work: Callable[[], _T]) -> _T | None:
         """None when it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
         result: _T | None = None
+        mine: Exception | None = None
+        word = ""
         try:
-            result, failed = work(), False
+            result = work()
         except (ShardingError, SnapshotDamagedError):
-            failed = True
-        return None if any(self.peers.share(failed)) else result
+            word = "not here"
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks must not wait for us
+            mine, word = error, f"{type(error).__name__}: {error}"
+        said = self.peers.share([word, mine is not None])
+        if mine is not None:
+            raise mine
+        self._raise_for(said)
+        return None if any(text for text, _ in said) else result
+
+    def _raise_for(self, said: list[Any]) -> None:
+        for rank, (text, is_error) in enumerate(said):
+            if is_error:
+                raise SnapshotError(f"rank {rank} could not resume: {text}")
 
     # --- the disk -----------------------------------------------------------------------------------------------------
 
@@ -290,9 +303,7 @@ class Resumer:
         said = self.peers.share(word)
         if mine is not None:
             raise mine
-        for rank, each in enumerate(said):
-            if "error" in each:
-                raise SnapshotError(f"rank {rank} could not resume: {each['error']}")
+        self._raise_for([(each.get("error"), "error" in each) for each in said])
         return result, next((each["damage"] for each in said if "damage" in each), "")
 
 

@@ -25,7 +25,7 @@ from holdfast.snapshots.saver_client import error_of
 from holdfast.train import sharding
 from holdfast.train.agreement import Peers, node_key
 from holdfast.train.copying import step_back
-from holdfast.train.failures import FailedSaves
+from holdfast.train.failures import FailedSaves, Failure
 from holdfast.train.reading import Saved
 from holdfast.train.schedule import Timekeeper
 from holdfast.train.sharding import TEXT, Layout, Places
@@ -129,7 +129,7 @@ class Saving:
 
     def plan_ahead(self) -> None:
         """Plan before anything is due, and take memory in the background."""
-        self._plan(self._collect())
+        self._plan_together()
 
     def look(self) -> None:
         """Gather what went wrong in the background. It is told to all in the next save: one rank alone must not raise."""
@@ -166,22 +166,23 @@ class Saving:
                 raise SnapshotError(word["text"])
             if word["do"] != "plan":
                 break
-            self._plan(self._collect())
+            self._plan_together()
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
             self._persist(self._ticket(word["attempt"]), self._metadata(word["metrics"]))
         return Done(word["do"] == "persist", failure, word.get("look_at", 0))
 
-    def _hear(self, failure: Mapping[str, Any] | None) -> str:
+    def _hear(self, word: Mapping[str, Any] | None) -> str:
         """What rank 0 says of failed saves; SnapshotError, on all ranks, when it is fatal."""
-        if failure is None:
+        if word is None:
             return ""
-        if failure["fatal"]:
-            raise error_of(failure["code"], failure["text"])
+        failure = Failure(**word)
+        if failure.fatal:
+            raise error_of(failure.code, failure.told)
         if self._peers.rank == 0:
-            warnings.warn(f"holdfast: {failure['text']}", RuntimeWarning, stacklevel=5)
-        return str(failure["text"])
+            warnings.warn(f"holdfast: {failure.told}", RuntimeWarning, stacklevel=6)
+        return failure.text
 
     def _persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
         try:
@@ -316,9 +317,24 @@ class Saving:
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
+    def _plan_together(self) -> None:
+        """What one rank cannot do all raise: to plan, the ranks wait for each other."""
+        failure: Exception | None = None
+        try:
+            self._await_reserved()
+            self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
+            collected = self._collect()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            failure = error
+        said = self._peers.share("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise SnapshotError(f"rank {rank} failed: {text}")
+        self._plan(collected)
+
     def _plan(self, collected: Collected) -> None:
-        self._await_reserved()
-        self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
         text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
         self._places.clear()
         node = f"{node_key()}:{self.tier.place}"
@@ -355,7 +371,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             continue
         try:
             numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             continue
     return numbers
 

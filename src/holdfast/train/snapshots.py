@@ -310,7 +310,14 @@ class Snapshots:
         self._look(saving)
         self._save(saving, durable=True, demanded=True)
         if wait:
+            self._wait(saving)
+
+    def _wait(self, saving: Saving) -> None:
+        try:
             saving.wait()
+        except SnapshotError as error:
+            self._unsaved = str(error)
+            raise
 
     def _save_the_last(self) -> None:
         """All epochs are trained, on every rank."""
@@ -337,7 +344,7 @@ class Snapshots:
     def _drain(self, saving: Saving) -> None:
         """Asked to stop: all ranks are here, after the same step."""
         self._save(saving, durable=True, demanded=True)
-        saving.wait()
+        self._wait(saving)
         self.stopping = True
         if self._exit_on_stop:
             raise SystemExit(0)

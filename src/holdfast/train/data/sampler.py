@@ -124,7 +124,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         if self._begun and not self._told:
             raise DataStateError(
                 "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
-                "Call sampler.note_trained(batch_size) after each batch, or use holdfast.train.DataLoader."
+                "Call sampler.note_trained(batch_size) after each batch, or use holdfast.train.DataLoader; "
+                "one that only validates need not be tracked."
             )
         return {**self._position.state_dict(), "batch": self._batch}
 
