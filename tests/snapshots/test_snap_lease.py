@@ -180,7 +180,7 @@ def trouble(held: Lease) -> SnapshotError | None:
 
 
 @pytest.mark.parametrize("how", ["removed", "emptied", "replaced", "renamed"])
-def test_a_folder_that_vanishes_is_told_until_it_is_back(tmp_path: Path, how: str) -> None:
+def test_a_folder_that_vanishes_is_reported_until_it_is_back(tmp_path: Path, how: str) -> None:
     runs = tmp_path / "runs"
     with acquire(runs, "a", beat_s=0.02) as held:
         held.confirm()

@@ -1,4 +1,4 @@
-"""Failed saves are counted once each, told to all, and end the job only when there are too many in a row."""
+"""Failed saves are counted once each and end the job only when there are too many in a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_COME = [[SnapshotIncompleteError.code, "rank 1: No space left"]]
 
 def fail(saves: FailedSaves) -> Failure | None:
     saves.handed_over()
-    return saves.heard([NOTHING, FULL], busy=True)
+    return saves.reported([NOTHING, FULL], busy=True)
 
 
 def test_so_many_in_a_row_are_fatal() -> None:
@@ -25,7 +25,7 @@ def test_so_many_in_a_row_are_fatal() -> None:
     said = [fail(saves) for _ in range(3)]
     assert [each is not None and each.fatal for each in said] == [False, False, True]
     assert said[0] is not None
-    assert said[0].told == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
+    assert said[0].message == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
 
 
 def test_a_save_that_succeeds_ends_the_row() -> None:
@@ -33,21 +33,21 @@ def test_a_save_that_succeeds_ends_the_row() -> None:
     for _ in range(3):
         assert fail(saves) is not None
         saves.handed_over()
-        assert saves.heard([NOTHING, NOTHING], busy=True) is None  # it may still fail
-        assert saves.heard([NOTHING, NOTHING], busy=False) is None
+        assert saves.reported([NOTHING, NOTHING], busy=True) is None  # it may still fail
+        assert saves.reported([NOTHING, NOTHING], busy=False) is None
     saves.handed_over()
-    saves.heard([FULL, NOTHING], busy=False)
+    saves.reported([FULL, NOTHING], busy=False)
     last = fail(saves)
     assert last is not None
     assert last.fatal
 
 
-def test_a_failure_that_rank_0_hears_of_later_counts_once() -> None:
+def test_a_failure_that_rank_0_notices_later_counts_once() -> None:
     saves = FailedSaves(2)
     assert fail(saves) is not None
-    assert saves.heard([NOT_COME, NOTHING], busy=False) is None
+    assert saves.reported([NOT_COME, NOTHING], busy=False) is None
     saves.handed_over()
-    both = saves.heard([NOT_COME, FULL], busy=False)
+    both = saves.reported([NOT_COME, FULL], busy=False)
     assert both is not None
     assert both.code == SnapshotWriteError.code  # the cause, not what follows of it
     assert both.fatal
@@ -56,17 +56,17 @@ def test_a_failure_that_rank_0_hears_of_later_counts_once() -> None:
 def test_ranks_that_never_came_are_a_failure_of_their_own() -> None:
     saves = FailedSaves(1)
     saves.handed_over()
-    told = saves.heard([NOT_COME, NOTHING], busy=False)
+    told = saves.reported([NOT_COME, NOTHING], busy=False)
     assert told is not None
     assert told.fatal
 
 
 def test_trouble_between_saves_is_a_warning_and_another_job_is_the_end() -> None:
     saves = FailedSaves(1)
-    between = saves.heard([FULL, NOTHING], busy=False)
+    between = saves.reported([FULL, NOTHING], busy=False)
     assert between is not None
     assert not between.fatal
-    busy = FailedSaves(9).heard([[*FULL, [SnapshotBusyError.code, "taken over"]], NOTHING], busy=False)
+    busy = FailedSaves(9).reported([[*FULL, [SnapshotBusyError.code, "taken over"]], NOTHING], busy=False)
     assert busy == Failure(SnapshotBusyError.code, "taken over", fatal=True)
 
 

@@ -210,7 +210,7 @@ def test_the_end_says_what_is_not_on_the_disk(tmp_path: Path, monkeypatch: pytes
         job.snaps.close()
 
 
-def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_is_not_made_again(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     job = Job(runs)
     job.train(3)

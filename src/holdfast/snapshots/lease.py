@@ -39,7 +39,7 @@ LOOKS_SAME_RUN = 3
 MOVES_SAME_RUN = 2
 """The first one may be the last beat of a dead owner, which a network file system shows late."""
 BEATS_MISSED_MAX = 10
-"""In a row; then others may take the folder, and it is told."""
+"""In a row; then others may take the folder, and `check` reports it."""
 JOIN_S = 5.0
 LEASE_BYTES_MAX = 64 << 10
 NO_IDENTITY = ("", "none")

@@ -1,4 +1,4 @@
-"""Saves that failed in the background: counted by rank 0, told to all, so that all warn or raise at the same step.
+"""Saves that failed in the background: counted by rank 0 and reported to all, so that all raise at the same step.
 
 A disk that is full, or away for a while, must not end a training whose state is in memory: only so many failures in a row
 do. Another job in the folder ends it at once. Pure; knows no torch.
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from holdfast.core.errors import SnapshotBusyError, SnapshotError, SnapshotIncompleteError
 
-Told = Sequence[Sequence[str]]
-"""What one rank has to tell: code and text of each failure."""
+Reports = Sequence[Sequence[str]]
+"""Of one rank: code and text of each failure."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What all ranks are told."""
+    """As it is reported to all ranks."""
 
     code: str
     text: str
@@ -27,8 +27,8 @@ class Failure:
     """How many that makes in a row, for the message."""
 
     @property
-    def told(self) -> str:
-        """As a message."""
+    def message(self) -> str:
+        """For a person."""
         return f"{self.text}\n{self.row}" if self.row else self.text
 
 
@@ -46,25 +46,25 @@ class FailedSaves:
         """Another save goes to the disk."""
         self._open = True
 
-    def heard(self, said: Sequence[Told], *, busy: bool) -> Failure | None:
-        """What the ranks tell, by rank; `busy`: rank 0 still writes, or waits for the others' parts."""
-        told = [
+    def reported(self, said: Sequence[Reports], *, busy: bool) -> Failure | None:
+        """What the ranks report, by rank; `busy`: rank 0 still writes, or waits for the others' parts."""
+        reports = [
             (code, text if rank == 0 else f"rank {rank}: {text}")
             for rank, each in enumerate(said)
             for code, text in each
         ]
-        for code, text in told:
+        for code, text in reports:
             if code == SnapshotBusyError.code:
                 return Failure(code, text, fatal=True)
-        if not told:
+        if not reports:
             if self._open and not busy:
                 self._open, self._in_row = False, 0
             return None
-        # That a part did not come is what rank 0 hears of another rank's failure, perhaps later.
-        causes = [each for each in told if each[0] != SnapshotIncompleteError.code]
+        # A missing part follows from another rank's failure, and rank 0 may notice it later.
+        causes = [each for each in reports if each[0] != SnapshotIncompleteError.code]
         if self._open:
             self._open = False
-            return self._count(*(causes or told)[0])
+            return self._count(*(causes or reports)[0])
         return Failure(*causes[0], fatal=False) if causes else None
 
     def not_begun(self, error: SnapshotError) -> Failure:

@@ -37,7 +37,7 @@ def _names(given: Iterable[str]) -> frozenset[str]:
 
 @dataclass
 class Compared:
-    """What one rank has found. Names of tensors are `<object>.<name>`."""
+    """The findings of one rank. Names of tensors are `<object>.<name>`."""
 
     wanted: frozenset[str] = frozenset()
     """Objects to restore."""
@@ -60,7 +60,7 @@ class Fit:
     missing: frozenset[str] = frozenset()
     """Tensors of them that keep the values that they have."""
     optional: frozenset[str] = frozenset()
-    """Objects that begin anew when they refuse their state."""
+    """Objects that keep their initial state when they refuse the saved one."""
     notes: tuple[str, ...] = ()
     """What is not as it was saved, for a warning."""
 
@@ -78,19 +78,19 @@ def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
         problems |= wrong
     if left:
         left = left.difference(*peers.share(sorted(left & mine.held)))
-    anew = {name for name in (*missing, *problems) if name in choice.optional}
-    notes = [f"{name} begins anew: {problems.get(name) or _lacking(missing[name])}" for name in sorted(anew)]
-    lacking = [each for name, parts in sorted(missing.items()) if name not in anew for each in parts]
+    unfit = {name for name in (*missing, *problems) if name in choice.optional}
+    notes = [f"{name} is not restored: {problems.get(name) or _lacking(missing[name])}" for name in sorted(unfit)]
+    lacking = [each for name, parts in sorted(missing.items()) if name not in unfit for each in parts]
     unexpected = sorted(each for each in left if each not in choice.optional)
-    wrong = [problems[name] for name in sorted(problems) if name not in anew]
-    whole = [name for name, parts in missing.items() if name not in anew and parts == [name]]
+    wrong = [problems[name] for name in sorted(problems) if name not in unfit]
+    whole = [name for name, parts in missing.items() if name not in unfit and parts == [name]]
     if wrong or (choice.strict and (lacking or unexpected)):
         raise StateMismatchError(_mismatch(wrong, lacking, unexpected))
     if lacking:
         notes.append(f"not in the snapshot, and left as they are: {_few(lacking)}")
     if unexpected:
         notes.append(f"in the snapshot, and not tracked: {_few(unexpected)}")
-    return Fit(mine.wanted - anew - set(whole), frozenset(lacking), choice.optional, tuple(notes))
+    return Fit(mine.wanted - unfit - set(whole), frozenset(lacking), choice.optional, tuple(notes))
 
 
 def _lacking(parts: Sequence[str]) -> str:
@@ -110,7 +110,7 @@ def _mismatch(wrong: Sequence[str], lacking: Sequence[str], unexpected: Sequence
     return "\n".join(
         [
             *lines,
-            "Track what was saved; or call resume(optional=[name, …]) to have tracked objects begin anew where they do not fit,",
+            "Track what was saved; or call resume(optional=[name, …]) to leave out these tracked objects where they do not fit,",
             "resume(only=[name, …]) to restore these alone, resume(strict=False) to restore what is on both sides.",
         ]
     )

@@ -278,13 +278,13 @@ class Resumer:
         return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all(), fit)
 
     def _resumed(self, step: int, source: Literal["memory", "disk"], restored: Restored, fit: Fit) -> Resumed:
-        """What some rank's optional object has refused begins anew on all."""
+        """An optional object that refused its state on some rank keeps its initial state on all."""
         refused: dict[str, str] = {}
         for each in self.peers.share(restored.refused) if fit.optional else ():
             refused = {**each, **refused}
         for name in sorted(refused):
             self.tracker.put_back(name, restored)
-        notes = (*fit.notes, *(f"{name} begins anew: {why}" for name, why in sorted(refused.items())))
+        notes = (*fit.notes, *(f"{name} is not restored: {why}" for name, why in sorted(refused.items())))
         return Resumed(step, source, restored.world_then, tuple(self.skipped), notes)
 
     def _together(self, work: Callable[[], _T]) -> tuple[_T, str]:

@@ -132,24 +132,11 @@ class Saving:
         self._plan_together()
 
     def look(self) -> None:
-        """Gather what went wrong in the background. It is told to all in the next save: one rank alone must not raise."""
-        with contextlib.suppress(StopIteration):
-            while True:
-                self._note(self.tier.check)
-        if self._lease is not None:
-            with contextlib.suppress(StopIteration):
-                self._note(self._lease.check)
-
-    def _note(self, check: Callable[[], None]) -> None:
-        """StopIteration: there is nothing, or nothing new."""
-        try:
-            check()
-        except SnapshotError as error:
-            if str(error) in map(str, self.troubles):
-                raise StopIteration from None
-            self.troubles.append(error)
-        else:
-            raise StopIteration
+        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not raise."""
+        checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
+        for check in checks:
+            while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):
+                self.troubles.append(error)
 
     def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False) -> Done:
         """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What prevents
@@ -179,9 +166,9 @@ class Saving:
             return ""
         failure = Failure(**word)
         if failure.fatal:
-            raise error_of(failure.code, failure.told)
+            raise error_of(failure.code, failure.message)
         if self._peers.rank == 0:
-            warnings.warn(f"holdfast: {failure.told}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
         return failure.text
 
     def _persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
@@ -238,7 +225,7 @@ class Saving:
                     "every rank has to call step() and save() equally often: not inside `if rank == 0:`",
                 }
         word: dict[str, Any] = {"do": "keep"}
-        failure = self._failed.heard([each.troubles for each in said], busy=self.tier.busy)
+        failure = self._failed.reported([each.troubles for each in said], busy=self.tier.busy)
         if failure is not None:
             word["failure"] = asdict(failure)
             if failure.fatal:
@@ -361,6 +348,14 @@ class Saving:
             self._too_small = None
             self.tier.close(ahead=False)
             self.tier = PrivateTier()
+
+
+def _raised(check: Callable[[], None]) -> SnapshotError | None:
+    try:
+        check()
+    except SnapshotError as error:
+        return error
+    return None
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -161,7 +161,7 @@ class Snapshots:
         strict    False: tensors and objects that are on one side only are named in a warning, and no error
         only      restore these objects alone (fine-tuning), and step, epoch and random numbers. What is saved afterwards
                   is whole: a restart with the same `only` restores all of it
-        optional  objects that begin anew, with a warning, where the snapshot lacks them or they do not fit: an average of
+        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not fit: an average of
                   the weights that was added later, the loader of a dataset that has grown
 
         Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is tracked
@@ -269,7 +269,7 @@ class Snapshots:
         Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
         optimizer step are pending nothing is saved; what was due is saved after it. When the launcher asks to stop,
         everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong in the background
-        is told to all ranks in the next save: a warning, or, after `failures_max` failed saves in a row or when another job
+        is reported to all ranks in the next save: a warning, or, after `failures_max` failed saves in a row or when another job
         has taken the folder, a SnapshotError on all of them at the same step.
         """
         saving = self._begun()

@@ -316,7 +316,7 @@ class Tracker:
         return done
 
     def put_back(self, name: str, done: Restored) -> None:
-        """This object begins anew after all: some rank's refused its state."""
+        """Give this object back the state that it had: on some rank it refused the saved one."""
         self._others[name].load_state_dict(done.before[name])
 
 

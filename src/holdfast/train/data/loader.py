@@ -35,7 +35,7 @@ class DataLoader:
     seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
     rank, world        where they are not the process group's: the rank among the data-parallel groups
     resumable          whether a `for` that was left by `break` is continued by the next one. None: once somebody keeps the
-                       loader's position, which `Snapshots.track` does, and whoever takes its `state_dict()`. False: for
+                       loader's position: `Snapshots.track` does, and so does a call of `state_dict()`. False: for
                        validation data that are tracked; each `for` begins an epoch, and so does a restart
 
     Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done.
