@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed(tmp_path: P
     found = folder.survey(tmp_path)
     assert [snapshot.step for snapshot in found.committed] == [1]
     assert not found.debris
-    with pytest.raises(SnapshotWriteError, match="gave up"):
+    with pytest.raises(SnapshotIncompleteError, match="gave up"):
         attempt.write_rank(Ticket(str(tmp_path), 2, number, 1, 3), content(2, 1))
 
 
@@ -300,6 +300,6 @@ def test_a_late_writer_leaves_nothing_in_the_next_attempt(tmp_path: Path, monkey
         (late.attempt_path / "rank_00001.safetensors").write_bytes(bytes(len(data)))
 
     monkeypatch.setattr(disk, "_write", slow)
-    with pytest.raises(SnapshotWriteError, match="rank 0 gave up this save"):
+    with pytest.raises(SnapshotIncompleteError, match="rank 0 gave up this save"):
         attempt.write_rank(late, content(1, 1))
     assert [path.name for path in late.attempt_path.iterdir()] == ["rank_00001.safetensors"]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import SnapshotBusyError
-from holdfast.snapshots import folder, lease
+from holdfast.core.errors import SnapshotBusyError, SnapshotError, SnapshotFolderError, SnapshotWriteError
+from holdfast.snapshots import attempt, disk, folder, lease
 from holdfast.snapshots.lease import Lease, Owner, acquire
 
 ELSEWHERE = Owner("other", "far", 4711, "another boot", "1")
@@ -81,11 +83,35 @@ def test_a_dead_owner_elsewhere_is_taken_over_after_the_stated_looks(tmp_path: P
         assert numbers(tmp_path) == ["lease.000008"]
 
 
-def test_the_same_run_takes_over_at_once(tmp_path: Path) -> None:
+def test_the_same_run_takes_over_sooner(tmp_path: Path) -> None:
+    """A restart on another node, whose predecessor's node was lost. One late sign of that is no life."""
     write(tmp_path, 7, ELSEWHERE, 1)
+    waits = Waits(lambda count: count == 2 and write(tmp_path, 7, ELSEWHERE, 2))
+    with acquire(tmp_path, "other", wait=waits):
+        assert waits.count == 2 + lease.LOOKS_SAME_RUN
+    write(tmp_path, 9, replace(Owner.me("other"), pid=2**22 + 1), 1)
     waits = Waits()
     with acquire(tmp_path, "other", wait=waits):
         assert waits.count == 0
+
+
+def test_the_same_run_does_not_rob_who_beats(tmp_path: Path) -> None:
+    """Two jobs with one --rdzv-id."""
+    write(tmp_path, 7, ELSEWHERE, 1)
+    waits = Waits(lambda count: write(tmp_path, 7, ELSEWHERE, 1 + count))
+    with pytest.raises(SnapshotBusyError, match=r"job 'other' \(process 4711 on far\), another .* same --rdzv-id"):
+        acquire(tmp_path, "other", wait=waits)
+    assert waits.count == lease.MOVES_SAME_RUN
+    assert numbers(tmp_path) == ["lease.000007"]
+
+
+@pytest.mark.parametrize("run_id", ["mine", "other"])
+def test_a_living_process_of_this_machine_is_not_robbed(tmp_path: Path, run_id: str) -> None:
+    """Stopped, it beats no more, and would write where another does when it goes on."""
+    write(tmp_path, 7, Owner.me("mine"), 1)
+    with pytest.raises(SnapshotBusyError, match=f"process {os.getpid()} on"):
+        acquire(tmp_path, run_id, wait=Waits())
+    assert numbers(tmp_path) == ["lease.000007"]
 
 
 @pytest.mark.parametrize("run_id", ["", "none"])
@@ -138,12 +164,71 @@ def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> No
     held.release()
 
 
-def test_a_lease_file_removed_by_hand_is_told(tmp_path: Path) -> None:
+def until(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def trouble(held: Lease) -> SnapshotError | None:
+    try:
+        held.check()
+    except SnapshotError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "replaced", "renamed"])
+def test_a_folder_that_vanishes_is_reported_until_it_is_back(tmp_path: Path, how: str) -> None:
+    runs = tmp_path / "runs"
+    with acquire(runs, "a", beat_s=0.02) as held:
+        held.confirm()
+        runs.rename(tmp_path / "aside")
+        if how != "renamed":
+            (runs / "more").mkdir(parents=True)
+        if how == "replaced":
+            write(runs, 1, ELSEWHERE, 1)
+        if how == "removed":
+            (runs / "more").rmdir()
+            runs.rmdir()
+        with pytest.raises(SnapshotFolderError, match="runs has vanished"):
+            held.confirm()
+        until(lambda: isinstance(trouble(held), SnapshotFolderError))
+        with pytest.raises(SnapshotFolderError):
+            attempt.begin(tmp_path / "gone", 1, make=False)
+        assert runs.exists() == (how in ("emptied", "replaced"))
+        if runs.exists():
+            runs.rename(tmp_path / "other")
+        (tmp_path / "aside").rename(runs)  # mounted again
+        until(lambda: trouble(held) is None)
+        held.confirm()
+
+
+def test_one_failed_beat_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[int] = []
+
+    def fails(*_: object) -> None:
+        beats.append(1)
+        raise OSError(errno.EIO, "Input/output error")
+
     with acquire(tmp_path, "a", beat_s=0.02) as held:
-        (tmp_path / "lease.000001").unlink()
-        held._thread.join(30)
-        with pytest.raises(SnapshotBusyError, match="removed"):
-            held.check()
+        with monkeypatch.context() as patch:
+            patch.setattr(Lease, "_put", fails)
+            until(lambda: len(beats) >= 1)
+            assert trouble(held) is None or len(beats) >= lease.BEATS_MISSED_MAX
+            until(lambda: len(beats) > lease.BEATS_MISSED_MAX)
+            assert isinstance(trouble(held), SnapshotWriteError)
+        until(lambda: trouble(held) is None)
+
+
+def test_the_parents_of_a_new_folder_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(disk, "sync_folder", synced.append)
+    disk.make_folder(tmp_path / "a" / "b")
+    assert synced == [tmp_path / "a", tmp_path]
+    disk.make_folder(tmp_path / "a" / "b")
+    assert len(synced) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]\n", '{"unknown": 1}\n', "\xff\n\n", "null\nfree"])

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
-from holdfast.core.errors import SnapshotIncompleteError
+from holdfast.core.errors import (
+    HoldfastError,
+    SaverLostError,
+    SnapshotError,
+    SnapshotIncompleteError,
+    SnapshotWriteError,
+    StateMismatchError,
+)
+from holdfast.snapshots import attempt
+from holdfast.train import fitting
 from holdfast.train.agreement import Peers
+from holdfast.train.fitting import Choice, Compared
+from holdfast.train.guards import GuardWarning
+from holdfast.train.resuming import Resumer
+from holdfast.train.saving import Saving
+from holdfast.train.schedule import Timekeeper
+from holdfast.train.state import Tracker
+from holdfast.train.tiers import PrivateTier
 
 WORLD = 3
 
@@ -78,3 +98,173 @@ def test_everybody_is_told_who_is_silent() -> None:
 @pytest.fixture
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.train.agreement.RANK_0_FIRST_S", 1.0)
+
+
+class Rank:
+    """One rank's saves, without a process of its own."""
+
+    def __init__(self, folder: Path, peers: Peers) -> None:
+        self.tracker = Tracker()
+        self.tracker.add({"model": nn.Linear(2, 2)})
+        clock = Timekeeper(None)
+        self.saving = Saving(folder, self.tracker, peers, PrivateTier(), 1, clock, failures_max=2, lease=None)
+
+    def save(self, *, demanded: bool = False) -> str:
+        """What came of it, once it is written."""
+        self.tracker.state.step += 1
+        try:
+            self.saving.save(durable=True, metrics={}, demanded=demanded)
+        except SnapshotError as error:
+            return f"step {self.tracker.state.step}: {type(error).__name__}"
+        self.saving.tier._join()
+        return "saved"
+
+
+def test_what_fails_on_one_rank_alone_is_raised_on_all_at_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rank = attempt.write_rank
+
+    def full_on_one(ticket: attempt.Ticket, data: Any) -> Any:
+        if ticket.rank == 1:
+            attempt.refuse(ticket, "No space left")
+            raise SnapshotWriteError("No space left")
+        return write_rank(ticket, data)
+
+    def talk(peers: Peers) -> list[str]:
+        rank = Rank(tmp_path, peers)
+        return [rank.save() for _ in range(3)]
+
+    monkeypatch.setattr(attempt, "write_rank", full_on_one)
+    with pytest.warns(RuntimeWarning, match="rank 1: No space left\n1 of 2") as said:
+        assert together(dist.HashStore(), talk) == [["saved", "saved", "step 3: SnapshotWriteError"]] * WORLD
+    assert len(said) == 1
+    monkeypatch.undo()
+    assert together(dist.HashStore(), talk) == [["saved"] * 3] * WORLD
+
+
+def test_a_state_that_one_rank_cannot_store_is_said_by_all(tmp_path: Path) -> None:
+    """Also when the first plan is made, in which the ranks wait for each other."""
+
+    class Own:
+        def __init__(self, state: Any) -> None:
+            self.state = state
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    def talk(peers: Peers) -> str:
+        rank = Rank(tmp_path, peers)
+        rank.tracker.add({"own": Own({"f": len if peers.rank == 1 else 0})})
+        with pytest.raises(HoldfastError, match=r"own\['f'\]: a builtins") as told:
+            rank.saving.plan_ahead()
+        return str(told.value).splitlines()[0][:14]
+
+    assert together(dist.HashStore(), talk) == ["rank 1 failed:", "own['f']: a bu", "rank 1 failed:"]
+
+
+def test_every_rank_is_told_what_was_skipped(tmp_path: Path) -> None:
+    def save(peers: Peers) -> list[str]:
+        rank = Rank(tmp_path, peers)
+        return [rank.save() for _ in range(3)]
+
+    def resume(peers: Peers) -> Any:
+        rank = Rank(tmp_path, peers)
+        resumed = Resumer(tmp_path, rank.tracker, peers, PrivateTier(), fresh_ok=False).run()
+        assert resumed is not None
+        return resumed
+
+    together(dist.HashStore(), save)
+    paths = [tmp_path / f"step_00000000{step}.0001" for step in (1, 2, 3)]
+    (paths[2] / "MANIFEST.json").write_text("{")
+    (paths[1] / "rank_00001.safetensors").write_bytes(b"short")
+    one, *others = together(dist.HashStore(), resume)
+    assert (one.step, [each.split(":")[0] for each in one.skipped]) == (1, [paths[1].name, paths[2].name])
+    assert others == [one, one]
+
+
+def test_what_another_rank_of_a_pipeline_has_is_not_left_over() -> None:
+    """Each rank has its stage; what none has is, and what one lacks."""
+    saved = {f"model.{stage}" for stage in "abcd"}
+
+    def talk(peers: Peers) -> str:
+        held = {f"model.{'abc'[peers.rank]}"}
+        mine = Compared(frozenset(["model"]), held, {}, sorted(saved - held))
+        if peers.rank == 1:
+            mine.missing = {"model": ["model.new"]}
+        with pytest.raises(StateMismatchError) as told:
+            fitting.together(peers, mine, Choice())
+        fit = fitting.together(peers, mine, Choice.of(strict=False, only=None, optional=()))
+        assert fit.missing == {"model.new"}
+        return str(told.value)
+
+    said = together(dist.HashStore(), talk)
+    assert len(set(said)) == 1
+    assert said[0].startswith(
+        "tracked now, and not in the snapshot: model.new\nin the snapshot, and not tracked now: model.d\n"
+    )
+
+
+def test_a_rank_that_cannot_hand_over_its_part_lets_the_others_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for it for ten minutes."""
+    persist = PrivateTier.persist
+
+    def lost(self: PrivateTier, ticket: attempt.Ticket, metadata: Any) -> None:
+        if ticket.rank == 2:
+            raise SaverLostError("the saver cannot be reached")
+        persist(self, ticket, metadata)
+
+    def talk(peers: Peers) -> list[str]:
+        rank = Rank(tmp_path, peers)
+        return [rank.save() for _ in range(3)]
+
+    monkeypatch.setattr(PrivateTier, "persist", lost)
+    with pytest.warns(RuntimeWarning, match="rank 2: the saver cannot be reached"):
+        assert together(dist.HashStore(), talk) == [["saved", "saved", "step 3: SaverLostError"]] * WORLD
+
+
+def test_a_save_that_one_rank_makes_alone_is_told_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`if rank == 0: snaps.save()`: the others go on, and wait for rank 0 in their next collective."""
+    monkeypatch.setattr("holdfast.train.agreement.GUARD_S", 0.2)
+    told = threading.Event()
+    warn = warnings.warn
+
+    def noted(message: Any, *rest: Any, **more: Any) -> None:
+        told.set()
+        warn(message, *rest, **more)
+
+    def talk(peers: Peers) -> str:
+        rank = Rank(tmp_path, peers)
+        if peers.rank:
+            assert told.wait(20)  # rank 0 has told it while it waits
+        return rank.save(demanded=True)
+
+    monkeypatch.setattr(warnings, "warn", noted)
+    with pytest.warns(
+        GuardWarning, match=r"rank 0 has waited 0\.2 s in snaps\.save\(\) for rank 1, 2.*\n.*if rank == 0"
+    ):
+        assert together(dist.HashStore(), talk) == ["saved"] * WORLD
+
+
+def test_ranks_that_do_not_come_to_resume_are_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.agreement.MEETING_GUARD_S", 0.2)
+    with (
+        pytest.warns(GuardWarning, match=r"rank 0 has waited 0\.2 s in ht\.Snapshots .* for rank 1, 2"),
+        pytest.raises(SnapshotIncompleteError),
+    ):
+        Peers.meeting(dist.HashStore(), 0, WORLD, 0.5)
+
+
+def test_saves_of_different_steps_are_not_mixed(tmp_path: Path) -> None:
+    def talk(peers: Peers) -> str:
+        rank = Rank(tmp_path, peers)
+        rank.tracker.state.step = 5 * (peers.rank == 0)
+        return rank.save()
+
+    assert [each[-13:] for each in together(dist.HashStore(), talk)] == ["SnapshotError"] * WORLD
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import DataError, DataStateError
 from holdfast.train.data.loader import DataLoader
+from holdfast.train.state import Tracker
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -100,6 +101,45 @@ def test_a_loop_left_by_break_goes_on_where_it_was():
             break
     assert data.remaining == 7
     assert trained + samples(data) == order()
+
+
+def test_a_validation_loop_left_by_break_leaves_nothing_for_the_next_one():
+    for options in ({}, {"resumable": False}):
+        data = loader(shuffle=False, **options)
+        list(islice(data, 3))
+        assert samples(data) == list(range(40))
+        list(islice(data, 3))
+        if options:
+            assert data.state_dict()["cursor"] == 0
+            data.trained()
+        assert samples(data) == list(range(40))
+
+
+def test_a_loop_that_is_always_left_does_not_see_the_same_batches_for_ever():
+    data = loader()
+    one, other = ([*chain.from_iterable(islice(data, 3))] for _ in range(2))
+    assert one == order()[:12]
+    assert other == order(epoch=1)[:12]
+
+
+@pytest.mark.parametrize("keep", ["track", "state_dict", "load_state_dict"])
+def test_a_loader_whose_position_is_kept_goes_on(keep):
+    data = loader()
+    match keep:
+        case "track":
+            Tracker().add({"loader": data})
+        case "state_dict":
+            data.state_dict()
+        case "load_state_dict":
+            data.load_state_dict(loader().state_dict())
+    first = samples(islice(data, 3))
+    assert first + samples(data) == order()[:8] + order()[8:12] + order()[8:]
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_a_sampler_is_refused_with_advice(name):
+    with pytest.raises(DataError, match=rf"^{name}= cannot be given.*\n.*shuffle="):
+        loader(**{name: range(4)})
 
 
 def test_micro_batches_count_when_their_step_is_complete():
@@ -197,7 +237,7 @@ def test_a_failing_dataset_costs_no_sample():
             return index
 
     dataset = Fails(40)
-    data = DataLoader(dataset, 4, True, collate_fn=list)
+    data = DataLoader(dataset, 4, True, collate_fn=list, resumable=True)
     trained = []
     with pytest.raises(OSError, match="disk"):
         trained.extend(chain.from_iterable(data))

@@ -119,6 +119,30 @@ def test_a_sampler_that_nobody_told_refuses_a_state_in_the_middle():
     assert data.state_dict()["epoch"] == 1
 
 
+@pytest.mark.parametrize("keys", [{"batch"}, set()], ids=["without the batch size", "with it"])
+@pytest.mark.parametrize(("length", "batch_size", "batches"), [(40, 8, 5), (40, 12, 3)])
+def test_a_job_that_died_after_its_last_batch_can_end(length, batch_size, batches, keys):
+    """Nothing is left to train, or less than a batch, which torch's loader draws and drops: nobody reports anything."""
+    data = sampler(length)
+    for batch in islice(TorchLoader(range(length), batch_size=batch_size, sampler=data, drop_last=True), batches):
+        data.note_trained(len(batch))
+    state = {key: value for key, value in data.state_dict().items() if key not in keys}
+    again = sampler(length)
+    again.load_state_dict(state)
+    loader = TorchLoader(range(length), batch_size=batch_size, sampler=again, drop_last=True)
+    again.set_epoch(0)
+    assert list(loader) == []
+    assert again.state_dict()["cursor"] == batches * batch_size
+    assert len(list(loader)) == batches
+    assert again.epoch == 1
+
+
+def test_an_empty_epoch_draws_nothing():
+    data = sampler(0)
+    assert list(data) == []
+    assert data.state_dict()["cursor"] == 0
+
+
 def test_a_long_order_is_drawn_without_being_made():
     length = 10**12
     data = DistributedSampler(range(length), 3, 1)

@@ -18,6 +18,7 @@ from holdfast.core.errors import (
     NoValidSnapshotError,
     RetentionError,
     ShardingError,
+    SnapshotFolderError,
     SnapshotMemoryError,
     SnapshotWriteError,
     TrackingError,
@@ -165,27 +166,76 @@ def test_another_model_is_said_and_not_loaded(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000000003.0001"]
 
 
-def test_what_fails_in_the_background_comes_out_at_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path)
-    job.train(2)
-    monkeypatch.setattr(disk, "write_all", full)
-    job.train(1)
-    job.snaps._current_tier._join()
-    with pytest.raises(SnapshotWriteError, match="No space left"):
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_all", full)
+        job.train(5)
+        job.snaps._current_tier._join()
+    with pytest.warns(RuntimeWarning, match="No space left.*\n1 of 5 failed saves in a row"):
         job.train(1)
-    monkeypatch.undo()
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: tiers.PrivateTier())
-    job.snaps.save(wait=True)
-    assert names(tmp_path) == ["step_000000004.0001"]
+    job.snaps.close()
+    assert names(tmp_path) == ["step_000000006.0001"]
+
+
+def test_too_many_failed_saves_in_a_row_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, failures_max=2)
+    monkeypatch.setattr(disk, "write_all", full)
+    job.train(5)
+    job.snaps._current_tier._join()
+    with pytest.warns(RuntimeWarning, match="1 of 2"):
+        job.train(3)
+    job.snaps._current_tier._join()
+    with pytest.raises(SnapshotWriteError, match="No space left"), job.snaps:
+        job.train(1)
+    assert names(tmp_path) == []
+
+
+def test_the_end_says_what_is_not_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path)
     monkeypatch.setattr(disk, "write_all", full)
     job.snaps.save()
     with pytest.raises(SnapshotWriteError):
         job.snaps.close()
+    job = Job(tmp_path, memory_every=1, fresh_ok=True)
+    job.train(3)
+    job.snaps._current_tier._join()
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        job.train(1)
+    with pytest.raises(SnapshotWriteError, match="the newest state is not on the disk"):
+        job.snaps.close()
+
+
+def test_a_folder_that_vanishes_is_not_made_again(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    job = Job(runs)
+    job.train(3)
+    job.snaps._current_tier._join()
+    runs.rename(tmp_path / "aside")
+    with pytest.warns(RuntimeWarning, match="runs has vanished"):
+        job.train(3)
+    with pytest.raises(SnapshotFolderError, match="runs has vanished"):
+        job.snaps.save()
+    assert not runs.exists()
+    (tmp_path / "aside").rename(runs)
+    job.train(3)
+    job.snaps.close()
+    assert names(runs) == ["step_000000003.0001", "step_000000009.0001"]
+
+
+def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    job = Job(tmp_path, resume=False, keep=ht.Keep(best=("huge", "min")))
+    job.optimizer.step()
+    job.snaps.step(huge=10**400, text="x", pair=torch.ones(2), loss=1, complex=1j)
+    job.snaps.save(wait=True)
+    job.snaps.close()
+    found = folders.survey(tmp_path).newest_valid
+    assert found is not None
+    assert found.manifest.metadata["metrics"] == {"loss": 1.0}
 
 
 def test_nothing_is_saved_while_gradients_are_pending(tmp_path: Path) -> None:
@@ -333,7 +383,7 @@ def test_saved_at_each_epoch_s_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"memory_every": 0}, {"memory_every": "2min"}, {"memory_every": True}, {"keep": 3}]
+    "options", [{"memory_every": 0}, {"memory_every": "2min"}, {"memory_every": True}, {"keep": 3}, {"failures_max": 0}]
 )
 def test_options_that_mean_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises((IntervalError, RetentionError), match=next(iter(options))):

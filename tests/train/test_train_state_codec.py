@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from enum import Enum, IntEnum, StrEnum
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -83,6 +84,107 @@ def test_rarer_kinds(value: Any) -> None:
     assert exact(again, value)
     assert getattr(again, "maxlen", None) == getattr(value, "maxlen", None)
     assert repr(again) == repr(value) or isinstance(value, set)
+
+
+class Mode(Enum):
+    FAST = object()
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Word(StrEnum):
+    YES = "yes"
+
+
+class Pair(NamedTuple):
+    one: int
+    more: Any = None
+
+
+class Labels(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(0.1),
+        np.float64("inf"),
+        np.longdouble("0.1"),
+        np.int8(-3),
+        np.bool_(True),
+        np.complex64(1j),
+        np.datetime64("2020-01-01"),
+        np.str_("text"),
+        np.str_(""),
+        np.bytes_(b"x"),
+        bytearray(b"ab"),
+        torch.Size([2, 3]),
+        Mode.FAST,
+        Level.HIGH,
+        Word.YES,
+        Pair(1, [Pair(2)]),
+        defaultdict(list, {"a": [1], 3: [np.float32(2)]}),
+        defaultdict(None),
+    ],
+    ids=lambda value: f"{type(value).__name__} {value}"[:30],
+)
+def test_a_value_comes_back_as_the_type_that_it_was(value: Any) -> None:
+    again = back({"it": [value]})["it"][0]
+    assert exact(again, value)
+    assert getattr(again, "default_factory", 0) == getattr(value, "default_factory", 0)
+    assert getattr(again, "dtype", 0) == getattr(value, "dtype", 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (Labels(a=1), {"a": 1}),
+        (defaultdict(lambda: 3, {"a": 1}), {"a": 1}),
+        (type("Own", (list,), {})([1]), [1]),
+        (type("Own", (int,), {"__int__": lambda _: 5})(3), 3),
+        (torch.torch_version.TorchVersion("2.13"), "2.13"),
+        (namedtuple("Local", "a b")(1, 2), (1, 2)),  # no name of the program leads to it
+    ],
+)
+def test_what_comes_back_as_another_type_is_said(value: Any, plain: Any) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"it\[0\]: a .* comes back as a plain {type(plain).__name__}"):
+        again = back([value])
+    assert exact(again, [plain])
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$enum": ["os:system", "true", None]},
+        {"$enum": [f"{__name__}:Level", "LOW", 1]},
+        {"$named": ["missing.module:Pair", {"$tuple": [1]}]},
+        {"$named": [f"{__name__}:Pair", {"$tuple": [1, 2, 3]}]},
+        {"$named": [f"{__name__}:Labels", {"$tuple": []}]},
+    ],
+)
+def test_a_class_that_the_program_has_not_is_named(tree: Any) -> None:
+    with pytest.raises(StateTypeError, match="which this program has not"):
+        codec.decode(tree, {}.__getitem__)
+
+
+def test_another_program_gets_plain_values() -> None:
+    """An export is loaded where the classes are not, and without pickle."""
+    value = [
+        np.float32(0.5),
+        np.longdouble(2),
+        Level.HIGH,
+        Word.YES,
+        Mode.FAST,
+        Pair(1, Level.HIGH),
+        defaultdict(int, a=1),
+    ]
+    encoder = codec.Encoder()
+    tree = codec.loads(codec.dumps(encoder.encode(value, "it")))
+    again = codec.decode(tree, encoder.tensors.__getitem__, plain=True)
+    assert exact(again, [0.5, 2.0, 3, "yes", "FAST", (1, 3), {"a": 1}])
 
 
 def test_a_type_that_torch_has_not() -> None:

@@ -279,6 +279,12 @@ class ShardingError(CallerError):
     code = "HF132"
 
 
+class StateMismatchError(ShardingError):
+    """What is tracked is not what was saved: objects or tensors are missing, left over, or of another kind."""
+
+    code = "HF134"
+
+
 class TrackingError(CallerError):
     """An object given to `Snapshots.track` cannot be saved and restored, or the calls come in an impossible order."""
 
@@ -407,6 +413,12 @@ class SnapshotVersionError(SnapshotError):
     """The snapshot was written by a newer holdfast than this one. It is left alone."""
 
     code = "HF407"
+
+
+class SnapshotFolderError(SnapshotWriteError):
+    """The snapshot folder of a running job has vanished: removed, renamed or unmounted. Nothing is made in its place."""
+
+    code = "HF408"
 
 
 class SnapshotMemoryError(SnapshotError):

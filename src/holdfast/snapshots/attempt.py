@@ -29,7 +29,6 @@ from holdfast.core.errors import (
     SnapshotDamagedError,
     SnapshotError,
     SnapshotIncompleteError,
-    SnapshotWriteError,
 )
 from holdfast.snapshots import digest, disk, layout
 from holdfast.snapshots.folder import rename_aside
@@ -95,15 +94,17 @@ class Ticket:
         return cls(**value)
 
 
-def begin(folder: str | os.PathLike[str], step: int, *, at: At = nowhere) -> int:
+def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: At = nowhere) -> int:
     """Rank 0: make the attempt folder; returns the attempt's number, which nothing else at this step has.
 
-    SnapshotWriteError; ValueError for a step that is no step.
+    `make`: the snapshot folder, too, when it is not there; otherwise it has vanished, and a new one in its place would
+    hide that. SnapshotFolderError; SnapshotWriteError; ValueError for a step that is no step.
     """
     layout.check_step(step)
     path = Path(folder)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if make:
+            disk.make_folder(path)
         taken = [
             named.key.attempt for name in os.listdir(path) if (named := layout.parse(name)) and named.key.step == step
         ]
@@ -115,6 +116,8 @@ def begin(folder: str | os.PathLike[str], step: int, *, at: At = nowhere) -> int
                 attempt += 1
             else:
                 break
+    except FileNotFoundError as error:
+        raise disk.vanished(path) from error
     except OSError as error:
         raise disk.write_error(error, path) from error
     at("begun")
@@ -126,7 +129,8 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
 
     The buffer (an image, see image.py) must not change meanwhile. It is written without a copy when it begins at a
     multiple of 4096 in memory, as slots do. On failure what was written is removed, to give a full disk its space back,
-    and a refusal is left for rank 0, which then need not wait; rank 0 itself gives the attempt up. SnapshotWriteError.
+    and a refusal is left for rank 0, which then need not wait; rank 0 itself gives the attempt up. SnapshotWriteError;
+    SnapshotIncompleteError when rank 0 has given the attempt up.
     """
     data = memoryview(buffer).cast("B")
     folder = ticket.attempt_path
@@ -150,12 +154,12 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
         if ticket.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
             disk.sync_folder(folder)
     except FileNotFoundError as error:
-        raise SnapshotWriteError(
+        raise SnapshotIncompleteError(
             f"{folder} is not there: rank 0 gave up this save, or does not share the folder"
         ) from error
     except OSError as error:
         told = disk.write_error(error, file, len(data))
-        _refuse(ticket, str(told))
+        refuse(ticket, str(told))
         raise told from error
     at("recorded")
     return record
@@ -195,7 +199,7 @@ def commit(
 
 
 def abandon(ticket: Ticket) -> None:
-    """Remove the attempt, as far as the disk lets us. Ranks that still write to it get a SnapshotWriteError."""
+    """Remove the attempt, as far as the disk lets us. Ranks that still write to it get a SnapshotIncompleteError."""
     # Renamed first: what is half deleted must not look like an attempt that somebody may still complete.
     doomed = rename_aside(ticket.attempt_path, ticket.key, Kind.GONE)
     if doomed is not None:
@@ -248,7 +252,8 @@ def _record(ticket: Ticket, rank: int) -> RankRecord:
     return record
 
 
-def _refuse(ticket: Ticket, why: str) -> None:
+def refuse(ticket: Ticket, why: str) -> None:
+    """This rank's part will not come: give its space back, and let rank 0 know at once."""
     folder = ticket.attempt_path
     with contextlib.suppress(OSError):
         (folder / layout.rank_file(ticket.rank)).unlink(missing_ok=True)

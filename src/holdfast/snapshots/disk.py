@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotWriteError
+from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 
 FIRST_BYTES = 16 << 20
 """Written before anything else is begun beside it."""
@@ -58,6 +58,18 @@ def write_atomically(path: Path, text: str) -> None:
     os.rename(beside, path)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, with those above it, unless it is there; their names are durable when this returns. OSError."""
+    missing = []
+    at = path
+    while not at.exists():
+        missing.append(at)
+        at = at.parent
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
 def sync_folder(path: Path) -> None:
     """Names in the folder are on the disk when this returns. OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -83,6 +95,14 @@ def read_error(error: OSError, path: Path) -> SnapshotError:
     """What to tell a person when a file of a snapshot cannot be read: damage, or a reason that lies elsewhere."""
     kind = SnapshotDamagedError if error.errno in DAMAGE else SnapshotError
     return kind(f"{path}: {error.strerror or error}")
+
+
+def vanished(folder: Path) -> SnapshotFolderError:
+    """What to tell a person whose running job has lost its snapshot folder."""
+    return SnapshotFolderError(
+        f"{folder} has vanished: it was removed, renamed or unmounted while this job used it\n"
+        "nothing is made in its place; put it back, or end the job and start it with another folder"
+    )
 
 
 def write_error(error: OSError, path: Path, size_bytes: int = 0) -> SnapshotWriteError:

@@ -4,13 +4,13 @@ The file with the highest number is the lease. It is taken by making the next nu
 contenders wins, and an owner that sees a higher number than its own knows that it has lost.
 
 Who may take it over, and when:
-- at once: it was given back; or its owner is of the same run id (holdfast lets one generation of a run live at a time,
-  so whoever comes later is the right one); or its owner was a process of this machine that is no more;
-- after the counter has stood still for LOOKS looks that are LOOK_S apart: nobody is there;
-- otherwise never: a counter that moves is a SnapshotBusyError.
+- at once: it was given back; or its owner was a process of this machine that is no more;
+- after the counter has stood still for LOOKS looks that are LOOK_S apart, or LOOKS_SAME_RUN when the owner is of the same
+  run id: nobody is there. (holdfast lets one generation of a run live at a time; but two jobs may have one run id);
+- otherwise never: a counter that moves, and a process of this machine that lives, is a SnapshotBusyError.
 
-No clock of another machine is compared with anything. An owner that is frozen longer than that loses the lease and is
-told at its next `check`; what both saved meanwhile are whole snapshots, because attempts are exclusive anyway.
+No clock of another machine is compared with anything. An owner elsewhere that is frozen longer than that loses the lease
+and learns it at its next `check`; what both saved meanwhile are whole snapshots, because attempts are exclusive anyway.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ BEAT_S = 2.0
 """How often a live owner advances its counter."""
 LOOK_S = 2.0
 LOOKS = 10
+LOOKS_SAME_RUN = 3
+"""More than one beat; a restart on another node waits for it."""
+MOVES_SAME_RUN = 2
+"""The first one may be the last beat of a dead owner, which a network file system shows late."""
+BEATS_MISSED_MAX = 10
+"""In a row; then others may take the folder, and `check` reports it."""
 JOIN_S = 5.0
 LEASE_BYTES_MAX = 64 << 10
 NO_IDENTITY = ("", "none")
@@ -65,9 +71,13 @@ class Owner:
         """Whether both are of one run that has an identity."""
         return self.run_id == other.run_id and self.run_id not in NO_IDENTITY
 
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this machine."""
+        return bool(self.machine) and self.machine == _machine()
+
     def is_dead(self) -> bool:
         """Whether it certainly is no more: a process of this machine that is gone."""
-        if not self.machine or self.machine != _machine():
+        if not self.is_here():
             return False
         try:
             os.kill(self.pid, 0)
@@ -118,9 +128,30 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """SnapshotBusyError when another job took the folder, SnapshotWriteError when the counter cannot be written."""
+        """What the thread has seen. SnapshotBusyError: another job took the folder. Until it is over: SnapshotFolderError,
+        the folder has vanished; SnapshotWriteError, the counter could not be written for long. One failed beat is nothing.
+        """
         if self._trouble is not None:
             raise self._trouble
+
+    def confirm(self) -> None:
+        """Look now, before something is written. SnapshotBusyError, SnapshotFolderError, SnapshotWriteError."""
+        try:
+            self._look()
+        except OSError as error:
+            raise disk.write_error(error, self._folder) from error
+
+    def _look(self) -> None:
+        """OSError, besides what `confirm` raises."""
+        try:
+            newest = _newest(self._folder)
+            if newest is not None and newest.number != self._number:
+                raise _lost(self._folder, newest)
+            there = os.stat(self._folder / _name(self._number))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise disk.vanished(self._folder) from error
+        if not os.path.samestat(there, os.fstat(self._file)):
+            raise disk.vanished(self._folder)
 
     def release(self) -> None:
         """Give it back; the next job need not wait. May be called again."""
@@ -144,18 +175,23 @@ class Lease:
         self.release()
 
     def _beat_on(self) -> None:
-        count = 0
+        count = missed = 0
         while not self._ending.wait(self._beat_s):
             count += 1
             try:
-                newest = _newest(self._folder)
-                if newest is None or newest.number != self._number:
-                    self._trouble = _lost(self._folder, newest)
-                    return
+                self._look()
                 self._put(COUNTER.format(count))
-                self._trouble = None
+            except SnapshotBusyError as error:
+                self._trouble = error
+                return
+            except SnapshotError as error:
+                self._trouble = error
             except OSError as error:
-                self._trouble = disk.write_error(error, self._folder / _name(self._number))
+                missed += 1
+                if missed >= BEATS_MISSED_MAX:
+                    self._trouble = disk.write_error(error, self._folder / _name(self._number))
+            else:
+                missed, self._trouble = 0, None
 
     def _put(self, counter: str) -> None:
         os.pwrite(self._file, counter.encode(), self._counter_at)
@@ -180,7 +216,7 @@ def acquire(
     path = Path(folder)
     me = Owner.me(run_id)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(path)
         while True:
             seen = _await_turn(path, me, look_s, looks, wait)
             number = seen.number + 1 if seen else 1
@@ -199,17 +235,27 @@ def owner(folder: str | os.PathLike[str]) -> Owner | None:
 
 def _await_turn(folder: Path, me: Owner, look_s: float, looks: int, wait: Callable[[float], object]) -> _Seen | None:
     """The lease that may be taken over now; None when there is none. SnapshotBusyError."""
-    before, stood = None, 0
+    before, stood, moves = None, 0, 0
     while True:
         seen = _newest(folder)
-        if seen is None or seen.free or seen.owner.same_run(me) or seen.owner.is_dead():
+        if seen is None or seen.free or seen.owner.is_dead():
             return seen
+        same_run = seen.owner.same_run(me)
         if before is not None and seen != before:
-            raise SnapshotBusyError(f"{folder} is in use by {seen.owner}; give each job a folder of its own")
-        if stood == looks:
+            stood, moves = 0, moves + 1
+            if not same_run or moves == MOVES_SAME_RUN:
+                raise _busy(folder, seen.owner, same_run=same_run)
+        elif stood >= (LOOKS_SAME_RUN if same_run else looks):
+            if seen.owner.is_here():
+                raise _busy(folder, seen.owner, same_run=same_run)
             return seen
         before, stood = seen, stood + 1
         wait(look_s)
+
+
+def _busy(folder: Path, owner: Owner, *, same_run: bool) -> SnapshotBusyError:
+    other = ", another one with the same --rdzv-id" if same_run else ""
+    return SnapshotBusyError(f"{folder} is in use by {owner}{other}; give each job a folder of its own")
 
 
 def _claim(folder: Path, number: int, me: Owner, beat_s: float) -> Lease | None:
@@ -240,10 +286,8 @@ def _claim(folder: Path, number: int, me: Owner, beat_s: float) -> Lease | None:
     return Lease(folder, number, file, len(line), beat_s)
 
 
-def _lost(folder: Path, newest: _Seen | None) -> SnapshotBusyError:
-    if newest is None:
-        return SnapshotBusyError(f"{folder}: this job's lease file was removed")
-    return SnapshotBusyError(f"{folder} was taken over by {newest.owner} while this job stood still")
+def _lost(folder: Path, newest: _Seen) -> SnapshotBusyError:
+    return SnapshotBusyError(f"{folder} was taken over by {newest.owner}: each job needs a folder of its own")
 
 
 def _newest(folder: Path) -> _Seen | None:

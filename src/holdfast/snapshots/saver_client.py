@@ -267,7 +267,7 @@ class SaverClient:
                 self._asked.pop(number, None)
             case "failed", number:
                 if self._asked.pop(number, None) is not None:
-                    self._failures.append(_error(str(packet.get("code")), str(packet.get("text"))))
+                    self._failures.append(error_of(str(packet.get("code")), str(packet.get("text"))))
             case "idle", number:
                 if number == self._waiting_for:
                     self._waiting_for = 0
@@ -324,11 +324,11 @@ def read_back(place: Place, path: Path, patience_s: float) -> None:
     if got is None:
         raise SaverLostError("the saver has ended meanwhile")
     if got[0].get("code") != "":
-        raise _error(str(got[0].get("code")), str(got[0].get("text")))
+        raise error_of(str(got[0].get("code")), str(got[0].get("text")))
 
 
-def _error(code: str, text: str) -> SnapshotError:
-    """As it was raised in the saver."""
+def error_of(code: str, text: str) -> SnapshotError:
+    """As it was raised elsewhere: in the saver, or by another rank."""
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SnapshotError))
     return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))
 

@@ -7,16 +7,20 @@ comes over the network is unpickled. A process without a group is a world of one
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import os
 import time
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from holdfast.core.errors import SnapshotIncompleteError
+from holdfast.train.guards import GuardWarning, enabled
 
 PATIENCE_S = 600.0
 """So long the ranks wait for each other: the slowest one may be reading a data set."""
@@ -25,6 +29,10 @@ RANK_0_FIRST_S = 5.0
 """So much longer the others wait for rank 0, which may have been waiting for one of them, and then says for whom."""
 SILENT = "silent"
 """Key under which it does."""
+GUARD_S = 5.0
+"""A rank that has waited so long in a named call warns which ranks are missing; other ranks than 0 wait twice as long."""
+MEETING_GUARD_S = 30.0
+"""As GUARD_S, when the ranks meet: before that one of them may have had a data set to prepare."""
 LOOK_AGAIN_S = 0.005
 """While ranks meet."""
 
@@ -42,6 +50,7 @@ class Peers:
         self._patience_s = patience_s
         self._turn = 0
         self._told: list[str] = []
+        self._call, self._guard_s = "", GUARD_S
 
     @property
     def store(self) -> Any:
@@ -65,12 +74,13 @@ class Peers:
         """
         word = os.urandom(8).hex()
         peers = cls(rank, world, store, patience_s)
-        if rank:
-            store.set(f"hello/{rank}", word)
-            word = peers._take([word])[0].decode()
-            store.set(f"{word}/{rank}", "here")
-        else:
-            peers._greet(word)
+        with peers.calling("ht.Snapshots (its resume(), or its first step())", MEETING_GUARD_S):
+            if rank:
+                store.set(f"hello/{rank}", word)
+                word = peers._take([word])[0].decode()
+                store.set(f"{word}/{rank}", "here")
+            else:
+                peers._greet(word)
         peers._store = dist.PrefixStore(word, store)
         return peers
 
@@ -79,7 +89,8 @@ class Peers:
         hellos = [f"hello/{rank}" for rank in range(1, self.world)]
         here = [f"{word}/{rank}" for rank in range(1, self.world)]
         answered: set[str] = set()
-        deadline_s = time.monotonic() + self._patience_s
+        begun_s = time.monotonic()
+        warn_s, deadline_s = begun_s + self._guard_s, begun_s + self._patience_s
         while not self._store.check(here):
             said = {each.decode() for each in self._take(hellos)}
             for each in said - answered:
@@ -87,6 +98,9 @@ class Peers:
             answered |= said
             if time.monotonic() > deadline_s:
                 raise self._silence(here)
+            if time.monotonic() > warn_s:
+                self._warn(here, self._guard_s)
+                warn_s = deadline_s
             time.sleep(LOOK_AGAIN_S)  # a store tells that there is a value, not that there is another one
         for each in (*hellos, *here, *answered):
             self._store.delete_key(each)
@@ -137,18 +151,48 @@ class Peers:
         said: list[Any] = self.tell(self.gather(value))
         return said
 
+    @contextlib.contextmanager
+    def calling(self, call: str, guard_s: float | None = None) -> Iterator[None]:
+        """What is said meanwhile belongs to this call of the script: a rank that waits in it for long warns."""
+        self._call, self._guard_s = call, GUARD_S if guard_s is None else guard_s
+        try:
+            yield
+        finally:
+            self._call = ""
+
     def _take(self, keys: list[str]) -> list[bytes]:
         patience_s = self._patience_s + (RANK_0_FIRST_S if self.rank else 0.0)
-        try:
-            self._store.wait(keys, datetime.timedelta(seconds=patience_s))
-        except dist.DistStoreError:
-            raise self._silence(keys) from None
+        guard_s = 2 * self._guard_s if self.rank else self._guard_s
+        if self._call and guard_s < patience_s and not self._is_there(keys, guard_s):
+            self._warn(keys, guard_s)
+            patience_s -= guard_s
+        if not self._is_there(keys, patience_s):
+            raise self._silence(keys)
         texts: list[bytes] = self._store.multi_get(keys)
         return texts
 
-    def _silence(self, keys: list[str]) -> SnapshotIncompleteError:
+    def _warn(self, keys: list[str], waited_s: float) -> None:
+        if enabled():
+            warnings.warn(
+                f"holdfast: rank {self.rank} has waited {waited_s:g} s in {self._call} for rank {self._missing(keys)}, and waits on.\n"
+                "Every rank has to make this call: take it out of `if rank == 0:`, the ranks do it together.",
+                GuardWarning,
+                stacklevel=3,
+            )
+
+    def _is_there(self, keys: list[str], patience_s: float) -> bool:
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=patience_s))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _missing(self, keys: list[str]) -> str:
         missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
-        who = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "") if self.rank == 0 else "0"
+        return ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "") if self.rank == 0 else "0"
+
+    def _silence(self, keys: list[str]) -> SnapshotIncompleteError:
+        who = self._missing(keys)
         if self.rank == 0:
             self._store.set(SILENT, who)
         elif self._store.check([SILENT]):

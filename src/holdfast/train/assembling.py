@@ -40,11 +40,11 @@ def assembled(saved: Saved, tensor: Get, array: Get) -> dict[str, Any]:
     for name, rest in codec.section(told, "models").items():
         prefix = f"{name}."
         state[name] = {key.removeprefix(prefix): tensor(key) for key in keys if key.startswith(prefix)}
-        state[name].update({fqn: codec.decode(value, tensor, array) for fqn, value in rest.items()})
+        state[name].update({fqn: codec.decode(value, tensor, array, plain=True) for fqn, value in rest.items()})
     for name in codec.section(told, "optimizers"):
         state[name] = _optimizer(saved, name, tensor, array)
     for name, tree in codec.section(told, "others").items():
-        state[name] = codec.decode(tree, tensor, array)
+        state[name] = codec.decode(tree, tensor, array, plain=True)
     return state
 
 
@@ -59,11 +59,11 @@ def _optimizer(saved: Saved, name: str, tensor: Get, array: Get) -> dict[str, An
                 state[fqn] = {
                     what: tensor(f"{name}.state.{fqn}.{what}")
                     if value is None
-                    else codec.decode(value[0], tensor, array)
+                    else codec.decode(value[0], tensor, array, plain=True)
                     for what, value in rest.items()
                 }
         groups = groups or [
-            {**codec.decode(group, tensor, array), "params": params}
+            {**codec.decode(group, tensor, array, plain=True), "params": params}
             for group, params in zip(told.get("groups", []), told.get("params", []), strict=True)
         ]
     return {"state": state, "param_groups": groups}

@@ -3,7 +3,11 @@
     None, bool, int, str, finite floats, lists      as JSON has them
     dicts whose keys are all text                   as JSON objects
     everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, huge integers, other dicts,
-                                                    sets, deques, complex numbers, torch's types and devices, arrays, tensors
+                                                    sets, deques, complex numbers, torch's types, sizes and devices,
+                                                    arrays, numpy's numbers, tensors, members of enums, named tuples
+
+A value comes back as the type that it was, or is refused; of other subclasses of plain types a warning says that they
+come back as the plain type. Classes of enums and named tuples are not imported: they are those of the running program.
 
 Tensors and numpy arrays leave the tree: it keeps their names, `Encoder.tensors` has them. Knows nothing of files.
 """
@@ -13,9 +17,12 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter, OrderedDict, deque
+import sys
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from enum import Enum, EnumType
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -48,25 +55,24 @@ class Encoder:
     def _encode(self, value: Any, path: str, depth: int) -> Any:
         if value is None or value is True or value is False or type(value) is str:
             return value
-        if type(value) is int:
+        kind = type(value)
+        if kind is int:
             return value if value.bit_length() <= INTEGER_BITS_MAX else {"$int": hex(value)}
         if depth > DEPTH_MAX:
             raise StateTypeError(f"{_short(path)}: nested more than {DEPTH_MAX} levels deep")
-        if isinstance(value, float):
-            value = float(value)  # numpy's float64 is one, too
+        if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, torch.Tensor):
             return {"$tensor": self._leave(path, value)}
-        if isinstance(value, dict):
+        if kind in (dict, Counter, OrderedDict):
             return self._dict(value, path, depth)
-        if type(value) is list:
+        if kind is list:
             return [self._encode(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
-        if isinstance(value, tuple):  # torch.Size and named tuples come back as plain ones
-            return {"$tuple": [self._encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]}
-        if isinstance(value, (bytes, bytearray)):
-            return {"$bytes": base64.b64encode(value).decode()}
-        if isinstance(value, (int, str)):  # IntEnum, StrEnum …
-            return self._encode(int(value) if isinstance(value, int) else str.__str__(value), path, depth)
+        if kind in (tuple, torch.Size):
+            items = [self._encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]
+            return {"$tuple" if kind is tuple else "$size": items}
+        if kind in (bytes, bytearray):
+            return {f"${kind.__name__}": base64.b64encode(value).decode()}
         return self._rarer(value, path, depth)
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
@@ -90,18 +96,35 @@ class Encoder:
             return {"$complex": [self._encode(each, path, depth) for each in (value.real, value.imag)]}
         if kind in (torch.dtype, torch.device):
             return {f"${kind.__name__}": str(value).removeprefix("torch.")}
-        return self._foreign(value, path)
+        if kind is defaultdict and value.default_factory in _FACTORIES:
+            return {"$defaultdict": [_FACTORIES.index(value.default_factory), self._dict(dict(value), path, depth)]}
+        if _class_at(_place_of(kind)) is kind:
+            if isinstance(value, Enum) and value.name in kind.__members__:
+                plain = value.value if type(value.value) in (int, str) else None
+                return {"$enum": [_place_of(kind), value.name, plain]}
+            if _is_named(kind):
+                return {"$named": [_place_of(kind), self._encode(tuple(value), path, depth)]}
+        return self._foreign(value, path, depth)
 
-    def _foreign(self, value: Any, path: str) -> Any:
-        """numpy's, known by their names: numpy itself may not be there."""
+    def _foreign(self, value: Any, path: str, depth: int) -> Any:
+        """numpy's, known by their names: numpy itself may not be there. Then what is nearly plain."""
         kind = type(value)
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             if kind.__name__ == "ndarray" and value.dtype.kind in ARRAY_KINDS:
                 # Types that torch lacks go as bytes; their own type's name brings them back.
                 raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
                 return {"$array": [self._leave(path, raw), value.dtype.str, list(value.shape)]}
-            if value.ndim == 0 and value.dtype.kind in "biuf":
-                return self._encode(value.item(), path, 0)
+            if kind.__name__ != "ndarray" and value.ndim == 0 and value.dtype.kind in ARRAY_KINDS:
+                return {"$number": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        plain = next((each for each in _PLAIN if isinstance(value, each)), None)
+        if plain is not None and not (isinstance(value, Enum) and not isinstance(value, (int, str))):
+            warnings.warn(
+                f"holdfast: {_short(path)}: a {kind.__module__}.{kind.__qualname__} comes back as a plain {plain.__name__}; "
+                f"let state_dict() give a {plain.__name__}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self._encode(_as_plain(plain, value), path, depth)
         raise StateTypeError(
             f"{_short(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored without pickle\n"
             "let state_dict() give tensors, numbers, text, bytes, lists, tuples, sets and dicts"
@@ -132,6 +155,59 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
             raise StateTypeError(f"{_short(ascii(path))}: the name is not text and cannot be stored") from None
 
 
+_FACTORIES = (None, int, float, str, bool, list, dict, set, tuple)
+"""Of defaultdicts, by their number in a saved state."""
+_PLAIN: tuple[type, ...] = (dict, list, tuple, str, int, float, bytes, bytearray)
+
+
+def _as_plain(plain: type, value: Any) -> Any:
+    if plain in (dict, list, tuple):
+        return plain(value)
+    # Their own methods: a subclass may have others.
+    return {str: str.__str__, int: int.__int__, float: float.__float__}.get(plain, plain)(value)
+
+
+def _place_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class_at(place: str) -> Any:
+    """A class of the running program; None when it has none there. Nothing is imported, and nothing called."""
+    module, _, name = place.partition(":")
+    found: Any = sys.modules.get(module)
+    for each in name.split("."):
+        found = getattr(found, each, None)
+    return found if isinstance(found, type) else None
+
+
+def _is_named(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
+
+
+def _instance(kind: str, content: Any, get: _Gets) -> Any:
+    place, what = content[:2]
+    if kind == "$named":
+        what = _decode(what, get)
+    if get.plain:
+        return what if kind == "$named" else what if content[2] is None else content[2]
+    found = _class_at(place)
+    if kind == "$enum" and isinstance(found, EnumType) and what in found.__members__:
+        return found[what]
+    if kind == "$named" and _is_named(found) and len(what) == len(found._fields):
+        return tuple.__new__(found, what)
+    raise StateTypeError(f"the saved state has a {place.replace(':', '.')}, which this program has not (or not so)")
+
+
+def _number(content: Any, *, plain: bool) -> Any:
+    import numpy as np
+
+    dtype, data = np.dtype(content[0]), base64.b64decode(content[1])
+    number = np.frombuffer(data, dtype)[0] if dtype.itemsize else dtype.type()
+    if not plain:
+        return number
+    return float(number) if dtype.kind == "f" else number.item()
+
+
 def _named(key: Any) -> str:
     try:
         return repr(key)
@@ -146,15 +222,22 @@ def _short(path: str) -> str:
 _Get = Callable[[str], torch.Tensor]
 
 
-def decode(tree: Any, tensor: _Get, array: _Get | None = None) -> Any:
+class _Gets(NamedTuple):
+    tensor: _Get
+    array: _Get
+    plain: bool
+
+
+def decode(tree: Any, tensor: _Get, array: _Get | None = None, *, plain: bool = False) -> Any:
     """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is made of.
 
-    SnapshotDamagedError for a tree that is none of ours.
+    `plain`: for another program, which lacks the classes of this one's enums and named tuples, and may load without
+    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours.
     """
-    return _decode(tree, (tensor, array or tensor))
+    return _decode(tree, _Gets(tensor, array or tensor, plain))
 
 
-def _decode(tree: Any, get: tuple[_Get, _Get]) -> Any:
+def _decode(tree: Any, get: _Gets) -> Any:
     if isinstance(tree, list):
         return [_decode(each, get) for each in tree]
     if not isinstance(tree, dict):
@@ -166,28 +249,37 @@ def _decode(tree: Any, get: tuple[_Get, _Get]) -> Any:
     return {key: _decode(each, get) for key, each in tree.items()}
 
 
-def _decode_kind(kind: str, content: Any, get: tuple[_Get, _Get]) -> Any:
+def _decode_kind(kind: str, content: Any, get: _Gets) -> Any:
     match kind:
         case "$tensor":
-            return get[0](content)
-        case "$tuple":
-            return tuple(_decode(each, get) for each in content)
+            return get.tensor(content)
+        case "$tuple" | "$size":
+            items = [_decode(each, get) for each in content]
+            return torch.Size(items) if kind == "$size" else tuple(items)
+        case "$enum" | "$named":
+            return _instance(kind, content, get)
+        case "$number":
+            return _number(content, plain=get.plain)
+        case "$defaultdict":
+            made = _decode(content[1], get)
+            return made if get.plain else defaultdict(_FACTORIES[content[0]], made)
         case "$float":
             return float(content)
         case "$int":
             return int(content, 16)
-        case "$bytes":
-            return base64.b64decode(content)
+        case "$bytes" | "$bytearray":
+            raw = base64.b64decode(content)
+            return bytearray(raw) if kind == "$bytearray" else raw
         case "$array":
-            return _array(content, get[1])
+            return _array(content, get.array)
         case "$dict" | "$ordered" | "$counter":
             pairs = ((_decode(key, get), _decode(each, get)) for key, each in content)
             if kind == "$counter":
                 return Counter(dict(pairs))
             return OrderedDict(pairs) if kind == "$ordered" else dict(pairs)
         case "$set" | "$frozenset":
-            items = (_decode(each, get) for each in content)
-            return set(items) if kind == "$set" else frozenset(items)
+            members = (_decode(each, get) for each in content)
+            return set(members) if kind == "$set" else frozenset(members)
         case "$deque":
             return deque(_decode(content[0], get), content[1])
         case "$complex":

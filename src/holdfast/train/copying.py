@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.core.errors import SnapshotMemoryError
+from holdfast.core.errors import SnapshotMemoryError, StateMismatchError
 
 try:
     from holdfast.train import _stream
@@ -33,6 +33,9 @@ THREADS_MAX = 16
 PAGES_BYTES = 512 << 10
 """Copied at once: whoever waits for the last ones waits for so many."""
 NICENESS = 19
+_NO_OVERLAP, _OVERLAP = 0, 1
+"""Of torch's own look at a tensor; it says 2 where it cannot tell."""
+_SHARED = "a tensor whose items share memory (expanded?) cannot hold what was saved: give the model a copy, .clone()"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -118,6 +121,7 @@ def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
     with torch.no_grad():
         if _stream is not None:
             targets, sources = _copy_plain(targets, sources)
+        targets, sources = _copy_odd(targets, sources)
         devices = {each.device for each in (*targets, *sources) if not each.is_cpu}
         if sources:
             torch._foreach_copy_(list(targets), list(sources), non_blocking=bool(devices))
@@ -141,6 +145,57 @@ def _copy_plain(
             others[1].append(source)
     _stream.copy(*blocks, min(torch.get_num_threads(), THREADS_MAX))
     return others
+
+
+def _copy_odd(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Copy into targets that torch does not copy into along with others; returns the other targets, and their sources."""
+    odd = {number for number, each in enumerate(targets) if _is_odd(each)}
+    for number in odd:
+        with torch.inference_mode(targets[number].is_inference()):
+            _copy_into_odd(targets[number], sources[number])
+    if not odd:
+        return targets, sources
+    left = [number for number in range(len(targets)) if number not in odd]
+    return [targets[number] for number in left], [sources[number] for number in left]
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """A view that conjugates or negates, made in inference mode, or with items that share memory (or perhaps do)."""
+    return (
+        tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_inference()
+        or bool(torch._debug_has_internal_overlap(tensor) != _NO_OVERLAP)
+    )
+
+
+def _copy_into_odd(target: torch.Tensor, source: torch.Tensor) -> None:
+    """StateMismatchError when items that share memory have different values."""
+    if torch._debug_has_internal_overlap(target) != _OVERLAP:
+        target.copy_(source)
+    else:
+        # Expanded: one item of each that share memory is written.
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0:
+                target, source = target.narrow(dim, 0, 1), _the_same_along(source, dim)
+        target.copy_(source)
+        return
+    if torch._debug_has_internal_overlap(target) != _NO_OVERLAP and not _is_equal(target, source):
+        raise StateMismatchError(_SHARED)
+
+
+def _the_same_along(source: torch.Tensor, dim: int) -> torch.Tensor:
+    first = source.narrow(dim, 0, 1)
+    if not _is_equal(first.expand_as(source), source):
+        raise StateMismatchError(_SHARED)
+    return first
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    other = other.to(one.device)
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124 - nan
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

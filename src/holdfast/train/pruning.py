@@ -20,7 +20,6 @@ class Pruner:
         self._verified = Verified()
         self._due = False
         self._thread: threading.Thread | None = None
-        self._failure: SnapshotError | None = None
 
     def begin_after(self, tier: Tier) -> None:
         """There will be a new snapshot, once the tier has written it."""
@@ -29,31 +28,27 @@ class Pruner:
         self.check(tier)
 
     def check(self, tier: Tier) -> None:
-        """Start when the new snapshot is on the disk; raise what went wrong. Never waits."""
+        """Start when the new snapshot is on the disk. Never waits."""
         running = self._thread is not None and self._thread.is_alive()
         if self._due and not running and not tier.busy:
             self._due = False
             self._thread = threading.Thread(target=self._prune, name="holdfast-retention")
             self._thread.start()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
 
     def finish(self) -> None:
-        """Whatever is due, now. SnapshotError."""
+        """Whatever is due, now."""
         if self._thread is not None:
             self._thread.join()
         if self._due:
             self._due = False
             self._prune()
-        if self._failure is not None:
-            raise self._failure
 
     def _prune(self) -> None:
         try:
             done = retention.prune(self._path, self._keep, verified=self._verified)
         except SnapshotError as error:
-            self._failure = error
+            # What was saved is there; that it takes more room than was asked for must not end the training.
+            warnings.warn(f"holdfast: old snapshots were not deleted: {error}", RuntimeWarning, stacklevel=2)
             return
         for path, why in done.damaged:
             warnings.warn(f"holdfast: {path.name} was set aside: {why}", RuntimeWarning, stacklevel=2)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from holdfast.core.errors import ShardingError, SnapshotDamagedError, SnapshotError
+from holdfast.core.errors import ShardingError, SnapshotDamagedError, SnapshotError, StateMismatchError
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.image import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
 from holdfast.snapshots.reader import RankFile
@@ -232,9 +232,9 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
     def _check_shape(self, key: str, tensor: torch.Tensor) -> None:
         found = self.whole_shape(key)
         if found is None:
-            raise ShardingError(f"{key} is tracked now and was not when the snapshot was made")
+            raise StateMismatchError(f"{key} is tracked now and was not when the snapshot was made")
         if found[0] != tuple(tensor.shape):
-            raise ShardingError(f"{key} has the shape {list(tensor.shape)}, and {list(found[0])} in the snapshot")
+            raise StateMismatchError(f"{key} has the shape {list(tensor.shape)}, and {list(found[0])} in the snapshot")
 
     def fresh(self, key: str) -> torch.Tensor:
         """A saved tensor as a new one, whole, in main memory."""

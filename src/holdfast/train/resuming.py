@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from holdfast.core.errors import (
     HoldfastError,
@@ -21,6 +22,7 @@ from holdfast.core.errors import (
     SnapshotDamagedError,
     SnapshotError,
     SnapshotGoneError,
+    StateMismatchError,
 )
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import layout
@@ -28,10 +30,13 @@ from holdfast.snapshots.folder import Survey
 from holdfast.snapshots.layout import Key, Kind
 from holdfast.snapshots.reader import RankFile
 from holdfast.train.agreement import Peers
+from holdfast.train.fitting import Choice, Compared, Fit, together
 from holdfast.train.reading import FilePart, Prepared, Saved, open_files, parts_of_slot
-from holdfast.train.state import Tracker
+from holdfast.train.state import Restored, Tracker
 from holdfast.train.tiers import Held, Tier
 from holdfast.train.tracked import Targets
+
+_T = TypeVar("_T")
 
 STANDSTILL_S = 2.0
 """An unfinished save in which nothing moves for so long is nobody's: its writer has died."""
@@ -50,6 +55,8 @@ class Resumed:
     """Ranks of the job that saved it."""
     skipped: tuple[str, ...] = ()
     """Newer snapshots that were found damaged, and why."""
+    notes: tuple[str, ...] = ()
+    """What was not restored as it was saved, because `strict=False` or `optional=` allowed it."""
 
 
 Offer = tuple[int, int, int]
@@ -65,13 +72,21 @@ class Resumer:
     peers: Peers
     tier: Tier
     fresh_ok: bool
+    choice: Choice = Choice()  # noqa: RUF009 - frozen
     adopted: Saved | None = None
     """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
+    _misfit: StateMismatchError | None = None
+    """Of a state in memory."""
 
     def run(self) -> Resumed | None:
         """None: there is nothing to go on from. All ranks return the same, or all raise."""
-        return self._from_memory() or self._from_disk()
+        resumed = self._from_memory() or self._from_disk()
+        if resumed is None and self._misfit is not None:
+            raise self._misfit  # a beginning from zero would lose that state
+        for note in resumed.notes if resumed is not None and self.peers.rank == 0 else ():
+            warnings.warn(f"holdfast: {note}", RuntimeWarning, stacklevel=4)
+        return resumed
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -105,31 +120,51 @@ class Resumer:
 
     def _from_slots(self, step: int, held: list[Held]) -> Resumed | None:
         """None when not every rank finds all that it needs, or something is damaged."""
-        found: list[tuple[Prepared, Targets]] = []
-
-        def prepare() -> None:
-            saved = Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
-            targets = self.tracker.targets(saved, self.peers.rank)
-            found.append((saved.prepare(targets.fill), targets))
-
-        if self._failed_anywhere(prepare):
+        compared = self._on_all(lambda: self._compare(self._held(held)))
+        if compared is None:
             return None
-        prepared, targets = found[0]
-        world_then, damage = self._together(lambda: self._restore(prepared, targets))
+        saved, findings = compared
+        if any(self.peers.share(bool(findings.missing))):
+            return None  # on another node, or not saved at all: the disk knows
+        try:
+            fit = together(self.peers, findings, self.choice)
+        except StateMismatchError as error:
+            self._misfit = error
+            return None
+        found = self._on_all(lambda: self._prepare(saved, fit))
+        if found is None:
+            return None
+        restored, damage = self._together(lambda: self._restore(*found, fit))
         if damage:
             self.skipped.append(f"step {step} in memory: {damage}")
             return None
-        self.adopted = prepared.saved
-        return Resumed(step, "memory", world_then, tuple(self.skipped))
+        self.adopted = saved
+        return self._resumed(step, "memory", restored, fit)
 
-    def _failed_anywhere(self, prepare: Callable[[], None]) -> bool:
-        """Whether it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
+    def _held(self, held: list[Held]) -> Saved:
+        return Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
+
+    def _on_all(self, work: Callable[[], _T]) -> _T | None:
+        """None when it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
+        result: _T | None = None
+        mine: Exception | None = None
+        word = ""
         try:
-            prepare()
-            failed = False
+            result = work()
         except (ShardingError, SnapshotDamagedError):
-            failed = True
-        return any(self.peers.share(failed))
+            word = "not here"
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks must not wait for us
+            mine, word = error, f"{type(error).__name__}: {error}"
+        said = self.peers.share([word, mine is not None])
+        if mine is not None:
+            raise mine
+        self._raise_for(said)
+        return None if any(text for text, _ in said) else result
+
+    def _raise_for(self, said: list[Any]) -> None:
+        for rank, (text, is_error) in enumerate(said):
+            if is_error:
+                raise SnapshotError(f"rank {rank} could not resume: {text}")
 
     # --- the disk -----------------------------------------------------------------------------------------------------
 
@@ -138,6 +173,7 @@ class Resumer:
         passed: set[Key] = set()
         while True:
             word = self.peers.tell(self._next_on_disk(passed) if self.peers.rank == 0 else None)
+            self.skipped = list(word.get("skipped", self.skipped))
             if "error" in word:
                 raise word["error"] if isinstance(word["error"], HoldfastError) else SnapshotError(word["error"])
             if not word["path"]:
@@ -145,11 +181,12 @@ class Resumer:
                 return None
             path = Path(word["path"])
             _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
+            resumed = None
             if not damage:
-                world_then, damage = self._together(lambda path=path: self._load(path))  # type: ignore[misc]
-            if not damage:
+                resumed, damage = self._from_folder(word["step"], path)
+            if resumed is not None:
                 self._clear()
-                return Resumed(word["step"], "disk", world_then, tuple(self.skipped))
+                return resumed
             self.skipped.append(f"{path.name}: {damage}")
             if self.peers.rank == 0:
                 passed.add(Key(word["step"], word["attempt"]))
@@ -170,7 +207,12 @@ class Resumer:
             return {"error": error if self.peers.world == 1 else str(error)}
         if chosen is None:
             return {"path": ""}
-        return {"path": str(chosen.path), "step": chosen.key.step, "attempt": chosen.key.attempt}
+        return {
+            "path": str(chosen.path),
+            "step": chosen.key.step,
+            "attempt": chosen.key.attempt,
+            "skipped": self.skipped,
+        }
 
     def _await_predecessor(self) -> None:
         """Its saves may be about to become the newest: the saver of this node knows, or the folder still changes."""
@@ -204,39 +246,64 @@ class Resumer:
                 file.check()
         return 0
 
-    def _load(self, path: Path) -> int:
-        files = open_files(folders.inspect(path))
-        try:
-            saved = Saved([FilePart(file) for file in files])
-            targets = self.tracker.targets(saved, self.peers.rank)
-            return self._restore(saved.prepare(targets.fill), targets)
-        finally:
-            for file in files:
-                file.close()
+    def _from_folder(self, step: int, path: Path) -> tuple[Resumed | None, str]:
+        """None and why, when the snapshot is at fault."""
+        with contextlib.ExitStack() as files:
+
+            def compare() -> tuple[Saved, Compared]:
+                opened = open_files(folders.inspect(path))
+                for file in opened:
+                    files.callback(file.close)
+                return self._compare(Saved([FilePart(file) for file in opened]))
+
+            compared, damage = self._together(compare)
+            if damage:
+                return None, damage
+            saved, findings = compared
+            fit = together(self.peers, findings, self.choice)
+            restored, damage = self._together(lambda: self._restore(*self._prepare(saved, fit), fit))
+            return (None, damage) if damage else (self._resumed(step, "disk", restored, fit), "")
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _restore(self, prepared: Prepared, targets: Targets) -> int:
-        prepared.load()
-        return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all())
+    def _compare(self, saved: Saved) -> tuple[Saved, Compared]:
+        return saved, self.tracker.compare(saved, self.peers.rank, self.choice)
 
-    def _together(self, work: Callable[[], Any]) -> tuple[int, str]:
+    def _prepare(self, saved: Saved, fit: Fit) -> tuple[Prepared, Targets]:
+        targets = self.tracker.targets(saved, self.peers.rank, fit)
+        return saved.prepare(targets.fill), targets
+
+    def _restore(self, prepared: Prepared, targets: Targets, fit: Fit) -> Restored:
+        prepared.load()
+        return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all(), fit)
+
+    def _resumed(self, step: int, source: Literal["memory", "disk"], restored: Restored, fit: Fit) -> Resumed:
+        """An optional object that refused its state on some rank keeps its initial state on all."""
+        refused: dict[str, str] = {}
+        for each in self.peers.share(restored.refused) if fit.optional else ():
+            refused = {**each, **refused}
+        for name in sorted(refused):
+            self.tracker.put_back(name, restored)
+        notes = (*fit.notes, *(f"{name} is not restored: {why}" for name, why in sorted(refused.items())))
+        return Resumed(step, source, restored.world_then, tuple(self.skipped), notes)
+
+    def _together(self, work: Callable[[], _T]) -> tuple[_T, str]:
         """All ranks do it. Returns its result and no text, or a text when the snapshot is at fault; else all raise."""
-        mine: HoldfastError | None = None
-        result = 0
+        mine: Exception | None = None
+        result: Any = None
         word: dict[str, str] = {}
         try:
-            result = work() or 0
+            result = work()
         except (SnapshotDamagedError, SnapshotGoneError) as error:
             word = {"damage": str(error)}
         except HoldfastError as error:
             mine, word = error, {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks must not wait for us
+            mine, word = error, {"error": f"{type(error).__name__}: {error}"}
         said = self.peers.share(word)
         if mine is not None:
             raise mine
-        for rank, each in enumerate(said):
-            if "error" in each:
-                raise SnapshotError(f"rank {rank} could not resume: {each['error']}")
+        self._raise_for([(each.get("error"), "error" in each) for each in said])
         return result, next((each["damage"] for each in said if "damage" in each), "")
 
 

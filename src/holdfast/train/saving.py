@@ -8,20 +8,24 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.errors import HoldfastError, SnapshotError, SnapshotMemoryError
+from holdfast.core.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import attempt
 from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.lease import Lease
+from holdfast.snapshots.saver_client import error_of
 from holdfast.train import sharding
 from holdfast.train.agreement import Peers, node_key
 from holdfast.train.copying import step_back
+from holdfast.train.failures import FailedSaves, Failure
 from holdfast.train.reading import Saved
 from holdfast.train.schedule import Timekeeper
 from holdfast.train.sharding import TEXT, Layout, Places
@@ -39,18 +43,42 @@ class Done:
 
     durable: bool
     """It goes to the disk; otherwise it is in memory alone."""
+    failure: str = ""
+    """Why this one, which was to go to the disk, or the newest that did, is not there."""
     look_at: int = 0
     """Rank 0's word: when to ask again whether it is time; 0: it said nothing of it."""
+
+
+class _Said(NamedTuple):
+    """By one rank, in a round."""
+
+    staged: str
+    metrics: dict[str, float]
+    step: int
+    troubles: list[list[str]]
 
 
 class Saving:
     """Saves of one rank."""
 
-    def __init__(self, path: Path, tracker: Tracker, peers: Peers, tier: Tier, rescue: int, clock: Timekeeper) -> None:
-        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks."""
+    def __init__(
+        self,
+        path: Path,
+        tracker: Tracker,
+        peers: Peers,
+        tier: Tier,
+        rescue: int,
+        clock: Timekeeper,
+        failures_max: int,
+        lease: Lease | None,
+    ) -> None:
+        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`: rank 0's."""
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
-        self._rescue, self._clock = rescue, clock
+        self._rescue, self._clock, self._lease = rescue, clock, lease
+        self._failed = FailedSaves(failures_max)
+        self.troubles: list[SnapshotError] = []
+        """What went wrong in the background on this rank, and the others do not know yet."""
         self._saves = 0
         """Since this life began; equal on all ranks."""
         self._layout: Layout | None = None
@@ -101,31 +129,63 @@ class Saving:
 
     def plan_ahead(self) -> None:
         """Plan before anything is due, and take memory in the background."""
-        self._plan(self._collect())
+        self._plan_together()
 
-    def save(self, *, durable: bool, metrics: Mapping[str, Any]) -> Done:
-        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that."""
+    def look(self) -> None:
+        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not raise."""
+        checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
+        for check in checks:
+            while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):
+                self.troubles.append(error)
+
+    def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False) -> Done:
+        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What prevents
+        it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
+        """
         self._saves += 1
         numbers = _numbers(metrics)
-        word = self._round(numbers, durable=durable)
-        if word["do"] == "plan":
-            self._plan(self._collect())
-            word = self._round(numbers, durable=durable)
-        if word["do"] == "plan":
+        failure = ""
+        for _ in range(2):
+            with self._peers.calling("snaps.save()" if demanded else "snaps.step()"):
+                word = self._round(numbers, durable=durable, demanded=demanded)
+            failure = self._hear(word.get("failure")) or failure
+            if word["do"] == "fail":
+                raise SnapshotError(word["text"])
+            if word["do"] != "plan":
+                break
+            self._plan_together()
+        else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
-        if word["do"] == "fail":
-            raise SnapshotError(word["text"])
         if word["do"] == "persist":
-            self.tier.persist(self._ticket(word["attempt"]), self._metadata(word["metrics"]))
-        return Done(word["do"] == "persist", word.get("look_at", 0))
+            self._persist(self._ticket(word["attempt"]), self._metadata(word["metrics"]))
+        return Done(word["do"] == "persist", failure, word.get("look_at", 0))
+
+    def _hear(self, word: Mapping[str, Any] | None) -> str:
+        """What rank 0 says of failed saves; SnapshotError, on all ranks, when it is fatal."""
+        if word is None:
+            return ""
+        failure = Failure(**word)
+        if failure.fatal:
+            raise error_of(failure.code, failure.message)
+        if self._peers.rank == 0:
+            warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
+        return failure.text
+
+    def _persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+        try:
+            self.tier.persist(ticket, metadata)
+        except (SnapshotError, ValueError) as error:
+            told = error if isinstance(error, SnapshotError) else SnapshotWriteError(str(error))
+            self.troubles.append(told)
+            attempt.refuse(ticket, str(told))  # rank 0 would wait for this rank's part
 
     def wait(self) -> None:
         """Until everything is committed, on every rank; all raise when that went wrong on one."""
-        failure: HoldfastError | None = None
+        failure: HoldfastError | None = self.troubles.pop(0) if self.troubles else None
         try:
             self.tier.wait()
         except HoldfastError as error:
-            failure = error
+            failure = failure or error
         said = self._peers.share("" if failure is None else str(failure))
         if failure is not None:
             raise failure
@@ -135,39 +195,61 @@ class Saving:
 
     # --- one round: every rank copies and says how it went; rank 0 says what is next ------------------------------------
 
-    def _round(self, metrics: Mapping[str, float], *, durable: bool) -> dict[str, Any]:
+    def _round(self, metrics: Mapping[str, float], *, durable: bool, demanded: bool) -> dict[str, Any]:
         failure: Exception | None = None
         try:
             staged = self._stage(self._collect(), metrics, wait=durable)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             failure, staged = error, f"failed: {type(error).__name__}: {error}"
-        said = self._peers.gather([staged, metrics])
-        word: dict[str, Any] = self._peers.tell(self._judge(said, durable=durable) if said else None)
+        self.look()
+        troubles = [[each.code, str(each)] for each in self.troubles]
+        self.troubles.clear()
+        said = self._peers.gather([staged, metrics, self._tracker.state.step, troubles])
+        word: dict[str, Any] = self._peers.tell(
+            self._judge([_Said(*each) for each in said], durable=durable, demanded=demanded) if said else None
+        )
         if failure is not None:
             raise failure
         return word
 
-    def _judge(self, said: Sequence[Any], *, durable: bool) -> dict[str, Any]:
+    def _judge(self, said: Sequence[_Said], *, durable: bool, demanded: bool) -> dict[str, Any]:
         """Rank 0 decides."""
-        for rank, (staged, _) in enumerate(said):
-            if staged.startswith("failed"):
-                return {"do": "fail", "text": f"rank {rank} {staged}"}
-        if any(staged == "unplanned" for staged, _ in said):
-            return {"do": "plan"}
         step, now_s = self._tracker.state.step, time.monotonic()
-        all_there = all(staged == "staged" for staged, _ in said)
-        if not durable:
-            durable = self._clock.due(now_s) and not self.tier.busy and all_there
+        for rank, each in enumerate(said):
+            if each.staged.startswith("failed"):
+                return {"do": "fail", "text": f"rank {rank} {each.staged}"}
+            if each.step != step:
+                return {
+                    "do": "fail",
+                    "text": f"rank 0 saves after step {step}, rank {rank} after step {each.step}\n"
+                    "every rank has to call step() and save() equally often: not inside `if rank == 0:`",
+                }
         word: dict[str, Any] = {"do": "keep"}
-        if durable:
-            try:
-                number = attempt.begin(self._path, step)
-            except HoldfastError as error:
-                return {"do": "fail", "text": str(error)}
+        failure = self._failed.reported([each.troubles for each in said], busy=self.tier.busy)
+        if failure is not None:
+            word["failure"] = asdict(failure)
+            if failure.fatal:
+                return word
+        if any(each.staged == "unplanned" for each in said):
+            return {**word, "do": "plan"}
+        all_there = all(each.staged == "staged" for each in said)
+        if durable or (self._clock.due(now_s) and not self.tier.busy and all_there):
             self._clock.saved(now_s)
-            word = {"do": "persist", "attempt": number, "metrics": _means([each for _, each in said])}
+            try:
+                number = self._begin(step)
+            except SnapshotError as error:
+                failure = self._failed.not_begun(error)
+                word["failure"] = asdict(replace(failure, fatal=failure.fatal or demanded))
+            else:
+                self._failed.handed_over()
+                word |= {"do": "persist", "attempt": number, "metrics": _means([each.metrics for each in said])}
         word["look_at"] = self._clock.next_look(step, now_s)
         return word
+
+    def _begin(self, step: int) -> int:
+        if self._lease is not None:
+            self._lease.confirm()
+        return attempt.begin(self._path, step, make=False)
 
     def _collect(self) -> Collected:
         return self._tracker.collect(self._peers.rank, self._peers.world)
@@ -222,9 +304,24 @@ class Saving:
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
+    def _plan_together(self) -> None:
+        """What one rank cannot do all raise: to plan, the ranks wait for each other."""
+        failure: Exception | None = None
+        try:
+            self._await_reserved()
+            self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
+            collected = self._collect()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            failure = error
+        said = self._peers.share("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise SnapshotError(f"rank {rank} failed: {text}")
+        self._plan(collected)
+
     def _plan(self, collected: Collected) -> None:
-        self._await_reserved()
-        self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
         text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
         self._places.clear()
         node = f"{node_key()}:{self.tier.place}"
@@ -253,6 +350,14 @@ class Saving:
             self.tier = PrivateTier()
 
 
+def _raised(check: Callable[[], None]) -> SnapshotError | None:
+    try:
+        check()
+    except SnapshotError as error:
+        return error
+    return None
+
+
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Metrics as plain numbers; what is none is left out of the snapshot. A tensor is waited for only here."""
     numbers = {}
@@ -261,7 +366,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             continue
         try:
             numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             continue
     return numbers
 

@@ -334,7 +334,7 @@ class Places:
         for (dtype, shape), tensor in zip(self._kinds, tensors, strict=True):
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             if local.dtype != dtype and local.dtype not in CODES:
-                local = local.detach().contiguous().flatten().view(torch.uint8)
+                local = local.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
             if local.dtype != dtype or local.shape != shape:
                 return False
             sources.append(local)

@@ -21,18 +21,26 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from holdfast import worker
-from holdfast.core.errors import HoldfastError, IntervalError, RetentionError, SnapshotError, TrackingError
+from holdfast.core.errors import (
+    HoldfastError,
+    IntervalError,
+    RetentionError,
+    SnapshotError,
+    SnapshotWriteError,
+    TrackingError,
+)
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.retention import Keep
 from holdfast.snapshots.saver_client import rescue_attempt
 from holdfast.train.agreement import Peers
+from holdfast.train.fitting import Choice
 from holdfast.train.guards import same_loss
 from holdfast.train.pruning import Pruner
 from holdfast.train.reading import Saved
@@ -53,6 +61,7 @@ class Snapshots:
     memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
     keep          which snapshots stay on the disk; None: all
     fresh_ok      whether resume() may return None although the folder has unfinished or damaged snapshots and no good one
+    failures_max  saves to the disk that fail in a row until all ranks raise; fewer are a warning of rank 0's
     exit_on_stop  leave with exit code 0 when the launcher asks to stop and everything is saved; False: `stopping` says it
 
     Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends.
@@ -66,6 +75,7 @@ class Snapshots:
         keep: Keep | None = Keep(),  # noqa: B008 - frozen
         *,
         fresh_ok: bool = False,
+        failures_max: int = 5,
         exit_on_stop: bool = True,
     ) -> None:
         self.path = Path(os.path.abspath(folder))
@@ -73,6 +83,8 @@ class Snapshots:
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
         if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
             raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
+        if type(failures_max) is not int or failures_max < 1:
+            raise IntervalError(f"failures_max={failures_max!r}: a number of saves, at least 1")
         if keep is not None and not isinstance(keep, Keep):
             raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
         timed = None if every is None or isinstance(every, Steps) else seconds(every)
@@ -80,6 +92,7 @@ class Snapshots:
         self._clock = Timekeeper(timed)
         self._keep = keep
         self._fresh_ok = fresh_ok
+        self._failures_max = failures_max
         self._exit_on_stop = exit_on_stop
         self._tracker = Tracker()
         self._tracker.state._save = self._save_epoch
@@ -87,6 +100,8 @@ class Snapshots:
             self._tracker.state._finish = self._save_the_last
         self._durable_epoch = 0
         """In which the newest state on the disk is: 1 when that is the end of epoch 0."""
+        self._unsaved = ""
+        """Why the newest state that was to go to the disk is not there."""
         self._used = False
         """step() or save() was called."""
         self._optimized = False
@@ -136,20 +151,35 @@ class Snapshots:
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
-    def resume(self) -> Resumed | None:
+    def resume(
+        self, *, strict: bool = True, only: Iterable[str] | None = None, optional: Iterable[str] = ()
+    ) -> Resumed | None:
         """Go on from the newest state that every rank can load; None when nothing was ever saved here.
 
-        Every rank calls it, once, after `track` and before the first step. Raises NoValidSnapshotError when there is only
-        debris (unless `fresh_ok`), ShardingError when what is tracked does not fit what was saved.
+        Every rank calls it, once, after `track` and before the first step. What is tracked has to be what was saved:
+
+        strict    False: tensors and objects that are on one side only are named in a warning, and no error
+        only      restore these objects alone (fine-tuning), and step, epoch and random numbers. What is saved afterwards
+                  is whole: a restart with the same `only` restores all of it
+        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not fit: an average of
+                  the weights that was added later, the loader of a dataset that has grown
+
+        Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is tracked
+        does not fit what was saved.
         """
+        choice = Choice.of(strict, only, optional)
         if self._closed:
             raise TrackingError("these snapshots are closed")
         if self._saving is not None:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
+        if unknown := sorted((choice.only or set()) - self._tracker.names()):
+            raise TrackingError(f"resume(only=…): nothing is tracked as {', '.join(unknown)}")
         with self._closed_by_failure():
             peers, tier = self._open()
-            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok)
+            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok, choice)
             resumed = resumer.run()
+        if choice.only is not None:
+            self._tracker.chosen = tuple(sorted(choice.only))
         tier.forget(self.state.step if resumed else -1)
         self._begin(peers, tier)
         if resumer.adopted is not None and self._saving is not None:
@@ -209,7 +239,9 @@ class Snapshots:
         self._clock.start(step, time.monotonic())
         if peers.rank == 0 and self._keep is not None:
             self._pruner = Pruner(self.path, self._keep)
-        self._saving = Saving(self.path, self._tracker, peers, tier, self._rescue, self._clock)
+        self._saving = Saving(
+            self.path, self._tracker, peers, tier, self._rescue, self._clock, self._failures_max, self._lease
+        )
 
     def _begun(self) -> Saving:
         """What saves; begins anew when resume() was never called and there is nothing to resume from."""
@@ -236,8 +268,9 @@ class Snapshots:
 
         Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
         optimizer step are pending nothing is saved; what was due is saved after it. When the launcher asks to stop,
-        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). Raises SnapshotError for what
-        went wrong in the background since the last call.
+        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong in the background
+        is reported to all ranks in the next save: a warning, or, after `failures_max` failed saves in a row or when another job
+        has taken the folder, a SnapshotError on all of them at the same step.
         """
         saving = self._begun()
         self._used = True
@@ -247,7 +280,7 @@ class Snapshots:
             self._beat()
         worker.at_step(self.state.step)
         self._metrics = metrics
-        self._check()
+        self._look(saving)
         if not self._optimized and self._tracker.optimizers:
             return
         self._optimized = False
@@ -271,30 +304,38 @@ class Snapshots:
     def save(self, *, wait: bool = False) -> None:
         """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
 
-        With `wait` it returns when the snapshot is committed. Raises SnapshotError.
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike.
         """
         saving = self._begun()
-        self._check()
-        self._save(saving, durable=True)
+        self._look(saving)
+        self._save(saving, durable=True, demanded=True)
         if wait:
+            self._wait(saving)
+
+    def _wait(self, saving: Saving) -> None:
+        try:
             saving.wait()
+        except SnapshotError as error:
+            self._unsaved = str(error)
+            raise
 
     def _save_the_last(self) -> None:
         """All epochs are trained, on every rank."""
         newest = (self._schedule.durable_step, self._durable_epoch)
-        if self._saving is not None and (self.state.step, self.state.epoch) != newest:
+        if self._saving is not None and ((self.state.step, self.state.epoch) != newest or self._unsaved):
             self._save_epoch()
 
     def _save_epoch(self) -> None:
         if not self._closed:
-            self.save()
+            self._save(self._begun(), durable=True)
 
-    def _save(self, saving: Saving, *, durable: bool) -> None:
+    def _save(self, saving: Saving, *, durable: bool, demanded: bool = False) -> None:
         self._used = True
-        done = saving.save(durable=durable, metrics=self._metrics)
+        done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded)
         if done.look_at:
             self._schedule.look_at = done.look_at
-        self._schedule.saved(self.state.step, done.durable)
+        self._schedule.saved(self.state.step, done.durable or (durable and bool(done.failure)))
+        self._unsaved = "" if done.durable else done.failure or self._unsaved
         if done.durable:
             self._durable_epoch = self.state.epoch
         if done.durable and self._pruner is not None:
@@ -302,20 +343,17 @@ class Snapshots:
 
     def _drain(self, saving: Saving) -> None:
         """Asked to stop: all ranks are here, after the same step."""
-        self._save(saving, durable=True)
-        saving.wait()
+        self._save(saving, durable=True, demanded=True)
+        self._wait(saving)
         self.stopping = True
         if self._exit_on_stop:
             raise SystemExit(0)
 
-    def _check(self) -> None:
-        """Raise what went wrong in the background."""
-        if self._current_tier is not None:
-            self._current_tier.check()
-        if self._lease is not None:
-            self._lease.check()
-        if self._pruner is not None and self._current_tier is not None:
-            self._pruner.check(self._current_tier)
+    def _look(self, saving: Saving) -> None:
+        """Whether something went wrong in the background, and whether old snapshots can go."""
+        saving.look()
+        if self._pruner is not None:
+            self._pruner.check(saving.tier)
 
     @property
     def _is_child_s(self) -> bool:
@@ -344,12 +382,23 @@ class Snapshots:
             if self._lease is not None:
                 last.callback(self._lease.release)
             if self._current_tier is not None:
-                last.callback(self._current_tier.close, ahead=self._schedule.saved_step > self._schedule.durable_step)
+                ahead = self._schedule.saved_step > self._schedule.durable_step or bool(self._unsaved)
+                last.callback(self._current_tier.close, ahead=ahead)
                 if self._pruner is not None:
                     last.callback(self._pruner.finish)
                 if self._current_tier.busy:
                     self._current_tier.wait()
-                self._current_tier.check()
+                self._raise_unsaved(self._current_tier)
+
+    def _raise_unsaved(self, tier: Tier) -> None:
+        """What went wrong and is not made good by a later save."""
+        if self._saving is not None:
+            self._saving.look()
+            for error in self._saving.troubles:
+                raise error
+            if self._unsaved:
+                raise SnapshotWriteError(f"the newest state is not on the disk: {self._unsaved}")
+        tier.check()
 
     def _abandon(self) -> None:
         """After an exception: wait for nothing, and have the saver write what memory is ahead."""

@@ -9,6 +9,8 @@ How models and optimizers are taken apart is in tracked.py.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import ShardingError, TrackingError
 from holdfast.train import codec
+from holdfast.train.fitting import Choice, Compared, Fit
 from holdfast.train.random_numbers import random_state, set_random_state
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import OWN, TIED
@@ -45,6 +48,17 @@ class Collected:
         """Equal as long as a layout holds, and the tensors' shapes and types stay the same."""
         sharded = [(key, each.placements) for key, each in self.shared.items() if isinstance(each, DTensor)]
         return (list(self.shared), list(self.own), sharded)
+
+
+@dataclass
+class Restored:
+    """What came of a restore on one rank."""
+
+    world_then: int
+    refused: dict[str, str] = field(default_factory=dict)
+    """Optional objects that did not take their state, and why."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """States that optional objects had."""
 
 
 @dataclass
@@ -109,6 +123,27 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
         )
 
 
+def _checked(model: TrackedModel) -> TrackedModel:
+    """Said now, and not at the first save."""
+    try:
+        model.live()
+    except TypeError as error:
+        raise TrackingError(
+            f"track({model.name}=…): its state_dict() fails: {error}\n"
+            "one that a module overrides has to take torch's keywords: def state_dict(self, *args, **kwargs)"
+        ) from error
+    return model
+
+
+def _check_takes_nothing(name: str, state_dict: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(state_dict).bind()
+    except TypeError as error:
+        raise TrackingError(f"track({name}=…): its state_dict() has to work without arguments: {error}") from error
+    except ValueError:
+        return  # no signature to be had, as of some compiled functions
+
+
 @dataclass
 class Tracker:
     """Everything that is tracked, by the names it was given."""
@@ -118,6 +153,8 @@ class Tracker:
     _optimizers: list[TrackedOptimizer] = field(default_factory=list)
     _others: dict[str, Any] = field(default_factory=dict)
     _kept: _Parts | None = None
+    chosen: tuple[str, ...] | None = None
+    """This life was begun with these objects alone of a snapshot (`resume(only=…)`); what it saves says so, and is whole."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """TrackingError for what cannot be tracked, and for a name that is taken."""
@@ -126,11 +163,14 @@ class Tracker:
                 raise TrackingError(f"track({name}=…): the name is taken, or has a slash")
             if isinstance(each, nn.Module):
                 _refuse_fsdp1(name, each)
-                self._models.append(TrackedModel(name, each))
+                self._models.append(_checked(TrackedModel(name, each)))
             elif isinstance(each, Optimizer) and type(each).state_dict is Optimizer.state_dict:
                 self._optimizers.append(TrackedOptimizer(name, each, self._models))
             elif callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
+                _check_takes_nothing(name, each.state_dict)
                 self._others[name] = each
+                if callable(keep := getattr(each, "keep_position", None)):
+                    keep()
             else:
                 hint = (
                     "\ntake ht.DataLoader, or track its ht.DistributedSampler" if isinstance(each, DataLoader) else ""
@@ -174,6 +214,8 @@ class Tracker:
                 each.name: {"groups": each.groups(encoder), **parts.optimizers[each.name]} for each in self._optimizers
             },
             "others": {name: encoder.encode(each.state_dict(), name) for name, each in self._others.items()},
+            "kinds": self._kinds(),
+            "only": self.chosen,
             "random": encoder.encode(random_state(), "random"),
             TIED: parts.tied,
         }
@@ -202,36 +244,80 @@ class Tracker:
         self._kept = parts if still else None
         return parts
 
-    def targets(self, saved: Saved, rank: int) -> Targets:
+    def _kinds(self) -> dict[str, str]:
+        """Names of the classes of what cannot go on with the state of another class. Models may be wrapped."""
+        return {
+            **{each.name: type(each.optimizer).__name__ for each in self._optimizers},
+            **{name: type(each).__name__ for name, each in self._others.items()},
+        }
+
+    def compare(self, saved: Saved, rank: int, choice: Choice) -> Compared:
+        """How what is to be restored fits: for `fitting.together`."""
+        told = _told(saved, rank)
+        there = {name for part in ("models", "optimizers", "others") for name in told[part]}
+        whole = choice.only is None or told.get("only") == sorted(choice.only)
+        wanted = self.names() if whole or choice.only is None else set(choice.only)
+        found = Compared(frozenset(wanted), self.names(), {name: [name] for name in sorted(wanted - there)})
+        if whole:
+            found.unexpected += sorted(there - found.held)
+        for model in self._models:
+            if model.name in wanted & there:
+                model.compare(saved, told["models"], there, found)
+        kinds = codec.section(told, "kinds")
+        for optimizer in self._optimizers:
+            if optimizer.name in wanted & there:
+                optimizer.compare(_merged(saved, told, optimizer.name), told["models"], kinds, found)
+        for name, each in self._others.items():
+            was, kind = kinds.get(name), type(each).__name__
+            if name in wanted & there and was not in (None, kind) and choice.strict:
+                found.problems[name] = f"{name} is a {kind} now, and a {was} in the snapshot"
+        return found
+
+    def targets(self, saved: Saved, rank: int, fit: Fit) -> Targets:
         """The shared tensors to fill before `restore`."""
         shared, encoder = Shared(), codec.Encoder()
         for model in self._models:
-            model.collect(model.live(), shared, encoder)
+            if model.name in fit.restored:
+                model.collect(model.live(), shared, encoder)
         for name, first in shared.tied.items():
             check_tied(saved, name, first)
-        into = Targets(fill=shared.tensors)
+        into = Targets(fill={name: each for name, each in shared.tensors.items() if name not in fit.missing})
         told = _told(saved, rank)
         for optimizer in self._optimizers:
-            optimizer.targets(saved, _merged(saved, told, optimizer.name), into)
+            if optimizer.name in fit.restored:
+                optimizer.targets(saved, _merged(saved, told, optimizer.name), told["models"], into)
         return into
 
-    def restore(self, saved: Saved, rank: int, world: int, filled: Mapping[str, torch.Tensor]) -> int:
-        """Give everything its state, after `filled` (the targets) were. Returns the world then."""
+    def restore(self, saved: Saved, rank: int, world: int, filled: Mapping[str, torch.Tensor], fit: Fit) -> Restored:
+        """Give everything its state, after `filled` (the targets) were."""
         told = _told(saved, rank)
         world_then: int = codec.expect(told.get("world"), int, "world")
-        missing = self.names() - {name for part in ("models", "optimizers", "others") for name in told[part]}
-        if missing:
-            raise ShardingError(f"the snapshot has nothing for {', '.join(sorted(missing))}")
         for model in self._models:
-            model.restore_rest(codec.section(told["models"], model.name), saved.fresh)
+            if model.name in fit.restored:
+                model.restore_rest(codec.section(told["models"], model.name), saved.fresh)
         for optimizer in self._optimizers:
-            optimizer.restore(_merged(saved, told, optimizer.name), filled, saved.fresh)
+            if optimizer.name in fit.restored:
+                optimizer.restore(_merged(saved, told, optimizer.name), told["models"], filled, saved.fresh)
+        done = Restored(world_then)
         for name, each in self._others.items():
-            each.load_state_dict(codec.decode(told["others"][name], saved.fresh))
+            if name in fit.restored:
+                state = codec.decode(told["others"][name], saved.fresh)
+                if name in fit.optional:
+                    done.before[name] = copy.deepcopy(each.state_dict())
+                try:
+                    each.load_state_dict(state)
+                except Exception as error:
+                    if name not in fit.optional:
+                        raise
+                    done.refused[name] = str(error)
         self.state.step = codec.expect(told.get("step"), int, "step")
         self.state.epoch = codec.expect(told.get("epoch"), int, "epoch")
         set_random_state(codec.decode(told["random"], saved.fresh), None if world == world_then else (rank, world))
-        return world_then
+        return done
+
+    def put_back(self, name: str, done: Restored) -> None:
+        """Give this object back the state that it had: on some rank it refused the saved one."""
+        self._others[name].load_state_dict(done.before[name])
 
 
 def _told(saved: Saved, rank: int) -> dict[str, Any]:

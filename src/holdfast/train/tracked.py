@@ -5,7 +5,7 @@ Those names do not depend on DDP, FSDP2 or compile: `model.<fqn>` and `optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.core.errors import ShardingError, TrackingError
+from holdfast.core.errors import ShardingError, StateMismatchError, TrackingError
 from holdfast.train import codec
+from holdfast.train.fitting import Compared, groups_problem, optimizer_problem
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import local_tensor
 
@@ -89,6 +90,31 @@ class TrackedModel:
                 rest[fqn] = encoder.encode(value, f"{self.name}.{fqn}")
         return rest
 
+    def compare(self, saved: Saved, told: Mapping[str, Any], there: Collection[str], found: Compared) -> None:
+        """Its tensors and other entries with those of the snapshot, which has the objects `there`."""
+        shared = Shared()
+        rest = {f"{self.name}.{fqn}" for fqn in self.collect(self.live(), shared, codec.Encoder())}
+        held = {*shared.tensors, *shared.tied, *rest}
+        others = [name for name in there if name.startswith(f"{self.name}.")]
+        was = {
+            key
+            for key in saved.pieces
+            if key.startswith(f"{self.name}.") and not any(key.startswith(f"{other}.") for other in others)
+        }
+        was |= {f"{self.name}.{fqn}" for fqn in codec.section(told, self.name)}
+        missing = sorted(({*shared.tensors} | rest) - was)
+        if missing:
+            found.missing[self.name] = missing
+        found.unexpected += sorted(was - held)
+        found.held |= held
+        for key, tensor in shared.tensors.items():
+            shape = saved.whole_shape(key)
+            if shape is not None and shape[0] != tuple(tensor.shape):
+                found.problems[self.name] = (
+                    f"{key} has the shape {list(tensor.shape)}, and {list(shape[0])} in the snapshot"
+                )
+                break
+
     def restore_rest(self, rest: Mapping[str, Any], tensor: Callable[[str], torch.Tensor]) -> None:
         """The tensors were filled in place."""
         if rest:
@@ -110,15 +136,26 @@ class TrackedOptimizer:
 
     def _fqn(self, parameter: torch.Tensor) -> str:
         if parameter not in self._fqns:
-            several = len(self._models) > 1
-            self._fqns = {
-                each: f"{model.name}.{model.fqn(raw)}" if several else model.fqn(raw)
-                for model in self._models
-                for raw, each in model.module.named_parameters()
-            }
-        if parameter not in self._fqns:
+            self._fqns = self._named([each.name for each in self._models])
+        return self._known(self._fqns, parameter)
+
+    def _known(self, names: Mapping[torch.Tensor, str], parameter: torch.Tensor) -> str:
+        if parameter not in names:
             raise TrackingError(f"{self.name} has parameters of no tracked model: track(model=…, {self.name}=…)")
-        return self._fqns[parameter]
+        return names[parameter]
+
+    def _named(self, models: Collection[str]) -> dict[torch.Tensor, str]:
+        """Parameters by their names in a snapshot of these models: with the model's, unless there is only one."""
+        alone = next(iter(models)) if len(models) == 1 else None
+        return {
+            each: model.fqn(raw) if model.name == alone else f"{model.name}.{model.fqn(raw)}"
+            for model in self._models
+            for raw, each in model.module.named_parameters()
+        }
+
+    def _groups_in(self, models: Collection[str]) -> list[list[str]]:
+        names = self._named(models)
+        return [[self._known(names, each) for each in group["params"]] for group in self.optimizer.param_groups]
 
     def live(self) -> list[Any]:
         """Everything that its state consists of."""
@@ -162,29 +199,37 @@ class TrackedOptimizer:
         params = [[self._fqn(each) for each in group["params"]] for group in self.optimizer.param_groups]
         return {"params": params, "state": state}
 
-    def targets(self, saved: Saved, told: Mapping[str, Any], into: Targets) -> None:
+    def compare(
+        self, told: Mapping[str, Any], models: Collection[str], kinds: Mapping[str, str], found: Compared
+    ) -> None:
+        """Its class and parameter groups with those of the snapshot, which has these models."""
+        now = self._groups_in(models)
+        kind = type(self.optimizer).__name__
+        problem = optimizer_problem(self.name, told, kind, self.optimizer.defaults, kinds)
+        problem = problem or groups_problem(self.name, now, told["params"])
+        if problem:
+            found.problems[self.name] = problem
+
+    def targets(self, saved: Saved, told: Mapping[str, Any], models: Collection[str], into: Targets) -> None:
         """Tensors to fill: those that are there, and new ones for what a fresh optimizer does not have yet."""
-        parameters = self.parameters()
+        names = self._named(models)
+        parameters = {names[each]: each for group in self.optimizer.param_groups for each in group["params"]}
         for fqn, rest in codec.section(told, "state").items():
-            parameter = parameters.get(fqn)
-            if parameter is None:
-                raise ShardingError(f"{self.name} has no parameter {fqn}, the one in the snapshot has")
+            parameter = parameters[fqn]
             held = self.optimizer.state.get(parameter, {})
             for what, value in rest.items():
                 if value is None:
                     _target(saved, f"{self.name}.state.{fqn}.{what}", held.get(what), parameter, into)
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return {self._fqn(each): each for group in self.optimizer.param_groups for each in group["params"]}
-
     def restore(
-        self, told: Mapping[str, Any], filled: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]
+        self,
+        told: Mapping[str, Any],
+        models: Collection[str],
+        filled: Mapping[str, torch.Tensor],
+        tensor: Callable[[str], torch.Tensor],
     ) -> None:
-        numbers = {fqn: number for number, fqn in enumerate(self.parameters())}
-        params, groups = told["params"], told["groups"]
-        mine = [[self._fqn(each) for each in group["params"]] for group in self.optimizer.param_groups]
-        if [sorted(each) for each in mine] != [sorted(each) for each in params]:
-            raise ShardingError(f"{self.name} has other parameter groups than the one in the snapshot")
+        groups, mine = told["groups"], self._groups_in(models)
+        numbers = {fqn: number for number, fqn in enumerate(chain.from_iterable(mine))}
         state = {
             numbers[fqn]: {
                 what: filled[f"{self.name}.state.{fqn}.{what}"] if value is None else codec.decode(value[0], tensor)
@@ -202,7 +247,8 @@ class TrackedOptimizer:
 
     def _undo_casts(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """torch's gives state the type of its parameter: float32 master weights of bfloat16 ones would be rounded."""
-        for number, parameter in enumerate(self.parameters().values()):
+        parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        for number, parameter in enumerate(parameters):
             held = self.optimizer.state[parameter] if number in state else {}
             for what, exact in state.get(number, {}).items():
                 cast = held.get(what)
@@ -216,7 +262,7 @@ def check_tied(saved: Saved, name: str, first: str) -> None:
     if was is None or was is now:
         return
     if now is None or not _same_bits(saved.fresh(name), saved.fresh(first)):
-        raise ShardingError(f"{name} and {first} are one tensor now, and were two in the snapshot")
+        raise StateMismatchError(f"{name} and {first} are one tensor now, and were two in the snapshot")
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

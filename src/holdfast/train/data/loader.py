@@ -34,6 +34,9 @@ class DataLoader:
     seed               of the order and the augmentations (0, or that of `generator`); has to be equal on all ranks
     seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
     rank, world        where they are not the process group's: the rank among the data-parallel groups
+    resumable          whether a `for` that was left by `break` is continued by the next one. None: once somebody keeps the
+                       loader's position: `Snapshots.track` does, and so does a call of `state_dict()`. False: for
+                       validation data that are tracked; each `for` begins an epoch, and so does a restart
 
     Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done.
     """
@@ -62,7 +65,11 @@ class DataLoader:
         seed_samples: bool = True,
         rank: int | None = None,
         world: int | None = None,
+        resumable: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
     ) -> None:
+        _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler)
         self.dataset = dataset
         self.shuffle = shuffle
         self.rank, self.world = place(rank, world)
@@ -99,14 +106,19 @@ class DataLoader:
             pin_memory_device=pin_memory_device,
         )
         self._passes = 0
+        self._resumable = bool(resumable)
+        self._decided = resumable is not None
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch; then the next `for` goes over the next one. One pass at a time.
 
-        A `for` that was left by `break` is continued by the next one, from the first batch that is not known to be
-        trained: looking at a batch by `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
+        Where the position is kept (`resumable`) a `for` that was left by `break` is continued by the next one, from the first
+        batch that is not known to be trained; otherwise the next one begins the next epoch. Looking at a batch by
+        `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
         """
         position = self._position
+        if not self._resumable and position.cursor:
+            position.set_epoch(position.epoch + 1)
         self._passes += 1
         this_pass = self._passes
         self._share = None
@@ -189,6 +201,11 @@ class DataLoader:
         """Samples of this epoch that are trained, on all ranks together."""
         return self._position.cursor
 
+    def keep_position(self) -> None:
+        """Somebody keeps the position: what a `for` leaves is left for the next one, unless `resumable=False`."""
+        if not self._decided:
+            self._resumable = True
+
     def set_epoch(self, epoch: int) -> None:
         """The next `for` goes over `epoch` from its start. A loaded state is kept: its own epoch goes on at its cursor, and
         one before it gives no batch, since it is finished."""
@@ -200,14 +217,18 @@ class DataLoader:
         Asking for the next batch says it, too. Once it has been called on a loader, `state_dict()` counts only batches of
         which it was said; on a loader that was never told it counts the batch in the loop's body.
         """
+        self.keep_position()
         self._position.trained()
 
     def state_dict(self) -> dict[str, Any]:
         """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any num_workers."""
-        return self._position.state_dict()
+        self.keep_position()
+        state = self._position.state_dict()
+        return state if self._resumable else {**state, "cursor": 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there. Raises DataStateError when the state belongs to another dataset, seed or order."""
+        self.keep_position()
         self._position.load_state_dict(state)
         self._passes += 1
         self._share = None
@@ -232,6 +253,16 @@ class _Batches:
 
     def __iter__(self) -> Iterator[BatchKey]:
         return self._keys
+
+
+def _refuse_samplers(**given: Any) -> None:
+    for name, each in given.items():
+        if each is not None:
+            raise DataError(
+                f"{name}= cannot be given: this loader makes the order of the samples itself, so that it can go on anywhere.\n"
+                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. With a sampler of "
+                "your own keep torch's DataLoader; it begins each epoch from its start."
+            )
 
 
 def _tail(tail: Tail | None, *, drop_last: bool) -> Tail:

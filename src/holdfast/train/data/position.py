@@ -100,7 +100,8 @@ class Position:
         if state["length"] != self.length:
             raise DataStateError(
                 f"The snapshot's dataset had {state['length']:,} samples, this one has {self.length:,}: the position means nothing here.\n"
-                "Train on with the dataset of the snapshot, or leave the loader out of what is restored."
+                "Train on with the dataset of the snapshot, or have the loader begin at the epoch's start: "
+                "snaps.resume(optional=['loader']), by the name that it is tracked with."
             )
         for name, argument in (("seed", "seed="), ("order", "shuffle= or the shards")):
             if state[name] != getattr(self, name):

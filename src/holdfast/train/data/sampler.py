@@ -55,13 +55,14 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         rank, world = place(rank, num_replicas)
         seed = operator.index(seed)
         self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL)
-        self._told = False
         self._begun = False
         """Indices were drawn since the position was last set from outside."""
         self._exhausted = False
         """All of the pass's indices were drawn."""
+        self._told = False
+        """Somebody has reported what was trained, in this life of the job or an earlier one."""
         self._batch = 0
-        """Samples of this rank's last batch."""
+        """Samples of this rank's last batch; 0: not known."""
         super().__init__(dataset, world, rank, shuffle, seed, drop_last or tail == "drop")
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
         self._end = len(dataset)
@@ -70,19 +71,19 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     def __iter__(self) -> Iterator[int]:
         """Indices of this rank for the rest of the epoch."""
         position = self._position
-        if self._exhausted and (not self._told or self._end - position.cursor < self._batch * self.num_replicas):
+        if self._exhausted and (not self._batch or self._end - position.cursor < self._batch * self.num_replicas):
             # Less than a batch may be left: torch's loader leaves it out by its own drop_last, which we do not see.
             position.finish()
         self._exhausted = False
         if not position.begin():
             return
-        self._begun = True
         order = order_of(position.length, position.seed, position.epoch, shuffle=self.shuffle)
         start, length, world = position.cursor, position.length, self.num_replicas
         stop = start + len(self) * world
         self._end = min(stop, length)
         for block in range(start + self.rank, stop, world * _BLOCK):
             positions = np.arange(block, min(block + world * _BLOCK, stop), world)
+            self._begun = True  # not before: in an epoch that is trained to its end there is nothing to draw
             yield from order.take(positions % length).tolist()
         self._exhausted = True
 
@@ -118,16 +119,22 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         position.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """(seed, epoch, cursor, length) and the order's name, equal on all ranks. Raises DataStateError when nobody told it
-        what was trained."""
+        """(seed, epoch, cursor, length), the order's name and the batch size, equal on all ranks. Raises DataStateError when
+        indices were drawn and nobody has reported what was trained."""
         if self._begun and not self._told:
             raise DataStateError(
                 "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
-                "Call sampler.note_trained(batch_size) after each batch, or use holdfast.train.DataLoader."
+                "Call sampler.note_trained(batch_size) after each batch, or use holdfast.train.DataLoader; "
+                "one that only validates need not be tracked."
             )
-        return self._position.state_dict()
+        return {**self._position.state_dict(), "batch": self._batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there, in the next pass. Raises DataStateError when the state belongs to another dataset, seed or order."""
         self._position.load_state_dict(state)
         self._begun = self._exhausted = False
+        # The rest of the epoch may be less than a batch: torch's loader draws it and hands nothing out, so that there is
+        # nothing to report. Older snapshots do not have the size; their cursor moved because somebody reported.
+        batch = state.get("batch", 0)
+        self._batch = batch if type(batch) is int and batch > 0 else 0
+        self._told = self._told or bool(self._batch or self._position.cursor)
