@@ -178,7 +178,7 @@ def test_an_old_conversation_cannot_be_repeated() -> None:
 
 def test_what_a_peer_says_cannot_upset_a_terminal() -> None:
     code, text = read_refusal(write_refusal("HF111", "red \x1b[31m\nline")) or ("", "")
-    assert (code, text) == ("HF111", "red  [31m line")
+    assert (code, text) == ("HF111", "red  line")
     evil = JobSpec(run_id="x\x1b[31m\n" + "y" * 1000, min_nodes=2, max_nodes=4, backend="c10d")
     pair = Pair(None, None, client_job=evil).run()
     assert "\x1b" not in str(pair.server.error)

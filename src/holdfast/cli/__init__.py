@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdfast.core.errors import HoldfastError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -77,18 +76,33 @@ def run_command(command: str, rest: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `holdfast report | head`
-        drop_output()
-        return EXIT_BROKEN_PIPE
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - nothing ends without a code
         from errno import EDQUOT, EFBIG, ENOSPC
 
-        if error.errno not in (ENOSPC, EDQUOT, EFBIG) or error.filename is not None:
-            raise
-        drop_output()
-        print(f"holdfast: what there is to say cannot be written: {error.strerror}", file=sys.stderr)
-        return EXIT_NOT_WRITTEN
+        if isinstance(error, BrokenPipeError) and nobody_reads():  # `holdfast report | head`
+            drop_output()
+            return EXIT_BROKEN_PIPE
+        if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG) and error.filename is None:
+            drop_output()
+            print(f"holdfast: what there is to say cannot be written: {error.strerror}", file=sys.stderr)
+            return EXIT_NOT_WRITTEN
+        from holdfast.core.errors import InternalError
+
+        show_traceback(error)
+        complain(InternalError.code, f"holdfast failed: {type(error).__name__}: {error}")
+        return InternalError.exit_code
     return status
+
+
+def nobody_reads() -> bool:
+    """Whether what reads our output has gone: any other broken pipe is not `| head`."""
+    from select import POLLERR, poll
+
+    if sys.stdout is None:
+        return False
+    poller = poll()
+    poller.register(sys.stdout.fileno(), 0)
+    return any(mask & POLLERR for _, mask in poller.poll(0))
 
 
 def drop_output() -> None:
@@ -101,7 +115,7 @@ def complain(code: str, text: str) -> int:
     return EXIT_USAGE
 
 
-def show_traceback(error: HoldfastError) -> None:
+def show_traceback(error: Exception) -> None:
     """A fault of ours is shown with all there is to know about it."""
     import traceback
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.core.bounds import WORKERS_PER_NODE_MAX
 from holdfast.core.errors import ProcessesError
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def count_processes(text: str, environ: Mapping[str, str], probes: Probes = THIS
         return count_devices(text, environ, probes)
     if number <= 0:
         raise ProcessesError("the number of workers must be at least 1")
+    if number > WORKERS_PER_NODE_MAX:
+        raise ProcessesError(f"a node has at most {WORKERS_PER_NODE_MAX} workers")
     return Count(number, "workers", "given")
 
 

@@ -75,8 +75,10 @@ def start(
         options = resolve(parsed, os.environ)
         for notice in options.notices if say_notices else ():
             print(f"holdfast: {notice}", file=sys.stderr)
+        from holdfast.runtime import descriptors
         from holdfast.runtime.workers import preload
 
+        descriptors.provide(options.nproc)
         preload.begin(keeper, options)  # before our own heavy modules: it imports while we do
         from holdfast.insight.screen import render
         from holdfast.insight.verdicts import judge

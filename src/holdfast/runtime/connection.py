@@ -11,7 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from holdfast.core.errors import (
     CoordinatorUnreachableError,
@@ -28,6 +28,7 @@ from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.rendezvous.port_holder import who_holds
 from holdfast.runtime.detached import run_detached
+from holdfast.runtime.faults import describe
 from holdfast.wire.codec import decode_from_coordinator
 from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake
 from holdfast.wire.session import Session
@@ -41,6 +42,7 @@ WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """A peer that leaves so much unread is lost."""
 
 Received = TypeVar("Received")
+P = ParamSpec("P")
 
 
 def fresh_nonce() -> bytes:
@@ -168,15 +170,24 @@ class Connection(asyncio.Protocol, Generic[Received]):
         if self._on_message is None:
             return
         while self._waiting:
-            self._on_message(self._waiting.popleft())
+            _call(self._on_message, self._waiting.popleft())
         if self._lost and self._on_closed is not None:
             on_closed, self._on_closed = self._on_closed, None
-            on_closed(self._reason)
+            _call(on_closed, self._reason)
 
     def _tell_handshake(self, error: HoldfastError | None) -> None:
         if self._on_handshake is not None:
             on_handshake, self._on_handshake = self._on_handshake, None
-            on_handshake(self, error)
+            _call(on_handshake, self, error)
+
+
+def _call(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """asyncio takes an OSError from a protocol for the end of its connection and says nothing: a fault of ours in what
+    a message brings about must not look like that."""
+    try:
+        callback(*args, **kwargs)
+    except OSError as error:
+        raise InternalError(f"holdfast failed at a message of a peer: {describe(error)}") from error
 
 
 async def dial(

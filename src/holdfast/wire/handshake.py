@@ -24,6 +24,7 @@ from msgspec import Struct
 from holdfast.core.errors import AuthenticationError, HoldfastError, ProtocolError, RefusedError
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.wire.framing import PROTOCOL_VERSION
+from holdfast.wire.words import one_line
 
 if TYPE_CHECKING:
     from holdfast.wire.seal import Seal
@@ -276,7 +277,7 @@ def read_refusal(payload: bytes) -> tuple[str, str] | None:
     if not payload.startswith(REFUSAL_MARK):
         return None
     code, _, text = payload[len(REFUSAL_MARK) :].decode("utf-8", "replace").partition("\n")
-    return _printable(code[:16]), _printable(text[:REFUSAL_CHARS_MAX]) or "the coordinator gave no reason"
+    return one_line(code[:16]), one_line(text[:REFUSAL_CHARS_MAX]) or "the coordinator gave no reason"
 
 
 def _version_text(*, ours: int, theirs: int, name: str) -> str:
@@ -302,10 +303,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a malformed handshake: {error}") from None
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text).strip()
 
 
 def _portable(text: str) -> str:

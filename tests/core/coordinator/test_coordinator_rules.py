@@ -300,7 +300,7 @@ def test_of_two_generations_the_newer_one_counts() -> None:
 
 def test_who_comes_with_a_generation_that_was_replaced_is_told_to_kill_it() -> None:
     desk = two_of_three()
-    desk.join_running(3, generation=1)
+    desk.join_running(3, generation=1, of=3)
     assert Abandon(1) in [message for link, message in desk.told if link == 3]
 
 

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from holdfast.core.bounds import WORKERS_PER_NODE_MAX
 from holdfast.core.coordinator.state import Member
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import Join
 
+GENERATION_MAX = 2**48
+"""No job comes near: what an agent says of its newest generation is refused above it, and every later one still fits
+into the messages."""
 LAST_WORDS_S = 1.0
 """So long after its end a holder may still be heard: what it sent was on its way."""
 
@@ -41,7 +45,7 @@ class Admission:
 
     def consider(self, link: int, join: Join, members: Iterable[Member], now: float) -> Admit | Deny | None:
         """None: held as a claim; `settle` will say."""
-        problem = self._problem(join.node)
+        problem = self._problem(join.node) or _claims_too_much(join)
         if problem:
             return Deny(link, join, problem)
         if self._holder(join.node, members) is not None:
@@ -76,8 +80,9 @@ class Admission:
     def _problem(self, node: NodeSpec) -> str:
         if node.member in self.identities:
             return f"the identity {node.member} was used before; an agent must come with a new one"
-        if node.nproc < 1:
-            return f"{node.member} offers {node.nproc} workers"
+        if not 1 <= node.nproc <= WORKERS_PER_NODE_MAX:
+            at_most = f"; a node has at most {WORKERS_PER_NODE_MAX}" if node.nproc > 0 else ""
+            return f"{node.member} offers {node.nproc} workers{at_most}"
         if self.job.fixed_ranks and not 0 <= (node.node_rank or 0) < self.job.max_nodes:
             return f"--node-rank {node.node_rank} does not exist in a job of {self.job.max_nodes} nodes"
         return ""
@@ -87,3 +92,19 @@ class Admission:
         if not self.job.fixed_ranks:
             return None
         return next((m for m in members if (m.node.node_rank or 0) == (node.node_rank or 0)), None)
+
+
+def _claims_too_much(join: Join) -> str:
+    """What is wrong with the generation that this agent says it took part in, or still has at work; empty: nothing."""
+    name, newest, running = join.node.member, join.last_generation, join.running
+    if not 0 <= newest <= GENERATION_MAX:
+        return f"{name} says that it took part in generation {newest}, which cannot be"
+    if running is None:
+        return ""
+    possible = (
+        1 <= running.generation <= newest
+        and 0 <= running.group_rank < running.group_world_size
+        and running.restart_count >= 0
+        and all(0 <= local_rank < join.node.nproc for local_rank in running.done)
+    )
+    return "" if possible else f"{name} says that it has workers of generation {running.generation}, which cannot be"

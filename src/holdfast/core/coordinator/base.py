@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 
 from holdfast.core.coordinator.admission import Admission
 from holdfast.core.coordinator.budget import Budget
@@ -13,7 +14,7 @@ from holdfast.core.coordinator.liveness import Liveness
 from holdfast.core.coordinator.membership import Membership
 from holdfast.core.coordinator.predecessor import Predecessor
 from holdfast.core.coordinator.probation import Probation
-from holdfast.core.coordinator.state import Draining, Member, Phase, World, names
+from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, names
 from holdfast.core.coordinator.versions import Versions
 from holdfast.core.errors import JoinTimeoutError
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
@@ -91,6 +92,10 @@ class CoordinatorBase:
         """By name."""
         return self._membership.members
 
+    def is_member(self, link: int) -> bool:
+        """Whether the agent behind this link has joined."""
+        return self._membership.by_link(link) is not None
+
     @property
     def knows_predecessor(self) -> bool:
         """Some agent has told of a generation that another coordinator formed."""
@@ -136,6 +141,14 @@ class CoordinatorBase:
             and member.name in self.world.nproc
         )
 
+    def _has_room(self) -> bool:
+        """Whether the running world would take in somebody who came now."""
+        world = self._world()
+        return self.job.grow is not Grow.NEVER and len(world.order) < self.job.max_nodes and not world.done
+
+    def _stop_patience_s(self) -> float:
+        return self.limits.stop_grace_s + self.limits.stop_slack_s
+
     def _at_work(self) -> bool:
         return self.phase in (Phase.RUNNING, Phase.DRAINING)
 
@@ -172,6 +185,29 @@ class CoordinatorBase:
         except Exception as error:  # noqa: BLE001
             self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
             return plain_verdict(evidence)
+
+    # ---------------------------------------------------------------- links that have not joined
+
+    def _open_link(self, link: int, pending: Pending) -> None:
+        too_many = self._membership.open_link(link, pending)
+        if too_many is not None:
+            self._close_unjoined(too_many, f"too many links from {pending.address} have not joined")
+
+    def _unjoined_due_s(self) -> float:
+        """When `_drop_unjoined` has something to do. An agent that waits for a rank that somebody holds has asked."""
+        oldest = self._membership.oldest_link(self._admission.claims)
+        return inf if oldest is None else oldest[1] + self.limits.unjoined_s
+
+    def _drop_unjoined(self, now: float) -> None:
+        while now >= self._unjoined_due_s():
+            oldest = self._membership.oldest_link(self._admission.claims)
+            assert oldest is not None
+            self._close_unjoined(oldest[0], f"it did not join within {self.limits.unjoined_s:g} s")
+
+    def _close_unjoined(self, link: int, reason: str) -> None:
+        self._membership.close_link(link)
+        self._admission.withdraw(link)
+        self._out.append(DropLink(link, reason))
 
     # ---------------------------------------------------------------- telling
 

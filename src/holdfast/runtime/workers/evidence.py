@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from holdfast.core.bounds import COUNT_MAX
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
@@ -116,9 +117,10 @@ def _error_type(message: str) -> str:
 
 def _as_int(value: Any) -> int:
     try:
-        return int(value)
+        number = int(value)
     except (TypeError, ValueError, OverflowError):
         return 0
+    return number if 0 <= number <= COUNT_MAX else 0
 
 
 def _shorten(text: str, bytes_max: int) -> str:

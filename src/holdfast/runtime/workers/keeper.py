@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
+from holdfast.runtime import descriptors
 from holdfast.runtime.workers import lifeline, nursery, processes
 
 NAME = b"holdfast-keeper"
@@ -62,6 +63,8 @@ class KeeperHandle(NamedTuple):
     sock: socket.socket
     ignored: tuple[int, ...]
     """Signals that were ignored when the agent started: workers inherit that, as under nohup."""
+    descriptors: int
+    """The soft limit of open files that the agent was started with: workers have the same."""
 
 
 class Kept(NamedTuple):
@@ -73,6 +76,7 @@ def fork_keeper() -> KeeperHandle:
     """Fork the keeper. To be called once, by the agent, before it starts a thread or installs a signal handler."""
     _fill_standard_descriptors()
     ignored = ignored_signals()
+    limit = descriptors.soft_limit()
     ours, theirs = socket.socketpair()
     agent = os.getpid()
     # Ctrl-C must not hit the child before it ignores it.
@@ -81,22 +85,26 @@ def fork_keeper() -> KeeperHandle:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _run(theirs, agent, ignored)
+            _run(theirs, agent, ignored, limit)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
-    return KeeperHandle(pid, ours, ignored)
+    return KeeperHandle(pid, ours, ignored, limit)
 
 
-def exec_keeper(ignored: Sequence[int]) -> KeeperHandle:
-    """Start a keeper by exec, for when the forked one died and the agent has threads by now. Raises OSError."""
+def exec_keeper(ignored: Sequence[int], limit: int | None = None) -> KeeperHandle:
+    """Start a keeper by exec, for when the forked one died and the agent has threads by now. Raises OSError.
+
+    `limit`: of open files, soft, for what it starts; None: as it is here.
+    """
     import subprocess  # a rare road, and the keeper must stay light
 
     ours, theirs = socket.socketpair()
     # Our package is found by its place: no PYTHONPATH that the workers would inherit.
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
     program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.runtime.workers.keeper import main; main()"
-    arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored)]
+    limit = descriptors.soft_limit() if limit is None else limit
+    arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored), str(limit)]
     with theirs:
         try:
             command = [sys.executable, "-P", "-c", program, *arguments]
@@ -105,7 +113,7 @@ def exec_keeper(ignored: Sequence[int]) -> KeeperHandle:
             ours.close()
             raise
     process.returncode = os.EX_OK  # reaped by its pid, by whoever holds the handle, and not by subprocess
-    return KeeperHandle(process.pid, ours, tuple(ignored))
+    return KeeperHandle(process.pid, ours, tuple(ignored), limit)
 
 
 def ignored_signals() -> tuple[int, ...]:
@@ -127,7 +135,7 @@ def _fill_standard_descriptors() -> None:
             os.set_inheritable(opened, True)
 
 
-def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
+def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> NoReturn:
     """The keeper's life, in the child. Never returns to the agent's code above it."""
     status = os.EX_OK
     try:
@@ -140,7 +148,8 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
         processes.prctl(processes.PR_SET_NAME, NAME)
         processes.become_subreaper()
         _close_all_but(sock.fileno())
-        keeper = Keeper(sock, agent, ignored)
+        descriptors.raise_limit()
+        keeper = Keeper(sock, agent, ignored, limit)
         try:
             keeper.run()
         finally:
@@ -165,9 +174,11 @@ def _close_all_but(kept: int) -> None:
 class Keeper:
     """Event loop of the keeper: one poll over the lifeline, the SIGCHLD pipe and the pipes of pending execs."""
 
-    def __init__(self, sock: socket.socket, agent: int, ignored: Sequence[int]) -> None:
+    def __init__(self, sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> None:
         self._sock = sock
         self._ignored = tuple(ignored)
+        self._limit = limit
+        """Of open files, soft, for whatever is started."""
         self._pid = os.getpid()
         self._in = lifeline.Inbox()
         self._out = lifeline.Outbox()
@@ -333,6 +344,7 @@ class Keeper:
             if os.getppid() != self._pid:
                 os._exit(_EXEC_FAILED)  # the keeper died in between, so nobody would kill us
             self._restore_signals()
+            descriptors.restore_limit(self._limit)
             if command["cpus"]:
                 os.sched_setaffinity(0, command["cpus"])
             if command["cwd"] is not None:
@@ -444,8 +456,8 @@ def _place_descriptors(wanted: dict[int, int], report: int) -> int:
 
 
 def main() -> NoReturn:
-    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored."""
-    fd, agent, ignored = sys.argv[1:]
+    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored, soft limit of files."""
+    fd, agent, ignored, limit = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)
-    _run(sock, int(agent), [int(signum) for signum in ignored.split(",") if signum])
+    _run(sock, int(agent), [int(signum) for signum in ignored.split(",") if signum], int(limit))
