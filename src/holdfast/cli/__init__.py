@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": "check this node, and with the line of a run on several nodes every pair of them",
     "explain": "say what a code (HF211) means and what to do about it; works offline",
     "report": "show where a run's time went: starts, training, lost work; also as a page with pictures",
+    "token": "draw a job token that cannot be guessed, for HOLDFAST_TOKEN or a token_file",
     "env": "describe this machine and its software, to paste into an issue",
     "completion": "print a script that completes these lines in bash, zsh or fish",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",

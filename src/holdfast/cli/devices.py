@@ -239,9 +239,12 @@ def ask_torch(name: str, python: str | None = None) -> int:
     import subprocess
     import sys
 
+    from holdfast.runtime.secret_variables import without_secrets
+
+    env = without_secrets(os.environ)
     command = [python or sys.executable, "-c", QUESTION, name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_ANSWER_S_MAX, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_ANSWER_S_MAX, check=False, env=env)
     except subprocess.TimeoutExpired:
         raise ProcessesError(f"torch did not tell within {TORCH_ANSWER_S_MAX:g} s how many it sees") from None
     except OSError as error:

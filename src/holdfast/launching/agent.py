@@ -67,11 +67,13 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.core.options import CallFds
         from holdfast.insight.verdicts import judge
         from holdfast.runtime import descriptors
+        from holdfast.runtime.secret_variables import forget_secrets
         from holdfast.runtime.workers import preload
 
         options = structs.replace(
             resolve(parsed, os.environ).options, call_fds=CallFds(call=call_fd, results=result_fds)
         )
+        forget_secrets()
         descriptors.provide(options.nproc)
         preload.begin(keeper, options)
         for notice in options.notices:

@@ -38,6 +38,7 @@ CONNECT_S_MAX = 3.0
 """Per address; long enough for one lost SYN."""
 CLOSE_S_MAX = 5.0
 """A closed connection may take this long to send what is left, then it is cut."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """A peer that leaves so much unread is lost."""
 
@@ -122,7 +123,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._transport = transport
         self.peer_address = plain_address(transport.get_extra_info("peername"))
         self.local_address = plain_address(transport.get_extra_info("sockname"))
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(transport.get_extra_info("socket"))
         transport.write(self._session.opening())
 
     def data_received(self, data: bytes) -> None:
@@ -179,6 +180,15 @@ class Connection(asyncio.Protocol, Generic[Received]):
         if self._on_handshake is not None:
             on_handshake, self._on_handshake = self._on_handshake, None
             _call(on_handshake, self, error)
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages go at once, and a peer that is gone without a word is found out whatever is said on the link."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
 def _call(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

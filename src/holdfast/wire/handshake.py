@@ -8,10 +8,10 @@ arguments). Payloads in, payloads out:
 
     agent  Hello ──▶  coordinator           with a job token
            ◀── Challenge | Refusal          the coordinator proves first that it knows the token
-           Proof ──▶                        or Refusal
+           Proof ──▶                        or Refusal; only now the job is compared
            ◀── Accepted | Refusal           Accepted and all that follows carry a MAC
 
-A refusal is final, names both sides' values, never the token, and stays readable for every protocol version.
+A refusal is final, names both sides' values (with a token: to nobody who does not know it), never the token, and stays readable for every protocol version.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class ServerHandshake:
         if len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError("a hello with a malformed nonce")
         self.hello = hello
-        contradiction = self._contradiction(hello)
+        contradiction = self._contradiction(hello) if self._token is None else self._unproven(hello)
         if contradiction is not None:
             return self._refuse(RefusedError(contradiction))
         if self._token is None:
@@ -238,9 +238,19 @@ class ServerHandshake:
         proof = _decode(_proof_decoder, payload)
         if not same(proof.proof, prove(self._token, "agent", self._said)):
             return self._refuse(AuthenticationError(_token_differs_text(_shown(self.hello.host))))
+        contradiction = self._contradiction(self.hello)
+        if contradiction is not None:
+            return self._refuse(RefusedError(contradiction))
         self.seal = Seal(self._token, "coordinator", self._said)
         self.done = True
         return [self.seal.seal(_encoder.encode(Accepted(PROTOCOL_VERSION)))]
+
+    def _unproven(self, hello: Hello) -> str | None:
+        """The same for one that has not proved yet that it knows the token: a stranger learns nothing of the job."""
+        name = _shown(hello.host)
+        if hello.version != PROTOCOL_VERSION:
+            return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
+        return None if hello.has_token else _token_presence_text(name=name, has_token=False)
 
     def _contradiction(self, hello: Hello) -> str | None:
         """Why this node cannot be of this job, most telling first; None when it can."""

@@ -38,6 +38,7 @@ from math import inf
 from typing import Any, NamedTuple, NoReturn
 
 from holdfast.runtime import descriptors
+from holdfast.runtime.secret_variables import forget_secrets
 from holdfast.runtime.workers import lifeline, nursery, processes
 
 NAME = b"holdfast-keeper"
@@ -149,6 +150,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         processes.become_subreaper()
         _close_all_but(sock.fileno())
         descriptors.raise_limit()
+        forget_secrets()
         keeper = Keeper(sock, agent, ignored, limit)
         try:
             keeper.run()
