@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import BindingError, HoldfastError, InternalError
+from holdfast.core.errors import BindingError, HoldfastError, InternalError, PlatformError
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.faults import SAID_INTERVAL_S, Troubles, as_error, fault_of
@@ -151,6 +151,12 @@ def test_the_same_trouble_is_said_once_in_a_while() -> None:
     clock[0] += SAID_INTERVAL_S
     troubles.met({"message": "socket.accept() out of system resource", "exception": NO_FILES})
     assert len(said) == 2
+
+
+def test_no_room_for_a_thread_is_the_machines() -> None:
+    error = as_error(RuntimeError("can't start new thread"))
+    assert isinstance(error, PlatformError)
+    assert "ulimit -u" in str(error)
 
 
 def test_the_first_of_a_group_is_told() -> None:

@@ -87,11 +87,13 @@ def run_command(command: str, rest: list[str]) -> int:
             drop_output()
             print(f"holdfast: what there is to say cannot be written: {error.strerror}", file=sys.stderr)
             return EXIT_NOT_WRITTEN
-        from holdfast.core.errors import InternalError
+        from holdfast.runtime.faults import as_error
 
-        show_traceback(error)
-        complain(InternalError.code, f"holdfast failed: {type(error).__name__}: {error}")
-        return InternalError.exit_code
+        fault = as_error(error)
+        if fault.fault is Fault.OURS:
+            show_traceback(error)
+        complain(fault.code, str(fault))
+        return fault.exit_code
     return status
 
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from holdfast.core.errors import HoldfastError, InternalError
+from holdfast.core.errors import HoldfastError, InternalError, PlatformError
 
 OUR_PACKAGE = "holdfast"
+NO_THREAD = "can't start new thread"
+"""Python's words."""
 SAID_INTERVAL_S = 60.0
 """The same trouble is said once in this time, however often asyncio meets it."""
 
@@ -39,7 +41,9 @@ def as_error(error: BaseException) -> HoldfastError:
         error = error.exceptions[0]  # a task group's: what went wrong first is what there is to tell
     if isinstance(error, HoldfastError):
         return error
-    fault = InternalError(f"holdfast failed: {describe(error)}")
+    fault: HoldfastError = InternalError(f"holdfast failed: {describe(error)}")
+    if isinstance(error, RuntimeError) and NO_THREAD in str(error):
+        fault = PlatformError(f"{error}: this user, or this container, may have no more processes (`ulimit -u`)")
     fault.__cause__ = error
     return fault
 

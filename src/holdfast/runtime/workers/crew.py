@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 
@@ -25,7 +26,7 @@ from holdfast.core.agent.events import (
     WorkersHeld,
 )
 from holdfast.core.board import BOARD_VARIABLE
-from holdfast.core.errors import HoldfastError, LogDirError, PeerError
+from holdfast.core.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Failure
 from holdfast.core.progress import RankProgress
@@ -53,6 +54,11 @@ from holdfast.runtime.workers.store_host import StoreHost
 SIGKILL = 9
 GUARD_S = 0.25
 """The keeper kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""
+
+
+REVIVALS_MAX = 5
+REVIVAL_WINDOW_S = 60.0
+"""A keeper that ended so often in so long a time is not started again: what ends it will end the next one too."""
 
 
 class _Worker(Struct):
@@ -99,6 +105,8 @@ class Crew:
             fault=journal.fault,
         )
         self._guard_s: float | None = None
+        self._revivals: deque[float] = deque(maxlen=REVIVALS_MAX)
+        """When a keeper was last started in the place of a dead one."""
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
         self._store: StoreHost | None = None
@@ -436,16 +444,30 @@ class Crew:
         self._emit(TreeGone(generation))
 
     async def _revive(self) -> None:
-        """The keeper was killed, and the workers with it (they carry a parent-death signal): start another one."""
+        """The keeper was killed, and the workers with it (they carry a parent-death signal): start another one.
+
+        Raises SupervisorLostError when that does not help.
+        """
         self._keeper_ready.clear()
         self._journal.write("keeper_died")
+        now = self._loop.time()
+        if len(self._revivals) == REVIVALS_MAX and now - self._revivals[0] < REVIVAL_WINDOW_S:
+            raise SupervisorLostError(
+                f"the process that holds this node's workers (holdfast-keeper) ended {REVIVALS_MAX + 1} times within "
+                f"{now - self._revivals[0]:.0f} s: something kills it, or it lacks what it needs"
+            )
+        self._revivals.append(now)
         lost, self._workers = self._workers, {}
         if self._store is not None:
             self._store.close()
             self._store = None
             if self._generation:
                 self._emit(StoreDied(self._generation))
-        handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
+        try:
+            handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise SupervisorLostError(f"the process that holds this node's workers cannot be started: {why}") from error
         self._keeper = KeeperClient(handle, self._on_keeper)
         self._saver.renew(self._keeper)
         if self._options.preempt_signal is not None:

@@ -37,11 +37,14 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
+from holdfast.core.errors import PlatformError
 from holdfast.runtime import descriptors
 from holdfast.runtime.secret_variables import forget_secrets
 from holdfast.runtime.workers import lifeline, nursery, processes
 
 NAME = b"holdfast-keeper"
+PROC = "/proc/self/fd"
+NO_PROCESS_ADVICE = " (`ulimit -u`, or the container's limit of processes)"
 FENCE_KILL_LIMIT_S = 10.0
 """At the fence: how long processes stuck in the kernel are waited for."""
 END_LIMIT_S = 10.0
@@ -74,7 +77,12 @@ class Kept(NamedTuple):
 
 
 def fork_keeper() -> KeeperHandle:
-    """Fork the keeper. To be called once, by the agent, before it starts a thread or installs a signal handler."""
+    """Fork the keeper. To be called once, by the agent, before it starts a thread or installs a signal handler.
+
+    Raises PlatformError where the machine lacks what it takes.
+    """
+    if not os.path.isdir(PROC):
+        raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
     _fill_standard_descriptors()
     ignored = ignored_signals()
     limit = descriptors.soft_limit()
@@ -87,6 +95,10 @@ def fork_keeper() -> KeeperHandle:
         if pid == 0:
             ours.close()
             _run(theirs, agent, ignored, limit)
+    except OSError as error:
+        ours.close()
+        theirs.close()
+        raise PlatformError(f"no process can be started here: {error.strerror}{NO_PROCESS_ADVICE}") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
@@ -311,7 +323,7 @@ class Keeper:
         try:
             read_end, write_end = os.pipe()
         except OSError as error:  # no descriptors left
-            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"pipe: {error.strerror}"})
             return
         # The child ignores these as we do until it restores them: blocked, an early one waits and is not lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
@@ -322,7 +334,7 @@ class Keeper:
         except OSError as error:
             os.close(read_end)
             os.close(write_end)
-            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"fork: {error.strerror}"})
             return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
