@@ -351,7 +351,7 @@ class Crew:
             case kept.ProcessEnded(key, pid, exit_code):
                 ended = self._workers.pop(key, None)
                 if ended is not None:
-                    self._ended(ended, pid, exit_code)
+                    self._ended(ended, pid, exit_code, stopped=self._stopping)
             case kept.Fenced():
                 self._stopping = True
                 self._emit(WorkersFenced())
@@ -367,9 +367,9 @@ class Crew:
             case kept.KeeperDied():
                 self._tasks.create_task(self._revive())
 
-    def _ended(self, worker: _Worker, pid: int, exit_code: int) -> None:
+    def _ended(self, worker: _Worker, pid: int, exit_code: int, *, stopped: bool) -> None:
         told = self._board is not None and self._board.told(worker.local_rank)
-        place, stopped = self._place(worker.local_rank), self._stopping or told
+        place, stopped = self._place(worker.local_rank), stopped or told
         self._journal.write("worker_ended", **place, pid=pid, exit_code=exit_code, stopped=stopped)
         if exit_code == 0:
             self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=told))
@@ -458,10 +458,11 @@ class Crew:
             )
         self._revivals.append(now)
         lost, self._workers = self._workers, {}
+        stopped = self._stopping  # what we are told to do from now on hastens nobody's end
         if self._store is not None:
             self._store.close()
             self._store = None
-            if self._generation:
+            if self._generation and not lost:  # else the workers' ends say it, and more
                 self._emit(StoreDied(self._generation))
         try:
             handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
@@ -478,7 +479,7 @@ class Crew:
             self._keeper.nurse(order)
         self._keeper_ready.set()
         for worker in lost.values():
-            self._ended(worker, worker.pid, -SIGKILL)
+            self._ended(worker, worker.pid, -SIGKILL, stopped=stopped)
         if self._killing:
             self._keeper.kill_tree()
 
