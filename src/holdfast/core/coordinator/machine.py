@@ -28,7 +28,6 @@ from holdfast.core.policy import Grow
 from holdfast.core.protocol import (
     Drain,
     DrainTo,
-    Finish,
     FromAgent,
     Held,
     Join,
@@ -150,7 +149,7 @@ class CoordinatorMachine(CoordinatorOversight):
 
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:
-            self._out.append(Tell(link, Finish(self.outcome)))
+            self._out.append(self._greet_after_end(link, join, self.outcome))
             return
         if self._quit is not None:
             self._out.append(Tell(link, self._quit))
