@@ -158,3 +158,11 @@ def test_a_crash_ends_in_the_script_not_in_what_runs_it() -> None:
     verdict = judge(evidence(fails(1, code=-6, stderr=said)))
     screen = render(Outcome(kind=OutcomeKind.FAILED, exit_code=134, verdict=verdict), "/runs/x")
     assert screen.splitlines()[-1] == '  File "/job/train.py", line 4 in <module>'
+
+
+def test_a_fork_that_was_refused_says_nothing_of_the_program() -> None:
+    refused = fails(0, "fork: Resource temporarily unavailable", code=1)
+    verdict = judge(evidence(structs.replace(refused, started=False)))
+    assert verdict.code == "HF231"
+    assert "ulimit -u" in verdict.advice
+    assert "x bit" not in verdict.advice

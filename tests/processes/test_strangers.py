@@ -39,6 +39,20 @@ def test_another_job_is_refused(site, endpoint: str, change: tuple[str, ...], bo
     assert (host.end(), guest.end()) == (0, 0), "the job is unharmed"
 
 
+def test_a_second_job_of_one_node_is_refused(site, endpoint: str) -> None:
+    """Two lines on one endpoint, neither of them with a name: the second one is no spare of the first."""
+    one = ("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    host = site.start(*one, site.script(WAITS))
+    site.wait(1, "up")
+    code, second = site.run(*one, site.script("note('never')", name="other.py"))
+    assert code == 2, second.text
+    assert "HF103" in second.text
+    assert "--rdzv-id" in second.text
+    (site.folder / "finish").touch()
+    assert host.end() == 0, host.text
+    assert site.trail("never") == []
+
+
 def test_another_backend_is_refused(site, endpoint: str) -> None:
     script = site.script("meet()")
     host = site.start(*c10d(endpoint), script)

@@ -37,6 +37,15 @@ def closing(answer: bytes) -> Iterator[Endpoint]:
             thread.join()
 
 
+def test_a_full_etcd_is_waited_for() -> None:
+    said = b'{"error":"etcdserver: mvcc: database space exceeded","code":8,"message":"etcdserver: mvcc: database space exceeded"}'
+    head = f"HTTP/1.1 429 Too Many\r\nContent-Type: application/json\r\nContent-Length: {len(said)}\r\n\r\n".encode()
+    with closing(head + said) as endpoint:
+        options = EtcdOptions(api="v3", endpoints=(endpoint,))
+        with pytest.raises(EtcdUnreachableError, match="space exceeded"):
+            open_api(options, "job").leader()
+
+
 @pytest.mark.parametrize("api", ["v2", "v3"])
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"], ids=["none", "half"])
 def test_it_is_passing(api, answer: bytes) -> None:

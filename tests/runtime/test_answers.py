@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.coordinator.events import QuitAsked
+from holdfast.core.coordinator.events import LinkOpened, QuitAsked
 from holdfast.core.progress import JobView, NodeView, RankView, Stage
 from holdfast.core.protocol import Answer, Ask, FromCoordinator, Look, Looked, Question
 from holdfast.core.stacks import Frame, RankSample, StacksView
@@ -131,8 +131,23 @@ def test_a_node_that_is_gone_or_silent_is_not_waited_for(monkeypatch: pytest.Mon
 def test_without_workers_there_are_no_stacks() -> None:
     def body() -> None:
         bench = Bench(gathering)
+        bench.desk.join(1)
         bench.answers.asked(1, Ask(1, Question.STACKS))
         assert bench.lines[1].answer["ranks"] == []
+
+    on_a_loop(body)
+
+
+@pytest.mark.parametrize("question", Question)
+def test_who_has_not_joined_learns_and_ends_nothing(question: Question) -> None:
+    def body() -> None:
+        bench = Bench(running)
+        bench.lines[9] = Line()
+        bench.desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+        bench.answers.asked(9, Ask(1, question, "a stranger"))
+        assert bench.lines[9].sent == [Answer(1, b"")]
+        assert bench.fed == []
+        assert not any(isinstance(message, Look) for line in bench.lines.values() for message in line.sent)
 
     on_a_loop(body)
 

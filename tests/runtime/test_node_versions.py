@@ -30,6 +30,7 @@ def test_all_there_is(tmp_path: Path) -> None:
     script.write_text("print(1)\n")
     found = node_versions(command(script), ["/nowhere", site(tmp_path)])
     assert found.pop("script")
+    assert found.pop("arguments")
     assert found == {
         "holdfast": __version__,
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -47,9 +48,21 @@ def test_another_byte_is_another_script(tmp_path: Path) -> None:
     assert len(hashes) == 2
 
 
+def test_another_argument_is_another_line(tmp_path: Path) -> None:
+    lines = [
+        WorkerCommand(kind=CommandKind.SCRIPT, target="train.py", args=args) for args in ((), ("a b",), ("a", "b"))
+    ]
+    lines += [
+        command("train", CommandKind.MODULE),
+        command("train", CommandKind.PROGRAM),
+        command("test", CommandKind.MODULE),
+    ]
+    assert len({node_versions(line, [])["arguments"] for line in lines}) == len(lines)
+
+
 def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     found = node_versions(command(tmp_path / "gone.py"), [str(tmp_path)])
-    assert set(found) == {"holdfast", "python"}
+    assert set(found) == {"holdfast", "python", "arguments"}
 
 
 def test_another_interpreter_is_not_guessed_at(tmp_path: Path) -> None:

@@ -119,6 +119,23 @@ def test_where_entries_are_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     assert running.folders() == places[1:], "of the user before su, or of a session that has ended"
 
 
+def test_a_name_that_somebody_else_took_hides_no_job(tmp_path: Path, ear: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(running, "TEMPORARY", str(tmp_path))
+    foreign = tmp_path / f"holdfast-{os.geteuid()}"
+    foreign.mkdir()
+    foreign.chmod(0o777)
+    for _ in range(2):
+        folder = running.private_folder()
+        assert Path(folder) != foreign
+    written = running.write(entry(ear, "hidden"), folder)
+    assert [each.run_id for each in running.entries()] == ["hidden"]
+    running.remove(written)
+    assert os.listdir(foreign) == []
+
+
 def test_long_paths_are_reached(tmp_path: Path) -> None:
     path = tmp_path.joinpath(*["long" * 12] * 3) / "control.sock"
     path.parent.mkdir(parents=True)

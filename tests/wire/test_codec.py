@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.bounds import RANKS_MAX, WORKERS_PER_NODE_MAX
 from holdfast.core.errors import ProtocolError
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import (
     AgentMessage,
+    Ask,
     Assign,
     CoordinatorMessage,
     Finish,
@@ -29,6 +31,7 @@ from holdfast.core.protocol import (
     Pong,
     Prepared,
     Progress,
+    Question,
     Refuse,
     Start,
     Stop,
@@ -42,13 +45,15 @@ from holdfast.core.protocol import (
 from holdfast.core.stacks import FRAMES_MAX, Frame, RankSample
 from holdfast.wire.codec import MESSAGE_BYTES_MAX, decode_from_agent, decode_from_coordinator, encode
 
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
 number = st.integers(0, 2**53)
 port = st.integers(1, 65535)
+local_rank = st.integers(0, WORKERS_PER_NODE_MAX - 1)
+rank = st.integers(0, RANKS_MAX)
 failures = st.builds(
     Failure,
-    rank=number,
-    local_rank=number,
+    rank=rank,
+    local_rank=local_rank,
     host=text,
     pid=number,
     exit_code=st.integers(-64, 255),
@@ -57,7 +62,13 @@ failures = st.builds(
     lived_s=st.floats(0, 1e9),
 )
 nodes = st.builds(
-    NodeSpec, member=text, host=text, nproc=number, role=text, node_rank=st.none() | number, local_addr=st.none() | text
+    NodeSpec,
+    member=text,
+    host=text,
+    nproc=local_rank,
+    role=text,
+    node_rank=st.none() | rank,
+    local_addr=st.none() | text,
 )
 outcomes = st.builds(
     Outcome,
@@ -68,7 +79,7 @@ outcomes = st.builds(
 )
 progress = st.builds(
     RankProgress,
-    local_rank=number,
+    local_rank=local_rank,
     stage=st.sampled_from(Stage),
     steps=number,
     age_s=st.floats(0, 1e9),
@@ -76,17 +87,17 @@ progress = st.builds(
 )
 samples = st.builds(
     RankSample,
-    local_rank=number,
+    local_rank=local_rank,
     pid=number,
     state=st.sampled_from(["R", "S", ""]),
     cpu_s=st.floats(0, 1e9),
-    frames=st.lists(st.builds(Frame, file=text, line=number, function=text), max_size=3).map(tuple),
+    frames=st.lists(st.builds(Frame, file=text, line=rank, function=text), max_size=3).map(tuple),
     note=text,
 )
 from_agent = st.one_of(
     st.builds(Join, node=nodes, last_generation=number),
     st.builds(Prepared, generation=number, store_port=st.none() | port),
-    st.builds(WorkerDone, generation=number, local_rank=number),
+    st.builds(WorkerDone, generation=number, local_rank=local_rank),
     st.builds(WorkersFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
     st.builds(Stopped, generation=number),
     st.builds(StoreLost, generation=number),
@@ -104,17 +115,17 @@ from_agent = st.one_of(
 assigns = st.builds(
     Assign,
     generation=number,
-    restart_count=number,
-    group_rank=number,
-    group_world_size=number,
-    rank_base=number,
-    world_size=number,
-    role_rank_base=number,
-    role_world_size=number,
+    restart_count=rank,
+    group_rank=rank,
+    group_world_size=rank,
+    rank_base=rank,
+    world_size=rank,
+    role_rank_base=rank,
+    role_world_size=rank,
     hosts_store=st.booleans(),
 )
 from_coordinator = st.one_of(
-    st.builds(Joined, lease_s=st.floats(0, 1e6), fence_s=st.floats(0, 1e6), ping_interval_s=st.floats(0, 1e6)),
+    st.builds(Joined, lease_s=st.floats(0, 1e6), fence_s=st.floats(0.1, 1e6), ping_interval_s=st.floats(0.1, 1e6)),
     st.builds(Waiting, text=text),
     assigns,
     st.builds(Start, generation=number, master_addr=text, master_port=port),
@@ -156,6 +167,73 @@ def test_an_altered_message_is_a_message_or_a_protocol_error(message: FromAgent,
     data[place % len(data)] ^= change
     with contextlib.suppress(ProtocolError):
         assert isinstance(decode_from_agent(bytes(data)), AgentMessage)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["join", {"member": "a#1", "host": "a", "nproc": 10**9}],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1, "node_rank": -1}],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 2**64 - 1],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 0, float("nan")],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 0, -1.0],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 7, 0.0, [2**63, 0, 1, 0]],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1, "versions": dict.fromkeys(map(str, range(999)), "1")}],
+        ["prepared", 1, 0],
+        ["prepared", 1, 70_000],
+        ["done", 1, 2**62],
+        ["held", 1, 2**64 - 1],
+        ["progress", 1, [[0, "stepping", 2**64 - 1]]],
+        ["progress", 1, [[0, "stepping", 1, float("nan")]]],
+        ["progress", 1, [[0, "stepping", 1, 0.0, float("inf")]]],
+        ["progress", 1, [[0, "starting"]] * 100_000],
+        ["ping", 2**64 - 1],
+        ["failed", 1, [{"rank": -1, "local_rank": 0, "host": "a", "pid": 1, "exit_code": 1}]],
+        ["failed", 1, [{"rank": 0, "local_rank": 0, "host": "a", "pid": 1, "exit_code": 1, "timestamp": 2**63}]],
+        ["looked", 1, 1, [[0, 1, "S", float("nan")]]],
+    ],
+)
+def test_a_number_that_no_honest_peer_sends_is_no_message(message: list[object]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_agent(msgspec.msgpack.encode(message))
+
+
+EVIL = "n1\x1b[2J\x1b]0;title\x07\nholdfast: job done\r\u202e"
+
+
+def test_a_peers_words_are_clean_when_they_come_in() -> None:
+    node = NodeSpec(member=EVIL, host=EVIL, nproc=1, role=EVIL, local_addr=EVIL, versions={EVIL: EVIL})
+    failure = Failure(
+        rank=0, local_rank=0, host=EVIL, pid=1, exit_code=1, message=EVIL, traceback=f"a\n  {EVIL}", facts={"x": EVIL}
+    )
+    sample = RankSample(0, 1, EVIL, 0.0, (Frame(EVIL, 1, EVIL),), EVIL)
+    for message in (
+        Join(node),
+        Leave(EVIL),
+        Ask(1, Question.KILL, EVIL),
+        WorkersFailed(1, (failure,)),
+        Looked(1, 1, (sample,), (EVIL,)),
+    ):
+        shown = repr(decode_from_agent(encode(message)))
+        assert "\\x1b" not in shown
+        assert "title" not in shown
+        assert "\\r" not in shown
+        assert "202e" not in shown
+    joined = decode_from_agent(encode(Join(node)))
+    assert isinstance(joined, Join)
+    assert joined.node.host == "n1 holdfast: job done"
+    long = decode_from_agent(encode(Join(NodeSpec(member="a" * 10_000, host="b" * 10_000, nproc=1))))
+    assert isinstance(long, Join)
+    assert len(long.node.host) == 255
+    for word in (Notice(EVIL), Finish(Outcome(kind=OutcomeKind.FAILED, exit_code=1, message=EVIL)), Refuse("x", EVIL)):
+        assert "\\x1b" not in repr(decode_from_coordinator(encode(word)))
+
+
+def test_a_traceback_keeps_its_lines() -> None:
+    failure = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, traceback="Traceback:\n  \x1b[31mx\x1b[0m\n")
+    message = decode_from_agent(encode(WorkersFailed(1, (failure,))))
+    assert isinstance(message, WorkersFailed)
+    assert message.failures[0].traceback == "Traceback:\n  x\n"
 
 
 class OpenedError(Exception):

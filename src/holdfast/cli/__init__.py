@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdfast.core.errors import HoldfastError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -32,6 +31,7 @@ COMMANDS = {
     "doctor": "check this node, and with the line of a run on several nodes every pair of them",
     "explain": "say what a code (HF211) means and what to do about it; works offline",
     "report": "show where a run's time went: starts, training, lost work; also as a page with pictures",
+    "token": "draw a job token that cannot be guessed, for HOLDFAST_TOKEN or a token_file",
     "env": "describe this machine and its software, to paste into an issue",
     "completion": "print a script that completes these lines in bash, zsh or fish",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
@@ -77,18 +77,35 @@ def run_command(command: str, rest: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `holdfast report | head`
-        drop_output()
-        return EXIT_BROKEN_PIPE
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - nothing ends without a code
         from errno import EDQUOT, EFBIG, ENOSPC
 
-        if error.errno not in (ENOSPC, EDQUOT, EFBIG) or error.filename is not None:
-            raise
-        drop_output()
-        print(f"holdfast: what there is to say cannot be written: {error.strerror}", file=sys.stderr)
-        return EXIT_NOT_WRITTEN
+        if isinstance(error, BrokenPipeError) and nobody_reads():  # `holdfast report | head`
+            drop_output()
+            return EXIT_BROKEN_PIPE
+        if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG) and error.filename is None:
+            drop_output()
+            print(f"holdfast: what there is to say cannot be written: {error.strerror}", file=sys.stderr)
+            return EXIT_NOT_WRITTEN
+        from holdfast.runtime.faults import as_error
+
+        fault = as_error(error)
+        if fault.fault is Fault.OURS:
+            show_traceback(error)
+        complain(fault.code, str(fault))
+        return fault.exit_code
     return status
+
+
+def nobody_reads() -> bool:
+    """Whether what reads our output has gone: any other broken pipe is not `| head`."""
+    from select import POLLERR, poll
+
+    if sys.stdout is None:
+        return False
+    poller = poll()
+    poller.register(sys.stdout.fileno(), 0)
+    return any(mask & POLLERR for _, mask in poller.poll(0))
 
 
 def drop_output() -> None:
@@ -101,7 +118,7 @@ def complain(code: str, text: str) -> int:
     return EXIT_USAGE
 
 
-def show_traceback(error: HoldfastError) -> None:
+def show_traceback(error: Exception) -> None:
     """A fault of ours is shown with all there is to know about it."""
     import traceback
 

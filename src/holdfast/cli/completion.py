@@ -71,7 +71,20 @@ def main(argv: Sequence[str]) -> int:
 
 def commands() -> list[Command]:
     """All of them, as their own tables and parsers say."""
-    from holdfast.cli import doctor, env, explain, kill, logs, report, snaps, stacks, status, stop, submit_k8s_line
+    from holdfast.cli import (
+        doctor,
+        env,
+        explain,
+        kill,
+        logs,
+        report,
+        snaps,
+        stacks,
+        status,
+        stop,
+        submit_k8s_line,
+        token,
+    )
     from holdfast.insight.explain import everything
     from holdfast.schedulers import slurm_options
 
@@ -96,6 +109,7 @@ def commands() -> list[Command]:
         "kill": kill,
         "env": env,
         "report": report,
+        "token": token,
     }
     found += [Command(name, "", words_of_parser(module.parser())) for name, module in others.items()]
     by_name = {command.name: command for command in found}

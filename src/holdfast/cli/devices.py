@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.core.bounds import WORKERS_PER_NODE_MAX
 from holdfast.core.errors import ProcessesError
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def count_processes(text: str, environ: Mapping[str, str], probes: Probes = THIS
         return count_devices(text, environ, probes)
     if number <= 0:
         raise ProcessesError("the number of workers must be at least 1")
+    if number > WORKERS_PER_NODE_MAX:
+        raise ProcessesError(f"a node has at most {WORKERS_PER_NODE_MAX} workers")
     return Count(number, "workers", "given")
 
 
@@ -236,9 +239,12 @@ def ask_torch(name: str, python: str | None = None) -> int:
     import subprocess
     import sys
 
+    from holdfast.runtime.secret_variables import without_secrets
+
+    env = without_secrets(os.environ)
     command = [python or sys.executable, "-c", QUESTION, name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_ANSWER_S_MAX, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_ANSWER_S_MAX, check=False, env=env)
     except subprocess.TimeoutExpired:
         raise ProcessesError(f"torch did not tell within {TORCH_ANSWER_S_MAX:g} s how many it sees") from None
     except OSError as error:

@@ -115,9 +115,11 @@ def look(parsed: Parsed) -> Found:
 
     from holdfast.cli.meeting import resolve
     from holdfast.core.policy import Limits
+    from holdfast.runtime.secret_variables import forget_secrets
 
     notices = list(parsed.notices)
     place = resolve(parsed, os.environ, patience=Limits(), notices=notices)
+    forget_secrets()
     for notice in notices:
         say(notice)
     together = place.job.max_nodes > 1 and not place.standalone

@@ -24,7 +24,7 @@ from holdfast.cli.resolve import resolve
 from holdfast.cli.values import is_number, node_range
 from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.core.options import CommandKind
-from holdfast.rendezvous.token import TOKEN_VARIABLE
+from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
 from holdfast.ssh.facts import is_loopback
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
 from holdfast.ssh.orders import Expected, Order
@@ -59,7 +59,6 @@ SENT = (
 )
 """What of the environment goes to every host; --env adds to it."""
 OWN_OF_NODE = ("node_rank", "local_addr")
-TOKEN_BYTES = 32
 LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
 """Of a hostfile, and of a script as it is compared."""
@@ -132,7 +131,7 @@ def make_order(
     run_id = parsed.values.rdzv_id if parsed.given("rdzv_id") and parsed.values.rdzv_id else str(uuid.uuid4())
     environ_there = environment(parsed, environ, table)
     if TOKEN_VARIABLE not in environ_there and "token_file" not in parsed.values.rdzv_conf:
-        environ_there[TOKEN_VARIABLE] = secrets.token_hex(TOKEN_BYTES)
+        environ_there[TOKEN_VARIABLE] = draw_token()
     elastic = parsed.values.rdzv_backend if parsed.given("rdzv_backend") else "c10d"
 
     def line(spec: HostSpec, index: int | None, endpoint: str) -> list[str]:

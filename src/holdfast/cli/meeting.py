@@ -17,7 +17,7 @@ from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.endpoint import PORT_MAX, parse_endpoint
 from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
-from holdfast.rendezvous.token import read_token
+from holdfast.rendezvous.token import read_token, weakness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,6 +73,9 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         raise of_variable(parsed, error) from None
     fixed = backend == "static"
     say_open_token(conf.get("token_file"), notices)
+    token = read_token(conf.get("token_file"), environ)
+    if token is not None and (weak := weakness(token)):
+        notices.append(weak)
     return Meeting(
         job=JobSpec(
             run_id=job_id,
@@ -89,7 +92,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         endpoint=endpoint,
         standalone=standalone,
         is_host=is_host,
-        token=read_token(conf.get("token_file"), environ),
+        token=token,
         node_rank=node_rank(parsed, standalone, fixed, most, notices),
         etcd=etcd,
         third_party=third_party,

@@ -232,7 +232,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
     except ValueError as error:
         raise parsed.error("local_ranks_filter", LogOptionsError, str(error)) from None
     say_absent(parsed, "local_ranks_filter", ranks or frozenset(), nproc, notices)
-    log_dir = log_folder(parsed)
+    log_dir = log_folder(parsed, notices)
     duplicates = {
         Std.OUT: tuple(text for text in given.duplicate_stdout_filters if text),
         Std.ERR: tuple(text for text in given.duplicate_stderr_filters if text),
@@ -274,13 +274,16 @@ def say_absent(parsed: Parsed, dest: str, ranks: frozenset[int], nproc: int, not
         notices.append(f"{parsed.said(dest)}: this node has no local rank {named}, only 0 to {nproc - 1}")
 
 
-def log_folder(parsed: Parsed) -> str | None:
+def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
     """Absolute; None when no files are wanted."""
     log_dir: str | None = parsed.values.log_dir
     if not log_dir:
-        from holdfast.runtime.workers.log_layout import default_log_dir
+        from holdfast.runtime.workers.log_layout import TEMPORARY_NAME, default_log_dir
 
-        return default_log_dir()
+        folder = default_log_dir()
+        if os.path.basename(folder).startswith(TEMPORARY_NAME):
+            notices.append(f"neither the home nor the current folder can be written: logs go to {folder}")
+        return folder
     if log_dir == os.devnull:
         return None
     try:

@@ -67,16 +67,20 @@ def start(
 
     `begin` is called before it begins; `show` says what the console shows at the end.
     """
+    from holdfast.runtime.secret_variables import forget_secrets
     from holdfast.runtime.workers.keeper import fork_keeper
 
     keeper = fork_keeper()
     be_killable()
     try:
         options = resolve(parsed, os.environ)
+        forget_secrets()
         for notice in options.notices if say_notices else ():
             print(f"holdfast: {notice}", file=sys.stderr)
+        from holdfast.runtime import descriptors
         from holdfast.runtime.workers import preload
 
+        descriptors.provide(options.nproc)
         preload.begin(keeper, options)  # before our own heavy modules: it imports while we do
         from holdfast.insight.screen import render
         from holdfast.insight.verdicts import judge

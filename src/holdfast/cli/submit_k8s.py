@@ -14,6 +14,7 @@ from holdfast.cli import grammar
 from holdfast.cli.helptext import line as help_line
 from holdfast.cli.submit_k8s_line import K8S, OWN, POD, TABLE, read_job
 from holdfast.core.errors import MissingPackageError, SubmitError, UsageError
+from holdfast.rendezvous.token import draw_token
 from holdfast.schedulers import kubernetes
 from holdfast.schedulers.kubernetes_yaml import documents
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from holdfast.schedulers.kubernetes import KubernetesJob
 
-TOKEN_BYTES = 32
 REQUEST_S_MAX = 60
 
 
@@ -65,7 +65,7 @@ def show(job: KubernetesJob, *, own_secret: bool) -> int:
         space = f" -n {job.namespace}" if job.namespace else ""
         head += (
             "\nFirst, once, give it a token (--apply does both):\n"
-            f"  openssl rand -hex {TOKEN_BYTES} | kubectl create{space} secret generic {job.token_secret} "
+            f"  holdfast token | kubectl create{space} secret generic {job.token_secret} "
             "--from-file=token=/dev/stdin"
         )
     print(documents(kubernetes.manifests(job), head), end="")
@@ -84,9 +84,7 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
         )
     made = kubernetes.manifests(job)
     if job.token_secret and own_secret:
-        import secrets
-
-        made.insert(0, kubernetes.secret(job, secrets.token_hex(TOKEN_BYTES)))
+        made.insert(0, kubernetes.secret(job, draw_token()))
     sys.stdout.flush()
     try:
         done = subprocess.run(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.values import node_range
 from holdfast.core.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
-from holdfast.rendezvous.token import TOKEN_VARIABLE
+from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
 from holdfast.schedulers.slurm_step import Step, address_of, number, read_step
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 CHECK_VARIABLE = "HOLDFAST_SLURM_CHECK_S"
 PLACE = ("rdzv_endpoint", "master_addr", "master_port")
 OWN_PLACE_BACKENDS = ("c10d", "static")
-TOKEN_BYTES = 32
 NOTICE = "USR1"
 """What is taken for sbatch's --signal with --slurm, which has no other use for it."""
 
@@ -199,11 +198,9 @@ def job_nodes(environ: Mapping[str, str], component: str = "") -> int:
 
 def srun_environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
     """The whole environment goes along, with a secret that is this job's; nothing of it is on a command line."""
-    import secrets
-
     changed = dict(environ)
     changed["SLURM_EXPORT_ENV"] = "ALL"  # what `sbatch --export=...` left there would cut it
     changed.setdefault("SLURM_CPU_BIND", "none")  # the workers share their node's CPUs: no single one for the agent
     if TOKEN_VARIABLE not in changed and "token_file" not in parsed.values.rdzv_conf:
-        changed[TOKEN_VARIABLE] = secrets.token_hex(TOKEN_BYTES)
+        changed[TOKEN_VARIABLE] = draw_token()
     return changed

@@ -437,3 +437,9 @@ class InternalError(HoldfastError):
     """A broken invariant. Carries the story: the last events and commands."""
 
     code = "HF901"
+
+
+class SupervisorLostError(InternalError):
+    """The process that holds the workers of a node ends again and again, or cannot be started again."""
+
+    code = "HF903"

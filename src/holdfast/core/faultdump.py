@@ -24,7 +24,7 @@ DUMP_BYTES_MAX = 1_000_000
 """Of one worker's: 100 threads of 100 frames are less."""
 
 _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack) \(most recent call first\):$")
-_FRAME = re.compile(r'^ {2}File (?:"(.*)"|(\?\?\?)), line (\d+|\?\?\?) in (.*)$')
+_FRAME = re.compile(r'^ {2}File (?:"(.*)"|(\?\?\?)), line (\d{1,9}|\?\?\?) in (.*)$')
 _OWN = "/holdfast/worker/"
 """What the bootstrap puts below a program, and around torch's functions, is none of the program's."""
 _MACHINERY = re.compile(

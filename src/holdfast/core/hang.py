@@ -10,6 +10,7 @@ from enum import Enum
 
 from msgspec import Struct
 
+from holdfast.core.bounds import Rank
 from holdfast.core.stacks import RankSample
 
 
@@ -39,7 +40,7 @@ class RankStory(Struct, frozen=True):
 class Place(Struct, frozen=True, array_like=True):
     """Ranks that were found at one place, and the place in words."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[Rank, ...]
     words: str
 
 
@@ -49,7 +50,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """HF240 …; empty where there is nothing to explain."""
     text: str
     """One or two lines."""
-    culprits: tuple[int, ...] = ()
+    culprits: tuple[Rank, ...] = ()
     """Ranks."""
     groups: tuple[Place, ...] = ()
     """The odd ones first, then by size."""

@@ -6,7 +6,8 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE
+from holdfast.core.bounds import Count, ExitCode, LocalRank, Rank, Seconds, Words
+from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HoldfastError
 from holdfast.core.hang import Finding
 
 TEXT_BYTES_MAX = 16_384
@@ -16,11 +17,11 @@ TEXT_BYTES_MAX = 16_384
 class Failure(Struct, frozen=True, kw_only=True):
     """One worker that ended with something other than 0, as its agent saw it."""
 
-    rank: int
-    local_rank: int
+    rank: Rank
+    local_rank: LocalRank
     host: str
-    pid: int
-    exit_code: int
+    pid: Count
+    exit_code: ExitCode
     """As waitpid saw it: 1..255, or -N for signal N. 0 never appears here."""
     error_type: str = ""
     """Exception class as written in the error file, e.g. `ValueError`; empty when unknown."""
@@ -37,10 +38,10 @@ class Failure(Struct, frozen=True, kw_only=True):
     """False: the program could not even be executed."""
     after_stop: bool = False
     """It ended after its agent had begun to stop it: at most a consequence, never the culprit."""
-    lived_s: float = 0.0
-    timestamp: int = 0
+    lived_s: Seconds = 0.0
+    timestamp: Count = 0
     """Epoch seconds by this node's clock; for people only, it decides nothing."""
-    facts: dict[str, str] = {}
+    facts: Words = {}
     """What its agent found out about its machine because the words asked for it: `interfaces`, `shm`, `disks` …"""
 
     @property
@@ -67,8 +68,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """The primary failure; None when a node and not a worker was the cause."""
     collateral: tuple[Failure, ...] = ()
     lost_nodes: tuple[str, ...] = ()
-    generation: int = 0
-    restarts: int = 0
+    generation: Count = 0
+    restarts: Rank = 0
     gave_up: str = ""
     """Why there was no further restart."""
 
@@ -86,7 +87,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """How the job, or this node's part in it, ended."""
 
     kind: OutcomeKind
-    exit_code: int
+    exit_code: ExitCode
     code: str = ""
     message: str = ""
     verdict: Verdict | None = None
@@ -122,6 +123,13 @@ class Evidence(Struct, frozen=True, kw_only=True):
             restarts=self.restarts,
             gave_up=self.gave_up,
         )
+
+
+def fault_outcome(error: HoldfastError) -> Outcome:
+    """How a job ends by a fault of an agent's or coordinator's own. The first line says it; the rest is for its node."""
+    cause = str(error).partition("\n")[0]
+    verdict = Verdict(code=error.code, cause=cause)
+    return Outcome(kind=OutcomeKind.FAILED, exit_code=error.exit_code, code=error.code, message=cause, verdict=verdict)
 
 
 def shell_status(exit_code: int) -> int:

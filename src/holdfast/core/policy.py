@@ -6,6 +6,8 @@ from enum import Enum
 
 from msgspec import Struct
 
+from holdfast.core.bounds import Rank, Words, Workers
+
 
 class Grow(Enum):
     """What a node that arrives at a running job does to it (--grow)."""
@@ -48,6 +50,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Arrivals at a running job are gathered this long before it is regrouped for them."""
     lease_s: float = 6.0
     """A member silent for this long is lost, by the coordinator's clock."""
+    unjoined_s: float = 15.0
+    """A link on which no agent has asked to join for so long is dropped; an honest one asks at once, or when its workers
+    are gone, which is a fence after its last coordinator."""
     fence_s: float = 4.0
     """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
     ping_interval_s: float = 1.0
@@ -112,13 +117,13 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     """Identity, used once: host name and a random incarnation, e.g. `node7#5f3a90c1`."""
     host: str
     """Short host name, for people."""
-    nproc: int
+    nproc: Workers
     role: str = "default"
-    node_rank: int | None = None
+    node_rank: Rank | None = None
     """The group rank this node wishes for (binding with fixed_ranks); None: no wish."""
     local_addr: str | None = None
     hosts_coordinator: bool = False
-    versions: dict[str, str] = {}
+    versions: Words = {}
     """Of what should be the same on all nodes: `python`, `holdfast`, `torch`, `cuda`, `nccl`, `script` (a hash).
     Empty: it could not look."""
 

@@ -6,6 +6,8 @@ from enum import Enum
 
 from msgspec import Struct
 
+from holdfast.core.bounds import Count, LocalRank, Seconds
+
 
 class Stage(Enum):
     """How far a worker has come in its generation."""
@@ -27,16 +29,16 @@ class Stage(Enum):
 class RankProgress(Struct, frozen=True, array_like=True):
     """One worker of a generation that runs."""
 
-    local_rank: int
+    local_rank: LocalRank
     stage: Stage
-    steps: int = 0
+    steps: Count = 0
     """Of an optimizer; `beat()`s where there are none."""
-    age_s: float = 0.0
+    age_s: Seconds = 0.0
     """Since the newest step or beat (before the first: since the worker was started), by its node's clock."""
-    own_s: float = 0.0
+    own_s: Seconds = 0.0
     """Of all its steps together: from the end of the step before to the beginning of backward. What others make it wait
     for is not in it."""
-    beats: int = 0
+    beats: Count = 0
     """`beat()`s, also where an optimizer makes steps: an evaluation may have nothing else to show."""
 
 

@@ -9,13 +9,18 @@ Structs are array-like on the wire: new fields go to the end and have defaults.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from holdfast.core.bounds import ITEMS_MAX, WORKERS_PER_NODE_MAX, Count, LocalRank, Period, Port, Rank, Seconds
 from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import RankProgress
 from holdfast.core.stacks import RankSample
+
+OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
+LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
 class StopReason(Enum):
@@ -48,19 +53,19 @@ class Question(Enum):
 class Running(Struct, frozen=True, array_like=True):
     """A generation that is at work on a node whose coordinator went away."""
 
-    generation: int
-    group_rank: int
-    group_world_size: int
-    restart_count: int
-    done: tuple[int, ...] = ()
+    generation: Count
+    group_rank: Rank
+    group_world_size: Rank
+    restart_count: Rank
+    done: LocalRanks = ()
     """Local ranks that have ended with 0."""
 
 
 class Join(AgentMessage, frozen=True, tag="join"):
     node: NodeSpec
-    last_generation: int = 0
+    last_generation: Count = 0
     """The newest generation this agent ever took part in; numbers only grow, so the coordinator goes above it."""
-    unlinked_s: float = 0.0
+    unlinked_s: Seconds = 0.0
     """How long ago, by the agent's clock, the link to the coordinator of last_generation broke. 0 also where it fell
     silent: that says nothing of when that coordinator ended."""
     running: Running | None = None
@@ -70,31 +75,31 @@ class Join(AgentMessage, frozen=True, tag="join"):
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
     """Phase one is done on this node: nothing of an older generation lives, folders exist, the store is bound."""
 
-    generation: int
-    store_port: int | None = None
+    generation: Count
+    store_port: Port | None = None
     """Only from the node that was asked to host the store."""
 
 
 class WorkerDone(AgentMessage, frozen=True, tag="done"):
-    generation: int
-    local_rank: int
+    generation: Count
+    local_rank: LocalRank
 
 
 class WorkersFailed(AgentMessage, frozen=True, tag="failed"):
-    generation: int
-    failures: tuple[Failure, ...]
+    generation: Count
+    failures: Annotated[tuple[Failure, ...], OF_ONE_NODE]
 
 
 class Stopped(AgentMessage, frozen=True, tag="stopped"):
     """No process of this generation is alive on this node any more."""
 
-    generation: int
+    generation: Count
 
 
 class StoreLost(AgentMessage, frozen=True, tag="store_lost"):
     """The store host of this generation died."""
 
-    generation: int
+    generation: Count
 
 
 class Leave(AgentMessage, frozen=True, tag="leave"):
@@ -108,37 +113,37 @@ class Leave(AgentMessage, frozen=True, tag="leave"):
 class Held(AgentMessage, frozen=True, tag="held"):
     """Answer to Drain: no worker of this node passes another safe point until DrainTo or Stop comes."""
 
-    generation: int
-    reached: int
+    generation: Count
+    reached: Count
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one yet."""
 
 
 class Progress(AgentMessage, frozen=True, tag="progress"):
     """How far its workers are; once in Limits.progress_interval_s while they run."""
 
-    generation: int
-    ranks: tuple[RankProgress, ...]
+    generation: Count
+    ranks: Annotated[tuple[RankProgress, ...], OF_ONE_NODE]
 
 
 class Looked(AgentMessage, frozen=True, tag="looked"):
     """Answer to Look."""
 
-    generation: int
-    number: int
+    generation: Count
+    number: Count
     """The Look's."""
-    samples: tuple[RankSample, ...] = ()
-    reach: tuple[str, ...] = ()
+    samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
+    reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
     """What became of the test connection, in words; empty: it stood, or was not asked for."""
 
 
 class Ping(AgentMessage, frozen=True, tag="ping"):
-    number: int
+    number: Count
 
 
 class Ask(AgentMessage, frozen=True, tag="ask"):
     """A command on this node has a question. Ends in one Answer of the same number, or in the loss of the link."""
 
-    number: int
+    number: Count
     question: Question
     by: str = ""
     """Who asks, in words."""
@@ -149,9 +154,9 @@ class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Joined(CoordinatorMessage, frozen=True, tag="joined"):
-    lease_s: float
-    fence_s: float
-    ping_interval_s: float
+    lease_s: Seconds
+    fence_s: Period
+    ping_interval_s: Period
 
 
 class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):
@@ -163,14 +168,14 @@ class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):
 class Assign(CoordinatorMessage, frozen=True, tag="assign"):
     """Phase one: this node's place in the world of a generation."""
 
-    generation: int
-    restart_count: int
-    group_rank: int
-    group_world_size: int
-    rank_base: int
-    world_size: int
-    role_rank_base: int
-    role_world_size: int
+    generation: Count
+    restart_count: Rank
+    group_rank: Rank
+    group_world_size: Rank
+    rank_base: Rank
+    world_size: Rank
+    role_rank_base: Rank
+    role_world_size: Rank
     hosts_store: bool
     local_world: bool = False
     """All nodes of this world talk over loopback: the store need not listen anywhere else."""
@@ -179,39 +184,39 @@ class Assign(CoordinatorMessage, frozen=True, tag="assign"):
 class Start(CoordinatorMessage, frozen=True, tag="start"):
     """Phase two: every node is prepared; start the workers."""
 
-    generation: int
+    generation: Count
     master_addr: str
-    master_port: int
+    master_port: Port
 
 
 class Drain(CoordinatorMessage, frozen=True, tag="drain"):
     """Hold the workers at their next safe point, and tell which one they have reached."""
 
-    generation: int
+    generation: Count
     text: str = ""
 
 
 class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):
     """The workers pass all safe points before this one, and stop there."""
 
-    generation: int
-    safe_point: int
+    generation: Count
+    safe_point: Count
 
 
 class Resume(CoordinatorMessage, frozen=True, tag="resume"):
     """The coordinator is new and its predecessor's generation is whole: it goes on."""
 
-    generation: int
+    generation: Count
 
 
 class Abandon(CoordinatorMessage, frozen=True, tag="abandon"):
     """The generation this agent said to be running is not whole: kill its workers."""
 
-    generation: int
+    generation: Count
 
 
 class Stop(CoordinatorMessage, frozen=True, tag="stop"):
-    generation: int
+    generation: Count
     reason: StopReason
     text: str = ""
 
@@ -219,8 +224,8 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
 class Look(CoordinatorMessage, frozen=True, tag="look"):
     """Where are your workers? Answered by one Looked."""
 
-    generation: int
-    number: int
+    generation: Count
+    number: Count
     store: bool = False
     """Also try to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
 
@@ -238,11 +243,11 @@ class Finish(CoordinatorMessage, frozen=True, tag="finish"):
 
 
 class Pong(CoordinatorMessage, frozen=True, tag="pong"):
-    number: int
+    number: Count
 
 
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):
-    number: int
+    number: Count
     body: bytes
     """JSON, for the command that asked: no agent reads it."""
 

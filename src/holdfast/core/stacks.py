@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.core.bounds import Count, Line, LocalRank, Seconds
+
 FRAMES_MAX = 64
 
 
 class Frame(Struct, frozen=True, array_like=True):
     file: str
-    line: int
+    line: Line
     function: str
 
 
 class RankSample(Struct, frozen=True, array_like=True):
     """One look at one worker."""
 
-    local_rank: int
-    pid: int
+    local_rank: LocalRank
+    pid: Count
     state: str
     """Of its main thread, the kernel's letter: R runs, S sleeps, D in the kernel, T stopped, Z dead; empty: gone."""
-    cpu_s: float
+    cpu_s: Seconds
     """Processor time that all its threads have used so far."""
     frames: tuple[Frame, ...] = ()
     """Of the main thread, innermost first, at most FRAMES_MAX; empty when it did not answer (stopped, no Python)."""
@@ -30,9 +32,9 @@ class RankSample(Struct, frozen=True, array_like=True):
     """On its node: the whole text, all threads."""
     source: str = ""
     """The program's own line that it executes, as its file has it now; empty when that cannot be read."""
-    main_cpu_s: float = 0.0
+    main_cpu_s: Seconds = 0.0
     """Processor time that its main thread has used so far."""
-    moved_bytes: int = 0
+    moved_bytes: Count = 0
     """Read and written so far, by all its threads: files, pipes, sockets."""
 
 

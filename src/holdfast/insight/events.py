@@ -75,6 +75,7 @@ NODE = (
         "the agent begins",
         (MEMBER, Field("run_id", TEXT, "the job"), Field("endpoint", TEXT, "where its nodes meet")),
     ),
+    EventKind("fault", "holdfast itself failed on this node: it ends with exit code 70", (FAULT[1],)),
     EventKind("ended", "this node's part of the job is over: the last event but for what is dropped", OUTCOME),
     EventKind(
         "claim",
@@ -341,6 +342,11 @@ COORDINATOR = (
         "coordinator.look_unanswered",
         "nodes that did not tell in time where their workers stand",
         (GENERATION, Field("members", TEXTS, "these")),
+    ),
+    EventKind(
+        "coordinator.fault",
+        "the coordinator itself failed: every node ends with exit code 70",
+        (FAULT[1],),
     ),
     EventKind("coordinator.insight_fault", "whoever examines hangs or judges failures has a fault of its own", FAULT),
     EventKind("coordinator.straggler", "ranks or a node are slower than their peers", (GENERATION, *STRAGGLER)),

@@ -24,10 +24,10 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
 def render(outcome: Outcome, folder: str) -> str:
-    """What the console says at the end; empty after a success."""
+    """What the console says at the end; empty after a success that this node had a part in."""
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
-            return ""
+            return f"holdfast: {outcome.message}" if outcome.message else ""
         case OutcomeKind.FAILED if outcome.verdict is not None:
             return _failed(outcome, outcome.verdict, folder)
         case OutcomeKind.SIGNALLED:

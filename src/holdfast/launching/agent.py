@@ -35,6 +35,13 @@ def main(argv: Sequence[str]) -> int:
     except HoldfastError as error:
         report(report_fd, None, "", error)
         return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the caller has to hear of it
+        from holdfast.runtime.faults import as_error
+
+        fault = as_error(error)
+        report(report_fd, None, "", fault)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return fault.exit_code
     except KeyboardInterrupt:
         return EXIT_SIGNAL_BASE + signal.SIGINT
 
@@ -59,11 +66,15 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.cli.run import examine
         from holdfast.core.options import CallFds
         from holdfast.insight.verdicts import judge
+        from holdfast.runtime import descriptors
+        from holdfast.runtime.secret_variables import forget_secrets
         from holdfast.runtime.workers import preload
 
         options = structs.replace(
             resolve(parsed, os.environ).options, call_fds=CallFds(call=call_fd, results=result_fds)
         )
+        forget_secrets()
+        descriptors.provide(options.nproc)
         preload.begin(keeper, options)
         for notice in options.notices:
             sys.stderr.write(f"holdfast: {notice}\n")

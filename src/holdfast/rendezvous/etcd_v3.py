@@ -32,6 +32,19 @@ API_PATH = "/v3/"
 Answer = TypeVar("Answer")
 
 
+PASSING = (
+    "timed out",
+    "no leader",
+    "leader changed",
+    "too many requests",
+    "database space exceeded",
+    "no space",
+    "server stopped",
+    "unhealthy cluster",
+)
+"""What a server says when somebody has to help it, and can: it is full, or on its way down or up."""
+
+
 class _NoSuchApiError(EtcdError):
     """The server has no /v3/."""
 
@@ -290,7 +303,7 @@ def _translated(endpoint: Endpoint, error: Any, errors: Any) -> EtcdError:
         return EtcdError(f"etcd at {endpoint} refuses user and password (rdzv-conf user, password_file): {said}")
     if error.args and str(error.args[0]).lower() == "not found" and "etcdserver" not in text:
         return _NoSuchApiError(f"etcd at {endpoint} does not serve API v3 ({API_PATH})")
-    if "timed out" in text or "no leader" in text or "leader changed" in text or "too many requests" in text:
+    if any(words in text for words in PASSING):
         return EtcdUnreachableError(_shortened(detail))
     if isinstance(error, errors.InternalServerError):
         return EtcdUnreachableError(_shortened(detail))

@@ -8,6 +8,10 @@ from holdfast.core.errors import EnvironmentValueError, RendezvousConfigError
 
 TOKEN_BYTES_MAX = 4096
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"
+TOKEN_CHARS_MIN = 20
+"""Shorter ones are warned about: a handshake tells enough to try all of them offline."""
+TOKEN_BYTES = 32
+"""Of randomness, in one that we draw."""
 
 
 def read_token(path: str | None, environ: Mapping[str, str]) -> bytes | None:
@@ -37,3 +41,20 @@ def _from_file(path: str) -> bytes:
     if len(secret) > TOKEN_BYTES_MAX:
         raise RendezvousConfigError(f"--rdzv-conf token_file={path}: longer than {TOKEN_BYTES_MAX} bytes")
     return secret
+
+
+def draw_token() -> str:
+    """A new one that nobody can guess: letters and digits, fit for a file, a variable and a Secret."""
+    import secrets  # only who draws one pays for it
+
+    return secrets.token_hex(TOKEN_BYTES)
+
+
+def weakness(secret: bytes) -> str:
+    """What to say of a token that can be guessed; empty when it is long enough."""
+    if len(secret) >= TOKEN_CHARS_MIN:
+        return ""
+    return (
+        f"the job token has {len(secret)} characters: whoever reaches the endpoint gets what it takes to guess it offline; "
+        "`holdfast token` draws one that cannot be guessed"
+    )

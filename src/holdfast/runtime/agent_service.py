@@ -40,13 +40,14 @@ from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.hang import Examine
 from holdfast.core.options import RunOptions
-from holdfast.core.outcome import Outcome
+from holdfast.core.outcome import Outcome, fault_outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import JobView, RankProgress
 from holdfast.core.protocol import Answer, FromAgent, FromCoordinator
 from holdfast.runtime.control import Control
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.driver import Driver
+from holdfast.runtime.faults import Troubles, as_error, fault_of
 from holdfast.runtime.inquiry import Inquiry
 from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import Link, Meeting
@@ -88,8 +89,8 @@ def run_job(options: RunOptions, keeper: KeeperHandle, *, judge: Judge, examine:
     """
     try:
         return asyncio.run(_run_job(options, keeper, judge, examine, render))
-    except BaseExceptionGroup as group:  # a task group's; what went wrong first is what there is to tell
-        raise group.exceptions[0] from None
+    except Exception as error:  # noqa: BLE001 - whatever it is gets a code
+        raise as_error(error) from error.__cause__
 
 
 async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, examine: Examine, render: Render) -> int:
@@ -102,7 +103,7 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, exam
     try:
         service = AgentService(options, keeper, judge, examine, folder, console, router, journal, host)
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
-            outcome = await service.run()
+            outcome = await _outcome(service, journal, folder)
             journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
             await asyncio.to_thread(write_reports, outcome, folder.path)
             if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
@@ -117,6 +118,19 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, exam
         return outcome.exit_code
     finally:
         await run_detached(lambda: _close(router, console, journal, stall_s))
+
+
+async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -> Outcome:
+    """How it ended. A fault of ours leaves a verdict like every other end, and is raised."""
+    try:
+        return await service.run()
+    except Exception as error:  # noqa: BLE001 - and is raised again
+        fault = as_error(error)
+        outcome = fault_outcome(fault)
+        journal.write("fault", error=str(fault))
+        journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
+        await asyncio.to_thread(write_reports, outcome, folder.path)
+        raise fault from fault.__cause__
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
@@ -167,6 +181,7 @@ class AgentService:
         self._inquiry: Inquiry | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._dialing: asyncio.Task[None] | None = None
+        self._troubles = Troubles(console.say, self._loop.time)
 
     async def run(self) -> Outcome:
         node = NodeSpec(
@@ -263,8 +278,10 @@ class AgentService:
 
     def _crashed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault of ours in a callback ends this agent loudly; asyncio would log it and leave the job hanging."""
-        error = context.get("exception")
-        if isinstance(error, Exception) and not isinstance(error, OSError) and not self._ended.done():
+        error = fault_of(context)
+        if error is None:
+            self._troubles.met(context)
+        elif not self._ended.done():
             self._ended.set_exception(error)
         else:
             loop.default_exception_handler(context)

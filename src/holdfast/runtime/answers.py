@@ -67,6 +67,10 @@ class Answers:
         self._looks: dict[int, _Look] = {}
 
     def asked(self, link: int, ask: Ask) -> None:
+        """Only a member learns anything of the job, or may end it: any other link gets an empty answer."""
+        if not self._machine.is_member(link):
+            self._tell(link, ask, lambda: b"")
+            return
         match ask.question:
             case Question.STATUS:
                 self._tell(link, ask, lambda: status_body(self._machine.view(self._loop.time())))

@@ -11,7 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from holdfast.core.errors import (
     CoordinatorUnreachableError,
@@ -28,6 +28,7 @@ from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.rendezvous.port_holder import who_holds
 from holdfast.runtime.detached import run_detached
+from holdfast.runtime.faults import describe
 from holdfast.wire.codec import decode_from_coordinator
 from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake
 from holdfast.wire.session import Session
@@ -37,10 +38,12 @@ CONNECT_S_MAX = 3.0
 """Per address; long enough for one lost SYN."""
 CLOSE_S_MAX = 5.0
 """A closed connection may take this long to send what is left, then it is cut."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """A peer that leaves so much unread is lost."""
 
 Received = TypeVar("Received")
+P = ParamSpec("P")
 
 
 def fresh_nonce() -> bytes:
@@ -120,7 +123,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._transport = transport
         self.peer_address = plain_address(transport.get_extra_info("peername"))
         self.local_address = plain_address(transport.get_extra_info("sockname"))
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(transport.get_extra_info("socket"))
         transport.write(self._session.opening())
 
     def data_received(self, data: bytes) -> None:
@@ -168,15 +171,33 @@ class Connection(asyncio.Protocol, Generic[Received]):
         if self._on_message is None:
             return
         while self._waiting:
-            self._on_message(self._waiting.popleft())
+            _call(self._on_message, self._waiting.popleft())
         if self._lost and self._on_closed is not None:
             on_closed, self._on_closed = self._on_closed, None
-            on_closed(self._reason)
+            _call(on_closed, self._reason)
 
     def _tell_handshake(self, error: HoldfastError | None) -> None:
         if self._on_handshake is not None:
             on_handshake, self._on_handshake = self._on_handshake, None
-            on_handshake(self, error)
+            _call(on_handshake, self, error)
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages go at once, and a peer that is gone without a word is found out whatever is said on the link."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def _call(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """asyncio takes an OSError from a protocol for the end of its connection and says nothing: a fault of ours in what
+    a message brings about must not look like that."""
+    try:
+        callback(*args, **kwargs)
+    except OSError as error:
+        raise InternalError(f"holdfast failed at a message of a peer: {describe(error)}") from error
 
 
 async def dial(

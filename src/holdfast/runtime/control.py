@@ -199,6 +199,8 @@ class Control:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                await gone  # a client that broke off is no news
         if not self._ended.done():
             return None
         outcome = self._ended.result()

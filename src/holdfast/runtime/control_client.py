@@ -18,6 +18,7 @@ from holdfast.core.errors import ControlRefusedError, ControlSilentError, NoRunE
 from holdfast.core.protocol import Question
 from holdfast.runtime import running
 from holdfast.runtime.running import Entry
+from holdfast.wire.words import clean
 
 ANSWER_S_MAX = 5.0
 STACKS_S_MAX = 12.0
@@ -41,7 +42,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     def read(self, kind: type[Body]) -> Body:
         """The body as what it should be. Raises ControlRefusedError."""
         try:
-            return msgspec.json.decode(self.body, type=kind)
+            return clean(msgspec.json.decode(self.body, type=kind))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ControlRefusedError(f"the answer is of another version of holdfast: {error}") from None
 

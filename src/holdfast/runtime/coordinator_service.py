@@ -6,15 +6,17 @@ Remote agents come through the Listener; the agent of this very process through 
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.protocol import Ask, FromAgent, FromCoordinator, Looked
+from holdfast.core.errors import HoldfastError
+from holdfast.core.outcome import fault_outcome
+from holdfast.core.protocol import Ask, Finish, FromAgent, FromCoordinator, Looked
 from holdfast.runtime.answers import Answers
+from holdfast.runtime.descriptors import raise_limit
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from holdfast.runtime.listener import AgentConnection, Listener
     from holdfast.runtime.store_proxy import StoreProxy
 
-DESCRIPTORS_WANTED = 65_536
 LINGER_S = 5.0
 """After the end of the job: how long members may take to hear of it and hang up."""
 
@@ -106,7 +107,7 @@ class CoordinatorService:
         self._alone = asyncio.Event()
         self._alone.set()
         self._listener: Listener | None = None
-        self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute)
+        self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, on_fault=self._broken)
         self._driver.feed(Tick())
         self.machine = machine
         self._answers = Answers(machine, self._links, self._driver.feed, journal.fault)
@@ -118,7 +119,7 @@ class CoordinatorService:
         from holdfast.runtime.listener import Listener
         from holdfast.runtime.store_proxy import StoreProxy
 
-        _raise_descriptor_limit()
+        raise_limit()
         if static:
             self.proxy = StoreProxy(self._say)
         self._listener = Listener(
@@ -188,6 +189,15 @@ class CoordinatorService:
             self._alone.set()
         return self._links.pop(number, None) is not None
 
+    def _broken(self, error: HoldfastError, event: Event) -> None:
+        """The machine cannot go on: whoever sent what broke it is cut off, and all others learn that the job is over."""
+        self._journal.write("coordinator.fault", error=str(error))
+        if isinstance(event, Heard) and (sender := self._links.pop(event.link, None)) is not None:
+            sender.close("its message broke the coordinator")
+        finish = Finish(fault_outcome(error))
+        for link in self._links.values():
+            link.send(finish)
+
     def _execute(self, command: Command) -> None:
         match command:
             case Tell(number, message):
@@ -203,11 +213,3 @@ class CoordinatorService:
                 self._journal.write(f"coordinator.{event}", **fields)
             case Conclude(outcome):
                 self._journal.write("coordinator.concluded", kind=outcome.kind.value, exit_code=outcome.exit_code)
-
-
-def _raise_descriptor_limit() -> None:
-    """A link each for thousands of agents. The keeper was forked before: workers keep the limit they had."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

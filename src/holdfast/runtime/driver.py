@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
-from holdfast.core.errors import InternalError
+from holdfast.core.errors import HoldfastError, InternalError
+from holdfast.runtime.faults import describe
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
@@ -40,10 +41,13 @@ class Driver(Generic[Event, Command]):
         tick: Event,
         execute: Callable[[Command], None],
         after: Callable[[], None] | None = None,
+        on_fault: Callable[[HoldfastError, Event], None] | None = None,
     ) -> None:
-        """`after` is called when the commands that an event brought about have been given."""
+        """`after` is called when the commands that an event brought about have been given; `on_fault` once, when
+        machine or shell failed at an event: no other event is handled after that."""
         self.machine = machine
         self._after = after
+        self._on_fault = on_fault
         self._tick = tick
         self._execute = execute
         self._loop = asyncio.get_running_loop()
@@ -55,17 +59,26 @@ class Driver(Generic[Event, Command]):
         self._timer_at = 0.0
 
     def feed(self, event: Event) -> None:
-        """Hand an event to the machine, now or as soon as it is free. Raises InternalError with the story if it breaks."""
+        """Hand an event to the machine, now or as soon as it is free.
+
+        Raises InternalError with the story whatever went wrong, in the machine or in what it asked for; a HoldfastError
+        that a command has raised comes as it is.
+        """
+        if self._stopped:
+            return
         self._inbox.append(event)
-        if self._busy or self._stopped:
+        if self._busy:
             return
         self._busy = True
         try:
             while self._inbox and not self._stopped:
-                self._step(self._inbox.popleft())
+                event = self._inbox.popleft()
+                self._step(event)
+            self._arm()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is our fault: nothing may be lost in a callback
+            self._break(error, event)
         finally:
             self._busy = False
-        self._arm()
 
     def stop(self) -> None:
         """No event is handled any more."""
@@ -77,15 +90,23 @@ class Driver(Generic[Event, Command]):
     def _step(self, event: Event) -> None:
         now = self._loop.time()
         self._story.append((now, event))
-        try:
-            commands = self.machine.handle(now, event)
-        except AssertionError as error:
-            story = "\n  ".join(f"{when:.6f} {what!r:.300}" for when, what in self._story)
-            raise InternalError(f"{type(self.machine).__name__} broke an invariant: {error}\n  {story}") from error
-        for command in commands:
+        for command in self.machine.handle(now, event):
             self._execute(command)
         if self._after is not None:
             self._after()
+
+    def _break(self, error: Exception, event: Event) -> NoReturn:
+        self.stop()
+        fault = error if isinstance(error, HoldfastError) else self._internal(error)
+        if self._on_fault is not None:
+            self._on_fault(fault, event)
+        raise fault from (None if fault is error else error)
+
+    def _internal(self, error: Exception) -> InternalError:
+        name = type(self.machine).__name__
+        broke = f"broke an invariant: {error}" if isinstance(error, AssertionError) else f"failed: {describe(error)}"
+        story = "\n  ".join(f"{when:.6f} {what!r:.300}" for when, what in self._story)
+        return InternalError(f"{name} {broke}\n  {story}")
 
     def _arm(self) -> None:
         if self._stopped:

@@ -72,9 +72,21 @@ class ElectedMeeting:
         self._office: Office | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._notice = ""
+        self._met = False
+        """This node has had a link to some coordinator: the line and the storage are as they must be."""
 
     async def reach(self, node: NodeSpec) -> Link:
-        """One attempt. Raises HoldfastError."""
+        """One attempt. Raises HoldfastError; once the job was reached, what the storage refuses is no reason to end."""
+        try:
+            link = await self._reach(node)
+        except EtcdError as error:
+            if self._met and not isinstance(error, EtcdUnreachableError):
+                raise EtcdUnreachableError(str(error)) from None
+            raise
+        self._met = True
+        return link
+
+    async def _reach(self, node: NodeSpec) -> Link:
         if self._leaving is not None:
             await asyncio.shield(self._leaving)
         for _ in range(TURNS_MAX):

@@ -23,6 +23,7 @@ FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
 """Names the folder, for machines on which none of the usual places outlives a login."""
 SUN_PATH_BYTES_MAX = 107
 """What fits into an address of a Unix socket; longer paths are reached through their folder's descriptor."""
+TEMPORARY = "/tmp"
 PROBE_S = 1.0
 MISSING = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR)
 
@@ -65,16 +66,27 @@ def folders(uid: int | None = None) -> list[str]:
     found = [os.path.join(runtime, "holdfast")] if os.path.isabs(runtime) and _owner(runtime) == uid else []
     if not runtime and _owner(f"/run/user/{uid}") == uid:
         found.append(f"/run/user/{uid}/holdfast")
-    for base in (os.environ.get("TMPDIR", ""), "/tmp"):
-        if os.path.isabs(base) and os.path.join(base, f"holdfast-{uid}") not in found:
-            found.append(os.path.join(base, f"holdfast-{uid}"))
+    for base in dict.fromkeys((os.environ.get("TMPDIR", ""), TEMPORARY)):
+        if os.path.isabs(base):
+            found += [os.path.join(base, f"holdfast-{uid}"), *_substitutes(base, uid)]
     return found
+
+
+def _substitutes(base: str, uid: int) -> list[str]:
+    """What agents of this user have made where somebody else had taken the usual name."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(base) if name.startswith(f"holdfast-{uid}-"))
+    return [path for name in names if _owner(path := os.path.join(base, name)) == uid]
 
 
 def private_folder() -> str:
     """The first place of which nobody else has a part, made if needed. Raises OSError."""
     error = OSError(errno.EACCES, "no folder for it")
-    for path in folders():
+    places = folders()
+    if not os.environ.get(FOLDER_VARIABLE):  # in a temporary folder anybody may have made one of our name
+        places.append(f"{places[-1].removesuffix('/')}-{os.urandom(4).hex()}")
+    for path in places:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)

@@ -8,8 +8,9 @@ nothing of the store's protocol: bytes go both ways, half-closes and errors too,
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
+
+from holdfast.runtime.connection import tune
 
 HOLD_S_MAX = 60.0
 """A client that comes before the generation's store is known waits this long for it."""
@@ -111,8 +112,7 @@ class _End(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self._ends.add(self)
-        # The store's protocol is one small question after the other.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(transport.get_extra_info("socket"))  # the store's protocol is one small question after the other
 
     def data_received(self, data: bytes) -> None:
         if self._peer is not None:

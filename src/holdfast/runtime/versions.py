@@ -1,4 +1,4 @@
-"""What should be the same on every node: versions of Python, holdfast, torch, CUDA and NCCL, and the script.
+"""What should be the same on every node: versions of Python, holdfast, torch, CUDA and NCCL, the script and its arguments.
 
 Reads a few small files and imports nothing: torch's version stands in a file of its own, and the start of a job must not
 wait. Tells; the coordinator compares.
@@ -30,7 +30,7 @@ def node_versions(command: WorkerCommand, path: Sequence[str] | None = None) -> 
 
     `path`: where Python looks for modules; this interpreter's own without it.
     """
-    found = {"holdfast": __version__, "script": script_hash(command)}
+    found = {"holdfast": __version__, "script": script_hash(command), "arguments": arguments_hash(command)}
     if command.kind is not CommandKind.PROGRAM and command.python in ("", sys.executable):
         found["python"] = ".".join(map(str, sys.version_info[:3]))
         found |= torch_versions(sys.path if path is None else path)
@@ -43,6 +43,13 @@ def script_hash(command: WorkerCommand) -> str:
         return ""
     data = _read(command.target, FILE_BYTES_MAX)
     return hashlib.sha256(data).hexdigest()[:HASH_CHARACTERS] if data else ""
+
+
+def arguments_hash(command: WorkerCommand) -> str:
+    """Of what is to be run beside the script's bytes: its arguments, a module's or program's name."""
+    name = "" if command.kind in (CommandKind.SCRIPT, CommandKind.RUN_PATH) else command.target
+    words = "\0".join((command.kind.value, name, *command.args))
+    return hashlib.sha256(words.encode(errors="surrogateescape")).hexdigest()[:HASH_CHARACTERS]
 
 
 def torch_versions(path: Sequence[str]) -> dict[str, str]:

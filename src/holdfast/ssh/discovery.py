@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 
 from holdfast.core.errors import HostsError
+from holdfast.runtime.secret_variables import without_secrets
 from holdfast.ssh.hosts import HostSpec, parse_file
 from holdfast.ssh.session import die_with_launcher
 
@@ -53,6 +54,7 @@ class Discovery:
             self._program,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
+            env=without_secrets(os.environ),
             start_new_session=True,
             preexec_fn=die_with_launcher,
         )

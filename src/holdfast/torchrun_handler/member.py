@@ -42,6 +42,7 @@ from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import Assign, FromCoordinator, Start, Stop
 from holdfast.insight.verdicts import judge
 from holdfast.runtime.driver import Driver
+from holdfast.runtime.faults import Troubles, fault_of
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.meeting import Link, Meeting
 
@@ -85,6 +86,7 @@ class Member:
         self._host = socket.gethostname().partition(".")[0]
         self._options = options
         self._say = say
+        self._troubles = Troubles(say, self._loop.time)
         self._meeting = Meeting(options, judge, Journal(None), say)
         self._link: Link | None = None
         self._dialing: asyncio.Task[None] | None = None
@@ -162,12 +164,12 @@ class Member:
         if not self._ended.done():
             self._ended.set_exception(error)
 
-    def _crashed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if isinstance(error, Exception) and not isinstance(error, OSError):
+    def _crashed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = fault_of(context)
+        if error is not None:
             self._fail(error)
         else:
-            loop.default_exception_handler(context)
+            self._troubles.met(context)
 
     def _workers_gone(self, exit_code: int, text: str) -> None:
         """No worker of torchrun's is alive. `exit_code` 0: they have done their work."""

@@ -1,7 +1,7 @@
 """Messages of core.protocol to bytes and back. PURE.
 
 Knows msgpack and the message types. Nothing is ever unpickled or evaluated: the decoders accept exactly the
-types they are made for, and anything else is a ProtocolError.
+types they are made for, with numbers within core.bounds, and anything else is a ProtocolError.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome
 from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, Looked, WorkersFailed
 from holdfast.core.stacks import Frame, RankSample
 from holdfast.wire.framing import FRAME_BYTES_MAX
+from holdfast.wire.words import clean
 
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """Leaves room for the MAC in front of a message."""
@@ -53,7 +54,7 @@ def encode(message: FromAgent | FromCoordinator) -> bytes:
 def decode_from_agent(data: bytes) -> FromAgent:
     """Raises ProtocolError on anything but one well-formed message of an agent."""
     try:
-        return _agent_decoder.decode(data)
+        return clean(_agent_decoder.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message of an agent: {error}") from None
 
@@ -61,7 +62,7 @@ def decode_from_agent(data: bytes) -> FromAgent:
 def decode_from_coordinator(data: bytes) -> FromCoordinator:
     """Raises ProtocolError on anything but one well-formed message of a coordinator."""
     try:
-        return _coordinator_decoder.decode(data)
+        return clean(_coordinator_decoder.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message of a coordinator: {error}") from None
 

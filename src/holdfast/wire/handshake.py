@@ -8,10 +8,10 @@ arguments). Payloads in, payloads out:
 
     agent  Hello ──▶  coordinator           with a job token
            ◀── Challenge | Refusal          the coordinator proves first that it knows the token
-           Proof ──▶                        or Refusal
+           Proof ──▶                        or Refusal; only now the job is compared
            ◀── Accepted | Refusal           Accepted and all that follows carry a MAC
 
-A refusal is final, names both sides' values, never the token, and stays readable for every protocol version.
+A refusal is final, names both sides' values (with a token: to nobody who does not know it), never the token, and stays readable for every protocol version.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from msgspec import Struct
 from holdfast.core.errors import AuthenticationError, HoldfastError, ProtocolError, RefusedError
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.wire.framing import PROTOCOL_VERSION
+from holdfast.wire.words import one_line
 
 if TYPE_CHECKING:
     from holdfast.wire.seal import Seal
@@ -214,7 +215,7 @@ class ServerHandshake:
         if len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError("a hello with a malformed nonce")
         self.hello = hello
-        contradiction = self._contradiction(hello)
+        contradiction = self._contradiction(hello) if self._token is None else self._unproven(hello)
         if contradiction is not None:
             return self._refuse(RefusedError(contradiction))
         if self._token is None:
@@ -237,9 +238,19 @@ class ServerHandshake:
         proof = _decode(_proof_decoder, payload)
         if not same(proof.proof, prove(self._token, "agent", self._said)):
             return self._refuse(AuthenticationError(_token_differs_text(_shown(self.hello.host))))
+        contradiction = self._contradiction(self.hello)
+        if contradiction is not None:
+            return self._refuse(RefusedError(contradiction))
         self.seal = Seal(self._token, "coordinator", self._said)
         self.done = True
         return [self.seal.seal(_encoder.encode(Accepted(PROTOCOL_VERSION)))]
+
+    def _unproven(self, hello: Hello) -> str | None:
+        """The same for one that has not proved yet that it knows the token: a stranger learns nothing of the job."""
+        name = _shown(hello.host)
+        if hello.version != PROTOCOL_VERSION:
+            return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
+        return None if hello.has_token else _token_presence_text(name=name, has_token=False)
 
     def _contradiction(self, hello: Hello) -> str | None:
         """Why this node cannot be of this job, most telling first; None when it can."""
@@ -276,7 +287,7 @@ def read_refusal(payload: bytes) -> tuple[str, str] | None:
     if not payload.startswith(REFUSAL_MARK):
         return None
     code, _, text = payload[len(REFUSAL_MARK) :].decode("utf-8", "replace").partition("\n")
-    return _printable(code[:16]), _printable(text[:REFUSAL_CHARS_MAX]) or "the coordinator gave no reason"
+    return one_line(code[:16]), one_line(text[:REFUSAL_CHARS_MAX]) or "the coordinator gave no reason"
 
 
 def _version_text(*, ours: int, theirs: int, name: str) -> str:
@@ -302,10 +313,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a malformed handshake: {error}") from None
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text).strip()
 
 
 def _portable(text: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from holdfast.core.coordinator.admission import Admission, Admit, Deny
 from holdfast.core.coordinator.state import Member
 from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.core.protocol import Join
+from holdfast.core.protocol import Join, Running
 
 
 def job(*, fixed_ranks: bool) -> JobSpec:
@@ -44,6 +44,29 @@ def test_what_cannot_be(asked: Join, problem: str) -> None:
     decision = Admission(job(fixed_ranks=True)).consider(1, asked, [], 0.0)
     assert isinstance(decision, Deny)
     assert decision.problem == problem
+
+
+NODE = NodeSpec(member="a#1", host="a", nproc=2)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        join("a#1", nproc=10**9),
+        Join(NODE, last_generation=2**64 - 1),
+        Join(NODE, last_generation=-1),
+        Join(NODE, 7, 0.0, Running(8, 0, 1, 0)),
+        Join(NODE, 7, 0.0, Running(0, 0, 1, 0)),
+        Join(NODE, 7, 0.0, Running(7, 3, 3, 0)),
+        Join(NODE, 7, 0.0, Running(7, -1, 3, 0)),
+        Join(NODE, 7, 0.0, Running(7, 0, 3, -1)),
+        Join(NODE, 7, 0.0, Running(7, 0, 3, 0, done=(0, 2))),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(asked: Join) -> None:
+    """One of them would stop everybody: a rank is kept for each worker, and a generation has to fit into messages."""
+    decision = Admission(job(fixed_ranks=False)).consider(1, asked, [], 0.0)
+    assert isinstance(decision, Deny)
 
 
 def test_wishes_are_no_claims() -> None:

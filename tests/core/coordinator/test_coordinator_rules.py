@@ -12,6 +12,7 @@ from holdfast.core.protocol import (
     Abandon,
     Assign,
     DrainTo,
+    Finish,
     Held,
     Join,
     Joined,
@@ -60,8 +61,13 @@ def test_a_stranger_speaks_in_vain() -> None:
 
 def test_whoever_comes_after_the_end_is_told_of_it() -> None:
     desk = over()
+    desk.join(8, last_generation=1)
+    assert desk.last(8) == desk.last(1)
     desk.join(9)
-    assert desk.last(9) == desk.last(1)
+    told = desk.last(9)
+    assert isinstance(told, Finish)
+    assert told.outcome.kind is OutcomeKind.SUCCEEDED
+    assert "without this node" in told.outcome.message
 
 
 def test_two_joins_on_one_link_lose_it() -> None:
@@ -300,7 +306,7 @@ def test_of_two_generations_the_newer_one_counts() -> None:
 
 def test_who_comes_with_a_generation_that_was_replaced_is_told_to_kill_it() -> None:
     desk = two_of_three()
-    desk.join_running(3, generation=1)
+    desk.join_running(3, generation=1, of=3)
     assert Abandon(1) in [message for link, message in desk.told if link == 3]
 
 

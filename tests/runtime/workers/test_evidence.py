@@ -168,7 +168,7 @@ def test_out_of_memory_is_a_sigkill_that_nobody_sent(exit_code: int, after_stop:
     assert failure(exit_code=exit_code, after_stop=after_stop, out_of_memory=True).out_of_memory is expected
 
 
-@pytest.mark.parametrize(("number", "code"), [(2, 127), (13, 126), (8, 126)])
+@pytest.mark.parametrize(("number", "code"), [(2, 127), (13, 126), (8, 126), (11, 1), (12, 1), (24, 1)])
 def test_a_program_that_did_not_start(number: int, code: int) -> None:
     found = failure_of_spawn(
         rank=0, local_rank=0, host="n1", error_number=number, text="No such file or directory: x", now_epoch_s=9

@@ -83,6 +83,24 @@ def test_default_is_the_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert default_log_dir() == str(tmp_path / ".local/state/holdfast/runs")
 
 
+def test_default_is_a_temporary_folder_when_nothing_else_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    folder = Path(default_log_dir())
+    assert folder.parent == tmp_path
+    assert RunFolder.create(LogOptions(log_dir=str(folder)), "job").path is not None
+    assert default_log_dir() == str(folder), "commands find it again"
+    folder.chmod(0o777)
+    assert default_log_dir() != str(folder), "what others may write is not used"
+
+
 def test_default_is_here_when_there_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")

@@ -1,16 +1,22 @@
-"""Who may become a member: identities used once, fixed ranks held by one."""
+"""Who may become a member: identities used once, fixed ranks held by one, no second job at its endpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from holdfast.core.coordinator.state import Member
+from holdfast.core.bounds import WORKERS_PER_NODE_MAX
+from holdfast.core.coordinator.state import Member, names
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import Join
 
+GENERATION_MAX = 2**48
+"""No job comes near: what an agent says of its newest generation is refused above it, and every later one still fits
+into the messages."""
+UNNAMED = "none"
+"""The run id of a job that was given none, as with torchrun."""
 LAST_WORDS_S = 1.0
 """So long after its end a holder may still be heard: what it sent was on its way."""
 
@@ -35,16 +41,18 @@ class Deny(Struct, frozen=True):
 @dataclass(slots=True)
 class Admission:
     job: JobSpec
+    other_line: Callable[[NodeSpec], str] = lambda _: ""
+    """What of a node's command line is not the job's, in words; empty: nothing."""
     identities: set[str] = field(default_factory=set)
     claims: dict[int, tuple[Join, float]] = field(default_factory=dict)
-    """Joins for a fixed rank that somebody holds, and since when: the holder may be a ghost."""
+    """Joins for a place that somebody holds, and since when: the holder may be a ghost."""
 
     def consider(self, link: int, join: Join, members: Iterable[Member], now: float) -> Admit | Deny | None:
         """None: held as a claim; `settle` will say."""
-        problem = self._problem(join.node)
+        problem = self._problem(join.node) or _claims_too_much(join)
         if problem:
             return Deny(link, join, problem)
-        if self._holder(join.node, members) is not None:
+        if self._holders(join.node, members):
             self.claims[link] = (join, now)
             return None
         self.identities.add(join.node.member)
@@ -60,30 +68,66 @@ class Admission:
             return None
         members = list(members)
         for link, (join, since_s) in self.claims.items():
-            holder = self._holder(join.node, members)
-            if holder is None:
+            holders = self._holders(join.node, members)
+            if not holders:
                 del self.claims[link]
                 self.identities.add(join.node.member)
                 return Admit(link, join, since_s)
-            if holder.node.agent == join.node.agent:
+            if any(holder.node.agent == join.node.agent for holder in holders):
                 continue  # its own ghost: last words of the old link may still come in
-            if holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving:
+            if all(holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving for holder in holders):
                 del self.claims[link]
-                taken = f"--node-rank {join.node.node_rank or 0} is taken by {holder.name} ({holder.address})"
-                return Deny(link, join, f"{taken}; {join.node.member} came second. Two jobs need two ports")
+                return Deny(link, join, self._taken(join.node, holders))
         return None
+
+    def _taken(self, node: NodeSpec, holders: list[Member]) -> str:
+        if self.job.fixed_ranks:
+            holder = holders[0]
+            taken = f"--node-rank {node.node_rank or 0} is taken by {holder.name} ({holder.address})"
+            return f"{taken}; {node.member} came second. Two jobs need two ports"
+        most = self.job.max_nodes
+        whole = "its only node" if most == 1 else f"all its {most} nodes"
+        return (
+            f"the job with --rdzv-id {self.job.run_id} at this endpoint has {whole} ({names(holders)}); "
+            f"{node.member} is one too many. Another job needs an endpoint and an --rdzv-id of its own"
+        )
 
     def _problem(self, node: NodeSpec) -> str:
         if node.member in self.identities:
             return f"the identity {node.member} was used before; an agent must come with a new one"
-        if node.nproc < 1:
-            return f"{node.member} offers {node.nproc} workers"
+        if not 1 <= node.nproc <= WORKERS_PER_NODE_MAX:
+            at_most = f"; a node has at most {WORKERS_PER_NODE_MAX}" if node.nproc > 0 else ""
+            return f"{node.member} offers {node.nproc} workers{at_most}"
         if self.job.fixed_ranks and not 0 <= (node.node_rank or 0) < self.job.max_nodes:
             return f"--node-rank {node.node_rank} does not exist in a job of {self.job.max_nodes} nodes"
         return ""
 
-    def _holder(self, node: NodeSpec, members: Iterable[Member]) -> Member | None:
-        """The member that has the fixed rank this node claims."""
-        if not self.job.fixed_ranks:
-            return None
-        return next((m for m in members if (m.node.node_rank or 0) == (node.node_rank or 0)), None)
+    def _holders(self, node: NodeSpec, members: Iterable[Member]) -> list[Member]:
+        """Who has the place that this node claims: the fixed rank, or the last place of a job that takes no spares.
+
+        A job of one node needs no second one; and of two jobs that nobody gave a name, only their lines tell that they
+        are two.
+        """
+        if self.job.fixed_ranks:
+            return [m for m in members if (m.node.node_rank or 0) == (node.node_rank or 0)]
+        spare = self.job.max_nodes > 1 and not (self.job.run_id == UNNAMED and self.other_line(node))
+        if spare:
+            return []
+        here = [member for member in members if not member.leaving]
+        return here if len(here) >= self.job.max_nodes else []
+
+
+def _claims_too_much(join: Join) -> str:
+    """What is wrong with the generation that this agent says it took part in, or still has at work; empty: nothing."""
+    name, newest, running = join.node.member, join.last_generation, join.running
+    if not 0 <= newest <= GENERATION_MAX:
+        return f"{name} says that it took part in generation {newest}, which cannot be"
+    if running is None:
+        return ""
+    possible = (
+        1 <= running.generation <= newest
+        and 0 <= running.group_rank < running.group_world_size
+        and running.restart_count >= 0
+        and all(0 <= local_rank < join.node.nproc for local_rank in running.done)
+    )
+    return "" if possible else f"{name} says that it has workers of generation {running.generation}, which cannot be"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
+
+from msgspec import structs
 
 from holdfast.core.coordinator.admission import Admission
 from holdfast.core.coordinator.budget import Budget
@@ -13,12 +16,12 @@ from holdfast.core.coordinator.liveness import Liveness
 from holdfast.core.coordinator.membership import Membership
 from holdfast.core.coordinator.predecessor import Predecessor
 from holdfast.core.coordinator.probation import Probation
-from holdfast.core.coordinator.state import Draining, Member, Phase, World, names
+from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, names
 from holdfast.core.coordinator.versions import Versions
-from holdfast.core.errors import JoinTimeoutError
+from holdfast.core.errors import JoinTimeoutError, NodesError
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
-from holdfast.core.policy import Grow, JobSpec, Limits
-from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Notice, Quit, Waiting
+from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Join, Notice, Quit, Waiting
 
 TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
@@ -69,8 +72,8 @@ class CoordinatorBase:
         self.outcome: Outcome | None = None
         self.budget = Budget(job.max_restarts, limits)
         self._liveness = Liveness(limits, now)
-        self._admission = Admission(job)
         self._versions = Versions()
+        self._admission = Admission(job, self._versions.other_line)
         self._born_s = now
         self._now = now
         self._gathering = Gathering(
@@ -90,6 +93,10 @@ class CoordinatorBase:
     def members(self) -> dict[str, Member]:
         """By name."""
         return self._membership.members
+
+    def is_member(self, link: int) -> bool:
+        """Whether the agent behind this link has joined."""
+        return self._membership.by_link(link) is not None
 
     @property
     def knows_predecessor(self) -> bool:
@@ -136,6 +143,14 @@ class CoordinatorBase:
             and member.name in self.world.nproc
         )
 
+    def _has_room(self) -> bool:
+        """Whether the running world would take in somebody who came now."""
+        world = self._world()
+        return self.job.grow is not Grow.NEVER and len(world.order) < self.job.max_nodes and not world.done
+
+    def _stop_patience_s(self) -> float:
+        return self.limits.stop_grace_s + self.limits.stop_slack_s
+
     def _at_work(self) -> bool:
         return self.phase in (Phase.RUNNING, Phase.DRAINING)
 
@@ -172,6 +187,29 @@ class CoordinatorBase:
         except Exception as error:  # noqa: BLE001
             self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
             return plain_verdict(evidence)
+
+    # ---------------------------------------------------------------- links that have not joined
+
+    def _open_link(self, link: int, pending: Pending) -> None:
+        too_many = self._membership.open_link(link, pending)
+        if too_many is not None:
+            self._close_unjoined(too_many, f"too many links from {pending.address} have not joined")
+
+    def _unjoined_due_s(self) -> float:
+        """When `_drop_unjoined` has something to do. An agent that waits for a rank that somebody holds has asked."""
+        oldest = self._membership.oldest_link(self._admission.claims)
+        return inf if oldest is None else oldest[1] + self.limits.unjoined_s
+
+    def _drop_unjoined(self, now: float) -> None:
+        while now >= self._unjoined_due_s():
+            oldest = self._membership.oldest_link(self._admission.claims)
+            assert oldest is not None
+            self._close_unjoined(oldest[0], f"it did not join within {self.limits.unjoined_s:g} s")
+
+    def _close_unjoined(self, link: int, reason: str) -> None:
+        self._membership.close_link(link)
+        self._admission.withdraw(link)
+        self._out.append(DropLink(link, reason))
 
     # ---------------------------------------------------------------- telling
 
@@ -226,9 +264,29 @@ class CoordinatorBase:
         self.outcome = outcome
         self._enter(self._now, Phase.OVER)
         for member in self.members.values():
-            self._tell(member, Finish(outcome))
+            self._tell(member, Finish(outcome if member.first_started_s is not None else self._end_of(member.node)))
         self._note("over", kind=outcome.kind.value, exit_code=outcome.exit_code)
         self._out.append(Conclude(outcome))
+
+    def _greet_after_end(self, link: int, join: Join, outcome: Outcome) -> Command:
+        """An agent comes when all is over. One with another line wants another job: it will find the endpoint free."""
+        if join.last_generation:
+            return Tell(link, Finish(outcome))
+        if self._versions.other_line(join.node):
+            self._membership.close_link(link)
+            return DropLink(link, "the job at this endpoint is over, and is another one")
+        return Tell(link, Finish(self._end_of(join.node)))
+
+    def _end_of(self, node: NodeSpec) -> Outcome:
+        """How the job, which is over, ended for a node that had no part in it: its own line was not run."""
+        assert self.outcome is not None
+        if self.outcome.kind is not OutcomeKind.SUCCEEDED:
+            return self.outcome
+        other = self._versions.other_line(node)
+        if other:
+            text = f"nothing was run here: the job with --rdzv-id {self.job.run_id} at this endpoint is not this one ({other}: different)"
+            return Outcome(kind=OutcomeKind.REFUSED, exit_code=NodesError.exit_code, code=NodesError.code, message=text)
+        return structs.replace(self.outcome, message="the job has succeeded without this node: it was never needed")
 
     def _enter(self, now: float, phase: Phase) -> None:
         assert (self.phase, phase) in TRANSITIONS, f"no transition {self.phase} -> {phase}"

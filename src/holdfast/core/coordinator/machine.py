@@ -28,7 +28,6 @@ from holdfast.core.policy import Grow
 from holdfast.core.protocol import (
     Drain,
     DrainTo,
-    Finish,
     FromAgent,
     Held,
     Join,
@@ -65,7 +64,7 @@ class CoordinatorMachine(CoordinatorOversight):
         self._now = now
         match event:
             case LinkOpened(link, address, reached_at, local):
-                self._membership.pending[link] = Pending(address, reached_at, local)
+                self._open_link(link, Pending(address, reached_at, local, now))
             case LinkClosed(link, reason):
                 self._on_link_closed(now, link, reason)
             case Heard(link, message):
@@ -82,7 +81,7 @@ class CoordinatorMachine(CoordinatorOversight):
         """When a Tick is owed; None once the job is over."""
         if self.phase is Phase.OVER:
             return None
-        deadlines = [self._liveness.next_look_s(), self._oversight_due_s()]
+        deadlines = [self._liveness.next_look_s(), self._oversight_due_s(), self._unjoined_due_s()]
         if self.phase is Phase.GATHERING:
             deadlines.append(self._say_at_s)
             decision = decide(self.job, self.limits, self._gathering, self._now)
@@ -104,7 +103,7 @@ class CoordinatorMachine(CoordinatorOversight):
     # ---------------------------------------------------------------- links and messages
 
     def _on_link_closed(self, now: float, link: int, reason: str) -> None:
-        self._membership.pending.pop(link, None)
+        self._membership.close_link(link)
         self._admission.withdraw(link)
         member = self._membership.by_link(link)
         if member is not None:
@@ -150,7 +149,7 @@ class CoordinatorMachine(CoordinatorOversight):
 
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:
-            self._out.append(Tell(link, Finish(self.outcome)))
+            self._out.append(self._greet_after_end(link, join, self.outcome))
             return
         if self._quit is not None:
             self._out.append(Tell(link, self._quit))
@@ -173,7 +172,7 @@ class CoordinatorMachine(CoordinatorOversight):
                 elif self.phase is not Phase.GATHERING:
                     self._tell(member, Waiting(self._standby_text()))
             case Deny(link, join, problem):
-                self._membership.pending.pop(link)
+                self._membership.close_link(link)
                 self._note("refused", member=join.node.member, reason=problem)
                 self._out.append(Tell(link, Refuse(NodesError.code, problem)))
                 self._out.append(DropLink(link, problem))
@@ -300,6 +299,7 @@ class CoordinatorMachine(CoordinatorOversight):
             for member in self._liveness.silent(list(self.members.values()), now):
                 self._drop(member, f"silent for more than {self.limits.lease_s:g} s")
                 self._lose(now, member, f"silent for more than {self.limits.lease_s:g} s")
+        self._drop_unjoined(now)
         while (decision := self._admission.settle(self.members.values())) is not None:
             self._welcome(now, decision)
         self._count_candidates(now)
@@ -328,9 +328,13 @@ class CoordinatorMachine(CoordinatorOversight):
         if self.world is None and self._predecessor.whole:
             self._resume(now)
             return
+        if self._membership.anybody_busy:  # of a predecessor's generation, and told to stop: not waited for for ever
+            patience_s = self._stop_patience_s()
+            since_s = self._phase_since_s
+            self._drop_busy(now, [m for m in self._membership.busy() if now >= max(since_s, m.joined_s) + patience_s])
+            self._count_candidates(now)
         decision = decide(self.job, self.limits, self._gathering, now)
         if isinstance(decision, FormNow) and self._membership.anybody_busy:
-            # Workers of a predecessor's generation: they die by Abandon, or at their agent's fence.
             hosts = names(self._membership.busy())
             decision = WaitUntil(inf, f"workers of an earlier generation are still alive on {hosts}")
         if decision.reason != self._reason:
@@ -405,11 +409,6 @@ class CoordinatorMachine(CoordinatorOversight):
             else:
                 self._stop(now, StopReason.MEMBER_JOINED, text)
 
-    def _has_room(self) -> bool:
-        """Whether the running world would take in somebody who came now."""
-        world = self._world()
-        return self.job.grow is not Grow.NEVER and len(world.order) < self.job.max_nodes and not world.done
-
     def _drain(self, now: float, reason: StopReason, text: str) -> None:
         """Ask everybody how far the workers are; where they stop follows from the answers."""
         world = self._world()
@@ -457,13 +456,16 @@ class CoordinatorMachine(CoordinatorOversight):
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _stop_deadline_s(self) -> float:
-        return self._phase_since_s + self.limits.stop_grace_s + self.limits.stop_slack_s
+        return self._phase_since_s + self._stop_patience_s()
+
+    def _drop_busy(self, now: float, late: list[Member]) -> None:
+        for member in late:
+            self._drop(member, "did not stop its workers in time")
+            self._lose(now, member, "did not stop its workers in time")
 
     def _advance_stopping(self, now: float) -> None:
-        if self._membership.anybody_busy and now >= self._stop_deadline_s():
-            for member in list(self._membership.busy()):
-                self._drop(member, "did not stop its workers in time")
-                self._lose(now, member, "did not stop its workers in time")
+        if now >= self._stop_deadline_s():
+            self._drop_busy(now, list(self._membership.busy()))
         if self._membership.anybody_busy:
             return
         world, used = self._world(), self.budget.used

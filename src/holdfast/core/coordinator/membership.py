@@ -5,7 +5,8 @@ Everything that is asked for at every event costs the same with ten members and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Container, Mapping
 from math import inf
 
 from msgspec import structs
@@ -13,6 +14,9 @@ from msgspec import structs
 from holdfast.core.coordinator.probation import Probation
 from holdfast.core.coordinator.state import Member, Pending
 from holdfast.core.policy import NodeSpec
+
+LINKS_PER_ADDRESS_MAX = 1024
+"""Links from one address that have not joined: one more costs the oldest of them. Many agents may share a machine."""
 
 
 class Membership:
@@ -22,6 +26,9 @@ class Membership:
         self._probation = probation
         self.members: dict[str, Member] = {}
         self.pending: dict[int, Pending] = {}
+        """In the order in which they were opened. Changed through `open_link` and `close_link`."""
+        self._pending_of: Counter[str] = Counter()
+        """By address."""
         self._by_link: dict[int, str] = {}
         self._busy: dict[str, Member] = {}
         self._arrivals = 0
@@ -33,13 +40,38 @@ class Membership:
         self._fresh_until_s = -inf
         """The lists of candidates are true up to this time; -inf: members have changed."""
 
+    def open_link(self, link: int, pending: Pending) -> int | None:
+        """A link was opened. Returns the oldest one from the same address when they are too many."""
+        self.pending[link] = pending
+        self._pending_of[pending.address] += 1
+        if pending.local or self._pending_of[pending.address] <= LINKS_PER_ADDRESS_MAX:
+            return None
+        return next(number for number, other in self.pending.items() if other.address == pending.address)
+
+    def close_link(self, link: int) -> Pending | None:
+        """It is gone, or its agent has joined."""
+        pending = self.pending.pop(link, None)
+        if pending is not None:
+            self._pending_of[pending.address] -= 1
+            if not self._pending_of[pending.address]:
+                del self._pending_of[pending.address]
+        return pending
+
+    def oldest_link(self, but: Container[int]) -> tuple[int, float] | None:
+        """The link that has been without a member for longest, and since when; but for the local one and those named."""
+        for link, pending in self.pending.items():
+            if not pending.local and link not in but:
+                return link, pending.opened_s
+        return None
+
     def by_link(self, link: int) -> Member | None:
         name = self._by_link.get(link)
         return None if name is None else self.members[name]
 
     def add(self, link: int, node: NodeSpec, *, now: float, heard_s: float) -> Member:
         """The agent behind a pending link becomes a member."""
-        pending = self.pending.pop(link)
+        pending = self.close_link(link)
+        assert pending is not None
         node = structs.replace(node, hosts_coordinator=pending.local)
         self._arrivals += 1
         member = Member(

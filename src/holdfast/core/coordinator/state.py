@@ -59,6 +59,8 @@ class Pending:
     address: str
     reached_at: str
     local: bool
+    """Of the coordinator's own process."""
+    opened_s: float
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from holdfast.core.policy import NodeSpec
 
 NODES_DIFFER = "HF307"
 SCRIPT = "script"
-"""The key whose value is a hash and no version."""
+ARGUMENTS = "arguments"
+"""Keys whose values are hashes and no versions: together, what a node was told to run."""
 
 
 class Difference(Struct, frozen=True):
@@ -45,6 +46,13 @@ class Versions:
                 found.append(Difference(what, self._text(what, mine, node)))
         return found
 
+    def other_line(self, node: NodeSpec) -> str:
+        """What of this node's line is not the job's, in words; empty: nothing that is known."""
+        if self.first is None or not node.versions:
+            return ""
+        mine, theirs = self.first.versions, node.versions
+        return " and ".join(what for what in (SCRIPT, ARGUMENTS) if mine.get(what, "") != theirs.get(what, ""))
+
     def _text(self, what: str, mine: Mapping[str, str], node: NodeSpec) -> str:
         assert self.first is not None
         here, there = self.first.host, node.host
@@ -52,5 +60,7 @@ class Versions:
             here, there = self.first.member, node.member
         if what == SCRIPT:
             return f"{NODES_DIFFER}: the script is not the same file on {here} and on {there}"
+        if what == ARGUMENTS:
+            return f"{NODES_DIFFER}: the script's arguments are not the same on {here} and on {there}"
         had, has = mine.get(what) or "not found", node.versions.get(what) or "not found"
         return f"{NODES_DIFFER}: {what} differs: {had} on {here}, {has} on {there}"

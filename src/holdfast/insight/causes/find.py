@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass
 from functools import cache
 
+from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.outcome import Failure
 from holdfast.insight.causes.blame import complaint, is_complaint
 from holdfast.insight.causes.hints import HINTS
@@ -37,7 +38,7 @@ class Cause:
 
 def cause_of(failure: Failure) -> Cause:
     """What happened to this worker."""
-    if not failure.started:
+    if not failure.started and failure.exit_code != EXIT_FAILURE:
         said = _first_line(failure.message)
         return Cause("HF202", f"could not be started: {said}", "check the program's path and its x bit", per_node=True)
     if failure.out_of_memory:

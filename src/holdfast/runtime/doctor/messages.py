@@ -18,15 +18,17 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from holdfast.core.bounds import Port, PortOrNone, Rank
 from holdfast.core.doctor import NodeReport, Reduced, Visit
 from holdfast.core.errors import ProtocolError
+from holdfast.wire.words import clean
 
 KEY_BYTES = 16
 
 
 class Here(Struct, frozen=True, tag=True):
     host: str
-    port: int
+    port: Port
     """Of this node's probe listener."""
     address: str = ""
     """--local-addr; empty: the one that the desk sees."""
@@ -38,11 +40,11 @@ class Peer(Struct, frozen=True, array_like=True):
     name: str
     host: str
     address: str
-    port: int
+    port: Port
 
 
 class Roster(Struct, frozen=True, tag=True):
-    me: int
+    me: Rank
     """Index of whoever gets it."""
     key: bytes
     """Opens the probe listeners of this visit."""
@@ -66,12 +68,12 @@ class Outcome(Struct, frozen=True, tag=True):
 
 
 class StorePort(Struct, frozen=True, tag=True):
-    port: int
+    port: PortOrNone
     """0: there is no store, the all-reduce fails."""
 
 
 class Go(Struct, frozen=True, tag=True):
-    port: int
+    port: PortOrNone
 
 
 class Result(Struct, frozen=True, tag=True):
@@ -95,6 +97,6 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes) -> Message:
     """Raises ProtocolError on anything but one well-formed message."""
     try:
-        return _decoder.decode(data)
+        return clean(_decoder.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message of a doctor: {error}") from None

@@ -10,6 +10,7 @@ import os
 import time
 
 from holdfast.core import board as layout
+from holdfast.core.bounds import COUNT_MAX
 from holdfast.core.progress import RankProgress, Stage
 
 HOLD_SETTLES_S = 0.02
@@ -54,7 +55,7 @@ class Board:
 
     def reached(self) -> int:
         """The newest safe point any worker has reached; 0: none has asked for one."""
-        return max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc))
+        return min(COUNT_MAX, max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc)))
 
     def told(self, local_rank: int) -> bool:
         """Whether this worker knows that it is to stop."""
@@ -72,7 +73,8 @@ class Board:
     def _progress(self, local_rank: int, now_ns: int) -> RankProgress:
         at = layout.slot(local_rank)
         words = self._words[at : at + layout.SLOT_WORDS]
-        steps, beats = words[layout.STEPS], words[layout.BEATS]
+        # A worker may write anything into its memory: what it says must still fit into a message.
+        steps, beats = min(words[layout.STEPS], COUNT_MAX), min(words[layout.BEATS], COUNT_MAX)
         if steps or beats:
             stage = Stage.STEPPING
         elif words[layout.GROUP]:

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 
@@ -25,7 +26,7 @@ from holdfast.core.agent.events import (
     WorkersHeld,
 )
 from holdfast.core.board import BOARD_VARIABLE
-from holdfast.core.errors import HoldfastError, LogDirError, PeerError
+from holdfast.core.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Failure
 from holdfast.core.progress import RankProgress
@@ -53,6 +54,11 @@ from holdfast.runtime.workers.store_host import StoreHost
 SIGKILL = 9
 GUARD_S = 0.25
 """The keeper kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""
+
+
+REVIVALS_MAX = 5
+REVIVAL_WINDOW_S = 60.0
+"""A keeper that ended so often in so long a time is not started again: what ends it will end the next one too."""
 
 
 class _Worker(Struct):
@@ -99,6 +105,8 @@ class Crew:
             fault=journal.fault,
         )
         self._guard_s: float | None = None
+        self._revivals: deque[float] = deque(maxlen=REVIVALS_MAX)
+        """When a keeper was last started in the place of a dead one."""
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
         self._store: StoreHost | None = None
@@ -343,7 +351,7 @@ class Crew:
             case kept.ProcessEnded(key, pid, exit_code):
                 ended = self._workers.pop(key, None)
                 if ended is not None:
-                    self._ended(ended, pid, exit_code)
+                    self._ended(ended, pid, exit_code, stopped=self._stopping)
             case kept.Fenced():
                 self._stopping = True
                 self._emit(WorkersFenced())
@@ -359,9 +367,9 @@ class Crew:
             case kept.KeeperDied():
                 self._tasks.create_task(self._revive())
 
-    def _ended(self, worker: _Worker, pid: int, exit_code: int) -> None:
+    def _ended(self, worker: _Worker, pid: int, exit_code: int, *, stopped: bool) -> None:
         told = self._board is not None and self._board.told(worker.local_rank)
-        place, stopped = self._place(worker.local_rank), self._stopping or told
+        place, stopped = self._place(worker.local_rank), stopped or told
         self._journal.write("worker_ended", **place, pid=pid, exit_code=exit_code, stopped=stopped)
         if exit_code == 0:
             self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=told))
@@ -436,16 +444,31 @@ class Crew:
         self._emit(TreeGone(generation))
 
     async def _revive(self) -> None:
-        """The keeper was killed, and the workers with it (they carry a parent-death signal): start another one."""
+        """The keeper was killed, and the workers with it (they carry a parent-death signal): start another one.
+
+        Raises SupervisorLostError when that does not help.
+        """
         self._keeper_ready.clear()
         self._journal.write("keeper_died")
+        now = self._loop.time()
+        if len(self._revivals) == REVIVALS_MAX and now - self._revivals[0] < REVIVAL_WINDOW_S:
+            raise SupervisorLostError(
+                f"the process that holds this node's workers (holdfast-keeper) ended {REVIVALS_MAX + 1} times within "
+                f"{now - self._revivals[0]:.0f} s: something kills it, or it lacks what it needs"
+            )
+        self._revivals.append(now)
         lost, self._workers = self._workers, {}
+        stopped = self._stopping  # what we are told to do from now on hastens nobody's end
         if self._store is not None:
             self._store.close()
             self._store = None
-            if self._generation:
+            if self._generation and not lost:  # else the workers' ends say it, and more
                 self._emit(StoreDied(self._generation))
-        handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
+        try:
+            handle = await asyncio.to_thread(revive_keeper, self._keeper.handle)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise SupervisorLostError(f"the process that holds this node's workers cannot be started: {why}") from error
         self._keeper = KeeperClient(handle, self._on_keeper)
         self._saver.renew(self._keeper)
         if self._options.preempt_signal is not None:
@@ -456,7 +479,7 @@ class Crew:
             self._keeper.nurse(order)
         self._keeper_ready.set()
         for worker in lost.values():
-            self._ended(worker, worker.pid, -SIGKILL)
+            self._ended(worker, worker.pid, -SIGKILL, stopped=stopped)
         if self._killing:
             self._keeper.kill_tree()
 

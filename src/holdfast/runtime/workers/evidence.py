@@ -16,6 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from holdfast.core.bounds import COUNT_MAX
+from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
@@ -116,9 +118,10 @@ def _error_type(message: str) -> str:
 
 def _as_int(value: Any) -> int:
     try:
-        return int(value)
+        number = int(value)
     except (TypeError, ValueError, OverflowError):
         return 0
+    return number if 0 <= number <= COUNT_MAX else 0
 
 
 def _shorten(text: str, bytes_max: int) -> str:
@@ -204,17 +207,24 @@ def failure_of_exit(
 def failure_of_spawn(
     *, rank: int, local_rank: int, host: str, error_number: int, text: str, now_epoch_s: int
 ) -> Failure:
-    """The failure of a worker whose program could not be executed; exit codes as a shell's: 127 not found, else 126."""
+    """The failure of a worker whose program could not be executed; exit codes as a shell's: 127 not found, else 126.
+    1 where the machine had no room for a process: that says nothing of the program."""
     return Failure(
         rank=rank,
         local_rank=local_rank,
         host=host,
         pid=0,
-        exit_code=_NOT_FOUND if error_number == errno.ENOENT else _NOT_EXECUTABLE,
+        exit_code=_spawn_code(error_number),
         message=text,
         started=False,
         timestamp=now_epoch_s,
     )
+
+
+def _spawn_code(error_number: int) -> int:
+    if error_number in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return EXIT_FAILURE
+    return _NOT_FOUND if error_number == errno.ENOENT else _NOT_EXECUTABLE
 
 
 def noted(failure: Failure) -> dict[str, object]:

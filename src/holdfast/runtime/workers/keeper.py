@@ -37,9 +37,14 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
+from holdfast.core.errors import PlatformError
+from holdfast.runtime import descriptors
+from holdfast.runtime.secret_variables import forget_secrets
 from holdfast.runtime.workers import lifeline, nursery, processes
 
 NAME = b"holdfast-keeper"
+PROC = "/proc/self/fd"
+NO_PROCESS_ADVICE = " (`ulimit -u`, or the container's limit of processes)"
 FENCE_KILL_LIMIT_S = 10.0
 """At the fence: how long processes stuck in the kernel are waited for."""
 END_LIMIT_S = 10.0
@@ -62,6 +67,8 @@ class KeeperHandle(NamedTuple):
     sock: socket.socket
     ignored: tuple[int, ...]
     """Signals that were ignored when the agent started: workers inherit that, as under nohup."""
+    descriptors: int
+    """The soft limit of open files that the agent was started with: workers have the same."""
 
 
 class Kept(NamedTuple):
@@ -70,9 +77,15 @@ class Kept(NamedTuple):
 
 
 def fork_keeper() -> KeeperHandle:
-    """Fork the keeper. To be called once, by the agent, before it starts a thread or installs a signal handler."""
+    """Fork the keeper. To be called once, by the agent, before it starts a thread or installs a signal handler.
+
+    Raises PlatformError where the machine lacks what it takes.
+    """
+    if not os.path.isdir(PROC):
+        raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
     _fill_standard_descriptors()
     ignored = ignored_signals()
+    limit = descriptors.soft_limit()
     ours, theirs = socket.socketpair()
     agent = os.getpid()
     # Ctrl-C must not hit the child before it ignores it.
@@ -81,22 +94,30 @@ def fork_keeper() -> KeeperHandle:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _run(theirs, agent, ignored)
+            _run(theirs, agent, ignored, limit)
+    except OSError as error:
+        ours.close()
+        theirs.close()
+        raise PlatformError(f"no process can be started here: {error.strerror}{NO_PROCESS_ADVICE}") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
-    return KeeperHandle(pid, ours, ignored)
+    return KeeperHandle(pid, ours, ignored, limit)
 
 
-def exec_keeper(ignored: Sequence[int]) -> KeeperHandle:
-    """Start a keeper by exec, for when the forked one died and the agent has threads by now. Raises OSError."""
+def exec_keeper(ignored: Sequence[int], limit: int | None = None) -> KeeperHandle:
+    """Start a keeper by exec, for when the forked one died and the agent has threads by now. Raises OSError.
+
+    `limit`: of open files, soft, for what it starts; None: as it is here.
+    """
     import subprocess  # a rare road, and the keeper must stay light
 
     ours, theirs = socket.socketpair()
     # Our package is found by its place: no PYTHONPATH that the workers would inherit.
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
     program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.runtime.workers.keeper import main; main()"
-    arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored)]
+    limit = descriptors.soft_limit() if limit is None else limit
+    arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored), str(limit)]
     with theirs:
         try:
             command = [sys.executable, "-P", "-c", program, *arguments]
@@ -105,7 +126,7 @@ def exec_keeper(ignored: Sequence[int]) -> KeeperHandle:
             ours.close()
             raise
     process.returncode = os.EX_OK  # reaped by its pid, by whoever holds the handle, and not by subprocess
-    return KeeperHandle(process.pid, ours, tuple(ignored))
+    return KeeperHandle(process.pid, ours, tuple(ignored), limit)
 
 
 def ignored_signals() -> tuple[int, ...]:
@@ -127,7 +148,7 @@ def _fill_standard_descriptors() -> None:
             os.set_inheritable(opened, True)
 
 
-def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
+def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> NoReturn:
     """The keeper's life, in the child. Never returns to the agent's code above it."""
     status = os.EX_OK
     try:
@@ -140,7 +161,9 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int]) -> NoReturn:
         processes.prctl(processes.PR_SET_NAME, NAME)
         processes.become_subreaper()
         _close_all_but(sock.fileno())
-        keeper = Keeper(sock, agent, ignored)
+        descriptors.raise_limit()
+        forget_secrets()
+        keeper = Keeper(sock, agent, ignored, limit)
         try:
             keeper.run()
         finally:
@@ -165,9 +188,11 @@ def _close_all_but(kept: int) -> None:
 class Keeper:
     """Event loop of the keeper: one poll over the lifeline, the SIGCHLD pipe and the pipes of pending execs."""
 
-    def __init__(self, sock: socket.socket, agent: int, ignored: Sequence[int]) -> None:
+    def __init__(self, sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> None:
         self._sock = sock
         self._ignored = tuple(ignored)
+        self._limit = limit
+        """Of open files, soft, for whatever is started."""
         self._pid = os.getpid()
         self._in = lifeline.Inbox()
         self._out = lifeline.Outbox()
@@ -298,7 +323,7 @@ class Keeper:
         try:
             read_end, write_end = os.pipe()
         except OSError as error:  # no descriptors left
-            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"pipe: {error.strerror}"})
             return
         # The child ignores these as we do until it restores them: blocked, an early one waits and is not lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
@@ -309,7 +334,7 @@ class Keeper:
         except OSError as error:
             os.close(read_end)
             os.close(write_end)
-            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": error.strerror})
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"fork: {error.strerror}"})
             return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -333,6 +358,7 @@ class Keeper:
             if os.getppid() != self._pid:
                 os._exit(_EXEC_FAILED)  # the keeper died in between, so nobody would kill us
             self._restore_signals()
+            descriptors.restore_limit(self._limit)
             if command["cpus"]:
                 os.sched_setaffinity(0, command["cpus"])
             if command["cwd"] is not None:
@@ -444,8 +470,8 @@ def _place_descriptors(wanted: dict[int, int], report: int) -> int:
 
 
 def main() -> NoReturn:
-    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored."""
-    fd, agent, ignored = sys.argv[1:]
+    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored, soft limit of files."""
+    fd, agent, ignored, limit = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)
-    _run(sock, int(agent), [int(signum) for signum in ignored.split(",") if signum])
+    _run(sock, int(agent), [int(signum) for signum in ignored.split(",") if signum], int(limit))

@@ -256,4 +256,4 @@ def sweep(handle: KeeperHandle, spare: Collection[int] = ()) -> list[int]:
 def revive_keeper(dead: KeeperHandle, spare: Collection[int] = ()) -> KeeperHandle:
     """After KeeperDied: sweep, then start another keeper. Blocks (call it in a thread). Raises OSError."""
     sweep(dead, spare)
-    return exec_keeper(dead.ignored)
+    return exec_keeper(dead.ignored, dead.descriptors)

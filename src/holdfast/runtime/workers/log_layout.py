@@ -10,8 +10,10 @@ Knows names, modes and the file descriptors handed to a worker. Must not know wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +27,7 @@ RUN_ID_BYTES_MAX = 200
 SUFFIX_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 SUFFIX_LENGTH = 8
 NAME_TRIES_MAX = 100
+TEMPORARY_NAME = "holdfast-runs-"
 
 
 class WorkerSlot(NamedTuple):
@@ -70,7 +73,8 @@ class RunFolder:
         except (FileExistsError, NotADirectoryError) as error:
             raise LogDirError(f"--log-dir {parent} is not a folder: {_file_in_the_way(parent)} is a file.") from error
         except OSError as error:
-            raise LogDirError(f"--log-dir {parent} cannot be written: {error.strerror}.") from error
+            text = f"the log folder {parent} cannot be written: {error.strerror}; --log-dir names another one"
+            raise LogDirError(text) from error
 
     def attempt(self, generation: int, restart_count: int) -> Path | None:
         """The folder of this attempt, made if needed; asking again for a generation gives the same one. Raises LogDirError.
@@ -89,13 +93,29 @@ class RunFolder:
 
 
 def default_log_dir() -> str:
-    """Where runs are kept without --log-dir: the user's state folder, or here when there is none that can be written."""
+    """Where runs are kept without --log-dir: the user's state folder; where that cannot be written the current folder, and
+    where that cannot be either, one of this user in the temporary folder."""
     candidates = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"))
     for base in candidates:
         # The XDG standard says that a relative path is to be ignored; expanduser leaves "~" when nobody knows the home.
         if os.path.isabs(base) and _can_be_made(base):
             return os.path.join(base, "holdfast", "runs")
-    return os.path.abspath(os.path.join("holdfast", "runs"))
+    with contextlib.suppress(OSError):  # the current folder was deleted
+        here = os.path.abspath(os.path.join("holdfast", "runs"))
+        if _can_be_made(here):
+            return here
+    return temporary_log_dir()
+
+
+def temporary_log_dir() -> str:
+    """In the temporary folder; others can put things there, so nobody else may own it."""
+    temporary = os.environ.get("TMPDIR", "")
+    folder = os.path.join(temporary if os.path.isdir(temporary) else "/tmp", f"{TEMPORARY_NAME}{os.geteuid()}")
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            return f"{folder}-{os.urandom(4).hex()}"
+    return folder
 
 
 def safe_name(run_id: str) -> str:

@@ -6,6 +6,7 @@ heavy modules are imported: what is ordered early is imported while the nodes st
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,11 @@ def begin(keeper: KeeperHandle, options: RunOptions) -> None:
     order = order_for(options, os.environ)
     if order is not None:
         out.add(order)
-    out.flush(keeper.sock)
+    with contextlib.suppress(
+        BrokenPipeError, ConnectionResetError
+    ):  # it is gone: the agent will notice, and has another
+        out.flush(keeper.sock)
+    out.clear()
 
 
 def order_for(options: RunOptions, environ: Mapping[str, str]) -> lifeline.Message | None:
