@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing itself would be a tenth of a second's import in which Ctrl-C shows a traceback of ours
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,6 +19,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_NOT_WRITTEN = 1
+INTERRUPTED = f"holdfast: ended by Ctrl-C; exit code {EXIT_INTERRUPTED}"
 
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
@@ -41,9 +42,16 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line, `sys.argv[1:]` when none is given; returns the exit status."""
+    try:
+        return run_line(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def run_line(arguments: list[str]) -> int:
     if not sys.platform.startswith("linux"):
         return complain("HF112", f"holdfast runs on Linux; this is {sys.platform}")
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(usage())
         return EXIT_USAGE
@@ -75,8 +83,6 @@ def run_command(command: str, rest: list[str]) -> int:
             show_traceback(error)
         complain(error.code, str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except BrokenPipeError:  # `holdfast report | head`
         drop_output()
         return EXIT_BROKEN_PIPE

@@ -69,6 +69,7 @@ def start(
     """
     from holdfast.runtime.workers.keeper import fork_keeper
 
+    be_interruptible()
     keeper = fork_keeper()
     be_killable()
     try:
@@ -84,11 +85,38 @@ def start(
 
         if begin is not None:
             begin()
+        hand_on_interrupts()
         return run_job(
             options, keeper, judge=judge, examine=examine, render=show or (lambda end: render(end.outcome, end.folder))
         )
     finally:
+        hand_on_interrupts()
         keeper.sock.close()  # the keeper ends with its end of file
+
+
+def be_interruptible() -> None:
+    """Until the agent has its own handler, Ctrl-C ends us with one line: an exception out of the middle of an import
+    shows a traceback of ours, and may be lost. The supervisor sees the end of its socket, and ends with us."""
+    from signal import SIGINT, default_int_handler, getsignal, signal
+    from threading import current_thread, main_thread
+
+    if getsignal(SIGINT) is default_int_handler and current_thread() is main_thread():
+        signal(SIGINT, leave_at_once)
+
+
+def leave_at_once(*_: object) -> None:
+    from holdfast.cli import EXIT_INTERRUPTED, INTERRUPTED
+
+    os.write(2, f"{INTERRUPTED}\n".encode())
+    os._exit(EXIT_INTERRUPTED)
+
+
+def hand_on_interrupts() -> None:
+    """From here Ctrl-C is asyncio's and the agent's."""
+    from signal import SIGINT, default_int_handler, getsignal, signal
+
+    if getsignal(SIGINT) is leave_at_once:
+        signal(SIGINT, default_int_handler)
 
 
 def be_killable() -> None:
