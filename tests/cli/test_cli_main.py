@@ -216,3 +216,17 @@ def test_the_command_is_imported_before_anybody_can_press_ctrl_c() -> None:
     program = f"import sys; sys.path[:0] = {sys.path!r}; import holdfast.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
     assert not {"typing", "re", "enum", "collections", "signal"} & set(done.stdout.split())
+
+
+def test_python_m_holdfast_launch_is_holdfast_launch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "holdfast.launch", script, "--lr", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "['--local-rank=0', '--lr', '3']" in done.stdout
+
+
+def test_the_function_can_be_called_also_when_the_module_of_its_name_is_imported() -> None:
+    program = "import holdfast, holdfast.launch as module; print(callable(holdfast.launch), module.main(['--version']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["holdfast", __version__, "True", "0"]

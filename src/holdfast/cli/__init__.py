@@ -19,7 +19,6 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_NOT_WRITTEN = 1
-INTERRUPTED = f"holdfast: ended by Ctrl-C; exit code {EXIT_INTERRUPTED}"
 
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
@@ -34,7 +33,7 @@ COMMANDS = {
     "explain": "say what a code (HF211) means and what to do about it; works offline",
     "report": "show where a run's time went: starts, training, lost work; also as a page with pictures",
     "env": "describe this machine and its software, to paste into an issue",
-    "completion": "print a script that completes these lines in bash, zsh or fish",
+    "completion": "print a script that completes these lines in bash, zsh, fish or tcsh",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
 """Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
@@ -45,8 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_line(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
+        say_interrupted()
         return EXIT_INTERRUPTED
+
+
+def say_interrupted() -> None:
+    """Unless the console takes nothing: it may be what somebody pressed Ctrl-C for."""
+    import select
+
+    room = select.poll()
+    room.register(2, select.POLLOUT)
+    if any(events == select.POLLOUT for _, events in room.poll(0)):
+        os.write(2, f"holdfast: ended by Ctrl-C; exit code {EXIT_INTERRUPTED}\n".encode())
 
 
 def run_line(arguments: list[str]) -> int:

@@ -105,7 +105,7 @@ class AgentMachine(AgentBase):
             if self.link is Link.DOWN:
                 deadlines.append(min(self._seeking.dial_at_s, self._seeking.deadline_s))
             if self.link is not Link.UP:
-                deadlines.append(self._seeking.say_at_s)
+                deadlines.append(self._seeking.said.at_s)
         if self.link is Link.UP and self._joined:
             deadlines.append(self._lease.ping_at_s)
         if self._awaits_answer():
@@ -209,8 +209,10 @@ class AgentMachine(AgentBase):
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
             case Pong(number):
                 self._lease.answered(number)
-            case Waiting(text) | Notice(text):
+            case Waiting(text):
                 self._out.append(Say(text))
+            case Notice(text, victims):
+                self._out.append(Say(text, victims))
             case Look(generation, number, store):
                 self._on_look(generation, number, store=store)
             case Assign():

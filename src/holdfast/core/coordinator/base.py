@@ -17,6 +17,7 @@ from holdfast.core.coordinator.state import Draining, Member, Phase, World, name
 from holdfast.core.coordinator.versions import Versions
 from holdfast.core.errors import JoinTimeoutError
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
+from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Notice, Quit, Waiting
 
@@ -78,7 +79,7 @@ class CoordinatorBase:
         )
         self._gather_until_s: float | None = None
         self._phase_since_s = now
-        self._say_at_s = now + limits.say_interval_s
+        self._waiting_said = Pauses.begin(now, limits.say_interval_s)
         self._quit: Quit | None = None
         """Somebody wants the job to end: whoever comes now is sent home."""
         self._reason = ""
