@@ -25,6 +25,7 @@ OWN = {
     "health",
     "help",
     "metrics",
+    "no_dedup",
     "plan",
     "preempt_signal",
     "preload",
@@ -46,6 +47,12 @@ OWN = {
     "python",
 }
 """Options of ours that torchrun does not have (argparse keeps no value of --help)."""
+
+NEWER = {option.dest for option in OPTIONS if option.newer} - {
+    action.dest for action in torch_run.get_args_parser()._actions
+}
+"""Options that a later torchrun has and the installed one does not."""
+OWN |= NEWER
 
 LINES = """
 train.py
@@ -262,8 +269,11 @@ def test_every_prefix_that_torchrun_takes_is_taken_for_the_same_option(torchrun:
     spellings = [name for option in torchrun.options().values() for name in option["spellings"]]
     prefixes = {name[:length] for name in spellings if name.startswith("--") for length in range(3, len(name) + 1)}
     assert len(prefixes) > 300
+    newer = {spelling for option in OPTIONS if option.newer for spelling in option.spellings}
     for prefix in sorted(prefixes - {"--h", "--he", "--hel", "--help"}):
         for argv in ([prefix, "train.py"], [prefix, "1", "train.py"], [prefix + "=1", "train.py"]):
+            if any(name.startswith(prefix) for name in newer) and torchrun.run(argv) is None:
+                continue  # ambiguous since that torchrun: here it still means what it meant before
             assert ours(argv) == torchrun.run(argv), argv
 
 
@@ -283,13 +293,36 @@ def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
 
 def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
     """Who adds an option of ours names it here, after looking at the prefixes above."""
-    own = "--preload --standby --grow --drain-timeout --preempt-signal --hang-timeout --exclude-after --metrics --health --slurm"
+    own = "--preload --standby --grow --drain-timeout --preempt-signal --hang-timeout --exclude-after --metrics --health --no-dedup --slurm"
     own += " --hosts --hostfile --include --exclude --host-discovery --env --python --cwd --on-disconnect --config --no-config --help --plan"
     assert [option.name for option in OPTIONS if option.ours] == [*own.split(), "--version"]
     theirs = torchrun.options()
     table: dict[str, Option] = {option.dest: option for option in OPTIONS if not option.ours}
-    assert set(table) == set(theirs) - {"help"}
+    assert set(table) - NEWER == set(theirs) - {"help"}
     for dest, option in table.items():
+        if dest in NEWER:
+            continue
         assert set(option.spellings) == set(theirs[dest]["spellings"]), dest
         assert option.variable == "PET_" + dest.upper()
         assert list(option.choices or []) == theirs[dest]["choices"]
+
+
+@pytest.mark.parametrize(
+    ("word", "dest"),
+    [
+        ("--log-d", "log_dir"),
+        ("--log-line", "log_line_prefix_template"),
+        ("--log_line_prefix_template", "log_line_prefix_template"),
+    ],
+)
+def test_an_option_of_a_later_torchrun_has_its_beginnings(word: str, dest: str) -> None:
+    assert parse([f"{word}=x", "train.py"], {}, OPTIONS).sources[dest] == "flag"
+
+
+def test_an_option_of_a_later_torchrun_takes_no_beginning_from_an_older_one() -> None:
+    assert parse(["--log-", "x", "train.py"], {}, [each for each in OPTIONS if each.name != "--logs-specs"]).given(
+        "log_dir"
+    )
+    with pytest.raises(UsageError, match="--log-dir or") as error:
+        parse(["--log=x", "train.py"], {}, OPTIONS)
+    assert "--log-line" not in str(error.value)

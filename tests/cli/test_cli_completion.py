@@ -53,7 +53,7 @@ ASKED: list[tuple[str, str]] = [
     ("holdfast submit --slurm --partit", "--partition"),
     ("holdfast submit --slurm --no-fol", "--no-follow"),
     ("holdfast doctor --all-reduce ", "auto off"),
-    ("holdfast completion ", "bash zsh fish"),
+    ("holdfast completion ", "bash zsh fish tcsh"),
     ("holdfast explain HF20", "HF200 HF201 HF202 HF203 HF204 HF205 HF206 HF207 HF208 HF209"),
     ("holdfast snaps ex", "export"),
     ("holdfast snaps export --form", "--format"),
@@ -206,12 +206,12 @@ def test_every_command_and_option_is_there(capsys: pytest.CaptureFixture[str]) -
         assert capsys.readouterr().out == out
 
 
-@pytest.mark.parametrize("line", [[], ["tcsh"], ["bash", "zsh"]])
+@pytest.mark.parametrize("line", [[], ["csh"], ["bash", "zsh"]])
 def test_which_shell(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", *line]) == 2
     assert (
         capsys.readouterr().err
-        == "holdfast: HF101: holdfast completion: for which shell? write one of bash, zsh, fish\n"
+        == "holdfast: HF101: holdfast completion: for which shell? write one of bash, zsh, fish, tcsh\n"
     )
     assert main(["completion", "--help"]) == 0
     assert "source <(holdfast completion bash)" in capsys.readouterr().out

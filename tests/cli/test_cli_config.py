@@ -347,7 +347,7 @@ def test_a_real_run_with_a_file(site: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert out("run", "train.py").count("workers 2") == 2
+    assert "workers 2 (×2)" in out("run", "train.py")
     assert out("run", "--no-config", "--log-dir", "runs", "train.py").count("workers 1") == 1
     assert out("launch", "--plan", "train.py").count("workers here  2") == 1
     assert (site / "runs").is_dir()

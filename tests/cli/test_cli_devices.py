@@ -17,7 +17,7 @@ def no_torch(name: str) -> int:
 
 
 def probes(root: Path, uuids: list[str] | None = None) -> Probes:
-    return Probes(root=str(root), nvml=lambda: uuids, torch=no_torch, cpus=6)
+    return Probes(root=str(root), nvml=lambda: uuids, torch=no_torch, backends=lambda _: True, cpus=6)
 
 
 def amd(root: Path, simd_counts: list[int]) -> None:
@@ -116,6 +116,8 @@ def test_not_positive(text: str, tmp_path: Path) -> None:
         ("mps", "did you mean auto"),
         ("hpu", "did you mean auto"),
         ("", "must be a number"),
+        ("two", "did you mean 2"),
+        ("Ten", "did you mean 10"),
         ("1.5", "must be a number"),
         ("2 4", "must be a number"),
     ],
@@ -137,6 +139,12 @@ def test_other_names_are_torchs_to_count(name: str, tmp_path: Path) -> None:
     assert asked == [name]
     with pytest.raises(ProcessesError, match=f"no {name} device, says torch"):
         count_processes(name, {}, probes(tmp_path)._replace(torch=lambda _: 0))
+
+
+@pytest.mark.parametrize("name", ["eleven", "many", "tpu", "all"])
+def test_torch_is_not_asked_for_what_no_package_can_have_told_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ProcessesError, match="no package here gives torch another backend"):
+        count_processes(name, {}, probes(tmp_path)._replace(backends=None))
 
 
 def fake_python(tmp_path: Path, body: str) -> str:

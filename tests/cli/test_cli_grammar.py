@@ -120,3 +120,54 @@ def test_help_and_version_need_no_script_and_read_no_variable() -> None:
     assert parse(["--nnodes", "2", "-h", "--no-such-thing"], broken, OPTIONS).values.help
     assert parse(["--version"], broken, OPTIONS).values.version
     assert not parse(["x.py", "--help"], {}, OPTIONS).values.help
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("HOLDFAST_HANG_TIMOUT", "HOLDFAST_HANG_TIMEOUT"),
+        ("HOLDFAST_NNODES", "PET_NNODES"),
+        ("HOLDFAST_TOKENS", "HOLDFAST_TOKEN"),
+        ("PET_NO_DEDUPE", "HOLDFAST_NO_DEDUP"),
+        ("PET_MAX_RESTART", "PET_MAX_RESTARTS"),
+    ],
+)
+def test_a_misspelt_variable_is_answered_with_the_nearest_of_either_prefix(variable: str, meant: str) -> None:
+    (notice,) = parse(["x.py"], {variable: "1"}, OPTIONS).notices
+    assert notice == f"{variable} is not read; did you mean {meant}?"
+
+
+def test_a_variable_that_is_read_by_another_command_is_no_mistake() -> None:
+    names = ("HOLDFAST_TOKEN", "HOLDFAST_RUNTIME_DIR", "HOLDFAST_GUARDS", "HOLDFAST_TEST_ID", "HOLDFAST_STANDBY")
+    assert parse(["x.py"], dict.fromkeys(names, "on"), OPTIONS).notices == ()
+
+
+@pytest.mark.parametrize(
+    "option", ["--nproc-per-node", "--nproc_per_node=4", "--nnodes=2", "--rdzv-endpoint", "--standalone"]
+)
+def test_an_option_after_the_script_is_hinted_at_once(option: str) -> None:
+    parsed = parse(["x.py", "--lr", "3", option, "4", "--max-restarts", "1"], {}, OPTIONS)
+    (notice,) = parsed.notices
+    assert notice.startswith(f"{option.partition('=')[0]} stands after x.py, so it is the script's own")
+    assert parsed.values.training_script_args[2] == option
+
+
+@pytest.mark.parametrize(
+    "option", ["--config", "--env", "--log-dir", "--role", "-m", "-r", "--python", "--seed", "--help", "--version"]
+)
+def test_what_scripts_call_their_own_options_is_no_mistake(option: str) -> None:
+    assert parse(["x.py", option, "4"], {}, OPTIONS).notices == ()
+
+
+@pytest.mark.parametrize(
+    "line", ["--nnodes 2 \\ # two nodes", "\\ # the script\n", "--nnodes 2 \\ x.py", "--nnodes 2 \\ \n x.py"]
+)
+def test_a_backslash_that_does_not_end_its_line_is_told(line: str) -> None:
+    with pytest.raises(UsageError, match="a backslash goes on to the next line only as the last character"):
+        parse(shlex.split(line, comments=True), {}, OPTIONS)
+
+
+@pytest.mark.parametrize("option", ["--use-env", "--use_env"])
+def test_use_env_is_what_run_always_does(option: str) -> None:
+    with pytest.raises(UsageError, match="which always does what it says: leave it out"):
+        parse([option, "x.py"], {}, OPTIONS)

@@ -177,3 +177,57 @@ def test_an_output_that_is_closed_or_full() -> None:
     full = printed('"$PYTHON" -m holdfast explain HF212 > /dev/full')
     assert full.returncode == 1
     assert full.stderr == "holdfast: what there is to say cannot be written: No space left on device\n"
+
+
+INTERRUPTED_WHILE_IMPORTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+import holdfast.cli
+sys.meta_path.insert(0, Interrupting())
+sys.exit(holdfast.cli.main(["run", {script!r}]))
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "holdfast.core.errors",
+        "holdfast.cli.grammar",
+        "holdfast.cli.resolve",
+        "holdfast.runtime.agent_service",
+        "asyncio",
+    ],
+)
+def test_ctrl_c_while_we_are_being_imported_is_one_line(module: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    program = INTERRUPTED_WHILE_IMPORTING.format(module=module, script=str(script))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "holdfast: ended by Ctrl-C; exit code 130\n")
+
+
+def test_the_command_is_imported_before_anybody_can_press_ctrl_c() -> None:
+    """What Python's own start did not load costs time in which Ctrl-C shows our imports' traceback."""
+    program = f"import sys; sys.path[:0] = {sys.path!r}; import holdfast.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
+    assert not {"typing", "re", "enum", "collections", "signal"} & set(done.stdout.split())
+
+
+def test_python_m_holdfast_launch_is_holdfast_launch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "holdfast.launch", script, "--lr", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "['--local-rank=0', '--lr', '3']" in done.stdout
+
+
+def test_the_function_can_be_called_also_when_the_module_of_its_name_is_imported() -> None:
+    program = "import holdfast, holdfast.launch as module; print(callable(holdfast.launch), module.main(['--version']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["holdfast", __version__, "True", "0"]

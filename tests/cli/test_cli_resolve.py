@@ -17,7 +17,7 @@ from holdfast.cli.resolve import Resolution, resolve
 from holdfast.core.options import CommandKind, Endpoint, RunOptions, Std
 from holdfast.runtime.workers.log_layout import default_log_dir
 
-PROBES = Probes(nvml=lambda: ["GPU-a", "GPU-b"], torch=lambda name: 3, cpus=8)
+PROBES = Probes(nvml=lambda: ["GPU-a", "GPU-b"], torch=lambda name: 3, backends=lambda _: True, cpus=8)
 
 
 @pytest.fixture(autouse=True)

@@ -166,3 +166,33 @@ def test_a_fork_that_was_refused_says_nothing_of_the_program() -> None:
     assert verdict.code == "HF231"
     assert "ulimit -u" in verdict.advice
     assert "x bit" not in verdict.advice
+
+
+def screen_of(*failures: Failure, folder: str = "/h/me/.local/state/holdfast/runs/brave-otter_abcdefgh") -> list[str]:
+    outcome = Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=judge(evidence(*failures)))
+    return render(outcome, folder, home="/h/me", runs="/h/me/.local/state/holdfast/runs").splitlines()
+
+
+def test_victims_that_said_the_same_are_one_line_of_the_screen() -> None:
+    rows = [line for line in screen_of(fails(3, MISSING), *map(cut, (0, 1, 2, 6))) if line.startswith("  because")]
+    assert len(rows) == 1
+    assert rows[0].startswith("  because of it rank 0-2, 6: ")
+    assert rows[0].endswith("; in their logs")
+
+
+def test_the_screen_names_the_run_by_what_can_be_said_and_no_long_path() -> None:
+    culprit = structs.replace(
+        fails(3, MISSING),
+        stderr_file="/h/me/.local/state/holdfast/runs/brave-otter_abcdefgh/attempt_0/3/stderr.log",
+        error_file="/h/me/.local/state/holdfast/runs/brave-otter_abcdefgh/attempt_0/3/error.json",
+    )
+    shown = screen_of(culprit)
+    assert "  log          holdfast logs brave-otter --rank 3" in shown
+    assert "  run folder   ~/.local/state/holdfast/runs/brave-otter_abcdefgh" in shown
+    assert not any("attempt_0" in line for line in shown)
+    elsewhere = screen_of(culprit, folder="/data/logs/job_1")
+    assert f"  log          {culprit.stderr_file} on {culprit.host}" in elsewhere
+    own = screen_of(
+        structs.replace(culprit, stderr_file="/data/logs/job_1/attempt_0/3/stderr.log"), folder="/data/logs/job_1"
+    )
+    assert "  log          holdfast logs /data/logs/job_1 --rank 3" in own

@@ -207,7 +207,7 @@ def test_log_options(tmp_path: Path) -> None:
 def test_output_reaches_a_stdout_that_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     holdfast.launch(cases.say, "grüße", nproc=2)
     out = capsys.readouterr().out
-    assert sorted(line.partition("| ")[2] for line in out.splitlines()) == ["grüße", "grüße"]
+    assert sorted(line.partition("| ")[2] for line in out.splitlines()) == ["grüße (×2)"]
 
 
 def test_output_reaches_a_notebook() -> None:

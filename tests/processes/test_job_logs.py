@@ -109,7 +109,7 @@ def test_all_is_in_the_file_when_the_agent_is_killed(site) -> None:
 def test_on_a_terminal_workers_see_one(site) -> None:
     script = site.script("note('tty', out=os.isatty(1), err=os.isatty(2))\nprint('line')\nprint('bar', end='\\r')")
     ours, theirs = pty.openpty()
-    agent = site.start("--standalone", "--nproc-per-node", "2", script, stdout=theirs)
+    agent = site.start("--standalone", "--no-dedup", "--nproc-per-node", "2", script, stdout=theirs)
     os.close(theirs)
     seen = b""
     end = time.monotonic() + 20

@@ -149,3 +149,31 @@ def test_our_own_error_file_is_filled(site, tmp_path: Path) -> None:
     assert agent.end() == 1
     assert "ValueError: inner" in own.read_text()
     assert os.path.getsize(own) > 100
+
+
+def test_the_failing_ranks_traceback_is_shown_once_and_its_victims_are_one_line(site) -> None:
+    script = site.script(
+        """
+meet()
+print("loading the data", flush=True)
+if RANK == 1:
+    raise ValueError("bad shape")
+raise RuntimeError(f"[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.8]:4036{RANK}")
+"""
+    )
+    done, agent = site.run("--standalone", "--nproc-per-node", "4", script)
+    assert done == 1
+    assert agent.text.count("Traceback (most recent call last)") == 1
+    assert agent.text.rstrip().endswith("ValueError: bad shape")
+    assert "loading the data (×4)" in agent.text
+    (victims,) = (line for line in agent.text.splitlines() if line.startswith("  because of it"))
+    assert victims.endswith("; in their logs")
+    assert "log          holdfast logs " in agent.text
+
+
+def test_no_dedup_shows_all(site) -> None:
+    script = site.script("meet()\nprint('loading', flush=True)\nif RANK == 1: raise ValueError('bad shape')\nhold()")
+    done, agent = site.run("--standalone", "--no-dedup", "--nproc-per-node", "4", script)
+    assert done == 1
+    assert agent.text.count("| loading\n") == 4
+    assert agent.text.count("Traceback (most recent call last)") == 2

@@ -106,6 +106,7 @@ raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
     assert verdicts[0]["verdict"]["culprit"]["exit_code"] == -9
     last = [agent.text[agent.text.index("job FAILED") :] for agent in agents]
     last = [text.replace(f"run folder   {agent.folder}", "") for text, agent in zip(last, agents, strict=True)]
+    last = ["".join(line for line in text.splitlines(True) if not line.startswith("  log  ")) for text in last]
     assert last[0] == last[1]
     assert f"rank {dead['rank']} " in last[0].splitlines()[0]
 

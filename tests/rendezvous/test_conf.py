@@ -98,10 +98,14 @@ def test_values_are_typed() -> None:
     [
         ("c10d", "", {}),
         ("c10d", "join_timeout=7,last_call_timeout=3,settle=0.5", {"join_s": 7.0, "last_call_s": 3.0, "settle_s": 0.5}),
-        ("c10d", "timeout=5", {}),
+        ("c10d", "timeout=5", {"join_s": 5.0}),
+        ("c10d", "timeout=5,join_timeout=7", {"join_s": 7.0}),
+        ("c10d", "timeout=5'", {}),
         ("static", "", {"join_s": 900.0}),
         ("static", "timeout=5", {"join_s": 5.0}),
-        ("static", "join_timeout=5", {"join_s": 900.0}),
+        ("static", "join_timeout=5", {"join_s": 5.0}),
+        ("etcd", "join_timeout=5", {"join_s": 5.0}),
+        ("etcd-v2", "timeout=5", {"join_s": 5.0}),
         ("c10d", "keep_alive_interval=5,keep_alive_max_attempt=3", {"lease_s": 15.0, "fence_s": 10.0}),
         ("c10d", "keep_alive_interval=2", {"lease_s": 6.0, "fence_s": 4.0}),
         ("c10d", "keep_alive_max_attempt=6", {"lease_s": 30.0, "fence_s": 20.0}),
@@ -134,20 +138,26 @@ def test_patience_keeps_its_order(text: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "key", "nearest"),
     [
-        ("c10d", "timeout", "join_timeout"),
         ("c10d", "heartbeat", "heartbeat_timeout"),
         ("c10d", "'join_timeout", "join_timeout"),
         ("c10d", "join-timeout", "join_timeout"),
         ("c10d", "keep_alive_intervall", "keep_alive_interval"),
-        ("static", "join_timeout", "timeout"),
         ("static", "rank", "--node-rank"),
-        ("etcd", "join_timeout", "timeout"),
     ],
 )
 def test_a_key_that_does_nothing_is_told_with_the_nearest(backend: str, key: str, nearest: str) -> None:
     (notice,) = unknown_key_notices(backend, {key: "1"})
     assert key in notice
     assert f"did you mean {nearest}?" in notice
+
+
+@pytest.mark.parametrize("backend", KEYS)
+def test_the_time_to_wait_for_others_has_two_names_with_every_backend(backend: str) -> None:
+    for key in ("timeout", "join_timeout"):
+        assert unknown_key_notices(backend, {key: "5"}) == []
+        assert limits_from_conf(backend, {key: "5"}, BASE).join_s == 5.0
+    (notice,) = unknown_key_notices(backend, {"timeout": "5", "join_timeout": "7"})
+    assert "says the same, and counts" in notice
 
 
 @pytest.mark.parametrize(("backend", "key"), [("c10d", "use_libuv"), ("c10d", "close_timeout"), ("static", "zzz")])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing itself would be a tenth of a second's import in which Ctrl-C shows a traceback of ours
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ COMMANDS = {
     "report": "show where a run's time went: starts, training, lost work; also as a page with pictures",
     "token": "draw a job token that cannot be guessed, for HOLDFAST_TOKEN or a token_file",
     "env": "describe this machine and its software, to paste into an issue",
-    "completion": "print a script that completes these lines in bash, zsh or fish",
+    "completion": "print a script that completes these lines in bash, zsh, fish or tcsh",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
 """Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
@@ -41,9 +41,26 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line, `sys.argv[1:]` when none is given; returns the exit status."""
+    try:
+        return run_line(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        say_interrupted()
+        return EXIT_INTERRUPTED
+
+
+def say_interrupted() -> None:
+    """Unless the console takes nothing: it may be what somebody pressed Ctrl-C for."""
+    import select
+
+    room = select.poll()
+    room.register(2, select.POLLOUT)
+    if any(events == select.POLLOUT for _, events in room.poll(0)):
+        os.write(2, f"holdfast: ended by Ctrl-C; exit code {EXIT_INTERRUPTED}\n".encode())
+
+
+def run_line(arguments: list[str]) -> int:
     if not sys.platform.startswith("linux"):
         return complain("HF112", f"holdfast runs on Linux; this is {sys.platform}")
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(usage())
         return EXIT_USAGE
@@ -75,8 +92,6 @@ def run_command(command: str, rest: list[str]) -> int:
             show_traceback(error)
         complain(error.code, str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - nothing ends without a code
         from errno import EDQUOT, EFBIG, ENOSPC
 

@@ -1,4 +1,4 @@
-"""`holdfast completion bash|zsh|fish`: a script that completes this command's lines, made from the tables of options.
+"""`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of options.
 
 Knows what each command takes; what a shell wants to hear is completion_shells.py's.
 """
@@ -16,7 +16,7 @@ from holdfast.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 SCRIPT, FILE, NOTHING = "script", "file", "nothing"
 """What stands beside the options: a script and then its own words, files, or nothing."""
 FILE_METAVARS = frozenset({"FILE", "DIR", "PROGRAM", "PATH", "FOLDER"})
@@ -28,13 +28,14 @@ KNOWN_VALUES = {
 }
 """Of options that take other values as well."""
 USAGE = """\
-usage: holdfast completion bash|zsh|fish
+usage: holdfast completion bash|zsh|fish|tcsh
 
 Prints a script that completes holdfast's commands, options and values:
 
   bash  source <(holdfast completion bash)        in ~/.bashrc
   zsh   source <(holdfast completion zsh)         in ~/.zshrc, after compinit
-  fish  holdfast completion fish | source         in ~/.config/fish/config.fish"""
+  fish  holdfast completion fish | source         in ~/.config/fish/config.fish
+  tcsh  holdfast completion tcsh > ~/.holdfast.tcsh; source ~/.holdfast.tcsh"""
 
 
 class Word(NamedTuple):

@@ -259,3 +259,22 @@ def filled(text: str, parts: dict[str, str]) -> str:
     for name, part in parts.items():
         text = text.replace(name, part)
     return text
+
+
+# --- tcsh -------------------------------------------------------------------------------------------------------------
+
+
+def tcsh(commands: Sequence[Command]) -> str:
+    """One `complete` line: tcsh looks at the word before and at how the word begins, and knows no sub-commands. So an
+    option is completed whatever command it belongs to."""
+    words = [word for command in commands for word in command.words]
+    options = sorted({name for word in words for name in word.names if name.startswith("--")} | {"--help"})
+    values = {name: " ".join(word.values) for word in words for name in word.names if word.values}
+    files = {name for word in words for name in word.names if word.is_file} - values.keys()
+    rules = [f"'p/1/({' '.join(command.name for command in commands)} --help --version)/'"]
+    rules += [f"'n/{name}/({listed})/'" for name, listed in sorted(values.items())]
+    rules += [f"'n/{name}/f/'" for name in sorted(files)]
+    rules += [f"'n/{command.name}/({' '.join(command.values)})/'" for command in commands if command.values]
+    rules += [f"'C/--*/({' '.join(options)})/'", "'p/*/f/'"]
+    lines = " \\\n  ".join(rules)
+    return f"# Completion of holdfast's lines for tcsh, made by: holdfast completion tcsh\ncomplete holdfast \\\n  {lines}\n"

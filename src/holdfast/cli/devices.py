@@ -23,6 +23,11 @@ TORCH_ANSWER_S_MAX = 120.0
 NAMES = ("auto", "cpu", "gpu", "xpu")
 NEVER_KNOWN = {"cuda": "gpu", "rocm": "gpu", "mps": "auto", "hpu": "auto", "mtia": "auto"}
 """Words that torchrun refuses although torch knows them, and what is meant."""
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+TORCH_OWN_BACKEND = "privateuseone"
+"""The name of torch's extra backend while no package has given it another."""
+BACKEND_PACKAGES = "torch.backends"
+"""Entry points by which such a package has itself loaded together with torch."""
 
 
 class Count(NamedTuple):
@@ -42,6 +47,8 @@ class Probes(NamedTuple):
     """UUIDs of all GPUs by index, None without a driver; by default NVML itself."""
     torch: Callable[[str], int] | None = None
     """Asks torch for the number of devices of a kind; by default in a subprocess. Raises ProcessesError."""
+    backends: Callable[[str], bool] | None = None
+    """Whether a package may have given torch a backend of this name; by default a look at those installed."""
     cpus: int | None = None
     """Size of the affinity mask; by default this process's."""
 
@@ -75,6 +82,8 @@ def count_devices(name: str, environ: Mapping[str, str], probes: Probes) -> Coun
         return found if found.number > 0 else count_cpus(probes)
     if name != "xpu":
         refuse_typing_error(name)
+        if not (probes.backends or may_be_backend)(name):
+            raise ProcessesError("must be a number, auto, gpu, cpu or xpu; no package here gives torch another backend")
     number = (probes.torch or ask_torch)(name)
     if number <= 0:
         raise ProcessesError(f"this node has no {name} device, says torch; use cpu, auto or a number")
@@ -85,13 +94,26 @@ def refuse_typing_error(name: str) -> None:
     """Raises ProcessesError for what cannot be the name of a torch backend, or is nearly one of ours."""
     import difflib
 
-    meant = NEVER_KNOWN.get(name.lower())
+    word = name.strip().lower()
+    meant = str(NUMBERS.index(word) + 1) if word in NUMBERS else NEVER_KNOWN.get(name.lower())
     if meant is None and (matches := difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.8)):
         meant = matches[0]
     if meant is not None:
         raise ProcessesError(f"unknown number of workers; did you mean {meant}?")
     if not name.isidentifier():
         raise ProcessesError("must be a number, auto, gpu, cpu, xpu or the name of torch's extra backend")
+
+
+def may_be_backend(name: str) -> bool:
+    """Without importing torch, which takes long: whether some package may have named torch's extra backend so."""
+    from importlib.metadata import entry_points
+    from importlib.util import find_spec
+
+    return (
+        name == TORCH_OWN_BACKEND
+        or bool(entry_points(group=BACKEND_PACKAGES))
+        or find_spec(f"torch_{name}") is not None
+    )
 
 
 def count_cpus(probes: Probes = THIS_NODE) -> Count:

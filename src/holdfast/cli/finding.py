@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.core.errors import ControlRefusedError, NoRunError
+from holdfast.core.spoken import spoken
 from holdfast.insight.numbers import duration
 from holdfast.runtime import running
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
@@ -112,16 +113,31 @@ def unlisted(folder: Path) -> Entry:
 
 def newest_ended(run: str | None) -> list[Path]:
     """The newest run folder of this name where runs are kept when nobody says otherwise."""
-    log_dir = Path(default_log_dir())
-    wanted = "" if run is None else safe_name(run)
-    try:
-        found = [folder for folder in log_dir.iterdir() if folder.name.startswith(wanted)]
-        ages = {folder: (folder / JOURNAL).stat().st_mtime for folder in found if (folder / JOURNAL).is_file()}
-    except OSError:
-        return []
+    wanted = "" if run is None else safe_name(spoken(run))
+    ages = {folder: age for folder, age in kept_runs().items() if folder.name.startswith(wanted)}
+    if run is not None and not ages:
+        ages = {folder: age for folder, age in kept_runs().items() if run_id_of(folder).startswith(run)}
     exact = [folder for folder in ages if folder.name.rpartition("_")[0] == wanted or folder.name == wanted]
     pool = exact or list(ages)
     return [max(pool, key=lambda folder: ages[folder])] if pool else []
+
+
+def kept_runs() -> dict[Path, float]:
+    """The run folders where runs are kept when nobody says otherwise, and when each was written to last."""
+    try:
+        folders = [folder for folder in Path(default_log_dir()).iterdir() if (folder / JOURNAL).is_file()]
+        return {folder: (folder / JOURNAL).stat().st_mtime for folder in folders}
+    except OSError:
+        return {}
+
+
+def run_id_of(folder: Path) -> str:
+    """As the run's first event says it: a folder has a name that people can say. Empty where it cannot be read."""
+    try:
+        with open(folder / JOURNAL, "rb") as file:
+            return str(json.loads(file.readline())["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def how_it_ended(folder: Path) -> str:

@@ -20,13 +20,52 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
+ABOUT_US = ("help", "version", "print_completion")
+"""Options that ask about the command itself: nothing else counts then."""
 FROM_STEP = "the Slurm step"
 VARIABLE_PREFIXES = ("PET_", "HOLDFAST_")
+
+OTHER_VARIABLES = frozenset(
+    f"HOLDFAST_{name}"
+    for name in ("TOKEN", "RUNTIME_DIR", "SLURM_CHECK_S", "GUARDS", "BOARD", "SAVER", "STORE_FULL_TORCH")
+)
+"""Variables that are read, and belong to no option."""
+SURELY_OURS = frozenset(
+    [
+        "nnodes",
+        "nproc-per-node",
+        "node-rank",
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-id",
+        "rdzv-conf",
+        "standalone",
+        "max-restarts",
+        "monitor-interval",
+        "master-addr",
+        "master-port",
+        "redirects",
+        "tee",
+        "local-ranks-filter",
+        "no-python",
+        "hosts",
+        "hostfile",
+        "hang-timeout",
+        "drain-timeout",
+        "preempt-signal",
+        "shutdown-timeout",
+        "numa-binding",
+        "virtual-local-rank",
+    ]
+)
+"""Options whose names no script is likely to have."""
 
 TRUE_WORDS = frozenset({"true", "yes"})
 FALSE_WORDS = frozenset({"false", "no"})
 
 WORKERS, NODES = "--nproc-per-node", "--nnodes"
+ALWAYS = "--use-env"
+"""What torch.distributed.launch has to be told."""
 ELSEWHERE = {
     **dict.fromkeys(("gpus", "num-gpus", "gpus-per-node", "num-processes", "num-procs", "np", "n"), WORKERS),
     **dict.fromkeys(("num-machines", "num-nodes", "nodes"), NODES),
@@ -116,13 +155,14 @@ def parse(
 ) -> Parsed:
     """Flags over variables over `configure` (told all values so far, and their sources) over defaults.
 
-    `help` and `version` need no script; nothing else is looked at then. Raises UsageError for the line,
+    What asks about the command itself (ABOUT_US) needs no script; nothing else is looked at then. Raises UsageError for the line,
     EnvironmentValueError for a variable, and what `configure` raises.
     """
     line = read_line(argv, table)
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
-    asks_about_us = bool(line.values.get("help") or line.values.get("version"))
+    asks_about_us = any(line.values.get(dest) for dest in ABOUT_US)
+    check_spaces(line)
     if line.script is None and needs_script and not asks_about_us:
         raise UsageError(f"no training script given; {swallowed(line)}")
     for option in table:
@@ -141,8 +181,24 @@ def parse(
             if sources.get(dest) == FROM_DEFAULT:
                 values[dest], sources[dest] = setting.value, setting.place
     namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
-    notices = [f"{typed} taken as {full}" for typed, full in line.prefixes] + say_unread(environ, table)
+    spellings = {spelling: option for option in table for spelling in option.spellings}
+    notices = [f"{typed} taken as {full}" for typed, full in line.prefixes]
+    if not asks_about_us:
+        notices += say_unread(environ, table) + say_late(line, spellings)
     return Parsed(namespace, sources, tuple(notices))
+
+
+def check_spaces(line: Line) -> None:
+    """Raises UsageError for a word of nothing but a space, or a script that begins with one: what a shell makes of a
+    backslash that does not end its line."""
+    bare = [
+        word for word in (line.script, *line.values.values()) if isinstance(word, str) and word and not word.strip()
+    ]
+    if bare or (line.script or "").startswith(" "):
+        raise UsageError(
+            "a lone space stands on this line: a backslash goes on to the next line only as the last character of its own; "
+            "take away what follows it, also a comment (`\\ # ...`)"
+        )
 
 
 def swallowed(line: Line) -> str:
@@ -154,15 +210,36 @@ def swallowed(line: Line) -> str:
 
 
 def say_unread(environ: Mapping[str, str], table: Sequence[Option]) -> list[str]:
-    """A line for each PET_ variable that is none of ours, but nearly."""
-    known = {name for option in table for name in option.variables}
-    unread = [name for name in sorted(environ) if name.startswith("PET_") and name not in known]
+    """A line for each PET_ or HOLDFAST_ variable that is none of ours, but nearly."""
+    known = {name for option in table for name in option.variables} | OTHER_VARIABLES
+    unread = [name for name in sorted(environ) if name.startswith(VARIABLE_PREFIXES) and name not in known]
     if not unread:
         return []
     import difflib  # only a typing error pays for it
 
-    meant = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in unread}
-    return [f"{name} is not read; did you mean {near[0]}?" for name, near in meant.items() if near]
+    by_stem = {stem(name): name for name in sorted(known, reverse=True)}  # HOLDFAST_ before PET_
+    meant = {name: difflib.get_close_matches(stem(name), by_stem, n=1, cutoff=0.8) for name in unread}
+    return [f"{name} is not read; did you mean {by_stem[near[0]]}?" for name, near in meant.items() if near]
+
+
+def stem(variable: str) -> str:
+    """What stands after the prefix: only in this may two variables be near each other.
+
+    >>> stem("HOLDFAST_HANG_TIMEOUT")
+    'HANG_TIMEOUT'
+    """
+    return variable.partition("_")[2]
+
+
+def say_late(line: Line, spellings: Mapping[str, Option]) -> list[str]:
+    """One hint for options of the launcher that stand after the script, and so are the script's."""
+    late = [word for word in line.args if spellings.get(word.partition("=")[0].strip(), None) is not None]
+    late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in SURELY_OURS]
+    if not late:
+        return []
+    return [
+        f"{late[0].partition('=')[0]} stands after {line.script}, so it is the script's own; options of the launcher come before it"
+    ]
 
 
 def read_line(argv: Sequence[str], table: Sequence[Option]) -> Line:
@@ -243,13 +320,14 @@ def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Optio
 
 
 def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
-    """The spelling itself, or all long ones that begin like it: torchrun's if there are any, else ours."""
+    """The spelling itself, or all long ones that begin like it: torchrun's if there are any, the oldest first, else ours."""
     if name in spellings:
         return [name]
     if not name.startswith("--"):
         return []
     alike = [spelling for spelling in spellings if spelling.startswith(name)]
-    return [spelling for spelling in alike if not spellings[spelling].ours] or alike
+    old = [spelling for spelling in alike if not (spellings[spelling].ours or spellings[spelling].newer)]
+    return old or [spelling for spelling in alike if not spellings[spelling].ours] or alike
 
 
 def nearest(word: str, spellings: Mapping[str, Option]) -> str:
@@ -257,6 +335,8 @@ def nearest(word: str, spellings: Mapping[str, Option]) -> str:
     import difflib  # only a typing error pays for it
 
     plain = "--" + word.strip("-").replace("_", "-").lower()
+    if plain == ALWAYS:
+        return f" of holdfast run, which always does what it says: leave it out ({plain} is for `holdfast launch`)"
     if (meant := ELSEWHERE.get(plain.removeprefix("--"))) in spellings:
         return f"; did you mean {meant}?"
     dashed = [spelling for spelling in spellings if "_" not in spelling]

@@ -18,7 +18,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from holdfast.cli import grammar, plan_options
-from holdfast.cli.options import FLAG, HOSTS, LAUNCH_OPTIONS, LIST, OPTIONS, Option
+from holdfast.cli.lines import words_elsewhere
+from holdfast.cli.options import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.cli.program import folder_here
 from holdfast.cli.resolve import resolve
 from holdfast.cli.values import is_number, node_range
@@ -144,7 +145,7 @@ def make_order(
             settled["node_rank"] = str(index)
         if spec.slots is not None:
             settled["nproc_per_node"] = str(spec.slots)
-        return [command, *far_words(parsed, table, settled)]
+        return [command, *words_elsewhere(parsed, table, settled)]
 
     first = hosts[0] if hosts else HostSpec("first")
     options = resolve_there(
@@ -227,34 +228,6 @@ def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Opti
         and not (name == "VIRTUAL_ENV" and parsed.values.python)
         and any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-
-
-def far_words(parsed: Parsed, table: Sequence[Option], settled: Mapping[str, str | None]) -> list[str]:
-    """The line of one agent: what was given, however it was, and what is settled (None: left out)."""
-    words = []
-    for option in table:
-        if (
-            option.dest in settled
-            or option.group == HOSTS
-            or option.dest in ("plan", "help", "version", "config", "no_config")
-        ):
-            continue
-        if parsed.given(option.dest):
-            words += words_of(option, getattr(parsed.values, option.dest))
-    for dest, text in settled.items():
-        name = "--" + dest.replace("_", "-")
-        if text is not None:
-            words.append(f"{name}={text}" if text else name)
-    return [*words, "--", parsed.values.training_script, *parsed.values.training_script_args]
-
-
-def words_of(option: Option, value: object) -> list[str]:
-    if option.kind == FLAG:
-        return [option.name] if value else []
-    if option.kind == LIST:
-        assert isinstance(value, (list, tuple))
-        return [f"{option.name}=" + ",".join(str(item).replace(",", ",,") for item in value)]
-    return [] if value is None else [f"{option.name}={value}"]
 
 
 def resolve_there(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import config, grammar
 from holdfast.cli.options import LAUNCH_OPTIONS
-from holdfast.cli.run import execute
+from holdfast.cli.run import execute, tell_about
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,14 +25,7 @@ WARNING = (
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status. Raises HoldfastError."""
     parsed = grammar.parse(argv, os.environ, LAUNCH_OPTIONS, configure=config.configure)
-    if parsed.values.help:
-        from holdfast.cli.helptext import render
-
-        print(render("launch", LAUNCH_OPTIONS))
-        return 0
-    if parsed.values.version:
-        from holdfast.cli import print_version
-
-        return print_version()
+    if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
+        return tell_about(parsed, "launch", LAUNCH_OPTIONS)
     print(f"holdfast: {WARNING}", file=sys.stderr)
     return execute(parsed, "launch", argv)

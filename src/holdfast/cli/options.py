@@ -25,6 +25,8 @@ class Option(NamedTuple):
     """Whether a variable gives the default: PET_ for torchrun's options, HOLDFAST_ (or PET_) for ours."""
     choices: tuple[str, ...] = ()
     ours: bool = False
+    newer: bool = False
+    """torchrun has it since 2.15: a beginning that meant another option before still means that one."""
     many: bool = False
     """May be said several times: the texts are joined."""
     joiner: str = ","
@@ -167,6 +169,18 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--duplicate-stderr-filters", LIST, (), LOGS, "copy teed stderr lines that contain one of these", "TEXT,..."
     ),
+    Option(
+        "--no-dedup", FLAG, False, LOGS, "show lines that many ranks print alike, and tracebacks, once each", ours=True
+    ),
+    Option(
+        "--log-line-prefix-template",
+        TEXT,
+        None,
+        LOGS,
+        "prefix of console lines: ${role_name}, ${rank}, ${local_rank}, ${hostname}",
+        "TEXT",
+        newer=True,
+    ),
     Option("--logs-specs", TEXT, None, LOGS, "torchrun's plug-in for logs; only `default` is supported", "NAME"),
     Option(
         "--numa-binding",
@@ -238,6 +252,17 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("--no-config", FLAG, False, OURS, "read options from no file", ours=True),
     Option("--help", FLAG, False, OURS, "print this text, and exit", env=False, ours=True, short="-h"),
+    Option(
+        "--print-completion",
+        TEXT,
+        None,
+        OURS,
+        "print a script that completes this command in that shell, and exit",
+        "SHELL",
+        env=False,
+        choices=("bash", "zsh", "tcsh"),
+        newer=True,
+    ),
     Option("--plan", FLAG, False, OURS, "print who would run what, and exit", ours=True),
     Option("--version", FLAG, False, OURS, "print the version, and exit", env=False, ours=True),
 )

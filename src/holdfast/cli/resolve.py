@@ -254,7 +254,8 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
         local_ranks_filter=ranks,
         duplicate_stdout_filters=duplicates[Std.OUT],
         duplicate_stderr_filters=duplicates[Std.ERR],
-        prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
+        prefix_template=given.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
+        dedup=not given.no_dedup,
     )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.cli.options import Option
     from holdfast.core.hang import Finding, RankStory
     from holdfast.core.options import RunOptions
     from holdfast.runtime.agent_service import Finished
@@ -25,16 +26,25 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status. Raises HoldfastError."""
     parsed = grammar.parse(argv, os.environ, OPTIONS, configure=config.configure)
+    if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
+        return tell_about(parsed, "run", OPTIONS)
+    return execute(parsed, "run", argv)
+
+
+def tell_about(parsed: Parsed, command: str, table: Sequence[Option]) -> int:
+    """Answers --help, --version and --print-completion."""
+    from holdfast.cli import print_version
+
     if parsed.values.help:
         from holdfast.cli.helptext import render
 
-        print(render("run", OPTIONS))
+        print(render(command, table))
         return 0
     if parsed.values.version:
-        from holdfast.cli import print_version
-
         return print_version()
-    return execute(parsed, "run", argv)
+    from holdfast.cli.completion import main as print_completion
+
+    return print_completion([parsed.values.print_completion])
 
 
 def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
@@ -53,27 +63,29 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
             return under_slurm.start_agents(parsed, command, argv)
     if parsed.values.plan:
         return show_plan(parsed)
-    return start(parsed, begin=None if step is None else lambda: under_slurm.guard(step, os.environ))
+    return start(parsed, command, begin=None if step is None else lambda: under_slurm.guard(step, os.environ))
 
 
 def start(
     parsed: Parsed,
+    command: str = "",
     *,
     begin: Callable[[], None] | None = None,
     show: Callable[[Finished], str] | None = None,
     say_notices: bool = True,
 ) -> int:
-    """This node's agent, until the job has ended. Raises HoldfastError.
+    """This node's agent, until the job has ended; `command`: of which a person typed the line. Raises HoldfastError.
 
     `begin` is called before it begins; `show` says what the console shows at the end.
     """
     from holdfast.runtime.secret_variables import forget_secrets
     from holdfast.runtime.workers.keeper import fork_keeper
 
+    be_interruptible()
     keeper = fork_keeper()
     be_killable()
     try:
-        options = resolve(parsed, os.environ)
+        options = resolve(parsed, os.environ, command)
         forget_secrets()
         for notice in options.notices if say_notices else ():
             print(f"holdfast: {notice}", file=sys.stderr)
@@ -82,17 +94,48 @@ def start(
 
         descriptors.provide(options.nproc)
         preload.begin(keeper, options)  # before our own heavy modules: it imports while we do
-        from holdfast.insight.screen import render
         from holdfast.insight.verdicts import judge
         from holdfast.runtime.agent_service import run_job
 
         if begin is not None:
             begin()
-        return run_job(
-            options, keeper, judge=judge, examine=examine, render=show or (lambda end: render(end.outcome, end.folder))
-        )
+        hand_on_interrupts()
+        return run_job(options, keeper, judge=judge, examine=examine, render=show or last_screen)
     finally:
+        hand_on_interrupts()
         keeper.sock.close()  # the keeper ends with its end of file
+
+
+def last_screen(end: Finished) -> str:
+    from holdfast.insight.screen import render
+    from holdfast.runtime.workers.log_layout import default_log_dir
+
+    return render(end.outcome, end.folder, home=os.environ.get("HOME", ""), runs=default_log_dir())
+
+
+def be_interruptible() -> None:
+    """Until the agent has its own handler, Ctrl-C ends us with one line: an exception out of the middle of an import
+    shows a traceback of ours, and may be lost. The supervisor sees the end of its socket, and ends with us."""
+    from signal import SIGINT, default_int_handler, getsignal, signal
+    from threading import current_thread, main_thread
+
+    if getsignal(SIGINT) is default_int_handler and current_thread() is main_thread():
+        signal(SIGINT, leave_at_once)
+
+
+def leave_at_once(*_: object) -> None:
+    from holdfast.cli import EXIT_INTERRUPTED, say_interrupted
+
+    say_interrupted()
+    os._exit(EXIT_INTERRUPTED)
+
+
+def hand_on_interrupts() -> None:
+    """From here Ctrl-C is asyncio's and the agent's."""
+    from signal import SIGINT, default_int_handler, getsignal, signal
+
+    if getsignal(SIGINT) is leave_at_once:
+        signal(SIGINT, default_int_handler)
 
 
 def be_killable() -> None:
@@ -110,11 +153,19 @@ def examine(stories: Sequence[RankStory]) -> Finding:
     return examine_all(stories)
 
 
-def resolve(parsed: Parsed, environ: Mapping[str, str]) -> RunOptions:
+def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> RunOptions:
     """What this command line asks for, all defaults and variables considered. Raises CallerError."""
+    from msgspec import structs
+
+    from holdfast.cli.lines import line_of_others
+    from holdfast.cli.options import LAUNCH_OPTIONS
     from holdfast.cli.resolve import resolve as resolve_all
 
-    return resolve_all(parsed, environ).options
+    options = resolve_all(parsed, environ).options
+    if not command:
+        return options
+    table = LAUNCH_OPTIONS if command == "launch" else OPTIONS
+    return structs.replace(options, line_of_others=line_of_others(parsed, command, table, options, environ))
 
 
 def show_plan(parsed: Parsed) -> int:

@@ -61,7 +61,9 @@ class LogOptions(Struct, frozen=True, kw_only=True):
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
-    """TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: macros ${role_name} ${rank} ${local_rank}, and ours ${node}."""
+    """--log-line-prefix-template: macros ${role_name} ${rank} ${local_rank} ${hostname}, and ours ${node}."""
+    dedup: bool = True
+    """A line that many ranks print alike is shown once, and a traceback that the verdict shows is not shown twice."""
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
@@ -166,6 +168,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """A signal to the agent that announces a preemption; workers ignore it. None: there is none."""
     call_fds: CallFds | None = None
     """Only from Python (holdfast.launch): no command line says it."""
+    line_of_others: str = ""
+    """What a person has to type on each other node of the job; empty: nobody has to."""
     notices: tuple[str, ...] = ()
     """Lines to say before the start: prefixes taken, flags without effect, nearest keys."""
 

@@ -73,6 +73,12 @@ class Verdict(Struct, frozen=True, kw_only=True):
     gave_up: str = ""
     """Why there was no further restart."""
 
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """Ranks that failed because of what it names; none where it names nothing."""
+        named = self.culprit is not None or self.lost_nodes
+        return tuple(sorted(each.rank for each in self.collateral)) if named else ()
+
 
 class OutcomeKind(Enum):
     SUCCEEDED = "succeeded"

@@ -234,6 +234,8 @@ class Notice(CoordinatorMessage, frozen=True, tag="notice"):
     """Something about the running job that people should know, for the console: a few lines."""
 
     text: str
+    victims: tuple[int, ...] | None = None
+    """How a generation ended: ranks that failed because of what the text tells. None: the text tells of something else."""
 
 
 class Finish(CoordinatorMessage, frozen=True, tag="finish"):

@@ -1,8 +1,6 @@
-"""Numbers for people: durations, and many ranks in few words. PURE."""
+"""Numbers for people. PURE."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 
@@ -23,21 +21,6 @@ def duration(seconds: float) -> str:
     if whole < DAY_S:
         return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S} min"
     return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Numbers in order, neighbours drawn together.
-
-    >>> spans([3, 0, 1, 2, 7])
-    '0-3, 7'
-    """
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def plural(number: int, word: str) -> str:

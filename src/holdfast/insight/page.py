@@ -12,9 +12,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from holdfast.core.spans import spans
 from holdfast.insight.history import Doing, History, Life, NodeHistory
 from holdfast.insight.incidents import Incident
-from holdfast.insight.numbers import duration, plural, spans
+from holdfast.insight.numbers import duration, plural
 from holdfast.insight.page_style import STYLE
 from holdfast.insight.pictures import Block, Curve, bar, lines
 from holdfast.insight.timeline import PHASES, Timeline

@@ -1,19 +1,20 @@
 """The last screen of a run: at most fifteen lines, then the user's own traceback, which comes last.
 
-Pure: outcome in, text out. The same text on every node but for the folder.
+Pure: outcome in, text out. The same text on every node but for the run folder and the way to the log.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
+from holdfast.core.spans import spans
 
 LINES_MAX = 15
 """Of ours, the end of stderr among them where there is no traceback."""
 LINE_CHARACTERS_MAX = 320
 VICTIMS_SHOWN_MAX = 3
-RANKS_SHOWN_MAX = 8
 TRACEBACK = re.compile(r"^(?:Traceback \(most recent call last\):|Fatal Python error: )", re.MULTILINE)
 FRAME = re.compile(r'^\s+File "[^"\n]+", line \d+', re.MULTILINE)
 BENEATH = re.compile(
@@ -23,13 +24,16 @@ BENEATH = re.compile(
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
-def render(outcome: Outcome, folder: str) -> str:
-    """What the console says at the end; empty after a success that this node had a part in."""
+def render(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> str:
+    """What the console says at the end; empty after a success that this node had a part in.
+
+    `home`: the user's; `runs`: where runs are found by name.
+    """
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
             return f"holdfast: {outcome.message}" if outcome.message else ""
         case OutcomeKind.FAILED if outcome.verdict is not None:
-            return _failed(outcome, outcome.verdict, folder)
+            return _failed(outcome, outcome.verdict, _Folder(folder, home, runs))
         case OutcomeKind.SIGNALLED:
             return f"holdfast: {outcome.message}; exit code {outcome.exit_code}"
         case _:
@@ -37,7 +41,32 @@ def render(outcome: Outcome, folder: str) -> str:
             return f"holdfast: {code}{outcome.message}"
 
 
-def _failed(outcome: Outcome, verdict: Verdict, folder: str) -> str:
+class _Folder(NamedTuple):
+    """The run folder on this node, in as few words as will do."""
+
+    path: str
+    home: str
+    runs: str
+
+    @property
+    def shown(self) -> str:
+        inside = self.home and self.path.startswith(self.home.rstrip("/") + "/")
+        return "~" + self.path[len(self.home.rstrip("/")) :] if inside else self.path
+
+    @property
+    def name(self) -> str:
+        """What a command finds it by: of the runs of this name it is the newest."""
+        parent, _, name = self.path.rpartition("/")
+        return name.rpartition("_")[0] if parent == self.runs else self.shown
+
+    def log_of(self, culprit: Failure) -> str:
+        """How to see what it wrote, where that is here; else where it is."""
+        if self.path and culprit.stderr_file.startswith(self.path + "/"):
+            return f"holdfast logs {self.name} --rank {culprit.rank}"
+        return f"{culprit.stderr_file} on {culprit.host}" if culprit.stderr_file else ""
+
+
+def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
     culprit = verdict.culprit
     restarts = f"{verdict.restarts} restart{'s' if verdict.restarts != 1 else ''}"
     lines = [_line(f"holdfast: {verdict.code}: job FAILED after {restarts}: {verdict.cause}")]
@@ -51,18 +80,18 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: str) -> str:
         row("first", f"{_who(culprit)}, {_status(culprit)}{lived}, generation {verdict.generation}")
     alike, victims = _apart(verdict)
     row("the same", _ranks(alike))
-    for victim in victims[:VICTIMS_SHOWN_MAX]:
-        why = victim.message.splitlines()[0] if victim.message else _status(victim)
-        row("because of it", f"{_who(victim)}: {why[:120]}")
-    if len(victims) > VICTIMS_SHOWN_MAX:
-        row("because of it", f"and {len(victims) - VICTIMS_SHOWN_MAX} more, see verdict.json")
+    groups = _by_words(victims)
+    for words, ranks in list(groups.items())[:VICTIMS_SHOWN_MAX]:
+        row("because of it", f"rank {spans(ranks)}: {words[:120]}; in {'its log' if len(ranks) == 1 else 'their logs'}")
+    if len(groups) > VICTIMS_SHOWN_MAX:
+        more = sum(map(len, list(groups.values())[VICTIMS_SHOWN_MAX:]))
+        row("because of it", f"and {more} more, see verdict.json")
     row("lost", ", ".join(verdict.lost_nodes))
     row("no restart", verdict.gave_up)
     row("do", verdict.advice)
     if culprit is not None:
-        row("log", f"{culprit.stderr_file} on {culprit.host}" if culprit.stderr_file else "")
-        row("error file", culprit.error_file)
-    row("run folder", folder)
+        row("log", folder.log_of(culprit))
+    row("run folder", folder.shown)
     row("exit code", str(outcome.exit_code))
     if culprit is not None:
         lines += _last_words(culprit, LINES_MAX - len(lines))
@@ -79,6 +108,15 @@ def _apart(verdict: Verdict) -> tuple[list[Failure], list[Failure]]:
     return alike, victims
 
 
+def _by_words(victims: list[Failure]) -> dict[str, list[int]]:
+    """Ranks by what they said, which is the same but for numbers; in the words of the first."""
+    groups: dict[str, tuple[str, list[int]]] = {}
+    for victim in victims:
+        words = victim.message.splitlines()[0] if victim.message else _status(victim)
+        groups.setdefault(re.sub(r"\d+", "0", words), (words, []))[1].append(victim.rank)
+    return dict(groups.values())
+
+
 def _same(one: Failure, other: Failure) -> bool:
     """But for the numbers in them: a rank, an address, a size."""
     return re.sub(r"\d+", "0", one.message[:200]) == re.sub(r"\d+", "0", other.message[:200])
@@ -87,10 +125,7 @@ def _same(one: Failure, other: Failure) -> bool:
 def _ranks(failures: list[Failure]) -> str:
     if not failures:
         return ""
-    ranks = sorted(failure.rank for failure in failures)
-    shown = ", ".join(map(str, ranks[:RANKS_SHOWN_MAX]))
-    more = f" and {len(ranks) - RANKS_SHOWN_MAX} more" if len(ranks) > RANKS_SHOWN_MAX else ""
-    return f"on rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"on rank{'s' if len(failures) > 1 else ''} {spans(failure.rank for failure in failures)}"
 
 
 def _last_words(culprit: Failure, room: int) -> list[str]:

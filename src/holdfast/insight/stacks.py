@@ -9,8 +9,9 @@ from msgspec import Struct
 
 from holdfast.core.faultdump import is_library
 from holdfast.core.hang import RankStory
+from holdfast.core.spans import spans
 from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
-from holdfast.insight.numbers import plural, spans
+from holdfast.insight.numbers import plural
 from holdfast.insight.places import Where, where_is
 
 NOT_RUNNING = ("T", "t", "Z", "X", "")

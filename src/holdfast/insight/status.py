@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from holdfast.core.progress import JobView, NodeView, RankView, Stage
-from holdfast.insight.numbers import duration, plural, spans
+from holdfast.core.spans import spans
+from holdfast.insight.numbers import duration, plural
 
 RANKS_SHOWN_MAX = 16
 """Of larger jobs the nodes alone, unless the ranks are asked for."""

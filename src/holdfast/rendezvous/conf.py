@@ -192,14 +192,30 @@ _IDLE: dict[str, Getter] = {"close_timeout": get_whole_seconds, "read_timeout": 
 _IDLE_BY_BACKEND = {"c10d": _IDLE, "etcd-v2": _IDLE}
 """torchrun's own keys for things that holdfast never waits for: checked as torchrun does, then said to be idle."""
 
+_SAME = {"timeout": "join_timeout", "join_timeout": "timeout"}
+"""How long to wait for the others has two names in torchrun, by backend; each is understood with all of them."""
+
 _NEAREST = {
-    "c10d": {"timeout": "join_timeout", "heartbeat": "heartbeat_timeout"},
-    "etcd-v2": {"timeout": "join_timeout", "heartbeat": "heartbeat_timeout"},
-    "static": {"join_timeout": "timeout", "rank": "--node-rank", "is_host": "--node-rank"},
-    "etcd": {"join_timeout": "timeout"},
-    THIRD_PARTY: {"timeout": "join_timeout", "heartbeat": "heartbeat_timeout"},
+    "c10d": {"heartbeat": "heartbeat_timeout"},
+    "etcd-v2": {"heartbeat": "heartbeat_timeout"},
+    "static": {"rank": "--node-rank", "is_host": "--node-rank"},
+    "etcd": {},
+    THIRD_PARTY: {"heartbeat": "heartbeat_timeout"},
 }
 """Where the meaning and not the spelling is the nearest."""
+
+
+def in_its_words(backend: str, conf: Conf) -> Conf:
+    """With the backend's own name for the time to wait for others, where the other one was given. What is no time is left
+    as it is: torchrun has no effect of it, and neither has it here."""
+    for other, own in _SAME.items():
+        if other in conf and own not in conf and own in KEYS[backend] and other not in KEYS[backend]:
+            try:
+                get_whole_seconds(conf, other)
+            except RendezvousConfigError:
+                return conf
+            return {own if key == other else key: value for key, value in conf.items()}
+    return conf
 
 
 def read_conf(backend: str, conf: Conf) -> dict[str, Value]:
@@ -218,6 +234,7 @@ def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collec
     `name` and `own`: what a third party's backend is called, and its own keys.
     """
     known = {*KEYS[backend], *own}
+    conf = in_its_words(backend, conf)
     idle = _IDLE_BY_BACKEND.get(backend, {})
     notices = []
     for key in conf:
@@ -225,6 +242,9 @@ def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collec
             continue
         if key in idle:
             notices.append(f"--rdzv-conf {key} has no effect: holdfast has nothing to wait for there")
+            continue
+        if _SAME.get(key) in conf:
+            notices.append(f"--rdzv-conf {key} has no effect: {_SAME[key]} says the same, and counts")
             continue
         nearest = _nearest(backend, key, known)
         hint = f"; did you mean {nearest}?" if nearest else ""
@@ -246,6 +266,7 @@ def _nearest(backend: str, key: str, known: Collection[str]) -> str | None:
 
 def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
     """`base` with what the configuration says otherwise. Raises RendezvousConfigError on any bad value."""
+    conf = in_its_words(backend, conf)
     read_conf(backend, conf)
     seconds = {key: get_seconds(conf, key) for key in KEYS[backend] if key in _SECONDS}
     limits = base

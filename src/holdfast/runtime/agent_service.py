@@ -43,7 +43,7 @@ from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome, fault_outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import JobView, RankProgress
-from holdfast.core.protocol import Answer, FromAgent, FromCoordinator
+from holdfast.core.protocol import Answer, FromAgent, FromCoordinator, Waiting
 from holdfast.runtime.control import Control
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.driver import Driver
@@ -106,9 +106,10 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, exam
             outcome = await _outcome(service, journal, folder)
             journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
             await asyncio.to_thread(write_reports, outcome, folder.path)
+            text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
+            router.tell_elsewhere(_told_in(text, outcome))
             if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
                 stall_s = CONSOLE_LAST_CHANCE_S_MAX
-        text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
         if text:
             console.say(text, prefix="")
     except asyncio.CancelledError:  # Ctrl-C while the last output is being shown
@@ -144,6 +145,16 @@ def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
         return f"holdfast: {outcome.kind.value}, exit code {outcome.exit_code}{f': {why}' if why else ''}"
 
 
+def _told_in(text: str, outcome: Outcome) -> tuple[int, ...]:
+    """Ranks whose traceback is in the last screen, or told there to be in their logs."""
+    verdict = outcome.verdict
+    if not text or verdict is None:
+        return ()
+    culprit = verdict.culprit
+    shown = culprit is not None and culprit.traceback and culprit.traceback.rstrip() in text
+    return (*verdict.victims, *((culprit.rank,) if culprit is not None and shown else ()))
+
+
 def _close(router: LogRouter, console: Console, journal: Journal, stall_s: float) -> None:
     router.close(stall_s)
     console.close(stall_s)
@@ -172,6 +183,8 @@ class AgentService:
         self._router = router
         self._journal = journal
         self._host = host
+        self._line_of_others = options.line_of_others
+        """To be said, once."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
         self._meeting = Meeting(options, judge, journal, console.say, examine)
@@ -290,8 +303,11 @@ class AgentService:
         if isinstance(message, Answer):
             assert self._inquiry is not None
             self._inquiry.answered(message)
-        else:
-            self._feed(Received(message))
+            return
+        self._feed(Received(message))
+        if isinstance(message, Waiting) and self._line_of_others:
+            line, self._line_of_others = self._line_of_others, ""
+            self._console.say(f"on each other node: {line}")
 
     def _send(self, message: FromAgent) -> bool:
         """False: there is no link."""
@@ -337,7 +353,9 @@ class AgentService:
                 self._crew.look(generation, number, store=store)
             case KillTree():
                 self._crew.kill_tree()
-            case Say(text):
+            case Say(text, victims):
+                if victims is not None:
+                    self._router.tell_elsewhere(victims)
                 self._console.say(text)
             case Note(event, fields):
                 self._journal.write(f"agent.{event}", **fields)

@@ -149,7 +149,7 @@ class Member:
         if not self._ended.done():
             self._ending = True
             # As Ctrl-C: at once. There is no safe point to wait for.
-            self._feed(Signalled(signal.SIGINT, "its torchrun has ended"))
+            self._feed(Signalled(signal.SIGINT, "its torchrun has ended", kills=""))
             self._workers_gone(EXIT_FAILURE, "its torchrun has ended")
 
     # ---------------------------------------------------------------- towards the machine

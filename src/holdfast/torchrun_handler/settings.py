@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from holdfast.core.coordinator.budget import UNBOUNDED
 from holdfast.core.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.rendezvous.conf import get_bool, limits_from_conf, unknown_key_notices
@@ -16,7 +17,7 @@ from holdfast.rendezvous.token import read_token
 BACKEND = "holdfast"
 LIKE = "c10d"
 """Endpoint and --rdzv-conf keys are those of `holdfast run` with this backend."""
-NEVER = 2**31 - 1
+NEVER = UNBOUNDED
 """torchrun's agents count restarts themselves, each its own: the coordinator's budget must not end the job before."""
 INJECTED = frozenset({"timeout", "rank"})
 """torchrun adds these to every configuration; as with its own c10d, `join_timeout` counts."""

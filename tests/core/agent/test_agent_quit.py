@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from holdfast.core.agent.commands import Exit, HoldWorkers, KillTree, SignalWorkers
-from holdfast.core.agent.events import TreeGone, WorkerEnded, WorkersHeld
+from holdfast.core.agent.commands import Exit, HoldWorkers, KillTree, Say, SignalWorkers
+from holdfast.core.agent.events import Signalled, TreeGone, WorkerEnded, WorkersHeld
 from holdfast.core.outcome import OutcomeKind
 from holdfast.core.protocol import Leave, Quit
-from tests.core.agent.agent_desk import LIMITS, Desk, draining, idle, joining, preparing, running, stopping
+from tests.core.agent.agent_desk import LIMITS, Desk, draining, holding, idle, joining, preparing, running, stopping
 
 STOP = Quit(drain=True, by="holdfast stop")
 KILL = Quit(drain=False, by="holdfast kill")
@@ -69,3 +69,44 @@ def test_without_workers_there_is_nothing_to_wait_for(state, quit_: Quit) -> Non
     desk.hear(quit_)
     desk.wait(LIMITS.fence_s / 4)
     assert desk.machine.outcome is not None
+
+
+@pytest.mark.parametrize(
+    ("state", "signum", "limit_s"),
+    [
+        (running, signal.SIGINT, LIMITS.stop_grace_s),
+        (running, signal.SIGTERM, LIMITS.drain_s + LIMITS.stop_grace_s),
+        (holding, signal.SIGTERM, LIMITS.drain_s + LIMITS.stop_grace_s),
+        (draining, signal.SIGINT, LIMITS.stop_grace_s),
+        (stopping, signal.SIGINT, LIMITS.stop_grace_s),
+    ],
+)
+def test_the_first_signal_is_answered_at_once_with_what_comes_and_for_how_long(state, signum, limit_s) -> None:
+    desk: Desk = state()
+    desk.give(Signalled(signum, signum.name))
+    (said,) = (command.text for command in desk.done if isinstance(command, Say))
+    assert said.startswith(f"{signum.name}: ")
+    assert f"up to {limit_s:.0f} s; again kills them at once" in said
+    desk.give(Signalled(signum, signum.name))
+    assert not desk.has(Say)
+
+
+@pytest.mark.parametrize("state", [joining, idle, preparing])
+def test_without_workers_a_signal_needs_no_patience_and_no_words(state) -> None:
+    desk: Desk = state()
+    desk.give(Signalled(signal.SIGINT, "SIGINT"))
+    assert not desk.has(Say)
+
+
+def test_whoever_stops_a_job_from_elsewhere_is_named_and_again_is_a_kill() -> None:
+    desk = running()
+    desk.hear(STOP)
+    (said,) = (command.text for command in desk.done if isinstance(command, Say))
+    assert said.startswith("holdfast stop: ")
+    assert said.endswith("`holdfast kill` kills them at once")
+
+
+def test_a_signal_that_nobody_at_a_console_sent_is_not_answered() -> None:
+    desk = running()
+    desk.give(Signalled(signal.SIGINT, "its torchrun has ended", kills=""))
+    assert not desk.has(Say)

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.core.errors import LogDirError
 from holdfast.core.options import LogOptions
+from holdfast.core.spoken import spoken
 from holdfast.runtime.workers.log_layout import RunFolder, default_log_dir
 
 
@@ -108,3 +109,10 @@ def test_default_is_here_when_there_is_no_home(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(file))
     monkeypatch.chdir(tmp_path)
     assert default_log_dir() == str(tmp_path / "holdfast/runs")
+
+
+def test_a_job_that_nobody_named_has_a_folder_that_can_be_said(tmp_path: Path) -> None:
+    folder = RunFolder.create(LogOptions(log_dir=str(tmp_path)), "1b4e28ba-2fa1-41d2-883f-0016d3cca427")
+    assert folder.path is not None
+    assert folder.path.name.startswith(spoken("1b4e28ba-2fa1-41d2-883f-0016d3cca427") + "_")
+    assert "1b4e28ba" not in folder.path.name

@@ -348,14 +348,16 @@ def test_attempts_follow_each_other_and_keep_their_files(pipe: PipeConsole, tmp_
     for generation, restarts in ((1, 0), (2, 0), (3, 1)):
         node.open(0, 1, generation=generation, restarts=restarts)
         for rank in (0, 1):
-            node.write(rank, b"generation %d\n" % generation * 1000 + b"tail %d" % generation)
+            node.write(
+                rank, b"generation %d of %d\n" % (generation, rank) * 1000 + b"tail %d of %d" % (generation, rank)
+            )
         node.router.end_attempt()
         files.extend(streams.stdout_file for streams in node.workers.values() if streams.stdout_file)
     assert node.end()
     assert fds_of_this_process() == before
     assert until(lambda: pipe.out.count(b"\n") == 6006)
     for rank in (0, 1):
-        mine = [line.split()[-1] for line in bytes(pipe.out).splitlines() if line.startswith(b"n1:10%d|" % rank)]
+        mine = [line.split()[2] for line in bytes(pipe.out).splitlines() if line.startswith(b"n1:10%d|" % rank)]
         assert mine == sorted(mine)
     assert len({file.parent.parent.name for file in files}) == 3
     assert all(file.read_bytes().count(b"\n") == 1000 for file in files)

@@ -77,6 +77,9 @@ class Say(Struct, frozen=True):
     """A line for the person at the console."""
 
     text: str
+    victims: tuple[int, ...] | None = None
+    """How the workers ended is known: what these ranks ended with is in their logs, and need not be shown. None: it is not
+    what the line is about."""
 
 
 class Note(Struct, frozen=True):

@@ -108,6 +108,8 @@ class Signalled(Struct, frozen=True):
     name: str
     preempt: bool = False
     """The one that announces a preemption (--preempt-signal)."""
+    kills: str = "again"
+    """What ends the workers at once, in the words of the console; empty: nobody waits at a console."""
 
 
 class PassSignal(Struct, frozen=True):

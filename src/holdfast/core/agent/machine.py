@@ -105,7 +105,7 @@ class AgentMachine(AgentBase):
             if self.link is Link.DOWN:
                 deadlines.append(min(self._seeking.dial_at_s, self._seeking.deadline_s))
             if self.link is not Link.UP:
-                deadlines.append(self._seeking.say_at_s)
+                deadlines.append(self._seeking.said.at_s)
         if self.link is Link.UP and self._joined:
             deadlines.append(self._lease.ping_at_s)
         if self._awaits_answer():
@@ -209,8 +209,10 @@ class AgentMachine(AgentBase):
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
             case Pong(number):
                 self._lease.answered(number)
-            case Waiting(text) | Notice(text):
+            case Waiting(text):
                 self._out.append(Say(text))
+            case Notice(text, victims):
+                self._out.append(Say(text, victims))
             case Look(generation, number, store):
                 self._on_look(generation, number, store=store)
             case Assign():
@@ -353,17 +355,16 @@ class AgentMachine(AgentBase):
             self._go(now)
         elif self.work is Work.RUNNING and not term.all_done:
             self._hold()
-        elif self.work is Work.DRAINING and term.reached is None:
-            return  # they are being held already: the answer is on its way
         elif self.work is Work.DRAINING and term.reached:
             self._leave(event.name, drain=True)
-        else:
+        elif self.work is not Work.DRAINING or term.reached is not None:  # else they are being held already
             self._go(now)
+        self._say_leaving(now, event)
 
     def _on_quit(self, now: float, *, drain: bool, by: str) -> None:
         if drain:
             if self._leaving is None:
-                self._on_signal(now, Signalled(signal.SIGTERM, by))
+                self._on_signal(now, Signalled(signal.SIGTERM, by, kills="`holdfast kill`"))
             return
         event = self._leaving = Signalled(signal.SIGKILL, by)
         self._leave(by)
@@ -380,6 +381,18 @@ class AgentMachine(AgentBase):
         term = self.term
         drained = self._drained or (term is not None and term.left_at_safe_point)
         self._end(self._farewell(self._leaving, drained=drained))
+
+    def _say_leaving(self, now: float, event: Signalled) -> None:
+        """At once: workers take their time, and somebody waits for the prompt."""
+        if not event.kills:
+            return
+        if self.work is Work.STOPPING:
+            what, limit_s = "stopping the workers", max(0.0, self._term().kill_at_s - now)
+        elif self._at_work():
+            what, limit_s = "the workers save if they can, and stop", self.limits.drain_s + self.limits.stop_grace_s
+        else:
+            return
+        self._out.append(Say(f"{event.name}: {what}, up to {limit_s:.0f} s; {event.kills} kills them at once"))
 
     # ---------------------------------------------------------------- what follows from the state
 

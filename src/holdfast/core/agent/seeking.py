@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from holdfast.core.agent.events import DialFailed
 from holdfast.core.errors import CoordinatorLostError, CoordinatorUnreachableError
 from holdfast.core.outcome import Outcome, OutcomeKind
+from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Limits
 
 
@@ -15,14 +16,14 @@ class Seeking:
     limits: Limits
     since_s: float
     dial_at_s: float
-    say_at_s: float
+    said: Pauses
     pause_s: float
     error: DialFailed | None = None
     """Why the newest attempt failed."""
 
     @classmethod
     def begin(cls, limits: Limits, now: float) -> Seeking:
-        return cls(limits, now, now, now + limits.say_interval_s, limits.connect_retry_s)
+        return cls(limits, now, now, Pauses.begin(now, limits.say_interval_s), limits.connect_retry_s)
 
     @property
     def deadline_s(self) -> float:
@@ -38,9 +39,8 @@ class Seeking:
 
     def progress(self, now: float) -> str:
         """What to tell the person at the console now; empty: nothing yet."""
-        if now < self.say_at_s:
+        if not self.said.due(now):
             return ""
-        self.say_at_s = now + self.limits.say_interval_s
         why = self.error.reason if self.error is not None else "no answer yet"
         left_s = max(0.0, self.deadline_s - now)
         return f"waiting for the coordinator: {why} (giving up in {left_s:.0f} s)"

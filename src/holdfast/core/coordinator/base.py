@@ -20,6 +20,7 @@ from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, Wo
 from holdfast.core.coordinator.versions import Versions
 from holdfast.core.errors import JoinTimeoutError, NodesError
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
+from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Abandon, Finish, FromCoordinator, Join, Notice, Quit, Waiting
 
@@ -81,7 +82,7 @@ class CoordinatorBase:
         )
         self._gather_until_s: float | None = None
         self._phase_since_s = now
-        self._say_at_s = now + limits.say_interval_s
+        self._waiting_said = Pauses.begin(now, limits.say_interval_s)
         self._quit: Quit | None = None
         """Somebody wants the job to end: whoever comes now is sent home."""
         self._reason = ""

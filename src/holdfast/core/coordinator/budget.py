@@ -8,6 +8,9 @@ from msgspec import Struct
 
 from holdfast.core.policy import Limits
 
+UNBOUNDED = 2**31 - 1
+"""`max_restarts` of a job whose restarts somebody else counts."""
+
 
 class Retry(Struct, frozen=True):
     backoff_s: float
@@ -28,6 +31,11 @@ class Budget:
     """Quick failures in a row, paid or not: they grow the back-off."""
     last_signature: str = ""
     identical: int = 0
+
+    @property
+    def newest(self) -> str:
+        """Which restart this is, in words."""
+        return f"restart {self.used}" + (f" of {self.max_restarts}" if self.max_restarts < UNBOUNDED else "")
 
     def charge(self, signature: str, lived_s: float) -> Retry | GiveUp:
         """A generation failed by itself after running for `lived_s`."""

@@ -11,6 +11,7 @@ from holdfast.core.coordinator.state import World
 from holdfast.core.errors import EXIT_REQUEUE
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.core.protocol import StopReason
+from holdfast.core.spans import spans
 
 Judge = Callable[[Evidence], Verdict]
 
@@ -48,6 +49,18 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
         return Again(decision.backoff_s, verdict)
     verdict = judge(_evidence(world, budget, decision.reason))
     return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
+
+
+def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
+    """What failed and what follows, for all consoles; empty where nothing failed."""
+    verdict, lines = again.verdict, []
+    if charged:
+        pause = f", in {again.backoff_s:.1f} s" if again.backoff_s else ""
+        lines.append(f"{verdict.code}: {verdict.cause}; {budget.newest}{pause}")
+    if verdict.victims:
+        theirs = "its log" if len(verdict.victims) == 1 else "their logs"
+        lines.append(f"rank {spans(verdict.victims)} failed because of it: the words are in {theirs}")
+    return "\n".join(lines)
 
 
 def plain_verdict(evidence: Evidence) -> Verdict:

@@ -17,13 +17,14 @@ from math import inf
 from holdfast.core.coordinator.admission import Admit, Deny
 from holdfast.core.coordinator.base import TRANSITIONS
 from holdfast.core.coordinator.commands import Command, DropLink, Tell
-from holdfast.core.coordinator.ending import Again, after_stop
+from holdfast.core.coordinator.ending import Again, after_stop, restart_text
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked, Tick
 from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
 from holdfast.core.coordinator.oversight import CoordinatorOversight
 from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
 from holdfast.core.errors import NodesError
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind
+from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Grow
 from holdfast.core.protocol import (
     Drain,
@@ -83,7 +84,7 @@ class CoordinatorMachine(CoordinatorOversight):
             return None
         deadlines = [self._liveness.next_look_s(), self._oversight_due_s(), self._unjoined_due_s()]
         if self.phase is Phase.GATHERING:
-            deadlines.append(self._say_at_s)
+            deadlines.append(self._waiting_said.at_s)
             decision = decide(self.job, self.limits, self._gathering, self._now)
             if isinstance(decision, WaitUntil):
                 deadlines.append(decision.deadline_s)
@@ -346,8 +347,7 @@ class CoordinatorMachine(CoordinatorOversight):
             case NoQuorum(reason):
                 self._no_quorum(reason)
             case WaitUntil():
-                if now >= self._say_at_s:
-                    self._say_at_s = now + self.limits.say_interval_s
+                if self._waiting_said.due(now):
                     left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
                     text = f"waiting: {decision.reason} ({self._who_is_here()}){left}"
                     for member in self.members.values():
@@ -470,13 +470,10 @@ class CoordinatorMachine(CoordinatorOversight):
             return
         world, used = self._world(), self.budget.used
         match after_stop(world, self.budget, self._judged):
-            case Again(backoff_s, verdict):
-                if self.budget.used > used:
-                    pause = f", in {backoff_s:.1f} s" if backoff_s else ""
-                    text = (
-                        f"{verdict.code}: {verdict.cause}; restart {self.budget.used} of {self.job.max_restarts}{pause}"
-                    )
-                    self._tell_world(world, Notice(text))
+            case Again(backoff_s, verdict) as again:
+                text = restart_text(again, self.budget, charged=self.budget.used > used)
+                if text:
+                    self._tell_world(world, Notice(text, verdict.victims))
                 told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
                 self._note("verdict", generation=world.generation, **told)
                 self._blame(now, world, verdict)
@@ -490,7 +487,7 @@ class CoordinatorMachine(CoordinatorOversight):
         self._enter(now, Phase.GATHERING)
         gathering = self._gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
-        self._say_at_s = now + self.limits.say_interval_s
+        self._waiting_said = Pauses.begin(now, self.limits.say_interval_s)
         self._why = reason
         self._count_candidates(now)
         self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))

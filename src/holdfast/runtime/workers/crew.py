@@ -395,6 +395,8 @@ class Crew:
         """Read what the dead left; files are read in a thread, because a disk may stall. Told in the order of death."""
         failure = await asyncio.to_thread(self._failure, worker, pid, exit_code, lived_s, after_stop)
         self._journal.write("worker_failed", generation=generation, **noted(failure))
+        if generation == self._generation:
+            self._router.failed(failure.rank, failure.traceback)
         if earlier:
             await asyncio.wait(earlier)
         self._emit(WorkerEnded(generation, worker.local_rank, failure))

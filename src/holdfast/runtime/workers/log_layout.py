@@ -2,7 +2,7 @@
 
 Knows names, modes and the file descriptors handed to a worker. Must not know who reads the files or where lines are shown.
 
-    <log_dir>/<run_id>_<8 random>/               mode 0700, kept
+    <log_dir>/<run_id>_<8 random>/               mode 0700, kept; a job that nobody has named: brave-otter_<8 random>
       attempt_<restart_count>/                   attempt_<restart_count>_generation_<g> when the first name is taken
         <local_rank>/stdout.log stderr.log error.json
         filtered_stdout.log filtered_stderr.log
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.core.errors import LogDirError
+from holdfast.core.spoken import spoken
 
 if TYPE_CHECKING:
     from holdfast.core.options import LogOptions
@@ -69,7 +70,7 @@ class RunFolder:
         parent = Path(os.path.abspath(options.log_dir))
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            return cls(_make_unique(parent, safe_name(run_id)))
+            return cls(_make_unique(parent, safe_name(spoken(run_id))))
         except (FileExistsError, NotADirectoryError) as error:
             raise LogDirError(f"--log-dir {parent} is not a folder: {_file_in_the_way(parent)} is a file.") from error
         except OSError as error:

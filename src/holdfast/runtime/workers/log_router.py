@@ -9,18 +9,21 @@ console nor a stopped or killed agent loses a byte or makes a worker wait.
 |-----------------------|------------|---------------------------------|
 | -r / --redirects      | yes        | no                              |
 | -t / --tee            | yes        | `[<role><local_rank>]:` + line  |
-| neither               | yes        | `<node>:<rank>| ` + line        |
+| neither               | yes        | `<node>:<rank>| ` + line; lines and tracebacks are folded (log_fold.py) |
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from holdfast.core.errors import LogDirError
 from holdfast.core.options import LogOptions, Std
+from holdfast.core.spans import spans
 from holdfast.runtime.workers.console import Console, ConsoleStream
+from holdfast.runtime.workers.log_fold import HeldTraceback, LineFold
 from holdfast.runtime.workers.log_layout import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log
 from holdfast.runtime.workers.log_tail import LogTail, StreamTail, TailGroup
 from holdfast.runtime.workers.terminal import Terminal, TerminalPump
@@ -67,6 +70,10 @@ class LogRouter:
         self._fds: dict[int, list[int]] = {}
         """What `started` has to close, by local rank."""
         self._groups: list[TailGroup] = []
+        self._last_groups: list[TailGroup] = []
+        """Those of the newest attempt, which may have ended."""
+        self._tracebacks: dict[int, str] = {}
+        """What a worker of the newest attempt ended with, by rank."""
         self._terminals: list[Terminal] = []
         if folder.path is None and _wants_files(options):
             console.say(
@@ -76,13 +83,18 @@ class LogRouter:
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
         """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing is left open."""
         self.end_attempt()
+        self.tell_elsewhere(())
+        self._last_groups, self._tracebacks = [], {}
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
         try:
             streams = {worker.local_rank: self._open_worker(attempt, worker, shown) for worker in workers}
             for sink, tails in shown.items():
-                self._follow(sink, TailGroup(tails))
+                several = len({tail.rank for tail in tails}) > 1
+                fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
+                self._follow(sink, TailGroup(tails, fold=fold))
+            self._last_groups = [*self._groups]
             self._open_filtered(attempt, workers)
         except OSError as error:
             self._release()
@@ -94,6 +106,19 @@ class LogRouter:
             self._attached = True
             self._console.attach(self._tail)
         return streams
+
+    def failed(self, rank: int, traceback: str) -> None:
+        """What a worker of the newest attempt ended with."""
+        self._tracebacks[rank] = traceback
+
+    def tell_elsewhere(self, ranks: Iterable[int]) -> None:
+        """How the newest attempt ended is known: the tracebacks of these ranks are not shown among their lines, for the
+        verdict shows them or says where they are. All others are."""
+        told = {rank: self._tracebacks[rank] for rank in ranks if self._tracebacks.get(rank)}
+        for group in self._last_groups:
+            group.told_elsewhere = told
+        if self._attached:
+            self._console.wake()
 
     def say(self, text: str) -> None:
         """A line of the launcher about the logs."""
@@ -129,6 +154,8 @@ class LogRouter:
         True also when nobody reads the console any more: then nothing is left that could be shown.
         """
         self.end_attempt()
+        if any(group.told_elsewhere is None for group in self._last_groups):
+            self.tell_elsewhere(())
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
         self._tail.abandoned = True
@@ -178,7 +205,11 @@ class LogRouter:
         tail_prefix = (
             prefix if teed or self._options.prefix_template or not sink.colour else _coloured(prefix, worker.rank)
         )
-        shown.setdefault(sink, []).append(StreamTail(path, tail_prefix, live=sink.live))
+        plain = self._options.dedup and not teed and not self._options.prefix_template
+        held = HeldTraceback() if plain and std is Std.ERR else None
+        shown.setdefault(sink, []).append(
+            StreamTail(path, tail_prefix, live=sink.live, rank=worker.rank if plain else None, held=held)
+        )
         if not sink.is_terminal:
             return fd
         terminal = Terminal(sink.fd, fd, columns_taken=len(prefix.decode(errors="replace")))
@@ -220,12 +251,19 @@ class LogRouter:
         wanted = self._options.local_ranks_filter
         return not wanted or worker.local_rank in wanted
 
+    def _prefix_of(self, sink: ConsoleStream, ranks: Sequence[int]) -> bytes:
+        """Of a line that these ranks have printed alike."""
+        prefix = f"{self._node}:{spans(ranks).replace(', ', ',')}| ".encode(errors="surrogateescape")
+        return _coloured(prefix, ranks[0]) if sink.colour else prefix
+
     def _prefix(self, worker: WorkerSlot, *, teed: bool) -> bytes:
         template = self._options.prefix_template
         if template is not None:
-            from string import Template  # lazily: rarely used
+            import socket  # lazily, both: rarely used
+            from string import Template
 
-            names = {"role_name": self._role, "rank": worker.rank, "local_rank": worker.local_rank, "node": self._node}
+            names = {"role_name": self._role, "rank": worker.rank, "local_rank": worker.local_rank}
+            names |= {"node": self._node, "hostname": socket.gethostname()}
             text = Template(template).safe_substitute(names)
         elif teed:
             text = f"[{self._role}{worker.local_rank}]:"

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from holdfast.runtime.workers.log_fold import FOLD_BYTES_MAX, HeldTraceback, LineFold
+from holdfast.runtime.workers.log_watch import ChangeWatch
+
 CHUNK_BYTES_MAX = 256 * 1024
 """Read from one file before it is the next one's turn, and put into a destination at once; fits a core's cache."""
 LINE_BYTES_MAX = 1024 * 1024
@@ -118,53 +121,23 @@ class Sink(Protocol):
     def put(self, lines: bytes, transient: bytes | None = None) -> None: ...
 
 
-class ChangeWatch:
-    """One inotify descriptor for all files. It tells that something changed, not what: asking each file is cheap."""
-
-    def __init__(self) -> None:
-        import ctypes  # lazily: only an agent that shows logs needs it
-
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self.fd: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.reliable = self.fd >= 0
-        """False: some file cannot be watched and has to be polled."""
-        self._users: dict[int, int] = {}
-
-    def add(self, path: Path) -> int:
-        """Watch a file; the handle for `remove`. A file may be watched several times."""
-        in_modify = 0x2
-        handle: int = self._libc.inotify_add_watch(self.fd, os.fsencode(path), in_modify)
-        if handle < 0:
-            self.reliable = False
-        self._users[handle] = self._users.get(handle, 0) + 1
-        return handle
-
-    def remove(self, handle: int) -> None:
-        self._users[handle] -= 1
-        if not self._users[handle]:
-            del self._users[handle]
-            if handle >= 0:
-                self._libc.inotify_rm_watch(self.fd, handle)
-
-    def drain(self) -> None:
-        """Forget the news that came so far; to be called before the files are asked."""
-        try:
-            while self.fd >= 0:
-                os.read(self.fd, 65_536)
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
 class StreamTail:
     """One followed file, as prefixed lines for one sink."""
 
-    def __init__(self, path: Path, prefix: bytes, *, live: bool = False, needles: tuple[bytes, ...] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        prefix: bytes,
+        *,
+        live: bool = False,
+        needles: tuple[bytes, ...] = (),
+        rank: int | None = None,
+        held: HeldTraceback | None = None,
+    ) -> None:
+        """`rank`: its lines may be folded with those of other ranks. `held`: a traceback at its end is kept back."""
         self.path = path
+        self.rank = rank
+        self.held = held
         self.read_bytes = 0
         self.changed_at = 0.0
         self.drawn = b""
@@ -194,19 +167,22 @@ class StreamTail:
             self._fd = -1
 
     def take(self, now: float) -> tuple[bytes, bool]:
-        """The next lines, and whether there may be more at once."""
+        """The next lines, not yet dressed, and whether there may be more at once."""
         chunk = self._read()
         if not chunk:
             return b"", False
         self.changed_at = now
-        lines = self._dress(self._without_repeat(self._cutter.feed(chunk)))
+        lines = self._without_repeat(self._cutter.feed(chunk))
         if lines:
             self.drawn = b""
+        if self.held is not None:
+            lines = self.held.feed(lines, now)
         return lines, len(chunk) == CHUNK_BYTES_MAX
 
-    def finish(self) -> bytes:
+    def finish(self, now: float) -> bytes:
         """The last line, if it has no newline."""
-        return self._dress(self._without_repeat(self._cutter.flush()))
+        lines = self._without_repeat(self._cutter.flush())
+        return self.held.feed(lines, now) if self.held is not None else lines
 
     def take_progress(self, now: float) -> tuple[bytes, float | None]:
         """Not a terminal: the state of a line that overwrites itself, as a line, or when to ask again."""
@@ -216,7 +192,7 @@ class StreamTail:
         if now < self._progress_due:
             return b"", self._progress_due
         self._progress_shown, self._progress_due = state, now + PROGRESS_S
-        return self._dress(state + b"\n"), None
+        return self.dress(state + b"\n"), None
 
     def transient(self) -> tuple[bytes, float | None]:
         """Terminal: the unfinished line, and when it is due; None: it is drawn already, or there is none."""
@@ -253,21 +229,31 @@ class StreamTail:
             self._progress_shown = None
         return lines
 
-    def _dress(self, lines: bytes) -> bytes:
+    def dress(self, lines: bytes) -> bytes:
+        """As the sink is to get them."""
         if self._needles:
             lines = keep_matching(lines, self._needles)
-        return add_prefix(tame(lines) if self._live else lines, self._prefix)
+        return add_prefix(self.plain(lines), self._prefix)
+
+    def plain(self, lines: bytes) -> bytes:
+        """Without what would disturb a terminal that is shared."""
+        return tame(lines) if self._live else lines
 
 
 class TailGroup:
     """The files of one attempt that go to one sink."""
 
-    def __init__(self, tails: Sequence[StreamTail], done: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, tails: Sequence[StreamTail], done: Callable[[], None] | None = None, fold: LineFold | None = None
+    ) -> None:
         """`done` is called in the console's thread when all was put into the sink, or given up."""
         self.tails = tuple(tails)
+        self.fold = fold
         self._done = done
         self.ended = False
         """Set from any thread: nothing will be written any more."""
+        self.told_elsewhere: dict[int, str] | None = None
+        """Set from any thread: tracebacks that are shown in another place, by rank. None: nobody knows yet."""
         self.turn = 0
         self._opened = False
 
@@ -308,7 +294,10 @@ class Lane:
             group = self._groups[0]
             over = group.ended  # asked before reading: what is read afterwards is all there will ever be
             group.open(watch)
+            told = group.told_elsewhere  # this one too
             due = None if self.sink.broken else self._show(group, now, over=over)
+            if over and due is None and not self.sink.broken:
+                due = self._show_held(group, now, told)
             if due is not None or not over:
                 return due
             group.close(watch)
@@ -331,7 +320,7 @@ class Lane:
             before = tail.read_bytes
             block, has_more = tail.take(now)
             self.read_bytes += tail.read_bytes - before
-            blocks.append(block)
+            self._put(group, tail, block, now, blocks)
             size += len(block)
             more = more or has_more
             if size >= CHUNK_BYTES_MAX:
@@ -340,7 +329,8 @@ class Lane:
         due: float | None = AT_ONCE
         transient = b"" if self._owner is not None and not self._owner.drawn else None
         if not more and over:
-            blocks.extend(tail.finish() for tail in group.tails)
+            for tail in group.tails:
+                self._put(group, tail, tail.finish(now), now, blocks)
             due, transient = None, b""
         elif not more and self.sink.live:
             due, transient = self._next_transient(group, now, transient)
@@ -348,10 +338,61 @@ class Lane:
             due = self._add_progress(group, now, blocks)
         if transient == b"":
             self._owner = None
+        at_end = over and due is None
+        dues = [] if due is None else [due]
+        if not at_end:
+            dues += self._release_late(group, now, blocks)
+        if group.fold is not None and group.fold.due is not None:
+            if at_end or transient or group.fold.due <= now:
+                blocks.append(group.fold.take())
+            else:
+                dues.append(group.fold.due)
         lines = b"".join(blocks)
         if lines or transient is not None:
             self.sink.put(lines, transient)
-        return due
+        return min(dues, default=None)
+
+    def _put(self, group: TailGroup, tail: StreamTail, lines: bytes, now: float, blocks: list[bytes]) -> None:
+        """On their way to the sink, at once or with those of other ranks."""
+        if not lines:
+            return
+        if group.fold is None or tail.rank is None:
+            blocks.append(tail.dress(lines))
+            return
+        if len(lines) > FOLD_BYTES_MAX or group.fold.full:
+            blocks.append(group.fold.take())
+        if len(lines) > FOLD_BYTES_MAX:
+            blocks.append(tail.dress(lines))
+        else:
+            group.fold.add(id(tail), tail.rank, tail.plain(lines), now)
+
+    def _release_late(self, group: TailGroup, now: float, blocks: list[bytes]) -> list[float]:
+        """Tracebacks that were held long enough go on; when the others are due."""
+        dues = []
+        for tail in group.tails:
+            if tail.held is None or tail.held.due is None:
+                continue
+            if tail.held.due <= now:
+                self._put(group, tail, tail.held.release(), now, blocks)
+            else:
+                dues.append(tail.held.due)
+        return dues
+
+    def _show_held(self, group: TailGroup, now: float, told: dict[int, str] | None) -> float | None:
+        """No worker of this group lives: show what they ended with, but for what is told elsewhere, once it is known."""
+        held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
+        late = [each.due for _, each in held if each.due is not None and each.due > now]
+        if told is None and late:
+            return min(late)
+        blocks: list[bytes] = []
+        for tail, each in held:
+            without = (told or {}).get(tail.rank, "") if tail.rank is not None else ""
+            self._put(group, tail, each.release(without), now, blocks)
+        if group.fold is not None:
+            blocks.append(group.fold.take())
+        if lines := b"".join(blocks):
+            self.sink.put(lines)
+        return None
 
     def _add_progress(self, group: TailGroup, now: float, blocks: list[bytes]) -> float | None:
         dues: list[float] = []

@@ -1,0 +1,35 @@
+"""`python -m holdfast.launch` is `holdfast launch`, as `python -m torch.distributed.launch` is torch's.
+
+The name belongs to a function too, `holdfast.launch(fn, ...)`: whoever imports this module finds that it can be called.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli import main as holdfast_main
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs `holdfast launch` with these arguments, `sys.argv[1:]` when none are given; returns the exit status."""
+    return holdfast_main(["launch", *(sys.argv[1:] if args is None else args)])
+
+
+class _Launch(ModuleType):
+    """This module, which stands where the function of its name stood as soon as it is imported."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from holdfast.launching.api import launch
+
+        return launch(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Launch
+
+if __name__ == "__main__":
+    sys.exit(main())

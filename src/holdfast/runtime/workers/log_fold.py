@@ -1,0 +1,142 @@
+"""What a console need not show twice: a line that many ranks print alike, and a traceback that is told elsewhere.
+
+Knows lines and ranks. Must not know files, sinks or what a prefix means. Files are never touched: they hold everything.
+
+- `LineFold` keeps lines for a moment, and makes one of those that several ranks print alike. Each rank's own order stays.
+- `HeldTraceback` keeps back the traceback that a worker may be ending with. Whoever knows what became of the worker says
+  what to do with it; if nobody does in time, it is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+FOLD_S = 0.2
+"""A line waits so long for its like from other ranks."""
+FOLD_LINES_MAX = 200
+FOLD_BYTES_MAX = 16 * 1024
+"""More than this at once is shown as it comes: nobody reads along."""
+HOLD_S = 2.0
+"""A worker that still lives so long after a traceback has caught the exception, or is slow to end."""
+HELD_BYTES_MAX = 64 * 1024
+
+_OWN_STAMP = re.compile(rb"^(?:\[rank\d+\]: ?)?(?:\[?[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+(?: +\d+)? )?")
+"""What torch puts before a line, and differs from rank to rank: `[rank3]:[W1122 10:03:24.117 socket.cpp:767]`."""
+_TORCH_RANK = re.compile(rb"^\[rank\d+\]: ?")
+_TRACEBACK = re.compile(rb"(?m)^(?:\[rank\d+\]: ?)?(?:  \+ Exception Group )?Traceback \(most recent call last\):")
+
+
+class _Stream:
+    """Lines of one stream of one rank, not shown yet."""
+
+    __slots__ = ("keys", "next", "rank", "texts")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.texts: list[bytes] = []
+        self.keys: list[bytes] = []
+        """What makes two lines the same."""
+        self.next = 0
+
+    def find(self, key: bytes) -> int | None:
+        try:
+            return self.keys.index(key, self.next)
+        except ValueError:
+            return None
+
+
+class LineFold:
+    """The lines of several ranks on their way to one sink."""
+
+    def __init__(self, prefix: Callable[[Sequence[int]], bytes]) -> None:
+        """`prefix` of a line that these ranks have printed."""
+        self._prefix = prefix
+        self._streams: dict[int, _Stream] = {}
+        self._arrived: list[_Stream] = []
+        """Whose line each is, in order of arrival."""
+        self._bytes = 0
+        self.due: float | None = None
+        """When all that is kept has to be taken."""
+
+    @property
+    def full(self) -> bool:
+        return self._bytes > FOLD_BYTES_MAX or len(self._arrived) > FOLD_LINES_MAX
+
+    def add(self, stream: int, rank: int, lines: bytes, now: float) -> None:
+        """Whole lines of one stream (any number that tells it from others) of one rank."""
+        self._bytes += len(lines)
+        self.due = self.due if self.due is not None else now + FOLD_S
+        kept = self._streams.setdefault(stream, _Stream(rank))
+        for text in lines[:-1].split(b"\n"):
+            kept.texts.append(text)
+            kept.keys.append(_OWN_STAMP.sub(b"", text))
+            self._arrived.append(kept)
+
+    def take(self) -> bytes:
+        """All lines, with their prefixes: as they arrived, but that like ones are drawn together."""
+        shown: list[bytes] = []
+        places: dict[int, int] = {}
+        for stream in self._arrived:
+            place = places[id(stream)] = places.get(id(stream), -1) + 1
+            if place >= stream.next:  # else it was shown with one that arrived before
+                self._show(stream, shown, ())
+        self._streams, self._arrived, self._bytes, self.due = {}, [], 0, None
+        return b"".join(shown)
+
+    def _show(self, stream: _Stream, shown: list[bytes], busy: tuple[_Stream, ...]) -> None:
+        """The next line of this stream, after what others have said before they said the same."""
+        text, key = stream.texts[stream.next], stream.keys[stream.next]
+        busy = (*busy, stream)
+        ranks = [stream.rank]
+        for other in self._streams.values():
+            if other in busy or other.rank in ranks or (place := other.find(key)) is None:
+                continue
+            while other.next < place:
+                self._show(other, shown, busy)
+            if other.next == place:
+                other.next += 1
+                ranks.append(other.rank)
+        stream.next += 1
+        times = f" (×{len(ranks)})".encode() if len(ranks) > 1 and text.strip() else b""
+        shown.append(self._prefix(sorted(ranks)) + text + times + b"\n")
+
+
+class HeldTraceback:
+    """The end of one worker's stderr, from the first traceback that may be its last."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self.due: float | None = None
+        """When it is shown if nobody has said what to do with it; None: nothing is held."""
+
+    def feed(self, lines: bytes, now: float) -> bytes:
+        """What can be shown of these lines."""
+        if self._held:
+            self._held += lines
+            return self.release() if len(self._held) > HELD_BYTES_MAX else b""
+        found = _TRACEBACK.search(lines)
+        if found is None or len(lines) - found.start() > HELD_BYTES_MAX:
+            return lines
+        self._held, self.due = lines[found.start() :], now + HOLD_S
+        return lines[: found.start()]
+
+    def release(self, without: str = "") -> bytes:
+        """All that is held, but for this text where it is in there: whoever asks shows it in another place."""
+        held, self._held, self.due = self._held, b"", None
+        return without_text(held, without) if without else held
+
+
+def without_text(lines: bytes, text: str) -> bytes:
+    """These lines less one run of lines that are the text's, whatever torch has put before them.
+
+    >>> without_text(b"a\\n[rank1]: b\\n[rank1]: c\\nd\\n", "b\\nc\\n")
+    b'a\\nd\\n'
+    """
+    wanted = text.rstrip().encode(errors="surrogateescape").split(b"\n")
+    there = lines.splitlines(keepends=True)
+    plain = [_TORCH_RANK.sub(b"", line).rstrip(b"\r\n") for line in there]
+    for start in range(len(plain) - len(wanted), -1, -1):
+        if plain[start : start + len(wanted)] == wanted:
+            return b"".join(there[:start] + there[start + len(wanted) :])
+    return lines
