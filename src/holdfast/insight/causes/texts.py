@@ -127,7 +127,7 @@ TEXTS: dict[str, Text] = {
     "HF216": Text(
         "shared memory is used up",
         "/dev/shm is full. Data loaders hand over batches in it and NCCL has its buffers there; containers get 64 MiB unless told otherwise.",
-        "SIGBUS, or words such as `unable to open shared memory object`, `insufficient shared memory (shm)`, ENOSPC on a file in /dev/shm. "
+        "SIGBUS where /dev/shm has little room, or words such as `unable to open shared memory object`, `insufficient shared memory (shm)`, ENOSPC on a file in /dev/shm. "
         "The size and free space of /dev/shm on that node are added.",
         "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm; remove what dead jobs left "
         "there; fewer loader workers.",
@@ -173,7 +173,8 @@ TEXTS: dict[str, Text] = {
     ),
     "HF223": Text(
         "native code crashed",
-        "Compiled code touched memory that is not its own, met an instruction that this processor lacks, or gave itself up.",
+        "Compiled code touched memory that is not its own, met an instruction that this processor lacks, or gave itself up; or a file "
+        "shrank or vanished while it was mapped (SIGBUS with room left in /dev/shm).",
         "The worker ended by SIGSEGV, SIGABRT, SIGILL, SIGFPE or their like, and its last words do not speak of peers.",
         "The Python stack of that moment is on its stderr (faulthandler): the innermost package is the suspect. Rebuild it for this torch and processor, "
         "or leave it out; MALLOC_CHECK_=3 and gdb for your own.",
