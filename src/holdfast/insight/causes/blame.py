@@ -191,6 +191,12 @@ def of_peers(words: Words, text: str) -> bool:
     )
 
 
+def speaks_of_peers(failure: Failure) -> bool:
+    """Whether what it complains about is a training peer."""
+    words = listen(failure)
+    return of_peers(words, unwrapped(words.root) or _native_complaint(words.stderr)) or not words.text
+
+
 def is_complaint(text: str) -> bool:
     """Whether this text alone speaks of training peers that went away or did not come."""
     return bool(not OWN_TROUBLE.search(text) and TRANSPORT.search(text) and (ENDED.search(text) or WAITED.search(text)))

@@ -46,6 +46,11 @@ IN_WORKER = re.compile(
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
 
 
+PLACED = re.compile(r'^\s+File "([^"\n]+)", line (\d+)(?:,? in .+)?(?:\n(?!\s+File )[ \t]+(\S.*))?', re.MULTILINE)
+OURS = re.compile(r"/holdfast/\w+/|/runpy\.py")
+SOURCE_CHARACTERS_MAX = 80
+
+
 class Link(NamedTuple):
     """One exception of a chain."""
 
@@ -145,6 +150,19 @@ class Words:
     def raised(self) -> str:
         """The user's own line that raised the root (`raise …`, `assert …`); empty when a library did."""
         return _raised_by_user(self._first)
+
+    @cached_property
+    def place(self) -> str:
+        """Where in the script the root was raised, or where it crashed: "train.py:18 `assert x.shape[0] == 5`"."""
+        crash = self._failure.exit_code < 0 and not self._first
+        found = PLACED.findall(self.stderr if crash else self._first)
+        own = [each for each in found if not (LIBRARY.search(each[0]) or OURS.search(each[0]))]
+        if not own:
+            return ""
+        file, line, source = own[0 if crash else -1]  # a crash is told with its innermost frame first
+        place = f"{file.rpartition('/')[2]}:{line}"
+        told = source.strip()[:SOURCE_CHARACTERS_MAX]
+        return place if crash or not told or told.startswith("raise") else f"{place} `{told}`"
 
     @property
     def in_users_code(self) -> bool:
