@@ -48,11 +48,8 @@ OWN = {
 }
 """Options of ours that torchrun does not have (argparse keeps no value of --help)."""
 
-NEWER = {option.dest for option in OPTIONS if option.newer} - {
-    action.dest for action in torch_run.get_args_parser()._actions
-}
-"""Options that a later torchrun has and the installed one does not."""
-OWN |= NEWER
+NEWER = {option.dest for option in OPTIONS if option.newer}
+"""Options that not every torchrun has with which we compare."""
 
 LINES = """
 train.py
@@ -174,6 +171,19 @@ class Parser:
         """The values of a line of torch.distributed.launch."""
         return self._values("launch", argv)
 
+    def ours(self, argv: list[str]) -> dict[str, object] | None:
+        """What we make of the line: the values that torchrun has too. None: refused."""
+        try:
+            parsed = parse(argv, os.environ, OPTIONS)
+        except CallerError:
+            return None
+        without = OWN | self.missing()
+        return {name: value for name, value in vars(parsed.values).items() if name not in without}
+
+    def missing(self) -> set[str]:
+        """The options that only a later torchrun has."""
+        return NEWER - set(self.options())
+
     def options(self) -> dict[str, dict[str, list[str]]]:
         """Spellings and choices of each option of torchrun, by the name of its value."""
 
@@ -230,20 +240,12 @@ def torchrun(torchrun_mode: Mode, torchrun_book: Book) -> Parser:
     return Parser(torchrun_mode, torchrun_book)
 
 
-def ours(argv: list[str]) -> dict[str, object] | None:
-    try:
-        parsed = parse(argv, os.environ, OPTIONS)
-    except CallerError:
-        return None
-    return {name: value for name, value in vars(parsed.values).items() if name not in OWN}
-
-
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
 def test_a_line_means_what_it_means_to_torchrun(torchrun: Parser, line: str) -> None:
     argv = shlex.split(line)
     expected = torchrun.run(argv)
     assert expected is not None
-    assert ours(argv) == expected
+    assert torchrun.ours(argv) == expected
 
 
 @pytest.mark.parametrize("line", REFUSED.splitlines()[1:])
@@ -262,7 +264,7 @@ def test_variables_mean_what_they_mean_to_torchrun(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     argv = shlex.split(line)
-    assert ours(argv) == torchrun.run(argv) is not None
+    assert torchrun.ours(argv) == torchrun.run(argv) is not None
 
 
 def test_every_prefix_that_torchrun_takes_is_taken_for_the_same_option(torchrun: Parser) -> None:
@@ -274,7 +276,7 @@ def test_every_prefix_that_torchrun_takes_is_taken_for_the_same_option(torchrun:
         for argv in ([prefix, "train.py"], [prefix, "1", "train.py"], [prefix + "=1", "train.py"]):
             if any(name.startswith(prefix) for name in newer) and torchrun.run(argv) is None:
                 continue  # ambiguous since that torchrun: here it still means what it meant before
-            assert ours(argv) == torchrun.run(argv), argv
+            assert torchrun.ours(argv) == torchrun.run(argv), argv
 
 
 def test_what_follows_the_script_is_never_judged(torchrun: Parser) -> None:
@@ -288,7 +290,9 @@ def test_what_follows_the_script_is_never_judged(torchrun: Parser) -> None:
 def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
     for argv in (["x.py"], ["--use-env", "x.py"], ["--use_env", "-m", "x"], ["x.py", "--use-env"]):
         got = vars(parse(argv, {}, LAUNCH_OPTIONS).values)
-        assert {name: value for name, value in got.items() if name not in OWN} == torchrun.launch(argv)
+        assert {name: value for name, value in got.items() if name not in OWN | torchrun.missing()} == torchrun.launch(
+            argv
+        )
 
 
 def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
@@ -298,9 +302,9 @@ def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -
     assert [option.name for option in OPTIONS if option.ours] == [*own.split(), "--version"]
     theirs = torchrun.options()
     table: dict[str, Option] = {option.dest: option for option in OPTIONS if not option.ours}
-    assert set(table) - NEWER == set(theirs) - {"help"}
+    assert set(table) - torchrun.missing() == set(theirs) - {"help"}
     for dest, option in table.items():
-        if dest in NEWER:
+        if dest in torchrun.missing():
             continue
         assert set(option.spellings) == set(theirs[dest]["spellings"]), dest
         assert option.variable == "PET_" + dest.upper()

@@ -8,7 +8,7 @@ from holdfast.core.hang import Finding, HangKind
 from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.insight.screen import render
 from holdfast.insight.verdicts import judge
-from tests.corpus.telling import GLOO_CLOSED, cut, fails, watchdog
+from tests.corpus.telling import GLOO_CLOSED, SITE, cut, fails, watchdog
 
 HANG = Finding(
     kind=HangKind.HUNG,
@@ -65,7 +65,7 @@ def test_only_what_the_stop_ended() -> None:
 def test_finished_ranks_are_named() -> None:
     verdict = judge(evidence(cut(0), cut(2), done=(1, 3)))
     assert verdict.code == "HF229"
-    assert "rank 1, 3 had ended with exit code 0" in verdict.cause
+    assert "ranks 1, 3 had ended with exit code 0" in verdict.cause
 
 
 def test_a_module_that_is_missing_on_one_node_only() -> None:
@@ -78,7 +78,9 @@ def test_a_module_that_is_missing_everywhere() -> None:
 
 
 def test_one_node_alone_is_not_compared() -> None:
-    assert judge(evidence(fails(0, MISSING), hosts=("a",))).cause.endswith("No module named 'flash_attn'")
+    assert judge(evidence(fails(0, MISSING), hosts=("a",))).cause.endswith(
+        "No module named 'flash_attn', at train.py:10 `loss.backward()`"
+    )
 
 
 def test_many_nodes_are_not_all_listed() -> None:
@@ -196,3 +198,100 @@ def test_the_screen_names_the_run_by_what_can_be_said_and_no_long_path() -> None
         structs.replace(culprit, stderr_file="/data/logs/job_1/attempt_0/3/stderr.log"), folder="/data/logs/job_1"
     )
     assert "  log          holdfast logs /data/logs/job_1 --rank 3" in own
+
+
+# --- where it happened, who left, and who waited in what --------------------------------------------------------------
+
+DIST = f"{SITE}/torch/distributed/distributed_c10d.py"
+WAITED = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv "
+    "operation to complete"
+)
+
+
+def waits(rank: int, line: int, source: str, frame: str) -> Failure:
+    traceback = f'Traceback (most recent call last):\n  File "/data/job/train.py", line {line}, in <module>\n    {source}\n{frame}{WAITED}\n'
+    return structs.replace(fails(rank, WAITED), traceback=traceback)
+
+
+def in_barrier(rank: int) -> Failure:
+    return waits(rank, 31, "dist.barrier()", f'  File "{DIST}", line 9, in barrier\n    work.wait()\n')
+
+
+def in_backward(rank: int) -> Failure:
+    frame = f'  File "{SITE}/torch/_tensor.py", line 9, in backward\n    torch.autograd.backward(self)\n'
+    return waits(rank, 25, "loss.backward()", frame)
+
+
+def test_a_headline_says_where_and_in_which_step() -> None:
+    failed = structs.replace(fails(1, "AssertionError", line="assert x.shape[0] == 5"), step=7)
+    verdict = judge(evidence(failed, hosts=("a",)))
+    assert verdict.cause == "rank 1 on a raised AssertionError, at train.py:10 `assert x.shape[0] == 5`, step 7"
+
+
+def test_a_headline_does_not_repeat_what_was_raised() -> None:
+    failed = fails(1, "ValueError: no label", line='raise ValueError("no label")')
+    assert judge(evidence(failed, hosts=("a",))).cause == "rank 1 on a raised ValueError: no label, at train.py:10"
+
+
+def test_a_headline_names_the_place_in_the_script_and_not_in_a_library() -> None:
+    failed = fails(1, "ValueError: bad", frames=(f"{SITE}/pandas/core/frame.py", "/opt/x/holdfast/worker/bootstrap.py"))
+    assert "at train.py:10" in judge(evidence(failed)).cause
+
+
+def test_a_headline_of_a_crash_names_its_innermost_line_of_the_script() -> None:
+    said = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        f'  File "{SITE}/numpy/x.py", line 3 in dot\n  File "/job/model.py", line 44 in forward\n  File "/job/train.py", line 9 in <module>\n'
+    )
+    assert judge(evidence(fails(1, code=-11, stderr=said), hosts=("a",))).cause.endswith(", at model.py:44")
+
+
+def test_the_rank_that_left_is_the_culprit_and_its_victims_are_the_evidence() -> None:
+    left = structs.replace(fails(5, code=0), stderr_tail="no batches left\n", step=20)
+    verdict = judge(evidence(cut(0), cut(2), done=(5,), left=(left,)))
+    assert (verdict.code, verdict.culprit) == ("HF229", left)
+    assert verdict.cause.startswith("rank 5 on b ended with exit code 0 in step 20, while rank 0 still needed it")
+    assert verdict.cause.endswith("; it said last: no batches left")
+    assert [each.rank for each in verdict.collateral] == [0, 2]
+    assert job_exit_code(verdict) == 1
+    screen = render(Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict), "/runs/x")
+    assert "rank 5 (local 1, pid 1005) on b, exit code 0" in screen
+
+
+def test_a_time_out_of_something_else_is_not_blamed_on_who_had_finished() -> None:
+    lock = "filelock._error.Timeout: The file lock 'x' could not be acquired."
+    verdict = judge(evidence(fails(1, lock, frames=(f"{SITE}/filelock/_api.py",)), done=(0,)))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF201", 1)
+
+
+def test_ranks_that_waited_in_different_calls_are_told_with_their_lines() -> None:
+    verdict = judge(evidence(in_barrier(0), in_barrier(2), in_backward(1)))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF225", 1)
+    assert verdict.cause == (
+        "rank 1 on a waited in backward at train.py:25 `loss.backward()`, and rank 0 in barrier at train.py:31 `dist.barrier()`"
+    )
+
+
+def test_ranks_that_waited_in_the_same_call_called_no_different_ones() -> None:
+    assert judge(evidence(in_barrier(0), in_barrier(2))).code == "HF209"
+
+
+def test_the_ranks_of_a_lost_node_are_named() -> None:
+    verdict = judge(evidence(cut(0), lost_nodes=("b (silent)",), lost_ranks=(4, 5)))
+    assert verdict.cause == "lost b (silent): ranks 4, 5"
+
+
+def test_a_standstill_without_anybody_waiting_has_a_code_of_its_own() -> None:
+    still = structs.replace(
+        HANG, kind=HangKind.PAUSED, code="", text="all ranks are in threading._shutdown", culprits=()
+    )
+    verdict = judge(evidence(hang=still))
+    assert verdict.code == "HF246"
+    assert verdict.advice
+
+
+def test_a_hang_tells_of_a_thread_that_died_before() -> None:
+    died = 'Exception in thread Thread-1 (load):\nTraceback (most recent call last):\n  File "t.py", line 3, in load\n    f()\nValueError: bad row\n'
+    verdict = judge(evidence(fails(3, code=-15, stderr=died, late=True), hang=HANG))
+    assert verdict.cause.endswith("; before, rank 3 lost its thread 'Thread-1 (load)': ValueError: bad row")

@@ -108,3 +108,23 @@ def test_equal_nodes_say_nothing(site, free_port: Callable[[], int]) -> None:
     agents = [site.start(*nodes(endpoint), script) for _ in range(2)]
     assert [agent.end() for agent in agents] == [0, 0]
     assert "HF307" not in agents[0].text + agents[1].text
+
+
+def test_the_rank_that_left_is_named_with_what_it_printed_last(site) -> None:
+    body = """
+if RANK == 0:
+    note("leaves")
+    print("no batches left for this rank")
+    sys.exit(0)
+while not notes("leaves"):
+    time.sleep(0.01)
+pid = notes("leaves")[0]["pid"]
+while os.path.exists(f"/proc/{pid}/stat") and " Z " not in open(f"/proc/{pid}/stat").read():
+    time.sleep(0.01)
+raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:8123")
+"""
+    code, agent = site.run("--standalone", "--nproc-per-node", "2", site.script(body))
+    assert (code, agent.verdict["code"]) == (1, "HF229"), agent.text
+    assert agent.verdict["verdict"]["culprit"]["rank"] == 0
+    assert "rank 0 on " in agent.verdict["verdict"]["cause"]
+    assert agent.verdict["verdict"]["cause"].endswith("; it said last: no batches left for this rank")

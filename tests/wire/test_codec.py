@@ -97,7 +97,7 @@ samples = st.builds(
 from_agent = st.one_of(
     st.builds(Join, node=nodes, last_generation=number),
     st.builds(Prepared, generation=number, store_port=st.none() | port),
-    st.builds(WorkerDone, generation=number, local_rank=local_rank),
+    st.builds(WorkerDone, generation=number, local_rank=local_rank, left=st.none() | failures),
     st.builds(WorkersFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
     st.builds(Stopped, generation=number),
     st.builds(StoreLost, generation=number),

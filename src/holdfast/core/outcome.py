@@ -15,14 +15,14 @@ TEXT_BYTES_MAX = 16_384
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """One worker that ended with something other than 0, as its agent saw it."""
+    """One worker that ended with something other than 0, or left its peers with 0, as its agent saw it."""
 
     rank: Rank
     local_rank: LocalRank
     host: str
     pid: Count
     exit_code: ExitCode
-    """As waitpid saw it: 1..255, or -N for signal N. 0 never appears here."""
+    """As waitpid saw it: 1..255, or -N for signal N; 0 only of one that left while its peers went on."""
     error_type: str = ""
     """Exception class as written in the error file, e.g. `ValueError`; empty when unknown."""
     message: str = ""
@@ -43,6 +43,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """Epoch seconds by this node's clock; for people only, it decides nothing."""
     facts: Words = {}
     """What its agent found out about its machine because the words asked for it: `interfaces`, `shm`, `disks` …"""
+    step: int = 0
+    """The step that it was in, by its script's own count or else counted from its start; 0: unknown."""
 
     @property
     def status(self) -> int:
@@ -113,6 +115,10 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The worker to blame for that, as it was when it was last seen; None: nobody can be named."""
     done: tuple[int, ...] = ()
     """Ranks that had ended with 0."""
+    left: tuple[Failure, ...] = ()
+    """The first of these, as their agents saw them."""
+    lost_ranks: tuple[int, ...] = ()
+    """Ranks of the lost nodes."""
     hosts: tuple[str, ...] = ()
     """Of all its nodes, by group rank."""
 
@@ -150,11 +156,12 @@ def shell_status(exit_code: int) -> int:
 def job_exit_code(verdict: Verdict) -> int:
     """The first failing worker's own code; 1 when no worker was to blame.
 
-    A culprit whose end we hastened shows our signal: then the first other one's that was not stopped.
+    A culprit whose end we hastened shows our signal, and one that left its peers shows 0: then the first other one's that was
+    not stopped.
     """
     culprit = verdict.culprit
     if culprit is None:
         return EXIT_FAILURE
-    if culprit.after_stop and culprit.exit_code < 0:
+    if culprit.exit_code == 0 or (culprit.after_stop and culprit.exit_code < 0):
         return next((each.status for each in verdict.collateral if not each.after_stop), EXIT_FAILURE)
     return culprit.status

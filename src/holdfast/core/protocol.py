@@ -83,6 +83,8 @@ class Prepared(AgentMessage, frozen=True, tag="prepared"):
 class WorkerDone(AgentMessage, frozen=True, tag="done"):
     generation: Count
     local_rank: LocalRank
+    left: Failure | None = None
+    """How it left, for the case that its peers still need it."""
 
 
 class WorkersFailed(AgentMessage, frozen=True, tag="failed"):

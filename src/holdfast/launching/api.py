@@ -25,7 +25,7 @@ from holdfast.core.errors import (
     WorkerError,
     WorkerFailedError,
 )
-from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
+from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.launching import payload
 from holdfast.launching.session import Report, Session
 from holdfast.worker import call
@@ -236,7 +236,7 @@ def worker_failed(verdict: Verdict, culprit: Failure, folder: str) -> WorkerFail
     details += [f"after {verdict.restarts} restart{'s' if verdict.restarts > 1 else ''}"] if verdict.restarts else []
     details += [f"log: {culprit.stderr_file}"] if culprit.stderr_file else []
     error = WorkerFailedError(
-        f"{verdict.cause}\n{', '.join(details)}", exit_code=culprit.status, rank=culprit.rank, host=culprit.host
+        f"{verdict.cause}\n{', '.join(details)}", exit_code=job_exit_code(verdict), rank=culprit.rank, host=culprit.host
     )
     error.verdict_code = verdict.code
     error.log_file = culprit.stderr_file

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec import json
 
+from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.outcome import Failure, Outcome
 
 OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -32,7 +33,7 @@ def as_error_file(culprit: Failure) -> dict[str, object]:
     file in its place (torchrun copies the first failure's file there)."""
     text = culprit.message or f"rank {culprit.rank} ended with exit code {culprit.exit_code}"
     extra = {"py_callstack": culprit.traceback, "timestamp": str(culprit.timestamp)}
-    return {"message": {"message": text, "extraInfo": extra, "errorCode": culprit.exit_code}}
+    return {"message": {"message": text, "extraInfo": extra, "errorCode": culprit.exit_code or EXIT_FAILURE}}
 
 
 def _write(path: Path, content: bytes) -> None:

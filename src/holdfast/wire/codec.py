@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from holdfast.core.errors import ProtocolError
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome
-from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, Looked, WorkersFailed
+from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, Looked, WorkerDone, WorkersFailed
 from holdfast.core.stacks import Frame, RankSample
 from holdfast.wire.framing import FRAME_BYTES_MAX
 from holdfast.wire.words import clean
@@ -68,6 +68,8 @@ def decode_from_coordinator(data: bytes) -> FromCoordinator:
 
 
 def _cut(message: FromAgent | FromCoordinator, chars_max: int) -> FromAgent | FromCoordinator:
+    if isinstance(message, WorkerDone) and message.left is not None:
+        return replace(message, left=_cut_failure(message.left, chars_max))
     if isinstance(message, WorkersFailed):
         return replace(message, failures=_cut_failures(message.failures, chars_max))
     if isinstance(message, Finish):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from holdfast.core.coordinator.budget import Budget
 from holdfast.core.coordinator.ending import Again, after_stop
-from holdfast.core.coordinator.state import World
-from holdfast.core.outcome import Failure, Outcome, OutcomeKind
+from holdfast.core.coordinator.state import LEFT_MAX, World
+from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import StopReason
 from holdfast.testing.cluster import simple_judge
@@ -94,3 +94,22 @@ def test_a_long_life_counts_from_the_start_of_the_workers() -> None:
     decision, _ = decided(ended(failure(1), lived_s=59.0), before=5)
     assert isinstance(decision, Again)
     assert decision.backoff_s > 1.0
+
+
+def test_the_judge_learns_who_left_and_which_ranks_are_lost() -> None:
+    world = ended(failure(1))
+    left = Failure(rank=1, local_rank=1, host="a", pid=9, exit_code=0, step=20)
+    for _ in range(2):
+        world.mark_done("a#1", 1, left)
+    world.lost("b#1", "b", "silent")
+    seen: list[Evidence] = []
+    after_stop(world, Budget(0, Limits()), lambda evidence: seen.append(evidence) or simple_judge(evidence))
+    assert (seen[0].done, seen[0].left, seen[0].lost_ranks) == ((1,), (left,), (2,))
+    assert seen[0].lost_nodes == ("b (silent)",)
+
+
+def test_of_a_large_job_only_some_of_those_that_left_are_kept() -> None:
+    world = World(generation=1, order=("a#1",), nproc={"a#1": 100})
+    for local_rank in range(100):
+        world.mark_done("a#1", local_rank, failure(0))
+    assert (len(world.left), world.done_count) == (LEFT_MAX, 100)

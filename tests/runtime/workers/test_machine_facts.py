@@ -82,3 +82,19 @@ def failure(folder: Path, *, after_stop: bool) -> dict[str, str]:
 def test_the_failure_carries_them(tmp_path: Path) -> None:
     assert "nofile" in failure(tmp_path, after_stop=False)
     assert failure(tmp_path, after_stop=True) == {}
+
+
+def test_the_disk_that_the_words_name_is_looked_at() -> None:
+    assert "/proc/self " not in facts_for("OSError: [Errno 28] No space left on device", 1)["disks"]
+    words = "OSError: [Errno 28] No space left on device: '/proc/self/step_900.pt'"
+    assert "/proc/self 0% full" in machine_facts.disks("", words)
+
+
+def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda / ext4 rw,relatime 0 0\nproc /proc proc rw 0 0\nhead:/home /home nfs4 rw 0 0\n"
+        "/dev/sr0 /cd ext4 ro,nosuid 0 0\n/dev/sdb /my\\040data xfs rw 0 0\ngcs /b fuse.gcsfuse rw 0 0\n"
+    )
+    assert machine_facts.mounted(str(mounts)) == ["/", "/my data"]
+    assert machine_facts.mounted(str(tmp_path / "none")) == []

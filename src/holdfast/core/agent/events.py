@@ -59,6 +59,8 @@ class WorkerEnded(Struct, frozen=True):
     failure: Failure | None
     drained: bool = False
     """It had been told to stop at a safe point: that it ended does not mean that its work is done."""
+    left: Failure | None = None
+    """How it ended with 0, for the case that its peers still need it."""
 
 
 class WorkersHeld(Struct, frozen=True):

@@ -323,7 +323,7 @@ class AgentMachine(AgentBase):
         else:
             term.done.add(event.local_rank)
             if self._at_work() and term.vouched:
-                self._send(WorkerDone(event.generation, event.local_rank))
+                self._send(WorkerDone(event.generation, event.local_rank, event.left))
 
     def _on_tree_gone(self, now: float, generation: int) -> None:
         term = self.term

@@ -82,5 +82,7 @@ def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
         hang=world.hang,
         hung=world.hung,
         done=world.done_ranks(),
+        left=tuple(world.left),
+        lost_ranks=tuple(world.lost_ranks),
         hosts=tuple(name.rpartition("#")[0] for name in world.order),
     )

@@ -122,9 +122,9 @@ class CoordinatorMachine(CoordinatorOversight):
                 self._tell(member, Pong(number))
             case Prepared(generation, store_port):
                 self._on_prepared(member, generation, store_port)
-            case WorkerDone(generation, local_rank):
+            case WorkerDone(generation, local_rank, left):
                 if self._is_current(member, generation) and self._at_work():
-                    self._world().mark_done(member.name, local_rank)
+                    self._world().mark_done(member.name, local_rank, left)
                     self._rank_done(now, member, local_rank)
                     self._forgo_answer(member)
             case Progress():
@@ -280,8 +280,7 @@ class CoordinatorMachine(CoordinatorOversight):
         if self._at_work() and world.finished(member.name):
             self._forgo_answer(member)
             return
-        world.lost_nodes.append(f"{member.node.host} ({reason})")
-        world.lost_hosts.append(member.node.host)
+        world.lost(member.name, member.node.host, reason)
         self._member_gone(now, StopReason.MEMBER_LOST, f"{member.node.host} was lost: {reason}")
 
     def _member_gone(self, now: float, reason: StopReason, text: str) -> None:

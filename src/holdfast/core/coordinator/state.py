@@ -12,6 +12,9 @@ from holdfast.core.outcome import Failure
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import StopReason
 
+LEFT_MAX = 8
+"""Workers that ended with 0 of which is kept how: those that a verdict names."""
+
 
 class Phase(Enum):
     GATHERING = "gathering"
@@ -95,11 +98,14 @@ class World:
     store_port: int | None = None
     done: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that ended with 0, per member. Outlives the member."""
+    left: list[Failure] = field(default_factory=list)
+    """How the first of these ended."""
     done_count: int = 0
     started_s: float | None = None
     failures: list[Failure] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
+    lost_ranks: list[int] = field(default_factory=list)
     drain: Draining | None = None
     stop_reason: StopReason | None = None
     stop_text: str = ""
@@ -112,11 +118,13 @@ class World:
     def __post_init__(self) -> None:
         self.size = sum(self.nproc.values())
 
-    def mark_done(self, member: str, local_rank: int) -> None:
+    def mark_done(self, member: str, local_rank: int, left: Failure | None = None) -> None:
         ranks = self.done.setdefault(member, set())
         if 0 <= local_rank < self.nproc[member] and local_rank not in ranks:
             ranks.add(local_rank)
             self.done_count += 1
+            if left is not None and len(self.left) < LEFT_MAX:
+                self.left.append(left)
 
     def done_ranks(self) -> tuple[int, ...]:
         """All ranks that ended with 0."""
@@ -126,6 +134,16 @@ class World:
             ranks += [base + local_rank for local_rank in sorted(self.done.get(name, ()))]
             base += self.nproc[name]
         return tuple(ranks)
+
+    def rank_base(self, member: str) -> int:
+        """The first rank of this member."""
+        return sum(self.nproc[name] for name in self.order[: self.order.index(member)])
+
+    def lost(self, member: str, host: str, reason: str) -> None:
+        self.lost_nodes.append(f"{host} ({reason})")
+        self.lost_hosts.append(host)
+        base = self.rank_base(member)
+        self.lost_ranks += range(base, base + self.nproc[member])
 
     @property
     def drain_agreed(self) -> bool:

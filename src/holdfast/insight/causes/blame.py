@@ -89,12 +89,16 @@ WAITED = AnyCase(
 
 SERVER = re.compile(
     r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec|huggingface_hub|wandb|mlflow|comet_ml|neptune"
-    r"|pymongo|redis|psycopg2?|grpc|google|azure|clearml|datasets)/|/urllib/request\.py|/http/client\.py"
+    r"|pymongo|redis|psycopg2?|asyncpg|pymysql|MySQLdb|kafka|paramiko|grpc|google|azure|clearml|datasets)/"
+    r"|/urllib/request\.py|/http/client\.py| in do_handshake$"
 )
 """Frames of clients: the other side is a server and no training peer."""
 SERVER_TEXT = AnyCase(
-    r"\b(?:wandb|mlflow|requests|urllib3?|httpx|botocore|huggingface_hub|aiohttp)\.\w|https?://|s3://|gs://|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded",
+    r"\b(?:wandb|mlflow|requests|urllib3?|httpx|botocore|huggingface_hub|aiohttp|pymysql|psycopg2?|pymongo|redis)\.\w|s3://|gs://"
+    r"|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded",
 )
+URL = AnyCase(r"https?://")
+"""Says nothing in a text of what peers talk through: their errors name pages of documentation."""
 
 OWN_CHILDREN = re.compile(
     r"/multiprocessing/|/torch/utils/data/|/concurrent/futures/|/subprocess\.py|/asyncio/subprocess"
@@ -170,7 +174,7 @@ def complaint(failure: Failure, words: Words) -> Blame:
         return Blame.OWN
     if words.root_type in PLAIN_TYPES or _is_no_peers(words, text):
         return Blame.OWN
-    firm = TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
+    firm = of_peers(words, text)
     if words.raised:
         # The user wrote these words; he may be quoting. `raise RuntimeError(str(error)) from None` is a complaint.
         genuine = words.root_type in CONNECTION_TYPES or (firm and GENUINE.search(text))
@@ -178,6 +182,19 @@ def complaint(failure: Failure, words: Words) -> Blame:
     if not firm:
         return Blame.LOOSE
     return Blame.WAITED if waited and (not ended or NAMES_A_WAIT.search(text)) else Blame.CUT
+
+
+def of_peers(words: Words, text: str) -> bool:
+    """Whether its words, its exception or the innermost frames are of what training peers talk through."""
+    return bool(
+        TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
+    )
+
+
+def speaks_of_peers(failure: Failure) -> bool:
+    """Whether what it complains about is a training peer."""
+    words = listen(failure)
+    return of_peers(words, unwrapped(words.root) or _native_complaint(words.stderr)) or not words.text
 
 
 def is_complaint(text: str) -> bool:
@@ -215,7 +232,7 @@ def _native_complaint(stderr: str) -> str:
 
 
 def _is_no_peers(words: Words, text: str) -> bool:
-    if SERVER_TEXT.search(text):
+    if SERVER_TEXT.search(text) or (URL.search(text) and not TRANSPORT.search(text)):
         return True
     return any(SERVER.search(file) or OWN_CHILDREN.search(file) for file in words.frames[-6:])
 

@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+
+from msgspec import structs
 
 from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.outcome import Failure
-from holdfast.insight.causes.blame import complaint, is_complaint
+from holdfast.insight.causes.blame import CONTROL_FLOW, complaint, is_complaint, of_peers, types_of
 from holdfast.insight.causes.hints import HINTS
-from holdfast.insight.causes.rules import RULES, Rule
-from holdfast.insight.causes.words import Words, listen, unwrapped
+from holdfast.insight.causes.rule import Rule
+from holdfast.insight.causes.rules import RULES
+from holdfast.insight.causes.words import ASIDE, HANDLED, Link, Words, class_of, listen, unwrapped
 
 SAID_CHARACTERS_MAX = 160
 LINE_CHARACTERS_MAX = 300
 TEXT_CHARACTERS_MAX = 16_384
-ASIDE = r"^\[?[WID]\d{4} |\w*Warning: |^warnings\.warn\("
-"""Lines of stderr that give no reason for an end: glog's below an error, and Python's warnings."""
 """So much of a text is searched: all that travels."""
+ATTEMPTS = types_of(
+    "KeyError AttributeError IndexError StopIteration Empty ImportError ModuleNotFoundError FileNotFoundError"
+)
+"""What scripts catch to go another way. What goes wrong on that way is the cause, if the table knows it."""
+WAITS = types_of("Empty Full TimeoutError BrokenBarrierError CancelledError")
+"""How a main thread ends that waits for another one."""
+ROOM_BYTES_MIN = 2**30
+ROOM = re.compile(r"has ([\d.]+) (GiB|MiB) free of ([\d.]+) (GiB|MiB)")
+UNITS = {"MiB": 2**20, "GiB": 2**30}
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 
@@ -45,31 +56,60 @@ def cause_of(failure: Failure) -> Cause:
         advice = "its cgroup or machine ran out of memory: fewer data-loader workers, a smaller batch, or more memory"
         return Cause("HF203", "was killed by the kernel's out-of-memory killer (SIGKILL)", advice)
     words = listen(failure)
+    name, died = words.thread
+    if died and (words.type in WAITS or not words.text):
+        cause = cause_of(
+            structs.replace(failure, message="", error_type="", traceback=died, stderr_tail="", exit_code=1)
+        )
+        return replace(cause, line=f"lost its thread {name!r}, which {cause.line}")
     kind = complaint(failure, words)
     for text, type_ in _texts(words):
         for rule in RULES:
             if kind in rule.only and _fits(rule, failure, words, text, type_):
-                return _filled(rule, failure, text)
+                return _filled(rule, failure, words, text)
     return _plain(failure, words)
 
 
 def _texts(words: Words) -> list[tuple[str, str]]:
-    """What to search, with the class of the exception it is: its last words, then what they began with."""
-    last = unwrapped(words.text)
-    texts = [(last, words.type)]
-    if last != words.text:
-        texts = [(last, last.partition(":")[0]), (words.text, words.type)]
-    if words.chained:
-        root = (unwrapped(words.root), words.root_type)
-        # What goes wrong with the peers while it cleans up is a consequence of its own fault.
-        texts.insert(0 if is_complaint(last) else len(texts), root)
+    """What to search, in this order, with the class of the exception it is."""
+    texts: list[tuple[str, str]] = []
+    for link in _telling(words.links):
+        inner = unwrapped(link.text)
+        if inner != link.text:
+            texts.append((inner, class_of(inner)))
+        texts.append((link.text, link.type or words.type))
     return [(text[-TEXT_CHARACTERS_MAX:], type_) for text, type_ in texts]
+
+
+def _telling(links: Sequence[Link]) -> list[Link]:
+    """Those of a chain that say what went wrong, the likeliest first.
+
+    The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up (`finally:`)
+    is a consequence. Only where the root is a usual way through code (`except KeyError:`) what came after it counts first.
+    """
+    last, start = links[-1], 0
+    if not is_complaint(last.text) or all(link.in_library for link in links[:-1]):
+        while start < len(links) - 1 and _is_a_way(links[start]):
+            start += 1
+    root, after = links[start], links[start + 1 :]
+    if is_complaint(last.text) and not is_complaint(root.text):
+        after = ()
+    explained = [link for number, link in enumerate(after) if all(each.explains for each in after[: number + 1])]
+    return [root, *explained, *reversed(links[:start])]
+
+
+def _is_a_way(link: Link) -> bool:
+    return link.type in ATTEMPTS or (link.type in CONTROL_FLOW and link.in_library)
 
 
 def _fits(rule: Rule, failure: Failure, words: Words, text: str, type_: str) -> bool:
     if rule.stderr and not _search(rule.stderr, words.stderr + failure.traceback):
         return False
     if rule.frames and not any(_search(rule.frames, file) for file in words.frames[-8:]):
+        return False
+    if rule.peers and not of_peers(words, text or words.said):
+        return False
+    if rule.room and _has_room(failure.facts.get(rule.room, "")):
         return False
     if type_ in rule.types:
         return True
@@ -79,22 +119,31 @@ def _fits(rule: Rule, failure: Failure, words: Words, text: str, type_: str) -> 
     return bool(rule.says and _search(rule.says, text))
 
 
+def _has_room(fact: str) -> bool:
+    """Of `/dev/shm has 15.6 GiB free of 15.7 GiB`: more than half of it and enough for most jobs."""
+    found = ROOM.search(fact)
+    if found is None:
+        return False
+    free, size = float(found[1]) * UNITS[found[2]], float(found[3]) * UNITS[found[4]]
+    return free >= max(ROOM_BYTES_MIN, size / 2)
+
+
 def _own_stderr(failure: Failure, words: Words) -> str:
     """Where it has no words of its own its stderr speaks for it; not for a SIGKILL, which no program foresees."""
-    return "" if failure.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) else words.stderr
+    return "" if failure.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) else words.said
 
 
-def _filled(rule: Rule, failure: Failure, text: str) -> Cause:
-    said = _first_line(text) or _telling_line(rule, failure)
+def _filled(rule: Rule, failure: Failure, words: Words, text: str) -> Cause:
+    said = _first_line(text) or _telling_line(rule, words)
     line = rule.line.format(said=said, signal=signal_name(failure.exit_code)).rstrip(": ")
     found = [f"{failure.host}: {failure.facts[name]}" for name in rule.facts if failure.facts.get(name)]
     advice = "; ".join([rule.advice, *found])
     return Cause(rule.code, _cut(line, LINE_CHARACTERS_MAX), advice, rule.per_node)
 
 
-def _telling_line(rule: Rule, failure: Failure) -> str:
+def _telling_line(rule: Rule, words: Words) -> str:
     """The line of its stderr that made the rule fit; a usage is only the preface to its error."""
-    fitting = [line for line in failure.stderr_tail.splitlines() if rule.says and _search(rule.says, line)]
+    fitting = [line for line in words.said.splitlines() if rule.says and _search(rule.says, line)]
     telling = next((line for line in fitting if not line.startswith("usage: ")), fitting[0] if fitting else "")
     return _cut(telling.strip(), SAID_CHARACTERS_MAX)
 
@@ -106,13 +155,7 @@ def _plain(failure: Failure, words: Words) -> Cause:
         name = signal_name(failure.exit_code)
         return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
     if text:
-        inner = unwrapped(text)
-        hint = next((hint for says, hint in HINTS if _search(says, inner)), "")
-        return Cause(
-            "HF201",
-            f"raised {'in a process of its own ' if inner != text else ''}{_first_line(inner).rstrip(': ')}",
-            hint,
-        )
+        return _raised(words)
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
         line = f"ended with exit code {failure.exit_code}: a shell {what}: {_last_said(words.stderr)}"
@@ -127,10 +170,24 @@ def _plain(failure: Failure, words: Words) -> Cause:
     return Cause("HF205", line, advice)
 
 
+def _raised(words: Words) -> Cause:
+    """An exception that the table does not know; of a chain its root and its end."""
+    told = _telling(words.links)
+    text = told[0].text
+    inner = unwrapped(text)
+    line = f"raised {'in a process of its own ' if inner != text else ''}{_first_line(inner).rstrip(': ')}"
+    last = words.links[-1]
+    if last.text != text:
+        joint = ", and because of it" if last.explains else ", and while that was handled"
+        line = f"{line}{joint} {_first_line(last.text).rstrip(': ')}"
+    hint = next((hint for says, hint in HINTS if _search(says, inner)), "")
+    return Cause("HF201", _cut(line, LINE_CHARACTERS_MAX), hint)
+
+
 def _last_said(stderr: str) -> str:
     """The text of `sys.exit(text)`, or whatever else it wrote last; not the warnings that libraries give at an end."""
-    lines = [line.rstrip().rpartition("\r")[2].strip() for line in stderr.splitlines()]
-    said = next((line for line in reversed(lines) if line and not _search(ASIDE, line)), "")
+    lines = [line.rstrip().rpartition("\r")[2].strip() for line in HANDLED.sub("", stderr).splitlines()]
+    said = next((line for line in reversed(lines) if line and not ASIDE.search(line)), "")
     return _cut(said, SAID_CHARACTERS_MAX)
 
 

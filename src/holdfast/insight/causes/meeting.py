@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from holdfast.core.outcome import Evidence, Failure
 from holdfast.insight.causes.blame import Blame, blame
 from holdfast.insight.causes.find import Cause, cause_of
+from holdfast.insight.causes.words import listen
 
 LOOKED_AT_MAX = 64
 """Failures that are read for comparison: enough to know, whatever the size of the job."""
@@ -19,6 +20,9 @@ HOSTS_NAMED_MAX = 3
 
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+))?")
+POINT_TO_POINT = frozenset("send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split())  # noqa: SIM905
+"""Whose two ends are different calls."""
+BACKWARD = ("/torch/_tensor.py", "/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 NAMED = re.compile(
     r"Ranks?\(?s?\)? \[?([\d, ]+)\]? (?:failed to pass|did(?: not|n't) (?:join|arrive|respond)|ha(?:s|ve)(?: not|n't) joined|is missing)"
     r"|\[([\d, ]+)\] finished collective #\d+, but didn't join",
@@ -51,6 +55,35 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
     failure, place = min(odd, key=lambda pair: pair[1][0])
     others = {other[0] for _, other in seen if other != place}
     return failure, others == {place[0]}
+
+
+def other_calls(failures: Sequence[Failure]) -> tuple[Failure, str] | None:
+    """(the one to name, what is odd) where ranks that waited in vain did so in different calls; None: in the same, or unknown.
+
+    Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
+    """
+    waited = [each for each in failures[:LOOKED_AT_MAX] if blame(each) in (Blame.WAITED, Blame.WAITED_LATE)]
+    calls = [(each, call) for each in waited if (call := _call(each))]
+    counts = Counter(call for _, call in calls)
+    if len(counts) != 2 or counts.keys() & POINT_TO_POINT:
+        return None
+    rarest = min(counts.values())
+    culprit, call = next(pair for pair in calls if counts[pair[1]] == rarest)
+    other, others_call = next(pair for pair in calls if pair[1] != call)
+    place, others_place = listen(culprit).place, listen(other).place
+    told = f"waited in {call}{f' at {place}' if place else ''}, and rank {other.rank} in {others_call}"
+    return culprit, told + (f" at {others_place}" if others_place else "")
+
+
+def _call(failure: Failure) -> str:
+    """The collective, as the script called it: the first function of torch.distributed below the script's own frames."""
+    for frame in listen(failure).frames:
+        file, _, function = frame.rpartition(" in ")
+        if file.endswith(BACKWARD):
+            return "backward"
+        if "/torch/distributed/" in file and not function.startswith(("_", "wrapper")):
+            return function
+    return ""
 
 
 def _place(failure: Failure) -> tuple[int, str, str] | None:

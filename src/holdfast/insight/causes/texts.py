@@ -127,7 +127,7 @@ TEXTS: dict[str, Text] = {
     "HF216": Text(
         "shared memory is used up",
         "/dev/shm is full. Data loaders hand over batches in it and NCCL has its buffers there; containers get 64 MiB unless told otherwise.",
-        "SIGBUS, or words such as `unable to open shared memory object`, `insufficient shared memory (shm)`, ENOSPC on a file in /dev/shm. "
+        "SIGBUS where /dev/shm has little room, or words such as `unable to open shared memory object`, `insufficient shared memory (shm)`, ENOSPC on a file in /dev/shm. "
         "The size and free space of /dev/shm on that node are added.",
         "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm; remove what dead jobs left "
         "there; fewer loader workers.",
@@ -173,7 +173,8 @@ TEXTS: dict[str, Text] = {
     ),
     "HF223": Text(
         "native code crashed",
-        "Compiled code touched memory that is not its own, met an instruction that this processor lacks, or gave itself up.",
+        "Compiled code touched memory that is not its own, met an instruction that this processor lacks, or gave itself up; or a file "
+        "shrank or vanished while it was mapped (SIGBUS with room left in /dev/shm).",
         "The worker ended by SIGSEGV, SIGABRT, SIGILL, SIGFPE or their like, and its last words do not speak of peers.",
         "The Python stack of that moment is on its stderr (faulthandler): the innermost package is the suspect. Rebuild it for this torch and processor, "
         "or leave it out; MALLOC_CHECK_=3 and gdb for your own.",
@@ -215,7 +216,7 @@ TEXTS: dict[str, Text] = {
     "HF229": Text(
         "a rank had finished while others still needed it",
         "One rank ended with exit code 0 and the rest waited for it in a collective: uneven numbers of batches, or an early return on some ranks.",
-        "All failures are complaints about peers, and some ranks had ended with 0 before.",
+        "All failures are complaints about peers, and some ranks had ended with 0 before: the first of these is named, with its step and its last line.",
         "The same number of steps on every rank: drop_last=True, holdfast.train.DataLoader, or DDP's join(); a barrier before the end.",
     ),
     "HF230": Text(
@@ -323,6 +324,13 @@ TEXTS: dict[str, Text] = {
         "Where a connection is named that fails: open it, or name another address (--local-addr, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); "
         "`holdfast doctor` tests every pair. Where ranks are named: look at what they do before init_process_group.",
     ),
+    "HF246": Text(
+        "nothing moves, and nobody waits for another rank",
+        "All ranks stand still by themselves: in a thread that does not end, in a function that runs at exit (atexit), in a lock, in input().",
+        "Stacks of all ranks, taken several times, show none of them in communication, and none of them moves.",
+        "The place that is named is where to look. Threads that are not daemons keep a program from ending: join them, or threading.Thread(daemon=True); "
+        "a function of atexit must not wait for other ranks.",
+    ),
     "HF250": Text(
         "a rank is slow",
         "One rank's own part of a step, before anybody waits for anybody, is much longer than its peers', and all are as slow as it is.",
@@ -359,6 +367,7 @@ ADVICE = {
     "HF243": "DataLoader(num_workers=0) shows the error in place; look at memory and at the data's mount",
     "HF244": "every rank has to make the same calls in the same order; all stacks are in the run folder",
     "HF245": "open the connection that fails, or see what the missing ranks do before init_process_group",
+    "HF246": "look at the place that is named: a thread that does not end, a function at exit, a lock; all stacks are in the run folder",
     "HF306": "see that machine's own logs: it was killed, rebooted or cut off from the network",
 }
 """For verdicts that are made of more than one failure: one line for the last screen."""

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 from holdfast.core.hang import Finding
 from holdfast.core.outcome import Evidence, Failure, Verdict
-from holdfast.insight.causes.blame import Blame, first_own, ranked
-from holdfast.insight.causes.find import cause_of
-from holdfast.insight.causes.meeting import named_ranks, odd_one, spread
+from holdfast.insight.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
+from holdfast.insight.causes.find import SAID_CHARACTERS_MAX, cause_of
+from holdfast.insight.causes.meeting import named_ranks, odd_one, other_calls, spread
 from holdfast.insight.causes.texts import ADVICE
+from holdfast.insight.causes.words import listen
+
+RANKS_NAMED_MAX = 8
 
 COMPLAINTS = (Blame.LOOSE, Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)
 
@@ -27,7 +30,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
     | a lost node                                              | that explains what its peers say                     |
     | one that was stopped while it ended for an own reason    | the first of these: only its victims were faster     |
     | complaints about peers                                   | who waited before who was cut off; ranks named by    |
-    |                                                          | others, lagging, or gone with 0 are told             |
+    |                                                          | others or lagging are told, who left with 0 is named |
     | nothing                                                  | the generation was ended although no worker failed   |
     """
     own = first_own(evidence.failures)
@@ -36,30 +39,30 @@ def verdict_on(evidence: Evidence) -> Verdict:
     if evidence.lost_nodes and evidence.hang is None:
         return _lost(evidence)
     order = ranked(evidence.failures)
-    blame, first = order[0] if order else (Blame.STOPPED, None)
+    kind, first = order[0] if order else (Blame.STOPPED, None)
     if evidence.hang is not None:
         return _hung(evidence, evidence.hang, order)
-    if first is None or blame is Blame.STOPPED:
+    if first is None or kind is Blame.STOPPED:
         return evidence.verdict("HF200", "the generation was ended although no worker failed", None)
-    if blame in COMPLAINTS:
-        return _unexplained(evidence, [failure for blame, failure in order if blame in COMPLAINTS])
+    if kind in COMPLAINTS:
+        return _unexplained(evidence, [failure for kind, failure in order if kind in COMPLAINTS])
     return _of_one(evidence, first)
 
 
 def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
     """Somebody has a reason of its own."""
     cause = cause_of(culprit)
-    line = f"{_who(culprit)} {cause.line}{spread(evidence, culprit, cause)}"
+    line = f"{_who(culprit)} {cause.line}{_where(culprit)}{spread(evidence, culprit, cause)}"
     return evidence.verdict(cause.code, line, culprit, cause.advice)
 
 
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     """Everybody complains about somebody else."""
     culprit = complaints[0]
+    if blame(culprit) is Blame.LOOSE and not speaks_of_peers(culprit):
+        return _of_one(evidence, culprit)
     if evidence.done:
-        gone = ", ".join(map(str, evidence.done[:8])) + (" …" if len(evidence.done) > 8 else "")
-        line = f"{_who(culprit)} still needed its peers when rank {gone} had ended with exit code 0"
-        return evidence.verdict("HF229", line, culprit, ADVICE["HF229"])
+        return _left(evidence, culprit)
     odd = odd_one(complaints)
     if odd is not None:
         culprit, another = odd
@@ -69,10 +72,30 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
         return evidence.verdict(cause.code, line, culprit, cause.advice)
+    other = other_calls(complaints)
+    if other:
+        culprit = other[0]
+        return evidence.verdict("HF225", f"{_who(culprit)} {other[1]}", culprit, ADVICE["HF225"])
     cause = cause_of(culprit)
     named = [rank for rank in named_ranks(complaints) if rank != culprit.rank]
     missing = f"; missing: rank {', '.join(map(str, named[:8]))}" if named else ""
-    return evidence.verdict(cause.code, f"{_who(culprit)} {cause.line}{missing}", culprit, cause.advice)
+    line = f"{_who(culprit)} {cause.line}{_where(culprit)}{missing}"
+    return evidence.verdict(cause.code, line, culprit, cause.advice)
+
+
+def _left(evidence: Evidence, victim: Failure) -> Verdict:
+    """A rank had ended with 0 while others still needed it: it is the culprit, and they are the evidence."""
+    gone = _some(evidence.done)
+    if not evidence.left:
+        line = f"{_who(victim)} still needed its peers when {gone} had ended with exit code 0"
+        return evidence.verdict("HF229", line, victim, ADVICE["HF229"])
+    culprit = evidence.left[0]
+    step = f" in step {culprit.step}" if culprit.step else ""
+    more = f", as did {gone} in all" if len(evidence.done) > 1 else ""
+    said = [line.strip() for line in culprit.stderr_tail.splitlines() if line.strip()]
+    last = f"; it said last: {said[-1][:SAID_CHARACTERS_MAX]}" if said else ""
+    line = f"{_who(culprit)} ended with exit code 0{step}{more}, while rank {victim.rank} still needed it{_where(victim)}{last}"
+    return evidence.verdict("HF229", line, culprit, ADVICE["HF229"])
 
 
 def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failure]]) -> Verdict:
@@ -80,11 +103,30 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     culprit = evidence.hung or next((each for _, each in order if each.rank in hang.culprits), None)
     if culprit is None and order:
         culprit = order[0][1]
-    return evidence.verdict(hang.code or "HF241", " ".join(hang.text.split()), culprit, ADVICE.get(hang.code, ""))
+    code = hang.code or "HF246"
+    line = " ".join(hang.text.split())
+    threads = [(each, listen(each).thread) for _, each in order]
+    died = next(((each, name, trace) for each, (name, trace) in threads if trace), None)
+    if died is not None:
+        line += f"; before, rank {died[0].rank} lost its thread {died[1]!r}: {died[2].strip().splitlines()[-1][:SAID_CHARACTERS_MAX]}"
+    return evidence.verdict(code, line, culprit, ADVICE.get(code, ""))
 
 
 def _lost(evidence: Evidence) -> Verdict:
-    return evidence.verdict("HF306", f"lost {', '.join(evidence.lost_nodes)}", None, ADVICE["HF306"])
+    ranks = f": {_some(evidence.lost_ranks)}" if evidence.lost_ranks else ""
+    return evidence.verdict("HF306", f"lost {', '.join(evidence.lost_nodes)}{ranks}", None, ADVICE["HF306"])
+
+
+def _where(failure: Failure) -> str:
+    """`, at train.py:18 …, step 7`: as far as it is known."""
+    place = listen(failure).place
+    return (f", at {place}" if place else "") + (f", step {failure.step}" if failure.step else "")
+
+
+def _some(ranks: Sequence[int]) -> str:
+    """`rank 5`, `ranks 4, 5, 6 …`."""
+    shown = ", ".join(map(str, ranks[:RANKS_NAMED_MAX])) + (" …" if len(ranks) > RANKS_NAMED_MAX else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _who(failure: Failure) -> str:

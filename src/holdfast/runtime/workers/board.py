@@ -92,6 +92,12 @@ class Board:
         at = layout.slot(local_rank)
         return self._words[at + layout.BEGAN_AT] - 1, self._words[at + layout.AT] - 1
 
+    def step(self, local_rank: int) -> int:
+        """Which step it is in, by its script's own count or else counted from its start; 0: unknown."""
+        at = layout.slot(local_rank)
+        told, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
+        return told - 1 if told else (done + 1 if done else 0)
+
     def close(self) -> None:
         self._words.release()
         self._memory.close()

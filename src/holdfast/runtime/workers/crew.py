@@ -36,7 +36,7 @@ from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers import keeper_client as kept
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
-from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn, noted
+from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn, left_with_zero, noted
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
@@ -371,13 +371,18 @@ class Crew:
         told = self._board is not None and self._board.told(worker.local_rank)
         place, stopped = self._place(worker.local_rank), stopped or told
         self._journal.write("worker_ended", **place, pid=pid, exit_code=exit_code, stopped=stopped)
-        if exit_code == 0:
+        lived_s = self._loop.time() - worker.began_s
+        step = self._board.step(worker.local_rank) if self._board is not None else 0
+        if exit_code == 0 and told:
             self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=told))
             return
-        self._phases.trouble()
-        lived_s = self._loop.time() - worker.began_s
+        if exit_code != 0:
+            self._phases.trouble()
+        earlier = tuple(self._inquests)
         inquest = self._tasks.create_task(
-            self._inquire(worker, pid, exit_code, lived_s, self._generation, tuple(self._inquests), stopped)
+            self._inquire(worker, pid, exit_code, lived_s, self._generation, earlier, stopped, step)
+            if exit_code != 0
+            else self._say_goodbye(worker, pid, lived_s, self._generation, step)
         )
         self._inquests.add(inquest)
         inquest.add_done_callback(self._inquests.discard)
@@ -391,9 +396,10 @@ class Crew:
         generation: int,
         earlier: tuple[asyncio.Task[None], ...],
         after_stop: bool,
+        step: int,
     ) -> None:
         """Read what the dead left; files are read in a thread, because a disk may stall. Told in the order of death."""
-        failure = await asyncio.to_thread(self._failure, worker, pid, exit_code, lived_s, after_stop)
+        failure = await asyncio.to_thread(self._failure, worker, pid, exit_code, lived_s, after_stop, step)
         self._journal.write("worker_failed", generation=generation, **noted(failure))
         if generation == self._generation:
             self._router.failed(failure.rank, failure.traceback)
@@ -401,7 +407,25 @@ class Crew:
             await asyncio.wait(earlier)
         self._emit(WorkerEnded(generation, worker.local_rank, failure))
 
-    def _failure(self, worker: _Worker, pid: int, exit_code: int, lived_s: float, after_stop: bool) -> Failure:
+    async def _say_goodbye(self, worker: _Worker, pid: int, lived_s: float, generation: int, step: int) -> None:
+        """Report an end with 0, with what it printed last."""
+        assert self._assign is not None
+        left = await asyncio.to_thread(
+            left_with_zero,
+            rank=self._assign.rank_base + worker.local_rank,
+            local_rank=worker.local_rank,
+            host=self._host,
+            pid=pid,
+            stderr_file=str(worker.streams.stderr_file or ""),
+            stdout_file=str(worker.streams.stdout_file or ""),
+            lived_s=round(lived_s, 3),
+            step=step,
+        )
+        self._emit(WorkerEnded(generation, worker.local_rank, None, left=left))
+
+    def _failure(
+        self, worker: _Worker, pid: int, exit_code: int, lived_s: float, after_stop: bool, step: int
+    ) -> Failure:
         streams = worker.streams
         assert self._assign is not None
         return failure_of_exit(
@@ -416,6 +440,7 @@ class Crew:
             now_epoch_s=int(time.time()),
             out_of_memory=self._oom is not None and self._oom.struck(),
             after_stop=after_stop,
+            step=step,
         )
 
     def _unstarted(self, local_rank: int, errno: int, text: str) -> Failure:

@@ -23,6 +23,8 @@ from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
 MESSAGE_BYTES_MAX = 4096
 TAIL_LINES_MAX = 30
+LEFT_LINES_MAX, LEFT_CHARACTERS_MAX = 5, 1024
+"""Of what a worker printed that ended with 0: it travels with every good end."""
 
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
@@ -172,6 +174,7 @@ def failure_of_exit(
     now_epoch_s: int,
     out_of_memory: bool = False,
     after_stop: bool = False,
+    step: int = 0,
 ) -> Failure:
     """The failure of a worker that ran and ended with `exit_code`, not 0, from the files that it left.
 
@@ -201,6 +204,33 @@ def failure_of_exit(
         lived_s=lived_s,
         timestamp=recorded.timestamp or now_epoch_s,
         facts=facts,
+        step=step,
+    )
+
+
+def left_with_zero(
+    *,
+    rank: int,
+    local_rank: int,
+    host: str,
+    pid: int,
+    stderr_file: str,
+    stdout_file: str,
+    lived_s: float,
+    step: int,
+) -> Failure:
+    """How a worker left that ended with 0: what it printed last, for the case that its peers still need it."""
+    tail = read_tail(stderr_file) or read_tail(stdout_file)
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=host,
+        pid=pid,
+        exit_code=0,
+        stderr_tail="\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:],
+        stderr_file=_as_text(stderr_file),
+        lived_s=lived_s,
+        step=step,
     )
 
 

@@ -25,6 +25,14 @@ FACT_CHARACTERS_MAX = 240
 INTERFACES_SHOWN_MAX = 8
 VIRTUAL = re.compile(r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tun|tap|wg|tailscale|kube|dummy)")
 """Interfaces that other nodes do not share."""
+PATH = re.compile(r"(?<![\w/:.])/[\w.~+=@-]+(?:/[\w.~+=@-]+)+")
+PATHS_MAX = 16
+SLOW_MOUNTS = re.compile(r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)")
+"""File systems that may never answer. They are asked only where the words name a path on them."""
+NO_DISKS = re.compile(
+    r"^(?:proc|sysfs|cgroup2?|devpts|mqueue|securityfs|debugfs|tracefs|bpf|pstore|configfs|squashfs|iso9660|nsfs|efivarfs)$"
+)
+FULL = 0.99
 PORT = re.compile(r"port[:= ]{1,3}(\d{2,5})|[\]\w.]:(\d{4,5})\b", re.IGNORECASE)
 
 _WORDS = {
@@ -52,6 +60,9 @@ _WORDS = {
         "pytorchstreamwriter",
         "unexpected pos",
         "file write failed",
+        "iostream error",
+        "disk is full",
+        "os error 28",
     ),
     "nofile": ("too many open files", "ancdata"),
     "pids": ("can't start new thread", "temporarily unavailable", "pthread_create", "cannot fork"),
@@ -66,7 +77,7 @@ def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
     told: dict[str, Callable[[], str]] = {
         "interfaces": interfaces,
         "shm": shm,
-        "disks": partial(disks, os.path.dirname(log_file)),
+        "disks": partial(disks, os.path.dirname(log_file), words),
         "nofile": nofile,
         "pids": pids,
         "memory": memory,
@@ -74,7 +85,7 @@ def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
     }
     small = words.lower()
     asked = {name for name, signs in _WORDS.items() if any(sign in small for sign in signs)}
-    if exit_code == -signal.SIGBUS:
+    if exit_code in (-signal.SIGBUS, 128 + signal.SIGBUS):
         asked.add("shm")
     found = {name: _told(told[name]) for name in told if name in asked}
     return {name: text[:FACT_CHARACTERS_MAX] for name, text in found.items() if text}
@@ -117,19 +128,41 @@ def shm() -> str:
     return f"{SHM} has {_size(room.f_bavail * room.f_frsize)} free of {_size(room.f_blocks * room.f_frsize)}"
 
 
-def disks(log_folder: str) -> str:
-    """Those that may be meant, the fullest first."""
+def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -> str:
+    """Those that may be meant, the fullest first: of the paths that the words name, of our own folders, and any that is full."""
     import tempfile
 
+    named = [os.path.dirname(path) for path in PATH.findall(words)[-PATHS_MAX:]]
+    places = [os.getcwd(), log_folder or os.getcwd(), tempfile.gettempdir(), os.path.expanduser("~"), SHM]
     found: dict[int, tuple[float, str]] = {}
-    for place in (os.getcwd(), log_folder or os.getcwd(), tempfile.gettempdir(), os.path.expanduser("~"), SHM):
+    for place in (*places, *named):
         with contextlib.suppress(OSError):
-            room = os.statvfs(place)
-            used = 1 - room.f_bavail / room.f_blocks if room.f_blocks else 0.0
-            inodes = 1 - room.f_favail / room.f_files if room.f_files else 0.0
-            text = f"{place} {used:.0%} full" + (f" ({inodes:.0%} of its inodes)" if inodes > used else "")
-            found.setdefault(os.stat(place).st_dev, (max(used, inodes), text))
+            found.setdefault(os.stat(place).st_dev, _fullness(place))
+    for place in mounted(mounts):
+        with contextlib.suppress(OSError):
+            used, text = _fullness(place)
+            if used >= FULL:
+                found.setdefault(os.stat(place).st_dev, (used, text))
     return ", ".join(text for _, text in sorted(found.values(), reverse=True))
+
+
+def _fullness(place: str) -> tuple[float, str]:
+    """Of a disk, as a share, and `/data 98% full`."""
+    room = os.statvfs(place)
+    used = 1 - room.f_bavail / room.f_blocks if room.f_blocks else 0.0
+    inodes = 1 - room.f_favail / room.f_files if room.f_files else 0.0
+    return max(used, inodes), f"{place} {used:.0%} full" + (f" ({inodes:.0%} of its inodes)" if inodes > used else "")
+
+
+def mounted(mounts: str) -> list[str]:
+    """Where something can be written and asked about without waiting."""
+    places = []
+    with contextlib.suppress(OSError), open(mounts, errors="replace") as file:
+        for line in file:
+            _, place, kind, options, *_ = line.split()
+            if not NO_DISKS.match(kind) and not SLOW_MOUNTS.match(kind) and "ro" not in options.split(","):
+                places.append(place.replace("\\040", " "))
+    return places
 
 
 def nofile() -> str:
