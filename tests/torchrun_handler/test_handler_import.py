@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
+
+from tests.support.limits import limit_s
+from tests.warm import Warm
 
 pytestmark = pytest.mark.xdist_group("torch jobs")
 
@@ -20,14 +24,6 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def run(program: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **env}, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_registered_with_torch() -> None:
     (entry,) = entry_points(group="torchrun.handlers", name="holdfast")
     assert entry.value == "holdfast.torchrun_handler:handler_creator"
@@ -35,12 +31,24 @@ def test_registered_with_torch() -> None:
 
 def test_the_import_is_cheap() -> None:
     """What it costs is what it imports: the rest of holdfast is loaded by whoever asks for our backend."""
-    assert set(run(MEASURE).split()) <= {"holdfast", "holdfast.version", "holdfast.torchrun_handler", "__future__"}
+    line = [sys.executable, "-c", MEASURE]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30), check=True)
+    assert set(done.stdout.split()) <= {"holdfast", "holdfast.version", "holdfast.torchrun_handler", "__future__"}
 
 
-def test_a_broken_environment_breaks_nobody_else() -> None:
+def run(warm: Warm, folder: Path, program: str) -> str:
+    """What it prints. It finds torch imported."""
+    (folder / "program.py").write_text(program)
+    done = warm.run([folder / "program.py"])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_broken_environment_breaks_nobody_else(warm: Warm, tmp_path: Path) -> None:
     """Without msgspec, say: other backends are there as ever, and ours says what is missing when it is asked for."""
     said = run(
+        warm,
+        tmp_path,
         "import sys, warnings, logging\n"
         "sys.modules['msgspec'] = None\n"
         "from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry\n"
@@ -51,13 +59,15 @@ def test_a_broken_environment_breaks_nobody_else() -> None:
         "try:\n"
         "    registry.get_rendezvous_handler(RendezvousParameters('holdfast', **params))\n"
         "except ImportError as error:\n"
-        "    print(error)\n"
+        "    print(error)\n",
     )
     assert "msgspec" in said
 
 
-def test_a_handler_that_torch_makes(free_port) -> None:
+def test_a_handler_that_torch_makes(warm: Warm, tmp_path: Path) -> None:
     said = run(
+        warm,
+        tmp_path,
         "from torch.distributed.elastic.rendezvous import RendezvousParameters\n"
         "import torch.distributed.elastic.rendezvous.registry as registry, threading\n"
         "params = RendezvousParameters('holdfast', '127.0.0.1:0', 'x', 1, 1, timeout=900)\n"
@@ -76,6 +86,23 @@ def test_a_handler_that_torch_makes(free_port) -> None:
         "try:\n"
         "    handler.next_rendezvous()\n"
         "except Exception as error:\n"
-        "    print(type(error).__name__, error)\n"
+        "    print(type(error).__name__, error)\n",
     )
     assert said.startswith("RendezvousClosedError holdfast: the job is over, it has succeeded")
+
+
+def test_nobody_at_the_endpoint(warm: Warm, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    said = run(
+        warm,
+        tmp_path,
+        "from torch.distributed.elastic.rendezvous import RendezvousParameters\n"
+        "import torch.distributed.elastic.rendezvous.registry as registry\n"
+        f"endpoint = '127.0.0.1:{free_port()}'\n"
+        "params = RendezvousParameters('holdfast', endpoint, 'x', 2, 2, join_timeout=1, is_host=0)\n"
+        "try:\n"
+        "    registry.get_rendezvous_handler(params).next_rendezvous()\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n",
+    )
+    assert said.startswith("RendezvousConnectionError holdfast: HF302: no coordinator at")
+    assert "connection refused (tried for 1 s)" in said

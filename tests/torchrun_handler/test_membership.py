@@ -14,9 +14,11 @@ from holdfast.core.outcome import OutcomeKind
 from holdfast.torchrun_handler.member import Formed, OverError
 from holdfast.torchrun_handler.membership import Membership
 from holdfast.torchrun_handler.settings import options_from
-from tests.processes.conftest import until
+from tests.support.limits import limit_s, until
 
 WAIT_S = 20.0
+SETTLE_S = limit_s(0.5)
+"""Two threads of one process ask to join well within it; what is formed below the maximum waits for it to pass."""
 
 
 class Parameters:
@@ -68,7 +70,7 @@ def start(free_port: Callable[[], int]) -> Iterator[Start]:
     made: list[Torchrun] = []
 
     def one(nodes: str, **conf: Any) -> Torchrun:
-        agent = Torchrun(endpoint, nodes, {"settle": "10", **conf})
+        agent = Torchrun(endpoint, nodes, {"settle": limit_s(5), **conf})
         made.append(agent)
         return agent
 
@@ -81,7 +83,7 @@ def start(free_port: Callable[[], int]) -> Iterator[Start]:
 
 
 def places(*answers: Future[Formed]) -> list[Formed]:
-    return [answer.result(WAIT_S) for answer in answers]
+    return [answer.result(limit_s(WAIT_S)) for answer in answers]
 
 
 def test_two_nodes_and_a_failure_in_one(start: Start) -> None:
@@ -104,7 +106,7 @@ def test_two_nodes_and_a_failure_in_one(start: Start) -> None:
 
 
 def test_a_third_node_is_taken_in(start: Start) -> None:
-    a, b, c = (start("1:3", settle=1) for _ in range(3))
+    a, b, c = (start("1:3", settle=SETTLE_S) for _ in range(3))
     places(a.next(), b.next())
     third = c.next()
     a.regroups()
@@ -115,7 +117,7 @@ def test_a_third_node_is_taken_in(start: Start) -> None:
 
 
 def test_a_node_that_goes_is_formed_without(start: Start) -> None:
-    a, b = start("1:2"), start("1:2")
+    a, b = (start("1:2", settle=SETTLE_S) for _ in range(2))
     places(a.next(), b.next())
     b.membership._leave()
     a.regroups()
@@ -130,7 +132,7 @@ def test_the_end_of_all(start: Start) -> None:
     for end in ends:
         end.start()
     for end in ends:
-        end.join(WAIT_S)
+        end.join(limit_s(WAIT_S))
         assert not end.is_alive()
     assert a.membership.over
     assert not [thread.name for thread in threading.enumerate() if thread.name == "holdfast-member"]
@@ -151,23 +153,23 @@ def test_the_end_of_one_by_failure_ends_all(start: Start, first: str) -> None:
     close.start()
     b.regroups()
     answer = answer or b.next()
-    error = answer.exception(WAIT_S)
+    error = answer.exception(limit_s(WAIT_S))
     assert isinstance(error, OverError)
     assert error.outcome.kind is OutcomeKind.PREEMPTED
     assert "failed on" in error.last_stop
-    close.join(WAIT_S)
+    close.join(limit_s(WAIT_S))
     assert not close.is_alive()
 
 
 def test_too_few(start: Start) -> None:
-    error = start("2", join_timeout=1).next().exception(WAIT_S)
+    error = start("2", join_timeout=1).next().exception(limit_s(WAIT_S))
     assert isinstance(error, OverError)
     assert (error.outcome.kind, error.outcome.code) == (OutcomeKind.NO_QUORUM, "HF301")
     assert "1 of at least 2 nodes came within 1 s" in error.outcome.message
 
 
 def test_nobody_at_the_endpoint(start: Start) -> None:
-    error = start("2", join_timeout=1, is_host=0).next().exception(WAIT_S)
+    error = start("2", join_timeout=1, is_host=0).next().exception(limit_s(WAIT_S))
     assert isinstance(error, OverError)
     assert (error.outcome.kind, error.outcome.code) == (OutcomeKind.NO_QUORUM, "HF302")
     assert "connection refused (tried for 1 s)" in error.outcome.message
@@ -176,7 +178,7 @@ def test_nobody_at_the_endpoint(start: Start) -> None:
 def test_another_job_at_the_endpoint(start: Start) -> None:
     a, b = start("1"), start("2")
     places(a.next())
-    error = b.next().exception(WAIT_S)
+    error = b.next().exception(limit_s(WAIT_S))
     assert isinstance(error, OverError)
     assert error.outcome.kind is OutcomeKind.REFUSED
     assert "--nnodes 1" in error.outcome.message

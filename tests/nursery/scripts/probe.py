@@ -1,4 +1,7 @@
-"""Everything that a program can see of how it was started; both kinds of worker must see the same."""
+"""Everything that a program can see of how it was started; both kinds of worker must see the same.
+
+The first HOLDFAST_PROBE_RANKS ranks say it in each attempt; the others import nothing. With `light` no library is imported.
+"""
 
 import atexit
 import ctypes
@@ -24,15 +27,19 @@ import traceback
 import uuid
 import warnings
 
-import numpy as np
-import torch
-import torch.distributed
+LIGHT = "light" in sys.argv
+PROBED = int(os.environ["RANK"]) < int(os.environ["HOLDFAST_PROBE_RANKS"])
+if PROBED and not LIGHT:
+    import numpy as np
+    import torch
+    import torch.distributed
 
 PER_RUN = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE",
     "HOLDFAST_PROBE_FILE",
+    "HOLDFAST_PROBE_RANKS",
     "HOLDFAST_BOARD",
     "HOLDFAST_SAVER",
     "LOGS_OF_PROBE",
@@ -190,6 +197,11 @@ def libraries():
         "torch_state": [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.cuda.is_initialized()],
         "distributed": [torch.distributed.is_initialized(), torch.distributed.is_torchelastic_launched()],
         "numpy": [str(np.get_printoptions()), str(np.geterr())],
+    }
+
+
+def standard_library():
+    return {
         "warnings": [str(each) for each in warnings.filters],
         "logging": [logging.root.level, len(logging.root.handlers), logging.root.manager.disable],
         "atexit": atexit._ncallbacks(),
@@ -211,15 +223,21 @@ def libraries():
     }
 
 
-def drawn():
-    """What no two processes may share."""
-    record = logging.makeLogRecord({})
+def drawn_by_libraries():
     return {
-        "random": [random.random(), random.getrandbits(64)],
         "numpy": np.random.rand(2).tolist(),
         "torch_seed": torch.initial_seed(),
         "torch": torch.rand(4).tolist(),
         "numpy_generator": np.random.default_rng().random(2).tolist(),
+    }
+
+
+def drawn():
+    """What no two processes may share."""
+    record = logging.makeLogRecord({})
+    of_libraries = {} if LIGHT else drawn_by_libraries()
+    return of_libraries | {
+        "random": [random.random(), random.getrandbits(64)],
         "tempfile": tempfile.mktemp(),
         "uuid1": str(uuid.uuid1()),
         "uuid4": str(uuid.uuid4()),
@@ -229,17 +247,23 @@ def drawn():
     }
 
 
-def wait_for_standbys(folder):
-    """In the first attempt: fail when the next one's workers are there, if they are forked ahead."""
-    deadline = time.monotonic() + 60
+def end_first_attempt(folder):
+    """Fail when all that are probed have written, and the next attempt's workers are there, if they are forked ahead."""
+    deadline = time.monotonic() + 60 * float(os.environ["TEST_SLOWNESS"])
+    ranks = range(int(os.environ["HOLDFAST_PROBE_RANKS"]))
     while time.monotonic() < deadline:
         (journal,) = glob.glob(f"{folder}/*/events.jsonl")
         with open(journal) as file:
             text = file.read()
-        if '"event": "standby"' in text or '"modules": []' in text:
+        ahead = '"event": "standby"' in text or '"modules": []' in text
+        if PROBED and ahead and all(os.path.exists(path_of(rank)) for rank in ranks):
             sys.exit(3)
         time.sleep(0.05)
     sys.exit("no standby came")
+
+
+def path_of(rank):
+    return f"{os.environ['HOLDFAST_PROBE_FILE']}{os.environ['TORCHELASTIC_RESTART_COUNT']}.{rank}"
 
 
 def main():
@@ -255,19 +279,24 @@ def main():
         "main": main_module(),
         "streams": {name: stream(name) for name in ("stdin", "stdout", "stderr")},
         "stdin": sys.stdin.readline(),
-        "libraries": libraries(),
+        "standard_library": standard_library(),
+        "libraries": {} if LIGHT else libraries(),
     }
     told = {"same": facts, "drawn": drawn(), "modules": sorted(sys.modules), "hash": hash("seed")}
-    path = os.environ["HOLDFAST_PROBE_FILE"] + os.environ["RANK"]
+    path = path_of(os.environ["RANK"])
 
     def write():
-        with open(path, "w") as file:
+        with open(f"{path}.part", "w") as file:
             json.dump(told, file)
+        os.replace(file.name, path)
 
     atexit.register(write)
+    if os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        write()
 
 
 if __name__ == "__main__":
+    if PROBED:
+        main()
     if "LOGS_OF_PROBE" in os.environ and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        wait_for_standbys(os.environ["LOGS_OF_PROBE"])
-    main()
+        end_first_attempt(os.environ["LOGS_OF_PROBE"])
