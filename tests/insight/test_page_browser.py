@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
+from tests.support.limits import limit_s
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OWN = {"time": 1.0, "monotonic": 1.0}
@@ -31,7 +32,7 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     own = [f"--user-data-dir={tmp_path / 'profile'}", "--disable-background-networking"]
     shot = ["--window-size=390,844", f"--screenshot={tmp_path / 'shot.png'}"]
     done = subprocess.run(
-        [str(CHROMIUM), *options, *own, *shot, page.as_uri()], capture_output=True, text=True, timeout=60
+        [str(CHROMIUM), *options, *own, *shot, page.as_uri()], capture_output=True, text=True, timeout=limit_s(60)
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "shot.png").stat().st_size > 5_000

@@ -129,13 +129,12 @@ def test_a_pause_of_all_is_no_hang(site) -> None:
 
 TORCH = """
 import pathlib, torch, torch.distributed as dist
-if RANK == 1 and os.environ["AGENT"] == "1":
-    note("late")
-    time.sleep(600)
+if RANK == 1:
+    while not pathlib.Path("come").exists():
+        time.sleep(0.05)
 dist.init_process_group("gloo")
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-note("up")
 while True:
     if RANK == 1:
         time.sleep(0.03)
@@ -149,22 +148,22 @@ while True:
 """
 
 
+@pytest.mark.xdist_group("torch jobs")
 def test_with_torch_three_ranks_are_named(site) -> None:
-    """One that is slow, and then hangs; and, in a job beside it, one that does not come to init_process_group."""
+    """One that comes late to init_process_group, then is slow, and then hangs."""
     pytest.importorskip("torch")
-    args = ("--standalone", "--nproc-per-node", "2", *FAST, site.script(TORCH))
-    slow, late = site.start(*args), site.start(*args)
-    late.says("waits in init_process_group at train.py:", 90)
-    assert f"rank 1 on {HOST} is in time.sleep at train.py:" in late.text
-    assert [hang["culprits"] for hang in hangs(late)] == [[1]]
-    late.signal(signal.SIGTERM)
-    slow.says(f"rank 1 on {HOST} is slow: ", 90)
+    agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, "--preload", "torch", site.script(TORCH))
+    agent.says("waits in init_process_group at train.py:", 90)
+    assert f"rank 1 on {HOST} is in time.sleep at train.py:" in agent.text
+    assert [hang["culprits"] for hang in hangs(agent)] == [[1]]
+    (site.folder / "come").touch()
+    agent.says(f"rank 1 on {HOST} is slow: ", 90)
     (site.folder / "hang").touch()
-    slow.says(f"rank 1 on {HOST} is in time.sleep at train.py:", 60)
-    assert "waits in all_reduce at train.py:" in slow.text
-    (straggler,) = slow.events("coordinator.straggler")
+    agent.says("waits in all_reduce at train.py:", 60)
+    assert [hang["culprits"] for hang in hangs(agent)] == [[1], [1]]
+    (straggler,) = agent.events("coordinator.straggler")
     assert (straggler["code"], straggler["ranks"]) == ("HF250", [1])
     assert straggler["own_s"] > 0.03 > straggler["peers_s"]
-    slow.signal(signal.SIGTERM)
-    assert [agent.end() for agent in (slow, late)] == [143, 143]
+    agent.signal(signal.SIGTERM)
+    assert agent.end() == 143
     site.all_gone()

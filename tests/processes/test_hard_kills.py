@@ -45,7 +45,7 @@ def test_two_agents_killed_at_the_same_time(site, endpoint: str) -> None:
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_keeper_takes_its_workers_along(site, restarts: int) -> None:
     """The job goes on with the next generation, or fails with a verdict; nothing is left in either case."""
-    script = site.script("child()\ndaemon()\nmeet()\nif len([1 for _ in open(os.environ['TRAIL'])]) < 11: hold()")
+    script = site.script("child()\ndaemon()\nmeet()\nif len(all_notes()) < 11: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
     site.wait(2, "up")
     os.kill(keeper_of(agent), signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_a_standalone_agent_that_slept_beyond_its_lease(site) -> None:
 def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(site, endpoint: str) -> None:
     script = site.script(
         "on_signal('SIGTERM', exit_code=0)\nmeet()\n"
-        "while WORLD == 1 or len({n['port'] for n in map(json.loads, open(os.environ['TRAIL']))}) < 3: time.sleep(0.02)"
+        "while WORLD == 1 or len({n['port'] for n in all_notes()}) < 3: time.sleep(0.02)"
     )
     conf = ("--rdzv-conf", "lease=1.2,settle=5")
     args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf, script)
@@ -104,7 +104,7 @@ TORCH = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 meet()
-if ROUND == 0 and len({n["port"] for n in map(json.loads, open(os.environ["TRAIL"]))}) == 1:
+if ROUND == 0 and len({n["port"] for n in all_notes()}) == 1:
     while True:
         time.sleep(0.05)
         dist.barrier()

@@ -63,9 +63,7 @@ def test_nothing_outlives_a_killed_agent_nor_does_the_nursery(site: Any, heavy: 
 
 
 def test_a_killed_keeper_gets_a_successor_with_a_nursery(site: Any, heavy: Any) -> None:
-    script = site.script(
-        "import heavy\nmeet()\nif len({n['port'] for n in map(json.loads, open(os.environ['TRAIL']))}) < 2: hold()"
-    )
+    script = site.script("import heavy\nmeet()\nif len({n['port'] for n in all_notes()}) < 2: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--preload", "heavy", script)
     site.wait(2, "up")
     (keeper,) = children(agent.pid)

@@ -85,7 +85,7 @@ def last_state(runs: Path) -> dict[str, Any]:
 
 def test_a_node_leaves_and_another_comes(site, endpoint: str) -> None:
     script = site.script(TRAIN)
-    args = c10d(endpoint, "--grow", "drain", "--max-restarts", "0", "--nproc-per-node", "2")
+    args = c10d(endpoint, "--grow", "drain", "--max-restarts", "0", "--nproc-per-node", "2", "--preload", "torch")
     stays = site.start(*args, script)
     leaves = site.start(*args, script)
     site.wait(24, "stepped", LIMIT_S, world=4)
