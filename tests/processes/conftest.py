@@ -284,7 +284,7 @@ class Site:
                 with contextlib.suppress(ProcessLookupError):
                     agent.process.send_signal(signal.SIGCONT)
                     agent.process.kill()
-            agent.process.wait(10)
+            agent.process.wait(scaled(WAIT_S))
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import limit_s
+
 SIX = "child()\ndaemon()\nmeet()\nhold()"
 
 
@@ -86,7 +88,7 @@ def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(site, endpo
         "on_signal('SIGTERM', exit_code=0)\nmeet()\n"
         "while WORLD == 1 or len({n['port'] for n in all_notes()}) < 3: time.sleep(0.02)"
     )
-    conf = ("--rdzv-conf", "lease=1.2,settle=5")
+    conf = ("--rdzv-conf", f"lease={limit_s(0.6):g},settle=5")
     args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf, script)
     agents = [site.start(*args) for _ in range(2)]
     site.wait(2, "up", world=2)

