@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
 
@@ -23,41 +25,59 @@ WAIT_S = 30.0
 """Long enough on a quiet machine with a test on each core; nothing here takes a second of its own."""
 
 TRAIL_MODULE = '''
-"""What the test scripts share: every note is one line in one file."""
-import json, os, signal, subprocess, sys, time
+"""What the test scripts share: every note is one line in one file, a Python literal.
+
+Only what every interpreter has loaded is imported at the top: json or subprocess would double the start of a worker.
+"""
+import os, sys, time
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LOCAL_RANK, NODE = int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_RANK"])
 ROUND = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 PORT = os.environ["MASTER_PORT"]
+SLOWNESS = float(os.environ["TEST_SLOWNESS"])
+
+_read, _offset = [], 0
 
 
 def note(event, **more):
     record = {"event": event, "rank": RANK, "world": WORLD, "node": NODE, "local_rank": LOCAL_RANK, "round": ROUND,
               "port": PORT, "pid": os.getpid(), "agent": os.environ.get("AGENT", ""), **more}
     with open(os.environ["TRAIL"], "ab", buffering=0) as file:
-        file.write(json.dumps(record).encode() + b"\\n")
+        file.write(repr(record).encode() + b"\\n")
+
+
+def all_notes():
+    """Of all ranks in all generations."""
+    global _offset
+    with open(os.environ["TRAIL"], "rb") as file:
+        file.seek(_offset)
+        *lines, rest = file.read().split(b"\\n")
+        _offset = file.tell() - len(rest)
+    _read.extend(map(eval, lines))
+    return _read
 
 
 def notes(event):
-    with open(os.environ["TRAIL"], "rb") as file:
-        found = [json.loads(line) for line in file.read().split(b"\\n")[:-1]]
-    return [each for each in found if each["event"] == event and each["port"] == PORT]
+    """Of this generation."""
+    return [each for each in all_notes() if each["event"] == event and each["port"] == PORT]
 
 
 def meet(event="up"):
     """Note it, and wait until every rank of this generation has."""
     note(event)
-    end = time.monotonic() + 30 * float(os.environ["TEST_SLOWNESS"])
+    end = time.monotonic() + 30 * SLOWNESS
     while len({each["rank"] for each in notes(event)}) < WORLD and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def hold():
-    time.sleep(60 * float(os.environ["TEST_SLOWNESS"]))
+    time.sleep(60 * SLOWNESS)
 
 
 def on_signal(*names, exit_code=None):
+    import signal
+
     def handler(signum, _frame):
         note("signal", name=signal.Signals(signum).name)
         if exit_code is not None:
@@ -68,9 +88,10 @@ def on_signal(*names, exit_code=None):
 
 def child():
     """A plain child that dies of nothing but SIGKILL."""
-    program = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", program])
-    note("child", child=process.pid)
+    pid = os.fork()
+    if pid == 0:
+        os.execlp("sh", "sh", "-c", "trap '' TERM; sleep 600; sleep 600")
+    note("child", child=pid)
 
 
 def daemon():
@@ -79,13 +100,16 @@ def daemon():
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            import _signal
+            _signal.signal(_signal.SIGTERM, _signal.SIG_IGN)
             note("child", child=os.getpid())
             os.write(tell, b"!")
-            time.sleep(60)
+            time.sleep(600)
         os._exit(0)
     os.read(ready, 1)
 '''
+IMPORTS = ("json", "signal", "subprocess")
+"""Imported by a script that names them."""
 
 Note = dict[str, Any]
 
@@ -102,7 +126,8 @@ def is_alive(pid: int) -> bool:
 class Agent:
     """One `holdfast run` process."""
 
-    process: subprocess.Popen[bytes]
+    process: Any
+    """A Popen, or as much of one as tests use."""
     screen: Path
     logs: Path
     began_s: float = field(default_factory=time.monotonic)
@@ -150,19 +175,31 @@ class Agent:
         return [each for each in map(json.loads, lines) if each["event"].endswith(name)]
 
 
+PROGRAM = (sys.executable, "-m", "holdfast.run")
+
+
+def as_users_have() -> dict[str, str]:
+    """Our environment; Python keeps its bytecode, as it does unless somebody forbids it."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 class Site:
     """A folder in which jobs run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: AgentServer | None = None) -> None:
         self.folder = folder
+        self.server = server
         self.agents: list[Agent] = []
         self._trail = folder / "trail.jsonl"
         self._trail.touch()
+        self._read: list[Note] = []
+        self._offset = 0
         (folder / "trail.py").write_text(TRAIL_MODULE)
 
     def script(self, body: str, name: str = "train.py") -> Path:
         path = self.folder / name
-        path.write_text(f"from trail import *\n{body}")
+        imports = "".join(f"import {each}\n" for each in IMPORTS if f"{each}." in body)
+        path.write_text(f"from trail import *\n{imports}{body}")
         return path
 
     def start(
@@ -171,23 +208,30 @@ class Site:
         env: Mapping[str, str] | None = None,
         stdout: int | IO[bytes] | None = None,
         cwd: Path | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "holdfast.run"),
+        program: Sequence[str] = PROGRAM,
     ) -> Agent:
-        """Start an agent; its screen (both streams) is a file unless `stdout` says otherwise."""
+        """Start an agent; its screen (both streams) is a file unless `stdout` says otherwise. It is forked from the
+        server, if there is one, unless the program, the environment or the stream must be its own."""
         number = len(self.agents)
         screen, logs = self.folder / f"screen{number}.txt", self.folder / f"logs{number}"
         own_logs = () if "--log-dir" in args else ("--log-dir", str(logs))
-        command = [*program, *own_logs, *map(str, args)]
-        with screen.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, "TRAIL": str(self._trail), "AGENT": str(number), **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=file if stdout is None else stdout,
-                stderr=file if stdout is None else stdout,
-                cwd=cwd or self.folder,
-                start_new_session=True,
-            )
+        arguments = [*own_logs, *map(str, args)]
+        environment = {**as_users_have(), "TRAIL": str(self._trail), "AGENT": str(number), **(env or {})}
+        screen.touch()
+        process: Any
+        if self.server and program == PROGRAM and stdout is None and can_be_forked(environment):
+            process = self.server.start(arguments, environment, cwd or self.folder, screen)
+        else:
+            with screen.open("wb") as file:
+                process = subprocess.Popen(
+                    [*program, *arguments],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file if stdout is None else stdout,
+                    stderr=file if stdout is None else stdout,
+                    cwd=cwd or self.folder,
+                    start_new_session=True,
+                )
         agent = Agent(process, screen, logs)
         self.agents.append(agent)
         return agent
@@ -199,11 +243,15 @@ class Site:
         return agent.end(limit_s), agent
 
     def trail(self, event: str = "", **wanted: Any) -> list[Note]:
-        # A line that is being written is not complete yet: the kernel shows the first part of it.
-        records = [json.loads(line) for line in self._trail.read_bytes().split(b"\n")[:-1]]
+        with self._trail.open("rb") as file:
+            file.seek(self._offset)
+            *lines, rest = file.read().split(b"\n")
+            # A line that is being written is not complete yet: the kernel shows the first part of it.
+            self._offset = file.tell() - len(rest)
+        self._read.extend(ast.literal_eval(line.decode()) for line in lines)
         return [
             each
-            for each in records
+            for each in self._read
             if (not event or each["event"] == event) and all(each[key] == value for key, value in wanted.items())
         ]
 
@@ -236,12 +284,19 @@ class Site:
                 with contextlib.suppress(ProcessLookupError):
                     agent.process.send_signal(signal.SIGCONT)
                     agent.process.kill()
-            agent.process.wait(10)
+            agent.process.wait(scaled(WAIT_S))
+
+
+@pytest.fixture(scope="session")
+def agent_server() -> Iterator[AgentServer]:
+    made = AgentServer()
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def site(tmp_path: Path, agent_server: AgentServer) -> Iterator[Site]:
+    made = Site(tmp_path, agent_server)
     yield made
     made.close()
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+from tests.support.limits import limit_s
+
 HOUR_S = 3600.0
-LEASE_S = 3
+LEASE_S = limit_s(1.5)
 
 SITECUSTOMIZE = f"""
 import os, time
@@ -54,7 +56,7 @@ def test_nobody_is_lost(site, tmp_path: Path, free_port: Callable[[], int]) -> N
     set_back = tmp_path / "set_back"
     env = {"PYTHONPATH": str(tmp_path / "clock"), "SET_BACK": str(set_back)}
     args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    conf = ("--rdzv-conf", f"settle=1,lease={LEASE_S}")
+    conf = ("--rdzv-conf", f"settle=1,lease={LEASE_S:g}")
     agents = [site.start(*args, *conf, site.script(SCRIPT), env=env) for _ in range(2)]
     site.wait(2, "training", world=2)
     set_back.touch()

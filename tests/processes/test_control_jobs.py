@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from holdfast import cli
 from holdfast.runtime.running import reachable
-from tests.processes.conftest import Agent, Site, is_alive, until
+from tests.processes.conftest import Agent, Site, is_alive
+from tests.support.limits import limit_s, until
 
-HOLD = "meet()\nwhile True: time.sleep(0.01)"
+HOLD = "meet()\nwhile True: time.sleep(1)"
 LOOP = """
 from holdfast.worker import should_stop
 meet()
@@ -29,12 +32,15 @@ while True:
         note("saved")
         sys.exit(0)
 """
-COMMAND_S = 30.0
+COMMAND_S = limit_s(30.0)
 
 
-def holdfast(*args: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "holdfast", *map(str, args)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False, **more)
+def holdfast(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command, in this process: what these tests start are the jobs."""
+    line, out, err = list(map(str, args)), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(line)
+    return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
 
 
 def told(*args: str | Path) -> Any:
@@ -68,7 +74,7 @@ def job(site: Site, script: str, *args: str, name: str = "train.py", count: int 
 def connected(agent: Agent) -> socket.socket:
     """A client of its control socket."""
     client = socket.socket(socket.AF_UNIX)
-    client.settimeout(10)
+    client.settimeout(limit_s(10))
     with reachable(str(agent.folder / "control.sock")) as path:
         client.connect(path)
     return client

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.processes.conftest import is_alive
+from tests.support.limits import limit_s
 
 STEPS = """
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_bad_words(site, option: str, text: str) -> None:
 
 def test_workers_of_a_stopped_agent_die_at_its_fence(site, endpoint: str) -> None:
     """Nobody is awake there to kill them, and the others are about to go on without them."""
-    conf = ("--rdzv-conf", "settle=0.1,lease=3")
+    conf = ("--rdzv-conf", f"settle=0.1,lease={limit_s(1.5):g}")
     args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf)
     script = site.script("meet()\nwhile not os.path.exists('finish'): time.sleep(0.02)")
     first = site.start(*args, script)
@@ -186,8 +187,8 @@ def test_workers_of_a_stopped_agent_die_at_its_fence(site, endpoint: str) -> Non
     second = site.start(*args, script)
     site.wait(2, "up", world=2)
     second.signal(signal.SIGSTOP)
-    site.wait(1, "up", agent="0", world=1, limit_s=10)
-    ups = site.wait(2, "up", agent="0", world=1, limit_s=10)
+    site.wait(1, "up", agent="0", world=1)
+    ups = site.wait(2, "up", agent="0", world=1)
     frozen = site.trail("up", agent="1")[-1]["pid"]
     assert len(ups) >= 2
     assert not is_alive(frozen), "two generations are alive at once"

@@ -52,7 +52,7 @@ def test_two_nodes_of_which_one_leaves(site, endpoint: str) -> None:
     here = next(agent for agent in site.agents if agent is not other)
     port = site.wait(1, "up", world=1)[-1]["port"]
     with Path(site.folder / "trail.jsonl").open("ab", buffering=0) as trail:
-        trail.write(json.dumps({"event": "go", "rank": 0, "port": port, "pid": here.pid}).encode() + b"\n")
+        trail.write(repr({"event": "go", "rank": 0, "port": port, "pid": here.pid}).encode() + b"\n")
     assert here.end() == 0, here.text
     assert wrong(site) == []
     assert here.events("coordinator.leaving")

@@ -24,14 +24,15 @@ from holdfast.runtime.workers import kernel
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import Looker
 from holdfast.runtime.workers.spawn import BOOTSTRAP
+from tests.support.limits import limit_s
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.xdist_group("hang_ranks")  # one job for all
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang_rank.py"
 WORLD, ODD = 3, 1
-LOOKS, GAP_S = 3, 0.4
-DEADLINE_S = 60.0
+LOOKS, GAP_S = 3, 0.1
+DEADLINE_S = limit_s(60.0)
 
 
 class Job:
@@ -81,9 +82,9 @@ class Job:
         """An examination, as the coordinator makes it."""
         looker = Looker(self.board, generation=1, rank_base=0)
         samples: list[tuple[RankSample, ...]] = []
-        for _ in range(LOOKS):
+        for number in range(LOOKS):
+            await asyncio.sleep(GAP_S if number else 0.0)
             samples.append(await looker.look({rank: each.pid for rank, each in enumerate(self.ranks)}, None))
-            await asyncio.sleep(GAP_S)
         await looker.close()
         return examine(
             [RankStory(rank, f"node{rank}", rank, 71.0, tuple(each[rank] for each in samples)) for rank in range(WORLD)]
@@ -146,7 +147,8 @@ def test_the_rank_that_hangs_is_named(job: Job, word: str) -> None:
     assert finding.text.partition("; 2 others")[2].startswith(" wait in all_reduce at hang_rank.py:"), finding.text
     assert "is stopped" in finding.text or word != "loader"
     assert "is dead" in finding.text or word != "dead_queue"
-    assert job.found(HangKind.HUNG).signature == finding.signature
+    if word in ("asleep", "spin_over_two_lines"):
+        assert job.found(HangKind.HUNG).signature == finding.signature
     job.release(ODD)
     assert job.hear(ODD) == "ok"
     job.tell(ODD, "reduce")

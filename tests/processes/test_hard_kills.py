@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import limit_s
+
 SIX = "child()\ndaemon()\nmeet()\nhold()"
 
 
@@ -45,7 +47,7 @@ def test_two_agents_killed_at_the_same_time(site, endpoint: str) -> None:
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_keeper_takes_its_workers_along(site, restarts: int) -> None:
     """They failed, and that costs a restart, on the store's node too; nothing is left in either case."""
-    script = site.script("child()\ndaemon()\nmeet()\nif len([1 for _ in open(os.environ['TRAIL'])]) < 11: hold()")
+    script = site.script("child()\ndaemon()\nmeet()\nif len(all_notes()) < 11: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
     site.wait(2, "up")
     os.kill(keeper_of(agent), signal.SIGKILL)
@@ -85,9 +87,9 @@ def test_a_standalone_agent_that_slept_beyond_its_lease(site) -> None:
 def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(site, endpoint: str) -> None:
     script = site.script(
         "on_signal('SIGTERM', exit_code=0)\nmeet()\n"
-        "while WORLD == 1 or len({n['port'] for n in map(json.loads, open(os.environ['TRAIL']))}) < 3: time.sleep(0.02)"
+        "while WORLD == 1 or len({n['port'] for n in all_notes()}) < 3: time.sleep(0.02)"
     )
-    conf = ("--rdzv-conf", "lease=1.2,settle=5")
+    conf = ("--rdzv-conf", f"lease={limit_s(0.6):g},settle=5")
     args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf, script)
     agents = [site.start(*args) for _ in range(2)]
     site.wait(2, "up", world=2)
@@ -105,7 +107,7 @@ TORCH = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 meet()
-if ROUND == 0 and len({n["port"] for n in map(json.loads, open(os.environ["TRAIL"]))}) == 1:
+if ROUND == 0 and len({n["port"] for n in all_notes()}) == 1:
     while True:
         time.sleep(0.05)
         dist.barrier()

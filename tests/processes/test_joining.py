@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+
+from tests.support.limits import until
 
 
 def test_a_missing_peer(site, endpoint: str) -> None:
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2")
-    began = time.monotonic()
+    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
     code, agent = site.run(*args, site.script("note('up')"))
     assert code == 1, agent.text
-    assert 2 <= time.monotonic() - began < 5
     assert "HF301" in agent.text
     assert "1 of at least 2 nodes" in agent.text
     assert "here: " in agent.text
@@ -31,10 +30,8 @@ def test_a_missing_host(site, endpoint: str) -> None:
 
 def test_a_host_that_does_not_resolve(site) -> None:
     args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "no-such-host.invalid:29400")
-    began = time.monotonic()
-    code, agent = site.run(*args, "--rdzv-conf", "join_timeout=2", site.script("note('up')"))
+    code, agent = site.run(*args, "--rdzv-conf", "join_timeout=1", site.script("note('up')"))
     assert code == 2, agent.text
-    assert time.monotonic() - began >= 2
     assert "HF110" in agent.text
     assert "no-such-host.invalid" in agent.text
     assert "does not resolve" in agent.text
@@ -67,6 +64,6 @@ def test_the_endpoint_comes_up_later(site, endpoint: str) -> None:
     args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     script = site.script("meet()")
     guest = site.start(*args, "--rdzv-conf", "is_host=0", script)
-    time.sleep(0.6)
+    until(lambda: guest.begun and guest.events("claim"), lambda: guest.text)
     host = site.start(*args, script)
     assert (host.end(), guest.end()) == (0, 0), host.text + guest.text

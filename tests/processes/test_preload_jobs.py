@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.limits import until
 
 HEAVY = "import os\nopen('imports', 'a').write(f'{os.getpid()}\\n')\n"
 WAITS = "import heavy\nchild()\ndaemon()\nmeet()\nhold()"
@@ -56,16 +57,11 @@ def test_nothing_outlives_a_killed_agent_nor_does_the_nursery(site: Any, heavy: 
     (nursery,) = heavy()
     agent.signal(signal.SIGKILL)
     site.all_gone(limit_s=1.0)
-    end = time.monotonic() + 1.0
-    while not ended(nursery):
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: ended(nursery), "the end of the nursery", 1.0)
 
 
 def test_a_killed_keeper_gets_a_successor_with_a_nursery(site: Any, heavy: Any) -> None:
-    script = site.script(
-        "import heavy\nmeet()\nif len({n['port'] for n in map(json.loads, open(os.environ['TRAIL']))}) < 2: hold()"
-    )
+    script = site.script("import heavy\nmeet()\nif len({n['port'] for n in all_notes()}) < 2: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--preload", "heavy", script)
     site.wait(2, "up")
     (keeper,) = children(agent.pid)

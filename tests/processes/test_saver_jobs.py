@@ -103,7 +103,7 @@ note("found", step=found.step, good=bytes(found.data) == bytes([40]) * SIZE, bef
 
 
 def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
-    body = "persist(20)\nassert saver.wait(20)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
+    body = "persist(20)\nassert saver.wait(20 * SLOWNESS)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
     code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
     assert code == 137, agent.text
     assert snapshots(site) == [20, 40]
@@ -153,7 +153,7 @@ def test_a_killed_agent_leaves_no_process_and_no_file(site) -> None:
 
 
 def test_what_a_killed_agent_and_keeper_left_goes_with_the_next_start(site) -> None:
-    agent = site.start(*ONE, script(site, "persist(5)\nassert saver.wait(20)\nstage(6)\nmeet()\nhold()"))
+    agent = site.start(*ONE, script(site, "persist(5)\nassert saver.wait(20 * SLOWNESS)\nstage(6)\nmeet()\nhold()"))
     site.wait(1, "up")
     place = shelf_of(site)
     saver = saver_of(place)
@@ -181,14 +181,16 @@ while len(own.committed()) < 2:
         note("error", code=error.code)
         persist(2)
     time.sleep(0.01)
-assert saver.wait(20)
+assert saver.wait(20 * SLOWNESS)
 saver.check()
 saver.close()
 """
     agent = site.start(
         *ONE,
         script(
-            site, "assert saver.wait(20)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n" + body
+            site,
+            "assert saver.wait(20 * SLOWNESS)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n"
+            + body,
         ),
     )
     site.wait(1, "served")
@@ -211,7 +213,7 @@ if found is None:
     hold()
 note("found", step=found.step)
 persist(41)
-assert saver.wait(20)
+assert saver.wait(20 * SLOWNESS)
 saver.check()
 """
     agent = site.start(*ONE, "--max-restarts", "1", script(site, body))

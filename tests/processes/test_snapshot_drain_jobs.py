@@ -14,6 +14,8 @@ from holdfast.train import export
 
 pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 LIMIT_S = 90.0
+PRELOAD = "torch,torch._dynamo"
+"""An optimizer imports the second, which takes as long as the first: once for each node, not in each of ten workers."""
 GLOBAL = 24
 TRAIN = f"""
 import torch
@@ -85,7 +87,7 @@ def last_state(runs: Path) -> dict[str, Any]:
 
 def test_a_node_leaves_and_another_comes(site, endpoint: str) -> None:
     script = site.script(TRAIN)
-    args = c10d(endpoint, "--grow", "drain", "--max-restarts", "0", "--nproc-per-node", "2")
+    args = c10d(endpoint, "--grow", "drain", "--max-restarts", "0", "--nproc-per-node", "2", "--preload", PRELOAD)
     stays = site.start(*args, script)
     leaves = site.start(*args, script)
     site.wait(24, "stepped", LIMIT_S, world=4)

@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
+
+from tests.support.limits import limit_s, until
 
 WAITS = "meet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\n"
 
@@ -125,19 +126,16 @@ def test_noise_at_a_running_job(site, endpoint: str) -> None:
     host = max(agents, key=lambda agent: len(agent.events("coordinator.joined")))
     address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
     for count, noise in enumerate(NOISE.values(), start=1):
-        with socket.create_connection(address, timeout=10) as stranger:
+        with socket.create_connection(address, timeout=limit_s(10)) as stranger:
             stranger.sendall(noise)
             stranger.shutdown(socket.SHUT_WR)
-            stranger.settimeout(10)
+            stranger.settimeout(limit_s(10))
             try:
                 while stranger.recv(4096):
                     pass
             except ConnectionResetError:
                 pass
-        end = time.monotonic() + 10
-        while host.text.count("dropped a connection from 127.0.0.1") < count:
-            assert time.monotonic() < end, host.text
-            time.sleep(0.01)
+        until(lambda: host.text.count("dropped a connection from 127.0.0.1") >= count, lambda: host.text)  # noqa: B023
     (site.folder / "finish").touch()
     assert [agent.end() for agent in agents] == [0, 0]
     assert host.text.count("\n") == len(NOISE), host.text

@@ -16,6 +16,7 @@ from holdfast.core.stacks import Frame, RankSample, StacksView
 from holdfast.runtime import answers
 from holdfast.runtime.answers import ANSWER_BYTES_MAX, Answers, stacks_body, stacks_view, status_body
 from tests.core.coordinator.coordinator_desk import Desk, gathering, running
+from tests.support.limits import limit_s
 
 
 class Line:
@@ -109,7 +110,7 @@ def test_a_node_that_is_gone_or_silent_is_not_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(answers, "LOOK_S_MAX", 0.01)
 
     async def wait(bench: Bench) -> None:
-        await asyncio.wait_for(bench.lines[1].answered.wait(), 10)
+        await asyncio.wait_for(bench.lines[1].answered.wait(), limit_s(10))
         assert bench.lines[1].answer["silent"] == ["n1", "n2"]
 
     def silent() -> Any:

@@ -25,11 +25,12 @@ from holdfast.runtime.listener import Listener
 from holdfast.wire.codec import encode
 from holdfast.wire.framing import frame, preamble
 from holdfast.wire.handshake import Hello
+from tests.support.limits import limit_s
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=2000, backend="c10d")
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
 TOKEN = b"correct horse"
-PATIENCE_S = 20.0
+PATIENCE_S = limit_s(20.0)
 
 
 class Coordinator:

@@ -16,11 +16,12 @@ from holdfast.runtime.listener import LOG_LINES_MAX, Listener, TakeOver
 from holdfast.wire.codec import encode
 from holdfast.wire.framing import HELLO_BYTES_MAX, STORE_MAGIC, frame, preamble
 from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake, Hello
+from tests.support.limits import limit_s
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=4, backend="c10d")
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
 TOKEN = b"correct horse"
-PATIENCE_S = 20.0
+PATIENCE_S = limit_s(20.0)
 
 
 async def settled(condition: Callable[[], bool]) -> None:

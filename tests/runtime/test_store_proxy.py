@@ -16,10 +16,11 @@ from holdfast.runtime.connection import dial
 from holdfast.runtime.listener import Listener
 from holdfast.runtime.store_proxy import StoreProxy
 from holdfast.wire.framing import STORE_MAGIC
+from tests.support.limits import limit_s
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=1, backend="static", fixed_ranks=True)
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1, node_rank=0)
-PATIENCE_S = 20.0
+PATIENCE_S = limit_s(20.0)
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -258,7 +259,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 def client():
-    return TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timeout=timedelta(seconds=20), wait_for_workers=False)
+    return TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timeout=timedelta(seconds=float(sys.argv[2])), wait_for_workers=False)
 
 clients = [client() for _ in range(4)]
 clients[0].set("key", "x" * 300_000)
@@ -296,12 +297,12 @@ def test_clients_of_torch_do_not_notice() -> None:
     async def main() -> None:
         async with front() as opened:
             server = await start_python(SERVER)
-            clients = await start_python(CLIENTS, str(opened.claim.port))
+            clients = await start_python(CLIENTS, str(opened.claim.port), str(PATIENCE_S))
             try:
                 assert server.stdout is not None
                 assert server.stdin is not None
                 opened.proxy.set_target("127.0.0.1", int(await server.stdout.readline()))
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(limit_s(60)):
                     told, _ = await clients.communicate()
                 assert (clients.returncode, told) == (0, b"clients are content\n")
                 server.stdin.close()

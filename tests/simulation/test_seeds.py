@@ -1,4 +1,8 @@
-"""Thousands of simulated jobs with drawn faults. HOLDFAST_SEEDS=first:end runs others than the ordinary ones."""
+"""Hundreds of simulated jobs with drawn faults. HOLDFAST_SEEDS=first:end runs others than the ordinary ones.
+
+600 seeds reach 4,629 of the branches of `core`, 2,000 seeds 12 more, which have tests of their own; `make soak-seeds`
+runs 50,000.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from holdfast.testing.faults import FaultOptions
 from holdfast.testing.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds
 
 # Read while the tests are collected: the session's own home removes HOLDFAST_ variables afterwards.
-FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:2000"))
-CHUNKS = 20
+FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:600"))
+CHUNKS = 6
 STEP = max(1, -(-(END - FIRST) // CHUNKS))
 
 

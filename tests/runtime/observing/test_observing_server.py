@@ -16,6 +16,7 @@ from holdfast.core.errors import PortInUseError
 from holdfast.core.options import Endpoint
 from holdfast.runtime.observing import server as module
 from holdfast.runtime.observing.server import Answer, Server, bind
+from tests.support.limits import limit_s
 
 BIG = 50_000_000
 """Bytes; no buffer on the way has room for them."""
@@ -40,7 +41,7 @@ def served() -> Iterator[Callable[[module.Pages], int]]:
 
 
 def talk(port: int, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), 5) as sock:
+    with socket.create_connection(("127.0.0.1", port), limit_s(5)) as sock:
         sock.sendall(request)
         answer = b""
         while more := sock.recv(65536):
@@ -54,7 +55,7 @@ def ok() -> Answer:
 
 def test_get_and_head(served: Callable[[module.Pages], int]) -> None:
     port = served({"/a": ok})
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/a?x=1", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/a?x=1", timeout=limit_s(5)) as answer:
         assert (answer.status, answer.read(), answer.headers["Content-Type"]) == (200, b"fine", "text/plain")
     head = talk(port, b"HEAD /a HTTP/1.1\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -83,7 +84,7 @@ def test_who_says_nothing_is_hung_up_on_and_keeps_nobody_waiting(
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_S_MAX", 0.2)
     port = served({"/a": ok})
-    with socket.create_connection(("127.0.0.1", port), 5) as silent:
+    with socket.create_connection(("127.0.0.1", port), limit_s(5)) as silent:
         silent.sendall(b"GET /a")
         assert talk(port, b"GET /a HTTP/1.1\r\n\r\n").endswith(b"fine")
         assert silent.recv(1) == b""
@@ -92,11 +93,11 @@ def test_who_says_nothing_is_hung_up_on_and_keeps_nobody_waiting(
 def test_too_many_are_turned_away(served: Callable[[module.Pages], int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONNECTIONS_MAX", 2)
     port = served({"/a": ok})
-    silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(3)]
+    silent = [socket.create_connection(("127.0.0.1", port), limit_s(5)) for _ in range(3)]
     assert silent[2].recv(1) == b""
     for sock in silent[:2]:
         sock.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + limit_s(5)
     answer = b""
     while not answer and time.monotonic() < deadline:
         try:
@@ -112,7 +113,7 @@ def test_a_reader_that_stalls_is_cut_off(
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_S_MAX", 0.2)
     port = served({"/big": lambda: Answer(200, "text/plain", b"x" * BIG), "/a": ok})
-    with socket.create_connection(("127.0.0.1", port), 5) as stalled:
+    with socket.create_connection(("127.0.0.1", port), limit_s(5)) as stalled:
         stalled.sendall(b"GET /big HTTP/1.1\r\n\r\n")
         assert stalled.recv(1) == b"H"
         assert talk(port, b"GET /a HTTP/1.1\r\n\r\n").endswith(b"fine")

@@ -25,8 +25,9 @@ from holdfast.runtime.workers.keeper_client import (
 )
 from holdfast.runtime.workers.preload import FOLDER
 from holdfast.runtime.workers.spawn import BOOTSTRAP
+from tests.support.limits import limit_s
 
-EVENT_LIMIT_S = 10.0
+EVENT_LIMIT_S = limit_s(20.0)
 E = TypeVar("E")
 
 
@@ -133,7 +134,7 @@ class Site:
             self.bench.keeper.spawn(key, self.argv(*line), fds=fds, warm=True, **options)
 
     async def take(self) -> Any:
-        event = await asyncio.wait_for(self.bench.events.get(), 20)
+        event = await asyncio.wait_for(self.bench.events.get(), EVENT_LIMIT_S)
         match event:
             case PreloadTold(text):
                 self.told.append(text)

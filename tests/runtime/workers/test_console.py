@@ -7,19 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from holdfast.runtime.workers import console as console_module
 from holdfast.runtime.workers.console import Console
-
-
-def until(happened: Callable[[], bool], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return happened()
+from tests.support.limits import limit_s, until
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def test_a_blocked_console_blocks_nobody(pipes: tuple[int, int, int, int], monke
     _, out, _, err = pipes
     console = Console(out, err)
     console.say("x" * 200_000)
-    assert until(lambda: not console.err.free)
+    until(lambda: not console.err.free, "the console to have it written")
     started = time.monotonic()
     for number in range(150):
         console.say(str(number))
@@ -70,7 +64,7 @@ def test_dropped_lines_are_counted(pipes: tuple[int, int, int, int], monkeypatch
     _, out, err_reader, err = pipes
     console = Console(out, err)
     console.say("x" * 200_000)
-    assert until(lambda: not console.err.free)
+    until(lambda: not console.err.free, "the console to have it written")
     for number in range(5):
         console.say(str(number))
     got = b""
@@ -168,4 +162,4 @@ def test_a_process_with_a_blocked_console_still_ends() -> None:
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
     assert process.stderr is not None
     with process.stderr:
-        assert process.wait(10) == 5
+        assert process.wait(limit_s(10)) == 5

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from holdfast.core.options import LogOptions, Std, StreamChoice
 from holdfast.runtime.workers import log_tail
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.log_router import LogRouter, RunFolder, WorkerSlot, WorkerStreams
+from tests.support.limits import limit_s, until
 
 TEE = StreamChoice(every=Std.ALL)
 
@@ -90,13 +91,6 @@ class Node:
         return self.router.close(5)
 
 
-def until(happened: Callable[[], bool], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return happened()
-
-
 def fds_of_this_process() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -132,7 +126,7 @@ def test_each_stream_to_its_places(
     node.write(0, b"err\n", stream=1)
     assert node.end()
     pipe.console.close()
-    assert until(lambda: len(pipe.out) >= len(out) and len(pipe.err) >= len(err))
+    until(lambda: len(pipe.out) >= len(out) and len(pipe.err) >= len(err), "the router to have done it")
     assert (bytes(pipe.out), bytes(pipe.err)) == (out, err)
     streams = node.workers[0]
     assert streams.stdout_file == node.attempt / "0" / "stdout.log" if node.attempt else False
@@ -151,7 +145,7 @@ def test_ranks_of_ten_and_more(pipe: PipeConsole, tmp_path: Path) -> None:
         node.write(rank, b"%d\n" % rank)
     assert node.end()
     expected = {b"n1:%d| %d" % (rank + 100, rank) for rank in range(9)} | {b"[default10]:10", b"[default11]:11"}
-    assert until(lambda: set(bytes(pipe.out).splitlines()) == expected)
+    until(lambda: set(bytes(pipe.out).splitlines()) == expected, "the router to have done it")
 
 
 def test_workers_append_and_their_descriptors_are_not_inherited(pipe: PipeConsole, tmp_path: Path) -> None:
@@ -209,7 +203,7 @@ def test_lines_of_two_ranks_never_mix(pipe: PipeConsole, tmp_path: Path) -> None
         for rank in (1, 0):
             node.write(rank, b"end %d\n" % step)
     assert node.end()
-    assert until(lambda: pipe.out.count(b"\n") == 600)
+    until(lambda: pipe.out.count(b"\n") == 600, "the router to have done it")
     for rank in (0, 1):
         mine = [line for line in bytes(pipe.out).splitlines() if line.startswith(b"n1:10%d| " % rank)]
         assert mine == [b"n1:10%d| " % rank + b"%d-" % rank * 20 + b"end %d" % step for step in range(300)]
@@ -241,7 +235,7 @@ def test_a_last_line_without_newline_and_odd_bytes_are_shown(pipe: PipeConsole, 
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"\xff\xfe bytes\nno end")
     assert node.end()
-    assert until(lambda: bytes(pipe.out) == b"n1:100| \xff\xfe bytes\nn1:100| no end\n")
+    until(lambda: bytes(pipe.out) == b"n1:100| \xff\xfe bytes\nn1:100| no end\n", "the router to have done it")
 
 
 def test_a_progress_bar_on_a_pipe(pipe: PipeConsole, tmp_path: Path) -> None:
@@ -252,7 +246,7 @@ def test_a_progress_bar_on_a_pipe(pipe: PipeConsole, tmp_path: Path) -> None:
         time.sleep(0.002)
     node.write(0, b"\r\nafter\n")
     assert node.end()
-    assert until(lambda: bytes(pipe.out).endswith(b"after\n"))
+    until(lambda: bytes(pipe.out).endswith(b"after\n"), "the router to have done it")
     lines = bytes(pipe.out).splitlines()
     assert lines[-2:] == [b"n1:100| 100%", b"n1:100| after"]
     assert len(lines) <= 3
@@ -261,19 +255,19 @@ def test_a_progress_bar_on_a_pipe(pipe: PipeConsole, tmp_path: Path) -> None:
 def test_a_shown_state_is_not_repeated(pipe: PipeConsole, tmp_path: Path) -> None:
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"only\r")
-    assert until(lambda: bytes(pipe.out) == b"n1:100| only\n")
+    until(lambda: bytes(pipe.out) == b"n1:100| only\n", "the router to have done it")
     node.write(0, b"\nnext\n")
     assert node.end()
-    assert until(lambda: bytes(pipe.out) == b"n1:100| only\nn1:100| next\n")
+    until(lambda: bytes(pipe.out) == b"n1:100| only\nn1:100| next\n", "the router to have done it")
 
 
 def test_a_held_back_state_comes_by_itself(pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_tail, "PROGRESS_S", 0.1)
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"1%\r")
-    assert until(lambda: pipe.out.endswith(b"1%\n"))
+    until(lambda: pipe.out.endswith(b"1%\n"), "the router to have done it")
     node.write(0, b"2%\r3%\r")
-    assert until(lambda: pipe.out.endswith(b"3%\n"))
+    until(lambda: pipe.out.endswith(b"3%\n"), "the router to have done it")
     assert bytes(pipe.out) == b"n1:100| 1%\nn1:100| 3%\n"
     assert node.end()
 
@@ -281,13 +275,13 @@ def test_a_held_back_state_comes_by_itself(pipe: PipeConsole, tmp_path: Path, mo
 def test_a_truncated_file_is_read_from_its_start(pipe: PipeConsole, tmp_path: Path) -> None:
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"before, a longer line\n")
-    assert until(lambda: b"before" in pipe.out)
+    until(lambda: b"before" in pipe.out, "the router to have done it")
     fd = node.workers[0].fds.stdout
     assert fd is not None
     os.ftruncate(fd, 0)
     node.write(0, b"after\n")
     assert node.end()
-    assert until(lambda: pipe.out.endswith(b"n1:100| after\n"))
+    until(lambda: pipe.out.endswith(b"n1:100| after\n"), "the router to have done it")
 
 
 def test_without_inotify_files_are_polled(pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +294,9 @@ def test_without_inotify_files_are_polled(pipe: PipeConsole, tmp_path: Path, mon
     monkeypatch.setattr(log_tail, "ChangeWatch", Refused)
     node = Node(pipe.read_on(), tmp_path).open(0)
     node.write(0, b"one\n")
-    assert until(lambda: b"one" in pipe.out)
+    until(lambda: b"one" in pipe.out, "the router to have done it")
     node.write(0, b"two\n")
-    assert until(lambda: b"two" in pipe.out)
+    until(lambda: b"two" in pipe.out, "the router to have done it")
     assert node.end()
 
 
@@ -326,7 +320,9 @@ def test_duplicate_filters_collect_teed_lines_of_passing_ranks(pipe: PipeConsole
     filtered = (node.attempt / "filtered_stdout.log").read_bytes().splitlines()
     assert sorted(filtered) == [b"[default0]:loss=0", b"[default0]:warn", b"[default1]:loss=1", b"[default1]:warn"]
     assert (node.attempt / "filtered_stderr.log").read_bytes() == b"[default0]:an error\n"
-    assert until(lambda: pipe.out.count(b"\n") == 6)  # the console has all lines of ranks 0 and 1
+    until(
+        lambda: pipe.out.count(b"\n") == 6, "the router to have done it"
+    )  # the console has all lines of ranks 0 and 1
 
 
 def test_a_filter_without_tee_makes_an_empty_file(pipe: PipeConsole, tmp_path: Path) -> None:
@@ -355,7 +351,7 @@ def test_attempts_follow_each_other_and_keep_their_files(pipe: PipeConsole, tmp_
         files.extend(streams.stdout_file for streams in node.workers.values() if streams.stdout_file)
     assert node.end()
     assert fds_of_this_process() == before
-    assert until(lambda: pipe.out.count(b"\n") == 6006)
+    until(lambda: pipe.out.count(b"\n") == 6006, "the router to have done it")
     for rank in (0, 1):
         mine = [line.split()[2] for line in bytes(pipe.out).splitlines() if line.startswith(b"n1:10%d|" % rank)]
         assert mine == sorted(mine)
@@ -380,11 +376,11 @@ def test_a_blocked_console_loses_nothing(pipe: PipeConsole, tmp_path: Path) -> N
     assert os.read(pipe.readers[1], 4096)
     assert node.attempt is not None
     filtered = node.attempt / "filtered_stdout.log"
-    assert until(lambda: filtered.read_bytes().count(b"\n") == 2)
+    until(lambda: filtered.read_bytes().count(b"\n") == 2, "the router to have done it")
     node.router.end_attempt()
     pipe.read_on()
     assert node.end()
-    assert until(lambda: pipe.out.count(b"\n") == 2 * line_count)
+    until(lambda: pipe.out.count(b"\n") == 2 * line_count, "the router to have done it")
     for rank in (0, 1):
         header = b"[default%d]:" % rank
         mine = b"".join(each[len(header) :] for each in bytes(pipe.out).splitlines(True) if each.startswith(header))
@@ -444,8 +440,8 @@ def test_four_hundred_thousand_lines(pipe: PipeConsole, tmp_path: Path) -> None:
     code = "import sys\nline = 'x' * 99 + '\\n'\nfor _ in range(200_000): sys.stdout.write(line)"
     node = Node(pipe.read_on(), tmp_path, tee=TEE).open(0, 1)
     for process in start(node, [sys.executable, "-S", "-c", code]):
-        assert process.wait(30) == 0
+        assert process.wait(limit_s(30)) == 0
     assert node.end()
-    assert until(lambda: pipe.out.count(b"\n") == 400_000)
+    until(lambda: pipe.out.count(b"\n") == 400_000, "the router to have done it")
     for rank in (0, 1):
         assert pipe.out.count(b"[default%d]:%s\n" % (rank, b"x" * 99)) == 200_000

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -23,9 +23,10 @@ from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker
 from holdfast.runtime.workers.spawn import BOOTSTRAP
 from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles
+from tests.support.limits import limit_s, until
 
 Start = Callable[..., subprocess.Popen[str]]
-DEADLINE_S = 20.0
+DEADLINE_S = limit_s(20.0)
 
 SLEEPS = "import time\nprint('up')\ntime.sleep(600)\n"
 HOLDS_THE_LOCK = """
@@ -86,9 +87,8 @@ def look(board: Board, *processes: subprocess.Popen[str], folder: Path | None = 
         looker = Looker(board, generation=3, rank_base=4)
         try:
             for _ in range(times):
-                began_s = time.monotonic()
-                samples = await looker.look({rank: each.pid for rank, each in enumerate(processes)}, folder)
-                assert time.monotonic() - began_s < LOOK_S_MAX + DEADLINE_S
+                async with asyncio.timeout(LOOK_S_MAX + DEADLINE_S):
+                    samples = await looker.look({rank: each.pid for rank, each in enumerate(processes)}, folder)
             return samples
         finally:
             await looker.close()
@@ -105,16 +105,9 @@ def is_at_rest(board: Board, process: subprocess.Popen[str]) -> bool:
     return functions(look(board, process)[0]) == [("<module>", 3)]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_one_that_sleeps_and_one_that_holds_the_lock(board: Board, start: Start, tmp_path: Path) -> None:
     processes = start(SLEEPS), start(HOLDS_THE_LOCK, 1)
-    until(lambda: is_at_rest(board, processes[0]))
+    until(lambda: is_at_rest(board, processes[0]), "the worker to be where it stays")
     asleep, native = look(board, *processes, folder=tmp_path)
     assert functions(asleep) == [("<module>", 3)]
     assert asleep.source == "time.sleep(600)"
@@ -131,7 +124,7 @@ def test_one_that_sleeps_and_one_that_holds_the_lock(board: Board, start: Start,
 def test_one_that_spins(board: Board, start: Start) -> None:
     process = start(SPINS)
     first = look(board, process)[0]
-    until(lambda: look(board, process)[0].cpu_s > first.cpu_s + 0.02)
+    until(lambda: look(board, process)[0].cpu_s > first.cpu_s + 0.02, "the worker to be where it stays")
     ((function, line),) = functions(look(board, process)[0])
     assert function == "<module>"
     assert line in (2, 3)
@@ -140,18 +133,18 @@ def test_one_that_spins(board: Board, start: Start) -> None:
 def test_one_that_is_stopped_is_not_asked(board: Board, start: Start, tmp_path: Path) -> None:
     process = start(SLEEPS)
     process.send_signal(signal.SIGSTOP)
-    until(lambda: kernel.read_stat(process.pid).state == "T")  # type: ignore[union-attr]
+    until(lambda: kernel.read_stat(process.pid).state == "T", "the worker to be where it stays")  # type: ignore[union-attr]
     (sample,) = look(board, process, folder=tmp_path, times=3)
     assert (sample.state, sample.frames) == ("T", ())
     assert "did not write its stacks" in Path(sample.file).read_text()
     assert not kernel.signals(process.pid).pending(LOOK_SIGNAL), "it would answer all of them when it goes on"
     process.send_signal(signal.SIGCONT)
-    until(lambda: bool(look(board, process)[0].frames))
+    until(lambda: bool(look(board, process)[0].frames), "the worker to be where it stays")
 
 
 def test_one_that_has_become_another_program(board: Board, start: Start) -> None:
     process = start("import os\nprint('up', flush=True)\nos.execv('/bin/sleep', ['sleep', '600'])")
-    until(lambda: kernel.read_stat(process.pid).name == "sleep")  # type: ignore[union-attr]
+    until(lambda: kernel.read_stat(process.pid).name == "sleep", "the worker to be where it stays")  # type: ignore[union-attr]
     (sample,) = look(board, process)
     assert (sample.frames, sample.state, process.poll()) == ((), "S", None)
 
@@ -209,14 +202,24 @@ def main():
     time.sleep(600)
 main()
 """
-    (sample,) = look(board, start(source), folder=tmp_path)
-    assert functions(sample) == [], "the main thread is left out, and no other is taken for it"
-    assert Path(sample.file).read_text().count("(most recent call first)") == 100
+    process, folders = start(source), itertools.count()
+    samples: list[RankSample] = []
+
+    def all_written() -> bool:
+        """Not before its main thread sleeps: until then that one alone is asked."""
+        folder = tmp_path / str(next(folders))
+        folder.mkdir()
+        samples[:] = look(board, process, folder=folder)
+        file = samples[0].file
+        return bool(file) and Path(file).read_text().count("(most recent call first)") == 100
+
+    until(all_written, lambda: str(samples))
+    assert functions(samples[0]) == [], "the main thread is left out, and no other is taken for it"
 
 
 def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
     process = start(SLEEPS)
-    until(lambda: is_at_rest(board, process))
+    until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> list[tuple[RankSample, ...]]:
         looker = Looker(board, generation=1, rank_base=0)
@@ -229,7 +232,7 @@ def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
 
 def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: Path) -> None:
     process = start(SLEEPS)
-    until(lambda: is_at_rest(board, process))
+    until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> None:
         looker = Looker(board, generation=1, rank_base=0)
@@ -239,7 +242,7 @@ def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: 
             first.cancel()
 
     asyncio.run(scenario())
-    until(lambda: bool(look(board, process)[0].frames))
+    until(lambda: bool(look(board, process)[0].frames), "the worker to be where it stays")
 
 
 def test_what_is_kept_is_bounded(board: Board, start: Start, tmp_path: Path) -> None:
@@ -250,7 +253,9 @@ def test_what_is_kept_is_bounded(board: Board, start: Start, tmp_path: Path) -> 
 
 def test_a_folder_that_cannot_be_written_costs_the_evidence_alone(board: Board, start: Start, tmp_path: Path) -> None:
     (tmp_path / "stacks").write_text("in the way")
-    (sample,) = look(board, start(SLEEPS), folder=tmp_path)
+    process = start(SLEEPS)
+    until(lambda: is_at_rest(board, process), "the worker to be where it stays")
+    (sample,) = look(board, process, folder=tmp_path)
     assert (functions(sample), sample.file) == ([("<module>", 3)], "")
 
 
@@ -275,7 +280,7 @@ def test_native_stacks_where_py_spy_is(
     spy.chmod(0o755)
     monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
     process = start(SLEEPS)
-    until(lambda: is_at_rest(board, process))
+    until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> str:
         looker = Looker(board, generation=1, rank_base=0)

@@ -17,17 +17,18 @@ from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.store_host import StoreHost
+from tests.support.limits import limit_s
 
 OnBench = Callable[..., None]
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
-CLIENT_LIMIT_S = 90.0
+CLIENT_LIMIT_S = limit_s(90.0)
 CLIENT = """
 import sys
 from datetime import timedelta
 from torch.distributed import TCPStore
 def connect(port):
-    return TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=float(sys.argv[1])))
 def works(store):
     try:
         store.set("probe", "1")
@@ -50,7 +51,9 @@ class Client:
     async def start(cls) -> Client:
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         return cls(
-            await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, stdin=pipe, stdout=pipe, stderr=null)
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", CLIENT, str(CLIENT_LIMIT_S), stdin=pipe, stdout=pipe, stderr=null
+            )
         )
 
     async def ask(self, expression: str) -> Any:

@@ -10,7 +10,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +18,11 @@ import pytest
 from holdfast.core.options import LogOptions, Std, StreamChoice
 from holdfast.runtime.workers.console import ERASE, Console
 from holdfast.runtime.workers.log_router import LogRouter, RunFolder, WorkerSlot, WorkerStreams
+from tests.support.limits import limit_s, until
 
 COLUMNS = 90
 PLAIN = b"n1:0| "
 COLOURED = b"\x1b[36mn1:0|\x1b[0m "
-
-
-def until(happened: Callable[[], bool], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return happened()
 
 
 def set_size(fd: int, rows: int, columns: int) -> None:
@@ -89,7 +83,7 @@ def run(screen: Screen, code: str) -> WorkerStreams:
         start_new_session=True,
     )
     screen.router.started(0)
-    assert process.wait(20) == 0
+    assert process.wait(limit_s(20)) == 0
     screen.router.end_attempt()
     return streams
 
@@ -102,7 +96,7 @@ def test_a_worker_sees_a_terminal_and_its_size(screen: Screen) -> None:
         "print('\\033[31mred\\033[0m', file=sys.stderr)\n",
     )
     size = b"True True %d 30\n" % (COLUMNS - len(PLAIN))
-    assert until(lambda: COLOURED + size in screen.shown and b"\x1b[31mred" in screen.shown)
+    until(lambda: COLOURED + size in screen.shown and b"\x1b[31mred" in screen.shown, "the screen to show it")
     assert streams.stdout_file is not None
     assert streams.stderr_file is not None
     assert streams.stdout_file.read_bytes() == size
@@ -111,7 +105,7 @@ def test_a_worker_sees_a_terminal_and_its_size(screen: Screen) -> None:
 
 def test_every_byte_of_a_worker_that_ends_at_once_is_kept(screen: Screen) -> None:
     streams = run(screen, "import os\nfor n in range(20_000): os.write(1, b'%05d\\n' % n)")
-    assert until(lambda: screen.shown.endswith(b"19999\n"))
+    until(lambda: screen.shown.endswith(b"19999\n"), "the screen to show it")
     assert streams.stdout_file is not None
     assert streams.stdout_file.read_bytes() == b"".join(b"%05d\n" % number for number in range(20_000))
 
@@ -132,16 +126,16 @@ def test_a_progress_bar_is_a_transient_last_line(screen: Screen) -> None:
     assert other is not None
     os.write(bar, b"\r10%")
     os.write(bar, b"\r20%")
-    assert until(lambda: ERASE + COLOURED + b"20%" in screen.shown)
+    until(lambda: ERASE + COLOURED + b"20%" in screen.shown, "the screen to show it")
     at = len(screen.shown)
     os.write(other, b"line\n")
     # the bar goes away for the line and comes back below it
     line = b"\x1b[33mn1:1|\x1b[0m line\n"
-    assert until(lambda: COLOURED + b"20%" in screen.shown[at:])
+    until(lambda: COLOURED + b"20%" in screen.shown[at:], "the screen to show it")
     assert bytes(screen.shown[at:]).startswith(ERASE + line)
     at = len(screen.shown)
     os.write(bar, b"\r100%\n")
-    assert until(lambda: screen.shown.endswith(b"100%\n"))
+    until(lambda: screen.shown.endswith(b"100%\n"), "the screen to show it")
     assert bytes(screen.shown[at:]) == ERASE + COLOURED + b"100%\n"
     assert streams[0].stderr_file is not None
     assert streams[0].stderr_file.read_bytes() == b"\r10%\r20%\r100%\n"
@@ -154,7 +148,7 @@ def test_a_bar_is_redrawn_at_most_ten_times_a_second(screen: Screen) -> None:
     for number in range(100):
         os.write(bar, b"\r%d" % number)
         time.sleep(0.003)
-    assert until(lambda: COLOURED + b"99" in screen.shown)
+    until(lambda: COLOURED + b"99" in screen.shown, "the screen to show it")
     elapsed = time.monotonic() - started
     assert screen.shown.count(COLOURED) <= elapsed * 10 + 2
 
@@ -163,10 +157,10 @@ def test_a_prompt_is_shown_and_becomes_a_line_at_the_end(screen: Screen) -> None
     fd = screen.open(0)[0].fds.stdout
     assert fd is not None
     os.write(fd, b"name? ")
-    assert until(lambda: COLOURED + b"name? " in screen.shown)
+    until(lambda: COLOURED + b"name? " in screen.shown, "the screen to show it")
     screen.router.started(0)
     screen.router.end_attempt()
-    assert until(lambda: screen.shown.endswith(ERASE + COLOURED + b"name? \n"))
+    until(lambda: screen.shown.endswith(ERASE + COLOURED + b"name? \n"), "the screen to show it")
 
 
 def test_two_bars_at_rest_cost_nothing(screen: Screen) -> None:
@@ -175,7 +169,7 @@ def test_two_bars_at_rest_cost_nothing(screen: Screen) -> None:
         fd = streams[rank].fds.stderr
         assert fd is not None
         os.write(fd, b"\rbar")
-    assert until(lambda: screen.shown.count(b"bar") == 2)
+    until(lambda: screen.shown.count(b"bar") == 2, "the screen to show it")
     size = len(screen.shown)
     time.sleep(0.3)
     assert len(screen.shown) == size
@@ -185,10 +179,10 @@ def test_said_lines_keep_the_transient_line_below(screen: Screen) -> None:
     fd = screen.open(0)[0].fds.stdout
     assert fd is not None
     os.write(fd, b"\rbar")
-    assert until(lambda: b"bar" in screen.shown)
+    until(lambda: b"bar" in screen.shown, "the screen to show it")
     at = len(screen.shown)
     screen.console.say("news")
-    assert until(lambda: b"bar" in screen.shown[at:])
+    until(lambda: b"bar" in screen.shown[at:], "the screen to show it")
     assert bytes(screen.shown[at:]).startswith(ERASE + b"holdfast: news\n")
 
 
@@ -218,9 +212,9 @@ def test_a_stopped_terminal_blocks_no_worker(screen: Screen) -> None:
     streams = run(screen, "import os\nfor n in range(40_000): os.write(1, b'%099d\\n' % n)")
     assert streams.stdout_file is not None
     file = streams.stdout_file
-    assert until(lambda: file.stat().st_size == 4_000_000)
+    until(lambda: file.stat().st_size == 4_000_000, "the screen to show it")
     termios.tcflow(screen.slave, termios.TCOON)
-    assert until(lambda: screen.shown.endswith(b"%099d\n" % 39_999))
+    until(lambda: screen.shown.endswith(b"%099d\n" % 39_999), "the screen to show it")
     assert screen.shown.count(b"\n") == 40_000
 
 
@@ -231,5 +225,5 @@ def test_a_left_over_process_does_not_hold_up_the_end(screen: Screen) -> None:
     os.write(fd, b"last words")
     screen.router.started(0)
     screen.router.end_attempt()
-    assert until(lambda: screen.shown.endswith(b"last words\n"))
+    until(lambda: screen.shown.endswith(b"last words\n"), "the screen to show it")
     os.close(left_over)
