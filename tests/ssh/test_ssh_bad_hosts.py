@@ -11,14 +11,27 @@ from pathlib import Path
 import pytest
 
 from tests.ssh.conftest import MakeYard
-from tests.ssh.yard import Yard
+from tests.ssh.yard import Yard, make_yard, why_not
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    """Two hosts for all these tests; only the first one has an sshd that stays."""
+    if why := why_not():
+        pytest.skip(why)
+    with make_yard(2, tmp_path_factory.mktemp("yard")) as made:
+        made.end_sshd(2)
+        yield made
 
 
 @pytest.fixture
-def two(yard: MakeYard) -> Iterator[Yard]:
-    made = yard(2)
-    yield made
-    made.empty(10)
+def two(shared: Yard) -> Iterator[Yard]:
+    """As if they were new."""
+    shared.renew()
+    shared.start_sshd(2)
+    yield shared
+    shared.empty(10)
+    shared.end_sshd(2)
 
 
 def one_line(text: str, *parts: str) -> None:
@@ -35,7 +48,7 @@ def test_a_host_that_is_not_there(two: Yard) -> None:
 
 
 def test_a_host_without_sshd(two: Yard) -> None:
-    two.daemons[2].end()
+    two.end_sshd(2)
     one_line(two.refused("--hosts", "node1,node2"), "HF141", "host node2", "Connection refused")
 
 
@@ -72,8 +85,8 @@ def test_a_password_prompt_is_never_waited_for(two: Yard) -> None:
 
 def test_a_login_that_never_ends(two: Yard, tmp_path: Path) -> None:
     """sshd takes the connection and says nothing."""
-    two.daemons[2].end()
-    silent = "import socket, time; s = socket.create_server(('0.0.0.0', 2222)); time.sleep(60)"
+    two.end_sshd(2)
+    silent = "import socket, time; s = socket.create_server(('0.0.0.0', 2222)); time.sleep(600)"
     program = two.hosts[2].start([sys.executable, "-I", "-c", silent])
     two.configure("Host *\n  ConnectTimeout 1\n")
     text = two.refused("--hosts", "node1,node2")

@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.network.fleet import measured, until
+from tests.network.fleet import until
 from tests.ssh.conftest import MakeYard
 from tests.ssh.yard import Yard
+from tests.support.limits import limit_s
 
 GONE_S = 10.0
 """A launcher that was killed leaves nothing on any host after this."""
@@ -35,7 +36,7 @@ def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> Non
         "import os, sys, time\n"
         f"said = {str(two.folder / 'said')!r}\n"
         "print('hello from', os.environ['RANK'], flush=True)\n"
-        "if os.environ['RANK'] == '0':\n    open(said, 'w').close()\n    time.sleep(60)\n"
+        "if os.environ['RANK'] == '0':\n    open(said, 'w').close()\n    time.sleep(600)\n"
         "while not os.path.exists(said):\n    time.sleep(0.01)\n"
         "raise SystemExit(7)\n"
     )
@@ -78,7 +79,7 @@ def test_the_token_is_the_runs_own_and_strangers_are_refused(yard: MakeYard) -> 
     assert ports
     for port in ports:
         two.fleet.args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "known")
-        two.fleet.args += ("--rdzv-endpoint", f"node1:{port}", "--rdzv-conf", "join_timeout=3")
+        two.fleet.args += ("--rdzv-endpoint", f"node1:{port}", "--rdzv-conf", f"join_timeout={round(limit_s(1.5))}")
         stranger = two.fleet.start(2)
         assert stranger.end() != 0, stranger.text
     two.fleet.finish_all([launcher])
@@ -96,9 +97,9 @@ def test_ctrl_c_stops_everything_everywhere(yard: MakeYard) -> None:
 def test_an_end_during_the_login(yard: MakeYard) -> None:
     """One host is slow to let us in: neither Ctrl-C nor a killed launcher waits for it."""
     two = yard(2)
-    two.start_sshd(2, "ForceCommand sleep 60")
+    two.start_sshd(2, "ForceCommand sleep 600")
     launcher = two.run("--hosts", two.names)
-    until(lambda: any("sleep 60" in line for line in two.left(two.hosts[2])), lambda: launcher.text)
+    until(lambda: any("sleep 600" in line for line in two.left(two.hosts[2])), lambda: launcher.text)
     launcher.signal(signal.SIGINT)
     assert launcher.end(GONE_S) == 130, launcher.text
     launcher = two.run("--hosts", two.names)
@@ -124,30 +125,28 @@ def test_the_second_ctrl_c_kills(yard: MakeYard) -> None:
 
 
 def test_a_killed_launcher_leaves_nothing_anywhere(yard: MakeYard) -> None:
-    four = yard(4)
-    script = four.fleet.script  # workers that do not mind SIGTERM, as a hung one does not
+    two = yard(2)
+    script = two.fleet.script  # workers that do not mind SIGTERM, as a hung one does not
     script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + script.read_text())
-    launcher = four.run("--hosts", four.names)
-    four.fleet.trains([1, 2, 3, 4])
+    launcher = two.run("--hosts", two.names)
+    two.fleet.trains([1, 2])
     launcher.signal(signal.SIGKILL)
-    since_s = time.monotonic()
-    four.empty()
-    measured("nothing left after kill -9 of the launcher", time.monotonic() - since_s, GONE_S)
+    two.empty(GONE_S)
 
 
 def test_a_pulled_cable_is_survived_and_the_host_comes_back(yard: MakeYard) -> None:
-    four = yard(4)
-    launcher = four.run("--hosts", four.names, "--nnodes", "2:4")
-    four.fleet.trains([1, 2, 3, 4])
+    three = yard(3)
+    launcher = three.run("--hosts", three.names, "--nnodes", "2:3")
+    three.fleet.trains([1, 2, 3])
     since_s = time.monotonic()
-    four.hosts.unplug(4)
-    four.fleet.trains([1, 2, 3], since_s)
-    launcher.says("lost the ssh connection to node4")
-    four.hosts.plug(4)
-    four.fleet.trains([1, 2, 3, 4], since_s + 1)
-    four.fleet.check(overlap_s=0.0)
-    four.fleet.finish_all([launcher])
-    four.empty()
+    three.hosts.unplug(3)
+    second = three.fleet.trains([1, 2], since_s)
+    launcher.says("lost the ssh connection to node3")
+    three.hosts.plug(3)
+    three.fleet.trains([1, 2, 3], second.born_s)
+    three.fleet.check(overlap_s=0.0)
+    three.fleet.finish_all([launcher])
+    three.empty()
 
 
 def own_processes(yard: Yard) -> tuple[int, int]:
@@ -213,7 +212,7 @@ def test_signals_of_the_user_reach_all_workers(yard: MakeYard) -> None:
         "import os, signal, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     launcher = two.run("--hosts", two.names, script=script)
     until(lambda: launcher.text.count("ready") == 2, lambda: launcher.text)
@@ -243,5 +242,5 @@ def test_a_terminal_that_takes_nothing_holds_up_no_training(yard: MakeYard, tmp_
     while data := os.read(reader, 1 << 16):
         read += data.count(b"\n")
     os.close(reader)
-    assert program.wait(10) == 0
+    assert program.wait(limit_s(10)) == 0
     assert read == 20000
