@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ READY_S = 30.0
 GONE_S = 5.0
 SECOND_S = 1.2
 LOOK_EVERY_S = 0.1
+PORTS = range(20_000, 32_000)
 
 CONF = """\
 ClusterName=holdfast
@@ -270,11 +272,15 @@ def until(condition: Callable[[], Any], what: Callable[[], str], seconds: float 
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Below those that the kernel gives to connections: none of them takes one before its daemon listens there."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("no free port")
 
 
 def step_of(pid: int) -> int | None:

@@ -18,15 +18,15 @@ GONE_S = 10.0
 """A launcher that was killed leaves nothing on any host after this."""
 
 
-def test_four_hosts_train_and_end_with_the_job(yard: MakeYard) -> None:
-    four = yard(4)
-    launcher = four.run("--hosts", "node1:2,node2,node3,node4")
-    generation = four.fleet.trains([1, 2, 3, 4])
-    assert generation.world == 5
-    assert [generation.place(f"node{number}") for number in (1, 2, 3, 4)] == [[0, 1], [2], [3], [4]]
-    assert generation.master == four.hosts[1].v4
-    four.fleet.finish_all([launcher])
-    four.empty()
+def test_three_hosts_train_and_end_with_the_job(yard: MakeYard) -> None:
+    three = yard(3)
+    launcher = three.run("--hosts", "node1:2,node2,node3")
+    generation = three.fleet.trains([1, 2, 3])
+    assert generation.world == 4
+    assert [generation.place(f"node{number}") for number in (1, 2, 3)] == [[0, 1], [2], [3]]
+    assert generation.master == three.hosts[1].v4
+    three.fleet.finish_all([launcher])
+    three.empty()
 
 
 def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> None:
@@ -48,29 +48,21 @@ def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> Non
     two.empty()
 
 
-def test_the_environment_goes_along_and_is_seen_by_nobody(yard: MakeYard) -> None:
+def test_the_environment_goes_along_unseen_and_strangers_are_refused(yard: MakeYard) -> None:
+    """The token is the run's own."""
     two = yard(2)
-    script = two.folder / "shows.py"
-    script.write_text(
-        "import os, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    print('GOT', os.environ.get('NCCL_DEBUG'), os.environ.get('MINE'), os.environ.get('OTHER'), os.getcwd())\n"
-        "while not os.path.exists(os.path.join(os.path.dirname(__file__), 'finish')):\n    time.sleep(0.05)\n"
-    )
+    script = two.fleet.script
+    names = "NCCL_DEBUG", "MINE", "OTHER"
+    shows = f"import os\nif os.environ['RANK'] == '1':\n    print('GOT', *map(os.environ.get, {names}), os.getcwd())\n"
+    script.write_text(shows + script.read_text())
     secrets = {"NCCL_DEBUG": "hush-1", "MINE": "hush-2", "OTHER": "hush-3"}
-    launcher = two.run("--hosts", two.names, "--env", "SITE", "--env", "MI*", script=script, env=secrets)
+    launcher = two.run("--hosts", two.names, "--rdzv-id", "known", "--env", "SITE", "--env", "MI*", env=secrets)
+    generation = two.fleet.trains([1, 2])
     launcher.says("GOT hush-1 hush-2 None " + str(two.folder))
     for pid in (pid for host in two.hosts for pid in host.pids()):
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"hush" not in words, words
         assert b"HOLDFAST_TOKEN" not in words, words
-    two.fleet.finish_all([launcher])
-
-
-def test_the_token_is_the_runs_own_and_strangers_are_refused(yard: MakeYard) -> None:
-    two = yard(2)
-    launcher = two.run("--hosts", two.names, "--rdzv-id", "known")
-    generation = two.fleet.trains([1, 2])
     agents = [line for line in two.left(two.hosts[1]) if "holdfast-agent known" in line]
     assert len(agents) == 3, agents  # guard, agent, keeper
     listening = two.hosts[1].run(["ss", "--listening", "--tcp", "--numeric", "--processes"])
@@ -157,6 +149,7 @@ def own_processes(yard: Yard) -> tuple[int, int]:
 
 
 def test_an_agent_that_is_killed_is_started_again(yard: MakeYard) -> None:
+    """One that gives up is not, and stops those that would wait for it."""
     two = yard(2)
     launcher = two.run("--hosts", two.names)
     two.fleet.trains([1, 2])
@@ -171,14 +164,6 @@ def test_an_agent_that_is_killed_is_started_again(yard: MakeYard) -> None:
     os.kill(guard, signal.SIGKILL)  # takes its agent along
     two.fleet.trains([1, 2], since_s)
     two.fleet.check()
-    two.fleet.finish_all([launcher])
-    two.empty()
-
-
-def test_a_host_that_gives_up_stops_those_that_would_wait_for_it(yard: MakeYard) -> None:
-    two = yard(2)
-    launcher = two.run("--hosts", two.names)
-    two.fleet.trains([1, 2])
     _, agent = own_processes(two)
     os.kill(agent, signal.SIGQUIT)  # as somebody over there may do
     assert launcher.end() == 131, launcher.text
