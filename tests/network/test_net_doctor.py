@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +206,9 @@ def test_another_token_and_a_job_at_the_endpoint_are_told_apart(consult) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_a_host_name_that_means_loopback_breaks_the_all_reduce_and_its_fix_mends_it(consult) -> None:
     """Debian's 127.0.1.1: every pair works, and gloo announces loopback to the others."""
-    pytest.importorskip("torch")
     doctors: Consultation = consult(2)
     for host in doctors.hosts:
         trap = doctors.hosts.phone_book().replace(f"{host.v4} {host.name}\n", f"127.0.1.1 {host.name}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 
@@ -26,8 +27,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_training_goes_on_without_a_killed_node(fleet) -> None:
-    pytest.importorskip("torch")
     job: Fleet = fleet(3)
     job.c10d("2:3")
     job.script.write_text(STEPS)

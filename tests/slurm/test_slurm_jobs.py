@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.processes.conftest import is_alive
@@ -159,8 +161,8 @@ with ht.process_group() as pg, ht.Snapshots("snaps", every="1h") as snaps:
 """
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_preemption_by_a_higher_partition_loses_no_sample_and_repeats_none(jobs: Jobs) -> None:
-    pytest.importorskip("torch")
     (jobs.folder / "train.py").write_text(TRAINING)
     line = (*HOLDFAST, "submit", "--slurm", "--no-follow", "-N1", "--exclusive", "--signal=USR1@30", "train.py")
     jobs.cluster.call(*line, env=jobs.variables, cwd=jobs.folder)

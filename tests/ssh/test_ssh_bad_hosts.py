@@ -12,6 +12,7 @@ import pytest
 
 from tests.ssh.conftest import MakeYard
 from tests.ssh.yard import Yard, make_yard, why_not
+from tests.support.limits import limit_s
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def one_line(text: str, *parts: str) -> None:
 
 
 def test_a_host_that_is_not_there(two: Yard) -> None:
-    two.configure("Host gone\n  HostName 10.77.0.99\n  ConnectTimeout 1\n")
+    two.configure("Host gone\n  HostName 10.77.0.99\n")
     text = two.refused("--hosts", "node1,gone")
     one_line(text, "HF141", "host gone", "cannot be reached by ssh", "No route to host")
 
@@ -88,7 +89,7 @@ def test_a_login_that_never_ends(two: Yard, tmp_path: Path) -> None:
     two.end_sshd(2)
     silent = "import socket, time; s = socket.create_server(('0.0.0.0', 2222)); time.sleep(600)"
     program = two.hosts[2].start([sys.executable, "-I", "-c", silent])
-    two.configure("Host *\n  ConnectTimeout 1\n")
+    two.wrap_ssh(f"-o ConnectTimeout={round(limit_s(1))}")
     text = two.refused("--hosts", "node1,node2")
     program.end()
     one_line(text, "HF141", "host node2", "cannot be reached by ssh", "timed out")

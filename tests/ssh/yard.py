@@ -67,12 +67,15 @@ class Yard:
         shutil.copy(self.keys / "id.pub", self.keys / "authorized_keys")
         (self.keys / "known_hosts").write_text("")
         self.configure("")
-        folder = self.folder / "bin"
-        folder.mkdir()
-        wrapper = folder / "ssh"
-        wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.keys}/config "$@"\n')
-        wrapper.chmod(0o755)
+        (self.folder / "bin").mkdir()
+        self.wrap_ssh()
         Path("/run/sshd").mkdir(exist_ok=True)
+
+    def wrap_ssh(self, options: str = "") -> None:
+        """The user's ssh. These options win over those that it is given."""
+        wrapper = self.folder / "bin" / "ssh"
+        wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.keys}/config {options} "$@"\n')
+        wrapper.chmod(0o755)
 
     def configure(self, before: str) -> None:
         """The user's ssh_config; what comes first counts."""
@@ -115,6 +118,7 @@ class Yard:
     def renew(self) -> None:
         """Forget what a test before this one has set or left; its jobs have ended."""
         self.configure("")
+        self.wrap_ssh()
         (self.keys / "known_hosts").write_text("")
         (self.folder / "trail.jsonl").unlink()
         (self.folder / "finish").unlink(missing_ok=True)
