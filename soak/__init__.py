@@ -5,7 +5,9 @@
 
 | module | what it knows |
 |---|---|
-| train.py | the training script: plain DDP, snapshots, and a ledger of every step; runs under holdfast and torchrun alike |
+| training.py | what the training scripts share: the loop of steps, snapshots, and a ledger of every step |
+| train.py | the training script: plain DDP; runs under holdfast and torchrun alike |
+| plain.py | the same without torch, for the short soak of the tests |
 | schedule.py | which fault comes when, from a seed (PURE) |
 | launchers.py | how an agent is started, and which processes are what |
 | disk.py | a small disk that can be filled and can stall |

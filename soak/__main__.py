@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from soak import disk
-from soak.launchers import ALL
+from soak.launchers import ALL, WORKERS
 from soak.schedule import MEAN_GAP_S
 from tests.network import hosts
 
@@ -46,7 +46,8 @@ def main() -> int:
 
         launchers = [ALL[name] for name in arguments.launchers.split(",")]
         results = None if arguments.results == "none" else Path(arguments.results)
-        status = soak(launchers, arguments.seed, arguments.minutes, arguments.gap, folder, results)
+        script = WORKERS[arguments.worker]
+        status = soak(launchers, script, arguments.seed, arguments.minutes, arguments.gap, folder, results)
     else:
         from soak.patience import patience
 
@@ -67,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     chaos.add_argument("--seed", type=int, default=1)
     chaos.add_argument("--gap", type=float, default=MEAN_GAP_S, help="mean seconds between two faults")
     chaos.add_argument("--launchers", default=",".join(ALL), help=f"of {', '.join(ALL)}")
+    chaos.add_argument("--worker", default="torch", choices=WORKERS, help="plain: without torch, holdfast only")
     chaos.add_argument("--results", default=str(RESULTS), help="folder of the result files; none for no file")
     patience = soaks.add_parser("patience")
     patience.add_argument("--minutes", type=float, default=60.0)

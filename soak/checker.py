@@ -217,11 +217,17 @@ def _stopped_agents(events: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Host, from when, until when."""
     for event in events:
         if _is_fault(event, "agent stopped"):
-            yield f"node{event.fields['node']}", event.t, event.t + event.fields["lasts_s"] + STOPPED_AGENT_GRACE_S
+            yield f"node{event.fields['node']}", event.t, _over_s(event, events) + STOPPED_AGENT_GRACE_S
 
 
 def _is_fault(event: Event, kind: str) -> bool:
     return event.name == "fault" and bool(event.fields["kind"] == kind)
+
+
+def _over_s(fault: Event, events: list[Event]) -> float:
+    """When the rig ended a fault: on a slow machine later than the schedule says."""
+    ends = (each.t for each in events if each.name == "over" and each.fields["kind"] == fault.fields["kind"])
+    return min((t for t in ends if t >= fault.t), default=fault.t + fault.fields["lasts_s"])
 
 
 def _excused(life: Life, trains_s: float, excuses: list[tuple[str, float, float]]) -> bool:
@@ -267,7 +273,7 @@ def _leaks(events: list[Event]) -> Iterator[Violation]:
 
 
 def _stands(events: list[Event]) -> Iterator[Violation]:
-    full = [(each.t, each.t + each.fields["lasts_s"]) for each in events if _is_fault(each, "disk full")]
+    full = [(each.t, _over_s(each, events)) for each in events if _is_fault(each, "disk full")]
     started_s: dict[int, float] = {}
     for event in events:
         if event.name == "agent started":

@@ -14,7 +14,9 @@ from pathlib import Path
 
 NNODES = "2:4"
 """At least two: of a partition 2|2 exactly one side may go on, and a node that is left alone must wait."""
-SCRIPT = Path(__file__).resolve().parent / "train.py"
+FOLDER = Path(__file__).resolve().parent
+WORKERS = {"torch": FOLDER / "train.py", "plain": FOLDER / "plain.py"}
+"""The training scripts."""
 HOSTS_OWN = b"sleep\x003600\x00"
 
 
@@ -27,10 +29,10 @@ class Launcher:
     store_in: str = "a process of its own"
     """Who serves the workers' store: that, or `agent` or `worker`, those of rank 0."""
 
-    def command(self, log_dir: Path, site: Path) -> list[str]:
+    def command(self, log_dir: Path, site: Path, script: Path) -> list[str]:
         job = ("--nnodes", NNODES, "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29400", "--rdzv-id", "soak")
         patience = ("--max-restarts", "100000", "--log-dir", str(log_dir))
-        return [sys.executable, "-m", self.module, *job, *patience, *self.options, str(SCRIPT), str(site)]
+        return [sys.executable, "-m", self.module, *job, *patience, *self.options, str(script), str(site)]
 
 
 HOLDFAST = Launcher("holdfast", "holdfast.run")

@@ -125,7 +125,8 @@ def read_life(path: Path) -> Life | None:
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:
-    to_monotonic_s = time.monotonic() - time.time()
+    # Being suspended between the two makes it too small.
+    to_monotonic_s = max(time.monotonic() - time.time() for _ in range(5))
     found = []
     for path in sorted(folder.glob("[0-9]*")):
         with path.open("rb") as file:

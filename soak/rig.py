@@ -25,6 +25,7 @@ from soak.disk import Disk
 from soak.launchers import Launcher
 from soak.schedule import PAUSE_S, Fault
 from tests.network.hosts import PretendHosts, Program
+from tests.support.limits import limit_s as scaled
 
 NODES = 4
 STANDSTILL_S = 120.0
@@ -64,8 +65,10 @@ class Place:
 
 
 class Rig:
-    def __init__(self, site: Path, hosts: PretendHosts, disk: Disk, launcher: Launcher, seed: int) -> None:
-        self.site, self.hosts, self.disk, self.launcher = site, hosts, disk, launcher
+    def __init__(
+        self, site: Path, hosts: PretendHosts, disk: Disk, launcher: Launcher, script: Path, seed: int
+    ) -> None:
+        self.site, self.hosts, self.disk, self.launcher, self.script = site, hosts, disk, launcher, script
         self._rng = Random(f"scheduler {seed}")
         self._places = {number: Place(number) for number in range(1, NODES + 1)}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -110,7 +113,7 @@ class Rig:
         self.note(
             "finished", ended=ended, codes={str(place.number): self._code(place) for place in self._places.values()}
         )
-        time.sleep(LEFT_S_MAX)
+        time.sleep(scaled(LEFT_S_MAX))
         self._look_for_leftovers()
         self.note("end")
 
@@ -119,10 +122,10 @@ class Rig:
 
     def _until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
         """Go on playing until it is so; false when it was not within `limit_s`."""
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + scaled(limit_s)
         while not condition():
             if time.monotonic() > end:
-                self.note("not in time", what=what, limit_s=limit_s)
+                self.note("not in time", what=what, limit_s=scaled(limit_s))
                 return False
             while self._due and self._due[0][0] <= time.monotonic():
                 heapq.heappop(self._due)[2]()
@@ -145,7 +148,7 @@ class Rig:
         screen = self.site / "screens" / f"node{place.number}-{time.monotonic():.0f}.txt"
         with screen.open("wb") as file:
             place.program = self.hosts[place.number].start(
-                self.launcher.command(log_dir, self.site),
+                self.launcher.command(log_dir, self.site, self.script),
                 cwd=self.site,
                 env={**self.launcher.environment, "TMPDIR": str(self.site / "tmp"), "HOME": str(self.site)},
                 stdout=file,
@@ -171,7 +174,7 @@ class Rig:
 
     def _may_start(self, place: Place, now: float) -> bool:
         """Not before all of the last agent must be gone; what waits for a stalled disk cannot go."""
-        due_s = max(place.again_s, max(place.ended_s, self._stalled_s) + LEFT_S_MAX)
+        due_s = max(place.again_s, max(place.ended_s, self._stalled_s) + scaled(LEFT_S_MAX))
         return place.up and place.again_s > 0 and due_s <= now and not self._finishing
 
     def _clean(self, place: Place) -> None:
@@ -185,7 +188,7 @@ class Rig:
                 os.kill(pid, signal.SIGKILL)
 
     def _code(self, place: Place) -> int | None:
-        return place.program.wait(1.0) if place.program is not None and not place.program.running else None
+        return place.program.wait(scaled(1.0)) if place.program is not None and not place.program.running else None
 
     def _all_ended(self) -> bool:
         return all(place.program is None or not place.program.running for place in self._places.values())
@@ -205,10 +208,10 @@ class Rig:
         if self._finishing or now < self._calm_s:
             return
         self._calm_s = now + 1.0
-        if time.time() - (self.site / "progress").stat().st_mtime < STANDSTILL_S:
+        if time.time() - (self.site / "progress").stat().st_mtime < scaled(STANDSTILL_S):
             return
-        self.note("stands still", limit_s=STANDSTILL_S)
-        self._calm_s = now + STANDSTILL_S
+        self.note("stands still", limit_s=scaled(STANDSTILL_S))
+        self._calm_s = now + scaled(STANDSTILL_S)
         for place in self._places.values():
             if place.up:
                 for pid in self.hosts[place.number].pids():
@@ -342,7 +345,7 @@ class Rig:
     def _speed_up(self) -> None:
         if self._delay is not None:
             self._delay.terminate()
-            self._delay.wait(10.0)
+            self._delay.wait(scaled(10.0))
             self._delay = None
         self.hosts.heal()
 

@@ -23,9 +23,9 @@ TOKEN = "0123456789abcdef" * 4
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")
 
 ASK = """
-import sys, urllib.request, urllib.error
+import os, sys, urllib.request, urllib.error
 try:
-    print(urllib.request.urlopen(sys.argv[1], timeout=5).status)
+    print(urllib.request.urlopen(sys.argv[1], timeout=5 * float(os.environ["TEST_SLOWNESS"])).status)
 except urllib.error.HTTPError as error:
     print(error.code)
 except OSError:

@@ -17,6 +17,7 @@ from tests.kubernetes.manifests import IMAGE, pod_of, printed
 from tests.kubernetes.pods import CONTAINER, TOKEN, Pods, signal_pod
 from tests.network.fleet import WORKER, until
 from tests.network.hosts import PretendHosts, why_not
+from tests.support.limits import limit_s
 
 MakePods = Callable[..., Pods]
 
@@ -143,5 +144,5 @@ def test_a_container_that_is_stopped_while_it_starts_ends() -> None:
     """The kernel keeps a first process from signals for which it has no handler yet: it would be killed after the grace."""
     if why := why_not():
         pytest.skip(why)
-    done = subprocess.run([*CONTAINER, sys.executable, "-c", BUSY_AT_THE_START], timeout=60, check=False)
+    done = subprocess.run([*CONTAINER, sys.executable, "-c", BUSY_AT_THE_START], timeout=limit_s(60), check=False)
     assert done.returncode == 128 + signal.SIGTERM

@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from tests.support.limits import limit_s as scaled
+
 PREFIX_V4, PREFIX_V6 = "10.77.0.", "fd00:77::"
 TOOLS = ("ip", "ss", "nft", "nsenter", "unshare", "setpriv", "env")
 END_S_MAX = 10.0
@@ -88,7 +90,7 @@ class Program:
         """Kill it, if it still runs."""
         if self.running:
             self._process.kill()  # the program carries a parent-death signal
-        self._process.wait(END_S_MAX)
+        self._process.wait(scaled(END_S_MAX))
 
     def resume(self) -> None:
         """nsenter stops itself when its child is stopped."""
@@ -159,7 +161,7 @@ class Host:
         """Run a command on this host and return what it printed. Raises CalledProcessError, TimeoutExpired."""
         enter = ["nsenter", "--target", str(self._init), "--all", "--"]
         return subprocess.run(
-            [*enter, *map(str, command)], check=True, timeout=limit_s, stdout=subprocess.PIPE, text=True
+            [*enter, *map(str, command)], check=True, timeout=scaled(limit_s), stdout=subprocess.PIPE, text=True
         ).stdout
 
     def pids(self) -> list[int]:
@@ -178,7 +180,7 @@ class Host:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._init, signal.SIGKILL)
-        self._machine.wait(END_S_MAX)
+        self._machine.wait(scaled(END_S_MAX))
         self._machine = None
         for program in self._programs:
             program.end()
@@ -388,7 +390,7 @@ def _ip(network: int, *lines: str) -> None:
 
 
 def _only_child(pid: int) -> int:
-    end = time.monotonic() + END_S_MAX
+    end = time.monotonic() + scaled(END_S_MAX)
     while time.monotonic() < end:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         if children:

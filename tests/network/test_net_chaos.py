@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from tests.network.fleet import Fleet, until
+from tests.network.fleet import SHORT_LEASE, Fleet, until
 
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
-CHAOS_S = float(os.environ.get("CHAOS_S", "25"))
+CHAOS_S = float(os.environ.get("CHAOS_S", "12"))
 NODES = (1, 2, 3, 4)
 
 
@@ -21,7 +21,7 @@ NODES = (1, 2, 3, 4)
 @pytest.mark.timeout(CHAOS_S + 150)
 def test_faults_at_random(fleet) -> None:
     job: Fleet = fleet(len(NODES))
-    job.c10d("2:4", conf="lease=3,settle=1")
+    job.c10d("2:4", conf=f"{SHORT_LEASE},settle=1")
     job.start_all(NODES)
     job.trains(NODES)
     rng = random.Random(SEED)
@@ -52,7 +52,7 @@ def test_faults_at_random(fleet) -> None:
             time.sleep(rng.uniform(0.0, 1.0))
             job.hosts[number].boot()
             job.start(number)
-        time.sleep(rng.uniform(0.0, 3.0))
+        time.sleep(rng.uniform(0.0, 2.0))
     for number in unplugged:
         job.hosts.plug(number)
     since_s = time.monotonic()

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 
 from tests.network.fleet import until
 from tests.network.hosts import PretendHosts, Program, why_not
+from tests.support.limits import limit_s
 
 END_S_MAX = 60.0
+TIMEOUT_S = round(limit_s(2))
+"""Of a check to which somebody does not come; those who do come have to be there by then."""
 LINE = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29400", "--rdzv-id", "check")
 OF_THE_MACHINE = {"HF510", "HF511", "HF514", "HF515", "HF516", "HF530", "HF563", "HF564"}
 """What the machine that runs the tests may well have, and how quick it is just now."""
@@ -25,6 +29,17 @@ class distributed:
     is_gloo_available = staticmethod(lambda: True)
 class version:
     cuda = None
+"""
+
+
+REAL_TO_REDUCE = """
+import sys
+if "reduce" in sys.argv:
+    sys.path.remove(__file__.rpartition("/torch/")[0])
+    del sys.modules["torch"]
+    import torch
+else:
+    exec({fake!r})
 """
 
 
@@ -42,6 +57,13 @@ class Consultation:
         (package / "__init__.py").write_text(f"__version__ = {version!r}\n{FAKE_TORCH}")
         return {"PYTHONPATH": str(package.parent)}
 
+    def torch_to_reduce_with(self) -> dict[str, str]:
+        """An environment in which the facts are those of the fake, which is quick, and the all-reduce is torch's own."""
+        made = self.torch("2.13.0")
+        package = Path(made["PYTHONPATH"]) / "torch" / "__init__.py"
+        package.write_text(REAL_TO_REDUCE.format(fake=package.read_text()))
+        return made
+
     def call(self, number: int, *more: str, env: Mapping[str, str] | None = None) -> None:
         """Start a doctor on this host; without an environment torch is a fake, which is quick."""
         out = self.folder / f"node{number}.json"
@@ -54,7 +76,7 @@ class Consultation:
         """What this host's doctor said in the end; its exit code is the one that it names."""
         program = self._programs[number]
         until(lambda: not program.running, lambda: f"node{number}'s doctor to end: {self.errors(number)}", END_S_MAX)
-        code = program.wait(1.0)
+        code = program.wait(limit_s(1.0))
         try:
             told: dict[str, Any] = json.loads((self.folder / f"node{number}.json").read_text())
         except ValueError:
@@ -98,9 +120,9 @@ def test_three_nodes_on_which_all_is_well(consult) -> None:
         assert ends == {(f"node{one}", f"node{other}") for one in (1, 2, 3) for other in (1, 2, 3) if one != other}
         for pair in told["pairs"]:
             assert pair["names"] == [doctors.hosts[int(pair["to"][-1])].v4]
-            assert 0 < pair["latency_s"] < 5
+            assert pair["latency_s"] > 0
             assert pair["bytes_s"] > 0
-            assert abs(pair["clock_offset_s"]) < 1
+            assert abs(pair["clock_offset_s"]) < limit_s(1)
 
 
 def test_a_pair_that_is_cut_is_named_on_all_nodes(consult) -> None:
@@ -138,7 +160,7 @@ def test_a_firewall_that_opens_the_endpoint_alone_is_found_one_way(consult) -> N
 def test_a_node_that_does_not_come_is_missed(consult) -> None:
     doctors: Consultation = consult(3)
     for number in (1, 2):
-        doctors.call(number, "--timeout", "4", "--all-reduce", "off")
+        doctors.call(number, "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
     for number in (1, 2):
         told = doctors.answer(number)
         assert told["level"] == "retry"
@@ -150,41 +172,33 @@ def test_a_node_that_cannot_reach_the_endpoint_says_so(consult) -> None:
     doctors: Consultation = consult(3)
     doctors.hosts.partition([1], [3])
     for number in (1, 2, 3):
-        doctors.call(number, "--timeout", "4", "--all-reduce", "off")
+        doctors.call(number, "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
     assert problems(doctors.answer(2)) == {"HF550": "2 of 3 came: node1, node2"}
     told = doctors.answer(3)
     assert told["level"] == "fatal"
     assert set(problems(told)) == {"HF551"}
-    assert "nobody answered at node1:29400 within 4 s: 10.77.0.1: no answer" in problems(told)["HF551"]
+    assert f"nobody answered at node1:29400 within {TIMEOUT_S} s: 10.77.0.1: no answer" in problems(told)["HF551"]
 
 
-def test_different_versions_of_torch_are_named(consult) -> None:
+def test_different_versions_of_torch_and_a_name_that_means_something_else_are_named(consult) -> None:
     doctors: Consultation = consult(3)
+    doctors.hosts[2].hosts_file.write_text(doctors.hosts.phone_book().replace("10.77.0.3 node3", "10.77.0.9 node3"))
     for number, version in ((1, "2.13.0"), (2, "2.9.1"), (3, "2.13.0")):
         doctors.call(number, "--all-reduce", "off", env=doctors.torch(version))
     for number in (1, 2, 3):
         told = doctors.answer(number)
+        found = problems(told)
         assert told["level"] == "fatal"
-        (text,) = problems(told).values()
+        assert found.pop("HF561") == "node3 is 10.77.0.9 on node2, but is reached at 10.77.0.3"
+        (text,) = found.values()
         assert "torch 2.9.1 on node2" in text
         assert "torch 2.13.0 on node1, node3" in text or "torch 2.13.0 on node3, node1" in text
 
 
-def test_a_name_that_means_something_else_is_named(consult) -> None:
-    doctors: Consultation = consult(3)
-    doctors.hosts[2].hosts_file.write_text(doctors.hosts.phone_book().replace("10.77.0.3 node3", "10.77.0.9 node3"))
-    for number in (1, 2, 3):
-        doctors.call(number, "--all-reduce", "off")
-    for number in (1, 2, 3):
-        told = doctors.answer(number)
-        assert problems(told) == {"HF561": "node3 is 10.77.0.9 on node2, but is reached at 10.77.0.3"}
-        assert told["level"] == "warn"
-
-
 def test_another_token_and_a_job_at_the_endpoint_are_told_apart(consult) -> None:
     doctors: Consultation = consult(2)
-    doctors.call(1, "--timeout", "4", env={**doctors.torch("2.13.0"), "HOLDFAST_TOKEN": "one"})
-    doctors.call(2, "--timeout", "4", env={**doctors.torch("2.13.0"), "HOLDFAST_TOKEN": "another"})
+    doctors.call(1, "--timeout", str(TIMEOUT_S), env={**doctors.torch("2.13.0"), "HOLDFAST_TOKEN": "one"})
+    doctors.call(2, "--timeout", str(TIMEOUT_S), env={**doctors.torch("2.13.0"), "HOLDFAST_TOKEN": "another"})
     told = doctors.answer(2)
     assert "HF552" in problems(told), told
     assert "token" in problems(told)["HF552"]
@@ -192,17 +206,20 @@ def test_another_token_and_a_job_at_the_endpoint_are_told_apart(consult) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_a_host_name_that_means_loopback_breaks_the_all_reduce_and_its_fix_mends_it(consult) -> None:
     """Debian's 127.0.1.1: every pair works, and gloo announces loopback to the others."""
-    pytest.importorskip("torch")
     doctors: Consultation = consult(2)
     for host in doctors.hosts:
         trap = doctors.hosts.phone_book().replace(f"{host.v4} {host.name}\n", f"127.0.1.1 {host.name}\n")
         host.hosts_file.write_text(trap)
     line = ("--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400")
-    for fix, level, timeout in ({}, "fatal", "6"), ({"GLOO_SOCKET_IFNAME": "eth0"}, "pass", "60"):
+    for fix, level, timeout in (
+        ({}, "fatal", str(round(limit_s(3)))),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, "pass", str(round(limit_s(30)))),
+    ):
         for number in (1, 2):
-            doctors.call(number, *line, "--timeout", timeout, env=fix)
+            doctors.call(number, *line, "--timeout", timeout, env={**doctors.torch_to_reduce_with(), **fix})
         for number in (1, 2):
             told = doctors.answer(number)
             (reduced,) = [each for each in told["findings"] if each["code"] == "HF570"]

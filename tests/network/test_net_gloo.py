@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
+from importlib.util import find_spec
 
 import pytest
 
-from tests.network.fleet import Fleet, measured, until
+from tests.network.fleet import Fleet, until
 
 STEPS = """
 import os, torch, torch.distributed as dist
@@ -27,17 +27,15 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_training_goes_on_without_a_killed_node(fleet) -> None:
-    pytest.importorskip("torch")
     job: Fleet = fleet(3)
     job.c10d("2:3")
     job.script.write_text(STEPS)
     agents = job.start_all([1, 2, 3])
     until(lambda: steps(job, 3) > 20, job.story, 90)
-    since_s = time.monotonic()
     job.hosts[3].kill()
     until(lambda: steps(job, 2) > 0, job.story)
-    measured("a whole node killed -> survivors train, torch and gloo", time.monotonic() - since_s, 6.0)
     job.finish_all(agents[:2])
 
 

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from tests.processes.conftest import Site
+from tests.support.limits import limit_s, until
 
 READY_S = 30.0
+LOOK_EVERY_S = 0.05
 
 
 class Etcd:
@@ -36,10 +38,11 @@ class Etcd:
         self.servers = [
             self._start(i, client, peer, "--initial-cluster", cluster, *more) for i, (client, peer) in enumerate(ports)
         ]
-        end = time.monotonic() + READY_S
-        while not all(self._healthy(port) for port in self.ports):
-            assert time.monotonic() < end, (folder / "n0.log").read_text()[-2000:]
-            time.sleep(0.05)
+        until(
+            lambda: all(self._healthy(port) for port in self.ports) or time.sleep(LOOK_EVERY_S),
+            lambda: (folder / "n0.log").read_text()[-2000:],
+            READY_S,
+        )
 
     def _start(self, i: int, client: int, peer: int, *more: str) -> subprocess.Popen[bytes]:
         here, there = f"{self.scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
@@ -61,7 +64,7 @@ class Etcd:
     def _http(self, port: int, path: str, body: bytes | None = None) -> bytes:
         request = urllib.request.Request(f"{self.scheme}://127.0.0.1:{port}{path}", data=body)
         direct = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.tls))
-        with urllib.request.build_opener(*direct).open(request, timeout=2) as answer:
+        with urllib.request.build_opener(*direct).open(request, timeout=limit_s(2)) as answer:
             return answer.read()
 
     @property
@@ -85,19 +88,19 @@ class Etcd:
             env={**os.environ, "ETCDCTL_API": api},
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=limit_s(10),
             check=True,
         ).stdout
 
     def kill(self, i: int) -> None:
         self.servers[i].kill()
-        self.servers[i].wait(10)
+        self.servers[i].wait(limit_s(10))
 
     def close(self) -> None:
         for server in self.servers:
             server.send_signal(signal.SIGCONT)
             server.kill()
-            server.wait(10)
+            server.wait(limit_s(10))
 
 
 def serving(

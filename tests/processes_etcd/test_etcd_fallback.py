@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tests.processes_etcd.conftest import Etcd
 from tests.processes_etcd.jobs import UNTIL_TOLD, by, finish
+from tests.support.limits import limit_s
 
 NOTICE = "does not serve API v3 (/v3/); going by API v2"
 
@@ -36,7 +37,7 @@ class _OldHandler(BaseHTTPRequestHandler):
         if not self.path.startswith("/v2/"):
             self._reply(404, "text/plain; charset=utf-8", b"404 page not found\n")
             return
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=limit_s(5))
         try:
             kept = {name: self.headers[name] for name in ("Content-Type", "Authorization") if name in self.headers}
             connection.request(self.command, self.path, body, kept)

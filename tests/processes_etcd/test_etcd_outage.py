@@ -6,11 +6,11 @@ import signal
 import time
 
 from tests.processes.conftest import is_alive, until
-from tests.processes_etcd.conftest import Etcd
+from tests.processes_etcd.conftest import LOOK_EVERY_S, Etcd
 from tests.processes_etcd.jobs import BOTH, UNTIL_TOLD, by, finish, hosts, keys, started
+from tests.support.limits import limit_s
 
-LEASE_S = 2
-AWAY_S = LEASE_S + 4.0
+LEASE_S = round(limit_s(1))
 
 
 def living(site) -> dict[str, set[int]]:
@@ -26,7 +26,7 @@ def living(site) -> dict[str, set[int]]:
 @BOTH
 def test_the_job_goes_on_and_never_beside_itself(site, etcd: Etcd, backend: str) -> None:
     script = site.script(UNTIL_TOLD)
-    args = by(backend, etcd.endpoint, "2", f"lease_ttl={LEASE_S}", "lease=3")
+    args = by(backend, etcd.endpoint, "2", f"lease_ttl={LEASE_S}", f"lease={1.5 * LEASE_S:g}")
     agents = [site.start(*args, script) for _ in range(2)]
     first = site.wait(2, "up", world=2)
     most = 1
@@ -38,16 +38,18 @@ def test_the_job_goes_on_and_never_beside_itself(site, etcd: Etcd, backend: str)
         fresh = set().union(*alive.values()) - {each["pid"] for each in first}
         return len(fresh) == 2
 
-    stopped_s = time.monotonic()
-    etcd.servers[0].send_signal(signal.SIGSTOP)
-    while time.monotonic() < stopped_s + AWAY_S:
+    def all_stopped() -> bool:
         assert not formed_anew(), "nobody can be elected without etcd"
-        time.sleep(0.02)
-    assert not living(site), "nobody is in charge, and there are workers"
+        time.sleep(LOOK_EVERY_S)
+        return not living(site)
+
+    etcd.servers[0].send_signal(signal.SIGSTOP)
+    until(all_stopped, "nobody is in charge, and no worker is left")
+    until(lambda: hosts(agents)[0].events("steps_down"), "the leader to step down")
+    assert not living(site)
     etcd.servers[0].send_signal(signal.SIGCONT)
     until(formed_anew, lambda: "\n".join(agent.text for agent in agents))
     assert most == 1, "two generations beside each other"
-    assert hosts(agents)[0].events("steps_down")
     finish(site)
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text
     generations = started(agents)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.processes_etcd.conftest import Etcd, serving
 from tests.processes_etcd.jobs import BOTH, by
+from tests.support.limits import limit_s
 
 CA, CERT, KEY = 0, 1, 2
 NAMES = {"etcd": ("cacert", "cert", "key"), "etcd-v2": ("ca_cert", "ssl_cert", "ssl_cert_key")}
@@ -51,7 +52,7 @@ class Papers:
         return made
 
     def _openssl(self, *args: str) -> None:
-        done = subprocess.run(["openssl", *args], cwd=self.folder, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["openssl", *args], cwd=self.folder, capture_output=True, text=True, timeout=limit_s(20))
         assert done.returncode == 0, done.stderr
 
 

@@ -9,26 +9,29 @@ import time
 from http import HTTPStatus
 from typing import Any
 
-from tests.processes_etcd.conftest import READY_S, Etcd
+from tests.processes_etcd.conftest import LOOK_EVERY_S, READY_S, Etcd
 from tests.processes_etcd.jobs import by
+from tests.support.limits import limit_s, until
 
 
 def admin(etcd: Etcd, path: str, body: dict[str, Any]) -> None:
     """PUT to the v2 auth API; while there is no leader, or auth is just coming up, etcd says 500."""
     login = base64.b64encode(b"root:secret").decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
-    end = time.monotonic() + READY_S
-    while True:
-        connection = http.client.HTTPConnection("127.0.0.1", etcd.ports[0], timeout=5)
+
+    def done() -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", etcd.ports[0], timeout=limit_s(5))
         connection.request("PUT", f"/v2/auth/{path}", json.dumps(body).encode(), headers)
         answer = connection.getresponse()
         said = answer.read()
         connection.close()
         if answer.status in (HTTPStatus.OK, HTTPStatus.CREATED):
-            return
+            return True
         assert answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR, said
-        assert time.monotonic() < end, said
-        time.sleep(0.05)
+        time.sleep(LOOK_EVERY_S)
+        return False
+
+    until(done, f"etcd to take {path}", READY_S)
 
 
 def test_right_wrong_and_no_password(site, etcd: Etcd) -> None:

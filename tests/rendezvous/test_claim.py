@@ -14,6 +14,7 @@ from holdfast.core.options import Endpoint
 from holdfast.rendezvous import claim as claim_module
 from holdfast.rendezvous.claim import Claim, claim
 from holdfast.rendezvous.port_holder import who_holds
+from tests.support.limits import limit_s
 
 NOT_OURS = "192.0.2.1"  # TEST-NET-1: on no machine
 
@@ -51,7 +52,7 @@ def test_a_free_port_on_localhost() -> None:
         assert set(found.addresses) <= {"127.0.0.1", "::1"}
         assert {each.getsockname()[1] for each in found.sockets} == {found.port}
         assert found.port != 0
-        with socket.create_connection((found.endpoint.host, found.port), timeout=5):
+        with socket.create_connection((found.endpoint.host, found.port), timeout=limit_s(5)):
             pass
 
 
@@ -76,7 +77,10 @@ def test_the_second_of_two_connects() -> None:
 
 
 def test_a_host_that_left_makes_place_at_once() -> None:
-    with claimed("127.0.0.1") as first, socket.create_connection(("127.0.0.1", first.port), timeout=5) as client:
+    with (
+        claimed("127.0.0.1") as first,
+        socket.create_connection(("127.0.0.1", first.port), timeout=limit_s(5)) as client,
+    ):
         accepted = first.sockets[0]
         accepted.setblocking(True)
         served, _ = accepted.accept()
@@ -118,7 +122,7 @@ def test_hosting_can_be_forced(free_port: object) -> None:
     assert callable(free_port)
     with claimed(NOT_OURS, free_port(), is_host=True) as found:
         assert found.addresses[0] == "0.0.0.0"
-        with socket.create_connection((found.endpoint.host, found.port), timeout=5):
+        with socket.create_connection((found.endpoint.host, found.port), timeout=limit_s(5)):
             pass
 
 

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from tests.processes.conftest import is_alive, until
+from tests.processes.conftest import is_alive
+from tests.support import limits
+from tests.support.limits import limit_s
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 CALL_S = 20.0
 READY_S = 30.0
+GONE_S = 5.0
 SECOND_S = 1.2
+LOOK_EVERY_S = 0.1
+PORTS = range(20_000, 32_000)
 
 CONF = """\
 ClusterName=holdfast
@@ -159,7 +166,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=CALL_S,
+            timeout=limit_s(CALL_S),
             check=False,
         )
         assert not (check and done.returncode), f"{line}: {done.stdout}{done.stderr}"
@@ -243,7 +250,7 @@ class Cluster:
         environ = {name: value for name, value in self.environ.items() if not name.startswith("HOLDFAST_")}
         with (self.folder / "daemons.out").open("ab") as out:
             subprocess.run(
-                line, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=CALL_S, check=True
+                line, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=limit_s(CALL_S), check=True
             )
 
     def _spawn(self, *line: str) -> subprocess.Popen[bytes]:
@@ -252,12 +259,28 @@ class Cluster:
         return subprocess.Popen(line, env=environ, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
+def until(condition: Callable[[], Any], what: Callable[[], str], seconds: float = READY_S) -> Any:
+    """The first true value of `condition`, which asks the cluster: not without a pause."""
+
+    def look() -> Any:
+        value = condition()
+        if not value:
+            time.sleep(LOOK_EVERY_S)
+        return value
+
+    return limits.until(look, what, seconds)
+
+
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Below those that the kernel gives to connections: none of them takes one before its daemon listens there."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("no free port")
 
 
 def step_of(pid: int) -> int | None:
@@ -273,6 +296,4 @@ def end(pid: int) -> None:
     """SIGKILL, and wait until it is no more."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    limits.until(lambda: not is_alive(pid), f"process {pid} to be gone", GONE_S)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes.conftest import WAIT_S, Note, Site, until
-from tests.slurm.cluster import Cluster, why_not
+from tests.processes.conftest import WAIT_S, Note, Site
+from tests.slurm.cluster import Cluster, until, why_not
 
 HOLDFAST = (sys.executable, "-m", "holdfast")
 JOB_S = 60.0

@@ -16,6 +16,7 @@ from holdfast.schedulers.slurm_batch import Batch, script
 from holdfast.schedulers.slurm_job import JobState, read_job
 from holdfast.schedulers.slurm_options import Directive
 from holdfast.schedulers.slurm_step import Answer
+from tests.support.limits import limit_s
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +111,7 @@ def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool
     batch = Batch((Directive("nodes", "2"),), ("sh", "-c", f"test ${{#HOLDFAST_TOKEN}} = 64 && exit {code}"), "x")
     (folder / "x.sbatch").write_text(script(batch))
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    assert subprocess.run(["bash", "x.sbatch"], env=environ, timeout=20).returncode == code
+    assert subprocess.run(["bash", "x.sbatch"], env=environ, timeout=limit_s(20)).returncode == code
     asked = (folder / "asked").read_text() if (folder / "asked").exists() else ""
     assert ("requeue 7" in asked) == requeued
 

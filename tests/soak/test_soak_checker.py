@@ -252,6 +252,16 @@ def test_an_agent_may_refuse_to_start_on_a_full_disk_but_not_end_on_one(story: S
     assert story.broken() == {"stands"}
 
 
+def test_a_disk_is_full_until_the_rig_has_emptied_it(story: Story) -> None:
+    full = {"kind": "disk full", "node": 0, "at_s": 1.0, "lasts_s": 1.0, "pause_s": 0.0}
+    over = Event(6.5, "over", {"kind": "disk full", "node": 0})
+    ended = Event(7.0, "agent ended", {"node": 2, "told": False, "code": 2})
+    story.record.events[1:1] = [Event(4.0, "fault", full), Event(6.0, "agent started", {"node": 2}), over, ended]
+    assert checker.check(story.record) == []
+    story.record.events.remove(over)
+    assert story.broken() == {"stands"}
+
+
 def test_a_run_that_was_cut_short(story: Story) -> None:
     story.record.events.pop()
     assert story.broken() == {"stands"}

@@ -10,6 +10,7 @@ import pytest
 
 from soak import disk
 from tests.network.hosts import why_not
+from tests.support.limits import limit_s
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,13 +30,14 @@ with mounted(Path(sys.argv[1]), 16) as disk:
         print("full")
     disk.empty()
     note.write_bytes(bytes(100_000))
+    stall_s = 0.25 * float(os.environ["TEST_SLOWNESS"])
     began = time.monotonic()
-    disk.stall(0.5)
+    disk.stall(stall_s)
     print("stalled" if disk.stalled else "goes on")
     assert note.read_bytes() == bytes(100_000), "reading goes on"
     note.write_text("after")
-    print("waited" if time.monotonic() - began > 0.4 else "did not wait")
-    disk.stall(60.0)
+    print("waited" if time.monotonic() - began > 0.8 * stall_s else "did not wait")
+    disk.stall(600.0)
     if "killed" in sys.argv:
         os.kill(os.getpid(), 9)
     disk.thaw()
@@ -48,7 +50,7 @@ def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     if why := why_not() or disk.why_not():
         pytest.skip(why)
     line = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", PROGRAM, str(folder), *more]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=limit_s(30))
 
 
 def test_full_and_stalled(tmp_path: Path) -> None:

@@ -11,14 +11,28 @@ from pathlib import Path
 import pytest
 
 from tests.ssh.conftest import MakeYard
-from tests.ssh.yard import Yard
+from tests.ssh.yard import Yard, make_yard, why_not
+from tests.support.limits import limit_s
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    """Two hosts for all these tests; only the first one has an sshd that stays."""
+    if why := why_not():
+        pytest.skip(why)
+    with make_yard(2, tmp_path_factory.mktemp("yard")) as made:
+        made.end_sshd(2)
+        yield made
 
 
 @pytest.fixture
-def two(yard: MakeYard) -> Iterator[Yard]:
-    made = yard(2)
-    yield made
-    made.empty(10)
+def two(shared: Yard) -> Iterator[Yard]:
+    """As if they were new."""
+    shared.renew()
+    shared.start_sshd(2)
+    yield shared
+    shared.empty(10)
+    shared.end_sshd(2)
 
 
 def one_line(text: str, *parts: str) -> None:
@@ -29,13 +43,13 @@ def one_line(text: str, *parts: str) -> None:
 
 
 def test_a_host_that_is_not_there(two: Yard) -> None:
-    two.configure("Host gone\n  HostName 10.77.0.99\n  ConnectTimeout 1\n")
+    two.configure("Host gone\n  HostName 10.77.0.99\n")
     text = two.refused("--hosts", "node1,gone")
     one_line(text, "HF141", "host gone", "cannot be reached by ssh", "No route to host")
 
 
 def test_a_host_without_sshd(two: Yard) -> None:
-    two.daemons[2].end()
+    two.end_sshd(2)
     one_line(two.refused("--hosts", "node1,node2"), "HF141", "host node2", "Connection refused")
 
 
@@ -67,15 +81,15 @@ def test_a_host_key_that_nobody_knows(two: Yard) -> None:
 
 def test_a_password_prompt_is_never_waited_for(two: Yard) -> None:
     two.start_sshd(2, "AuthorizedKeysFile none", "PasswordAuthentication yes", "KbdInteractiveAuthentication yes")
-    one_line(two.refused("--hosts", "node1,node2"), "HF141", "host node2", "no login without a password", "BatchMode")
+    one_line(two.refused("--hosts", "node2"), "HF141", "host node2", "no login without a password", "BatchMode")
 
 
 def test_a_login_that_never_ends(two: Yard, tmp_path: Path) -> None:
     """sshd takes the connection and says nothing."""
-    two.daemons[2].end()
-    silent = "import socket, time; s = socket.create_server(('0.0.0.0', 2222)); time.sleep(60)"
+    two.end_sshd(2)
+    silent = "import socket, time; s = socket.create_server(('0.0.0.0', 2222)); time.sleep(600)"
     program = two.hosts[2].start([sys.executable, "-I", "-c", silent])
-    two.configure("Host *\n  ConnectTimeout 1\n")
+    two.wrap_ssh(f"-o ConnectTimeout={round(limit_s(1))}")
     text = two.refused("--hosts", "node1,node2")
     program.end()
     one_line(text, "HF141", "host node2", "cannot be reached by ssh", "timed out")
@@ -83,7 +97,7 @@ def test_a_login_that_never_ends(two: Yard, tmp_path: Path) -> None:
 
 def test_no_such_python_there(two: Yard) -> None:
     two.start_sshd(2, f"ForceCommand sh -c 'exec {sys.executable}-gone -c 0'")
-    one_line(two.refused("--hosts", "node1,node2"), "HF141", "host node2", "cannot be started there", sys.executable)
+    one_line(two.refused("--hosts", "node2"), "HF141", "host node2", "cannot be started there", sys.executable)
 
 
 def fake_site(two: Yard, name: str, files: dict[str, str]) -> None:
@@ -98,20 +112,20 @@ def fake_site(two: Yard, name: str, files: dict[str, str]) -> None:
 
 def test_another_torch(two: Yard) -> None:
     fake_site(two, "torches", {"torch/version.py": "__version__ = '1.0.0+old'\n"})
-    text = two.refused("--hosts", "node1,node2")
+    text = two.refused("--hosts", "node2")
     one_line(text, "HF142", "host node2", "torch 1.0.0+old there")
 
 
 def test_another_python(two: Yard) -> None:
     fake_site(two, "pythons", {"sitecustomize.py": "import sys\nsys.version_info = (3, 9, 1, 'final', 0)\n"})
-    one_line(two.refused("--hosts", "node1,node2"), "HF142", "host node2", "Python 3.9.1 there")
+    one_line(two.refused("--hosts", "node2"), "HF142", "host node2", "Python 3.9.1 there")
 
 
 def test_another_holdfast_or_none(two: Yard) -> None:
     fake_site(two, "older", {"holdfast/__init__.py": "", "holdfast/version.py": "__version__ = '0.0.1'\n"})
-    one_line(two.refused("--hosts", "node1,node2"), "HF142", "host node2", "holdfast 0.0.1 there")
+    one_line(two.refused("--hosts", "node2"), "HF142", "host node2", "holdfast 0.0.1 there")
     fake_site(two, "none", {"holdfast/__init__.py": "raise ImportError\n"})
-    one_line(two.refused("--hosts", "node1,node2"), "HF142", "host node2", "not installed")
+    one_line(two.refused("--hosts", "node2"), "HF142", "host node2", "not installed")
 
 
 def test_a_script_that_is_here_only(two: Yard) -> None:
@@ -124,16 +138,15 @@ def test_a_script_that_is_here_only(two: Yard) -> None:
 
 
 def test_a_script_that_differs(two: Yard) -> None:
-    for host, text in ((two.desk, "print(1)"), (two.hosts[1], "print(1)"), (two.hosts[2], "print(2)")):
+    for host, text in ((two.desk, "print(1)"), (two.hosts[2], "print(2)")):
         host.run(["sh", "-c", f"echo '{text}' > /dev/shm/train.py"])
-    text = two.refused("--hosts", "node1,node2", script=Path("/dev/shm/train.py"))
+    text = two.refused("--hosts", "node2", script=Path("/dev/shm/train.py"))
     one_line(text, "HF142", "host node2", "/dev/shm/train.py is another one there")
 
 
 def test_a_folder_that_is_here_only(two: Yard) -> None:
-    for host in (two.desk, two.hosts[1]):
-        host.run(["mkdir", "-p", "/dev/shm/work"])
-    text = two.refused("--hosts", "node1,node2", "--cwd", "/dev/shm/work", script=two.fleet.script)
+    two.desk.run(["mkdir", "-p", "/dev/shm/work"])
+    text = two.refused("--hosts", "node2", "--cwd", "/dev/shm/work", script=two.fleet.script)
     one_line(text, "HF142", "host node2", "working folder /dev/shm/work cannot be entered there")
 
 

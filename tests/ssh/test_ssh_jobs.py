@@ -9,23 +9,24 @@ import sys
 import time
 from pathlib import Path
 
-from tests.network.fleet import measured, until
+from tests.network.fleet import until
 from tests.ssh.conftest import MakeYard
 from tests.ssh.yard import Yard
+from tests.support.limits import limit_s
 
 GONE_S = 10.0
 """A launcher that was killed leaves nothing on any host after this."""
 
 
-def test_four_hosts_train_and_end_with_the_job(yard: MakeYard) -> None:
-    four = yard(4)
-    launcher = four.run("--hosts", "node1:2,node2,node3,node4")
-    generation = four.fleet.trains([1, 2, 3, 4])
-    assert generation.world == 5
-    assert [generation.place(f"node{number}") for number in (1, 2, 3, 4)] == [[0, 1], [2], [3], [4]]
-    assert generation.master == four.hosts[1].v4
-    four.fleet.finish_all([launcher])
-    four.empty()
+def test_three_hosts_train_and_end_with_the_job(yard: MakeYard) -> None:
+    three = yard(3)
+    launcher = three.run("--hosts", "node1:2,node2,node3")
+    generation = three.fleet.trains([1, 2, 3])
+    assert generation.world == 4
+    assert [generation.place(f"node{number}") for number in (1, 2, 3)] == [[0, 1], [2], [3]]
+    assert generation.master == three.hosts[1].v4
+    three.fleet.finish_all([launcher])
+    three.empty()
 
 
 def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> None:
@@ -35,7 +36,7 @@ def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> Non
         "import os, sys, time\n"
         f"said = {str(two.folder / 'said')!r}\n"
         "print('hello from', os.environ['RANK'], flush=True)\n"
-        "if os.environ['RANK'] == '0':\n    open(said, 'w').close()\n    time.sleep(60)\n"
+        "if os.environ['RANK'] == '0':\n    open(said, 'w').close()\n    time.sleep(600)\n"
         "while not os.path.exists(said):\n    time.sleep(0.01)\n"
         "raise SystemExit(7)\n"
     )
@@ -47,29 +48,21 @@ def test_a_failure_is_told_once_with_the_workers_own_code(yard: MakeYard) -> Non
     two.empty()
 
 
-def test_the_environment_goes_along_and_is_seen_by_nobody(yard: MakeYard) -> None:
+def test_the_environment_goes_along_unseen_and_strangers_are_refused(yard: MakeYard) -> None:
+    """The token is the run's own."""
     two = yard(2)
-    script = two.folder / "shows.py"
-    script.write_text(
-        "import os, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    print('GOT', os.environ.get('NCCL_DEBUG'), os.environ.get('MINE'), os.environ.get('OTHER'), os.getcwd())\n"
-        "while not os.path.exists(os.path.join(os.path.dirname(__file__), 'finish')):\n    time.sleep(0.05)\n"
-    )
+    script = two.fleet.script
+    names = "NCCL_DEBUG", "MINE", "OTHER"
+    shows = f"import os\nif os.environ['RANK'] == '1':\n    print('GOT', *map(os.environ.get, {names}), os.getcwd())\n"
+    script.write_text(shows + script.read_text())
     secrets = {"NCCL_DEBUG": "hush-1", "MINE": "hush-2", "OTHER": "hush-3"}
-    launcher = two.run("--hosts", two.names, "--env", "SITE", "--env", "MI*", script=script, env=secrets)
+    launcher = two.run("--hosts", two.names, "--rdzv-id", "known", "--env", "SITE", "--env", "MI*", env=secrets)
+    generation = two.fleet.trains([1, 2])
     launcher.says("GOT hush-1 hush-2 None " + str(two.folder))
     for pid in (pid for host in two.hosts for pid in host.pids()):
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"hush" not in words, words
         assert b"HOLDFAST_TOKEN" not in words, words
-    two.fleet.finish_all([launcher])
-
-
-def test_the_token_is_the_runs_own_and_strangers_are_refused(yard: MakeYard) -> None:
-    two = yard(2)
-    launcher = two.run("--hosts", two.names, "--rdzv-id", "known")
-    generation = two.fleet.trains([1, 2])
     agents = [line for line in two.left(two.hosts[1]) if "holdfast-agent known" in line]
     assert len(agents) == 3, agents  # guard, agent, keeper
     listening = two.hosts[1].run(["ss", "--listening", "--tcp", "--numeric", "--processes"])
@@ -78,7 +71,7 @@ def test_the_token_is_the_runs_own_and_strangers_are_refused(yard: MakeYard) -> 
     assert ports
     for port in ports:
         two.fleet.args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "known")
-        two.fleet.args += ("--rdzv-endpoint", f"node1:{port}", "--rdzv-conf", "join_timeout=3")
+        two.fleet.args += ("--rdzv-endpoint", f"node1:{port}", "--rdzv-conf", f"join_timeout={round(limit_s(1.5))}")
         stranger = two.fleet.start(2)
         assert stranger.end() != 0, stranger.text
     two.fleet.finish_all([launcher])
@@ -96,9 +89,9 @@ def test_ctrl_c_stops_everything_everywhere(yard: MakeYard) -> None:
 def test_an_end_during_the_login(yard: MakeYard) -> None:
     """One host is slow to let us in: neither Ctrl-C nor a killed launcher waits for it."""
     two = yard(2)
-    two.start_sshd(2, "ForceCommand sleep 60")
+    two.start_sshd(2, "ForceCommand sleep 600")
     launcher = two.run("--hosts", two.names)
-    until(lambda: any("sleep 60" in line for line in two.left(two.hosts[2])), lambda: launcher.text)
+    until(lambda: any("sleep 600" in line for line in two.left(two.hosts[2])), lambda: launcher.text)
     launcher.signal(signal.SIGINT)
     assert launcher.end(GONE_S) == 130, launcher.text
     launcher = two.run("--hosts", two.names)
@@ -124,30 +117,28 @@ def test_the_second_ctrl_c_kills(yard: MakeYard) -> None:
 
 
 def test_a_killed_launcher_leaves_nothing_anywhere(yard: MakeYard) -> None:
-    four = yard(4)
-    script = four.fleet.script  # workers that do not mind SIGTERM, as a hung one does not
+    two = yard(2)
+    script = two.fleet.script  # workers that do not mind SIGTERM, as a hung one does not
     script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + script.read_text())
-    launcher = four.run("--hosts", four.names)
-    four.fleet.trains([1, 2, 3, 4])
+    launcher = two.run("--hosts", two.names)
+    two.fleet.trains([1, 2])
     launcher.signal(signal.SIGKILL)
-    since_s = time.monotonic()
-    four.empty()
-    measured("nothing left after kill -9 of the launcher", time.monotonic() - since_s, GONE_S)
+    two.empty(GONE_S)
 
 
 def test_a_pulled_cable_is_survived_and_the_host_comes_back(yard: MakeYard) -> None:
-    four = yard(4)
-    launcher = four.run("--hosts", four.names, "--nnodes", "2:4")
-    four.fleet.trains([1, 2, 3, 4])
+    three = yard(3)
+    launcher = three.run("--hosts", three.names, "--nnodes", "2:3")
+    three.fleet.trains([1, 2, 3])
     since_s = time.monotonic()
-    four.hosts.unplug(4)
-    four.fleet.trains([1, 2, 3], since_s)
-    launcher.says("lost the ssh connection to node4")
-    four.hosts.plug(4)
-    four.fleet.trains([1, 2, 3, 4], since_s + 1)
-    four.fleet.check(overlap_s=0.0)
-    four.fleet.finish_all([launcher])
-    four.empty()
+    three.hosts.unplug(3)
+    second = three.fleet.trains([1, 2], since_s)
+    launcher.says("lost the ssh connection to node3")
+    three.hosts.plug(3)
+    three.fleet.trains([1, 2, 3], second.born_s)
+    three.fleet.check(overlap_s=0.0)
+    three.fleet.finish_all([launcher])
+    three.empty()
 
 
 def own_processes(yard: Yard) -> tuple[int, int]:
@@ -158,6 +149,7 @@ def own_processes(yard: Yard) -> tuple[int, int]:
 
 
 def test_an_agent_that_is_killed_is_started_again(yard: MakeYard) -> None:
+    """One that gives up is not, and stops those that would wait for it."""
     two = yard(2)
     launcher = two.run("--hosts", two.names)
     two.fleet.trains([1, 2])
@@ -172,14 +164,6 @@ def test_an_agent_that_is_killed_is_started_again(yard: MakeYard) -> None:
     os.kill(guard, signal.SIGKILL)  # takes its agent along
     two.fleet.trains([1, 2], since_s)
     two.fleet.check()
-    two.fleet.finish_all([launcher])
-    two.empty()
-
-
-def test_a_host_that_gives_up_stops_those_that_would_wait_for_it(yard: MakeYard) -> None:
-    two = yard(2)
-    launcher = two.run("--hosts", two.names)
-    two.fleet.trains([1, 2])
     _, agent = own_processes(two)
     os.kill(agent, signal.SIGQUIT)  # as somebody over there may do
     assert launcher.end() == 131, launcher.text
@@ -213,7 +197,7 @@ def test_signals_of_the_user_reach_all_workers(yard: MakeYard) -> None:
         "import os, signal, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     launcher = two.run("--hosts", two.names, script=script)
     until(lambda: launcher.text.count("ready") == 2, lambda: launcher.text)
@@ -243,5 +227,5 @@ def test_a_terminal_that_takes_nothing_holds_up_no_training(yard: MakeYard, tmp_
     while data := os.read(reader, 1 << 16):
         read += data.count(b"\n")
     os.close(reader)
-    assert program.wait(10) == 0
+    assert program.wait(limit_s(10)) == 0
     assert read == 20000

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -33,6 +34,15 @@ def why_not() -> str:
     return why_no_hosts()
 
 
+@cache
+def key_pair(name: str) -> dict[str, str]:
+    """The files of an ssh key, made once for all tests of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+        return {each.name: each.read_text() for each in (path, path.with_suffix(".pub"))}
+
+
 class Yard:
     """Hosts node1 … nodeN with sshd; the last one, without it, is where people type."""
 
@@ -51,16 +61,21 @@ class Yard:
     def _make_keys(self) -> None:
         self.keys.mkdir(mode=0o700)
         for name in ("id", "hostkey", "otherkey"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.keys / name)], check=True)
+            for file, text in key_pair(name).items():
+                (self.keys / file).write_text(text)
+                (self.keys / file).chmod(0o600)
         shutil.copy(self.keys / "id.pub", self.keys / "authorized_keys")
         (self.keys / "known_hosts").write_text("")
         self.configure("")
-        folder = self.folder / "bin"
-        folder.mkdir()
-        wrapper = folder / "ssh"
-        wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.keys}/config "$@"\n')
-        wrapper.chmod(0o755)
+        (self.folder / "bin").mkdir()
+        self.wrap_ssh()
         Path("/run/sshd").mkdir(exist_ok=True)
+
+    def wrap_ssh(self, options: str = "") -> None:
+        """The user's ssh. These options win over those that it is given."""
+        wrapper = self.folder / "bin" / "ssh"
+        wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.keys}/config {options} "$@"\n')
+        wrapper.chmod(0o755)
 
     def configure(self, before: str) -> None:
         """The user's ssh_config; what comes first counts."""
@@ -72,8 +87,7 @@ class Yard:
 
     def start_sshd(self, number: int, *more: str, key: str = "hostkey") -> None:
         """(Again, with other settings: the first one of each counts.)"""
-        if number in self.daemons:
-            self.daemons[number].end()
+        self.end_sshd(number)
         host = self.hosts[number]
         config = self.keys / f"sshd{number}"
         lines = [
@@ -91,9 +105,24 @@ class Yard:
             "PidFile none",
         ]
         config.write_text("\n".join(lines) + "\n")
-        with (self.folder / f"sshd{number}.txt").open("ab") as log:
-            self.daemons[number] = host.start([SSHD, "-D", "-e", "-f", config], stdout=log)
-        until(lambda: f":{PORT} " in host.run(["ss", "--listening", "--tcp", "--numeric"]), lambda: "sshd to listen")
+        log = self.folder / f"sshd{number}.txt"
+        with log.open("wb") as file:
+            self.daemons[number] = host.start([SSHD, "-D", "-e", "-f", config], stdout=file)
+        until(lambda: log.read_text().count("Server listening") == 2, lambda: f"sshd to listen: {log.read_text()}")
+
+    def end_sshd(self, number: int) -> None:
+        """(If there is one.)"""
+        if number in self.daemons:
+            self.daemons.pop(number).end()
+
+    def renew(self) -> None:
+        """Forget what a test before this one has set or left; its jobs have ended."""
+        self.configure("")
+        self.wrap_ssh()
+        (self.keys / "known_hosts").write_text("")
+        (self.folder / "trail.jsonl").unlink()
+        (self.folder / "finish").unlink(missing_ok=True)
+        self.fleet = Fleet(self.hosts, self.folder)
 
     @property
     def names(self) -> str:

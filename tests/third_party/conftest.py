@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.conftest import Site
+from tests.support.limits import limit_s
 
 Install = Callable[..., Path]
 """`install(dist, source, NAME="module:object", …)` makes one more installed package; returns the folder for PYTHONPATH."""
@@ -42,4 +43,4 @@ def site(tmp_path: Path) -> Iterator[Site]:
             with contextlib.suppress(ProcessLookupError):
                 agent.process.send_signal(signal.SIGCONT)
                 agent.process.kill()
-        agent.process.wait(10)
+        agent.process.wait(limit_s(10))

@@ -16,6 +16,7 @@ from holdfast.rendezvous.third_party import Backend, Place, SharedValue
 from holdfast.runtime import etcd_meeting
 from holdfast.runtime.journal import Journal
 from holdfast.testing.cluster import simple_judge
+from tests.support.limits import limit_s
 
 
 class Hanging(SharedValue):
@@ -23,7 +24,7 @@ class Hanging(SharedValue):
         self.until = until
 
     def read(self) -> bytes | None:
-        self.until.wait(60)
+        self.until.wait(limit_s(60))
         return None
 
     def swap(self, old: bytes | None, new: bytes) -> bool:
