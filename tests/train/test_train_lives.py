@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.warm import Warm
 
 LAUNCHER = Path(__file__).parent / "scripts" / "launch_lives.py"
+pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.timeout(180)]
 
 
 def lives(warm: Warm, count: int, case: str, folder: Path) -> list[list[dict[str, Any]]]:
