@@ -17,6 +17,7 @@ import pytest
 from holdfast.core.errors import SnapshotBusyError
 from holdfast.snapshots import folder, lease
 from holdfast.snapshots.lease import Lease, Owner, acquire
+from tests.support.limits import limit_s
 
 ELSEWHERE = Owner("other", "far", 4711, "another boot", "1")
 HOLD = """
@@ -129,7 +130,7 @@ def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> No
     held = acquire(tmp_path, "a", beat_s=0.02)
     try:
         write(tmp_path, 2, ELSEWHERE, 1)
-        held._thread.join(30)
+        held._thread.join(limit_s(30))
         with pytest.raises(SnapshotBusyError, match="taken over by job 'other'"):
             held.check()
     finally:
@@ -141,7 +142,7 @@ def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> No
 def test_a_lease_file_removed_by_hand_is_told(tmp_path: Path) -> None:
     with acquire(tmp_path, "a", beat_s=0.02) as held:
         (tmp_path / "lease.000001").unlink()
-        held._thread.join(30)
+        held._thread.join(limit_s(30))
         with pytest.raises(SnapshotBusyError, match="removed"):
             held.check()
 
