@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from soak.disk import why_not
+from tests.support.limits import limit_s
 
 HEAD = """
 import os, subprocess, sys
@@ -45,6 +46,8 @@ def run_with_disk(folder: Path, body: str) -> str:
     script = HEAD + textwrap.indent(textwrap.dedent(body), "    ")
     command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", script]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s(60), check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

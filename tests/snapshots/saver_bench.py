@@ -6,23 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from holdfast.snapshots import attempt, shelf
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import Place, SaverClient
 from holdfast.snapshots.slots import Slot
-from tests.processes import conftest
+from tests.support.limits import limit_s, until
 
 SIZE = 2 << 20
-WAIT_S = 20.0
-
-
-def until(condition: Callable[[], Any], what: str = "") -> Any:
-    """Within the saver's limit."""
-    return conftest.until(condition, what, WAIT_S)
+WAIT_S = limit_s(20.0)
 
 
 def savers(place: Path) -> list[int]:
@@ -59,7 +52,7 @@ class Bench:
 
     @property
     def saver(self) -> int:
-        (pid,) = until(lambda: savers(self.place.folder))
+        (pid,) = until(lambda: savers(self.place.folder), "a saver has started")
         return int(pid)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast.snapshots.retention import Keep, prune
 from tests.snapshots.saves import is_whole, newest
+from tests.support.limits import limit_s
 
 SCRIPT = """
 import atexit, sys
@@ -28,7 +29,9 @@ atexit.register(late)
 
 def test_saves_and_retention_at_exit(tmp_path: Path) -> None:
     script = SCRIPT.format(root=str(Path(__file__).parents[2]))
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=limit_s(60)
+    )
     assert (done.stdout, done.stderr) == ("done\n", "")
     assert newest(tmp_path).step == 2
     assert prune(tmp_path, Keep(last=1)).deleted == ()

@@ -14,6 +14,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.snapshots import attempt, layout, lease
 from tests.snapshots.saves import save
+from tests.support.limits import limit_s
 
 
 def out(capsys: pytest.CaptureFixture[str]) -> str:
@@ -155,7 +156,9 @@ from holdfast.cli import main
 main(["snaps", "ls", sys.argv[1]])
 print([each for each in ("torch", "numpy", "asyncio", "msgspec") if each in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=limit_s(60)
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 

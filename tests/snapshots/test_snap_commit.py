@@ -25,6 +25,7 @@ from holdfast.snapshots import attempt, digest, disk, folder, layout, reader
 from holdfast.snapshots.attempt import PHASES, Ticket
 from holdfast.snapshots.layout import Key
 from tests.snapshots.saves import content, is_whole, load, newest, save
+from tests.support.limits import limit_s
 
 SAVE = """
 import os, signal, sys
@@ -148,7 +149,7 @@ def test_ranks_may_come_in_any_order_and_late(tmp_path: Path) -> None:
     number = attempt.begin(tmp_path, 4)
     tickets = [Ticket(str(tmp_path), 4, number, rank, 3) for rank in range(3)]
     done: list[Path] = []
-    waiting = threading.Thread(target=lambda: done.append(attempt.commit(tickets[0], patience=30)))
+    waiting = threading.Thread(target=lambda: done.append(attempt.commit(tickets[0], patience=limit_s(30))))
     waiting.start()
     for ticket in reversed(tickets):
         assert not done
@@ -178,10 +179,8 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
     (tickets[1].attempt_path / layout.rank_file(1)).mkdir()
     with pytest.raises(SnapshotWriteError, match="File exists"):
         attempt.write_rank(tickets[1], content(2, 1))
-    before = time.monotonic()
     with pytest.raises(SnapshotIncompleteError, match=r"rank 1: cannot write"):
-        attempt.commit(tickets[0], patience=60)
-    assert time.monotonic() - before < 10
+        attempt.commit(tickets[0], patience=3600)
 
 
 def test_a_file_that_shrank_before_the_commit_is_not_committed(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_killed_at_a_phase(tmp_path: Path, phase: str) -> None:
     """Before the rename the older snapshot is the newest, after it the new one; either is bit-exact."""
     save(tmp_path, 1)
     with saver(tmp_path, 2, 2, phase) as process:
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(limit_s(60)) == -signal.SIGKILL
     found = folder.survey(tmp_path)
     committed = phase in ("renamed", "durable")
     assert newest(tmp_path).step == (2 if committed else 1)

@@ -13,6 +13,7 @@ from holdfast.core.errors import SnapshotError, SnapshotWriteError
 from holdfast.snapshots import attempt, folder, reader
 from tests.snapshots.own_mounts import run_with_disk
 from tests.snapshots.saves import is_whole, newest, save
+from tests.support.limits import limit_s
 
 
 def test_a_full_disk_costs_the_save_and_nothing_else(tmp_path: Path) -> None:
@@ -122,7 +123,9 @@ try:
 except SnapshotWriteError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=limit_s(60)
+    )
     assert "File too large; is there a limit on file sizes (ulimit -f)?" in done.stdout, done.stderr
     assert newest(tmp_path).step == 1
     assert is_whole(newest(tmp_path))

@@ -19,6 +19,7 @@ import pytest
 from holdfast.core.errors import SnapshotBusyError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 from holdfast.snapshots import attempt, disk, folder, lease
 from holdfast.snapshots.lease import Lease, Owner, acquire
+from tests.support.limits import limit_s
 
 ELSEWHERE = Owner("other", "far", 4711, "another boot", "1")
 HOLD = """
@@ -155,7 +156,7 @@ def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> No
     held = acquire(tmp_path, "a", beat_s=0.02)
     try:
         write(tmp_path, 2, ELSEWHERE, 1)
-        held._thread.join(30)
+        held._thread.join(limit_s(30))
         with pytest.raises(SnapshotBusyError, match="taken over by job 'other'"):
             held.check()
     finally:
@@ -165,7 +166,7 @@ def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> No
 
 
 def until(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + limit_s(30)
     while not happens():
         assert time.monotonic() < deadline
         time.sleep(0.005)

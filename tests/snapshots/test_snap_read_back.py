@@ -14,7 +14,8 @@ from holdfast.snapshots import saving, slots
 from holdfast.snapshots.saver_client import read_back
 from holdfast.snapshots.slots import Owner, Slots
 from tests.snapshots import saves
-from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench, until
+from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench
+from tests.support.limits import until
 
 
 def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
@@ -48,13 +49,13 @@ def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
         read_back(bench.place, path, WAIT_S)
 
     def is_read_by_another() -> bool:
-        bench.client.check()  # notices by and by that its saver is gone, and starts another one
+        bench.client.check()  # notices that its saver is gone, and starts another one
         with contextlib.suppress(SaverLostError):
             read_back(bench.place, path, WAIT_S)
             return True
         return False
 
-    until(is_read_by_another)
+    until(is_read_by_another, "another saver reads it")
 
 
 def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:

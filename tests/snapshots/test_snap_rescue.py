@@ -10,7 +10,8 @@ from holdfast.snapshots import shelf
 from holdfast.snapshots.attempt import Ticket, begin
 from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
 from holdfast.snapshots.slots import Owner, Slots
-from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed, until
+from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed
+from tests.support.limits import limit_s, until
 
 
 def test_a_crash_among_saves_of_one_step_mixes_nothing(tmp_path: Path) -> None:
@@ -31,23 +32,23 @@ def test_a_crash_among_saves_of_one_step_mixes_nothing(tmp_path: Path) -> None:
         own.close()
     for client in clients:
         client._drop()
-    until(lambda: list(committed(folder)) == [40])
+    until(lambda: list(committed(folder)) == [40], "the newest is saved")
     assert [path.read_bytes()[:1] for path in sorted(folder.glob("step_*/*.safetensors"))] == [b"\2", b"\2"]
     anchor.kill()
     anchor.wait()
     held.close()
-    until(lambda: not held.path.exists())
+    until(lambda: not held.path.exists(), "the shelf is gone")
 
 
 def test_a_life_that_went_back_to_an_older_step_is_rescued_too(tmp_path: Path) -> None:
     """What its predecessor saved of later steps was found damaged."""
     number = rescue_attempt()
-    first = "persist(40)\nassert saver.wait(20)\nsay()\ndie()"
+    first = "persist(40)\nassert saver.wait(LIMIT_S)\nsay()\ndie()"
     second = f"import shutil\nshutil.rmtree(FOLDER + '/step_000000040.0001')\nstage(30, {number})\ndie()"
     line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
     until(lambda: list(committed(tmp_path)) == [30], done.stderr)
-    until(lambda: not Path(done.stdout.strip()).exists())
+    until(lambda: not Path(done.stdout.strip()).exists(), "the shelf is gone")
 
 
 def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
     anchor.kill()
     anchor.wait()
     held.close()
-    until(lambda: list(committed(folder)) == [40])
+    until(lambda: list(committed(folder)) == [40], "the newest is saved")
     until(lambda: not held.path.exists(), "nobody waits for what rank 1 never handed over")
     assert [path.name for path in folder.iterdir()] == [f"step_000000040.{number}"]
 
@@ -90,7 +91,7 @@ def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Pat
     for rank, client in enumerate(clients):
         client.close(ahead=True)
         again.append(SaverClient(Place(held.path, rank, 0, anchor.pid, held)))
-    until(lambda: list(committed(first)) == [40])
+    until(lambda: list(committed(first)) == [40], "the newest of the first folder is saved")
     for client in again:
         client.close()
     for own in slots:
@@ -98,4 +99,4 @@ def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Pat
     anchor.kill()
     anchor.wait()
     held.close()
-    until(lambda: not held.path.exists())
+    until(lambda: not held.path.exists(), "the shelf is gone")

@@ -20,6 +20,7 @@ from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.manifest import Manifest, RankEntry
 from holdfast.snapshots.retention import Keep, Verified, prune
 from tests.snapshots.saves import content, is_whole, newest, save
+from tests.support.limits import limit_s
 
 
 def made(step: int, saved_s: float = 0.0, **metrics: float) -> Snapshot:
@@ -161,7 +162,7 @@ import os, signal, sys
 from holdfast.snapshots.retention import Keep, prune
 prune(sys.argv[1], Keep(last=1), at=lambda phase: phase == sys.argv[2] and os.kill(os.getpid(), signal.SIGKILL))
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), phase], timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), phase], timeout=limit_s(60))
     assert done.returncode == -signal.SIGKILL
     found = folder.survey(tmp_path)
     assert [snapshot.step for snapshot in found.committed] == [4]

@@ -16,6 +16,7 @@ import pytest
 from holdfast.core.errors import SnapshotMemoryError
 from holdfast.snapshots import shelf, slots
 from holdfast.snapshots.slots import HEADER_BYTES, Owner, Slots
+from tests.support.limits import limit_s
 
 SIZE = 3 * (1 << 20) + 17
 
@@ -264,10 +265,10 @@ except Exception as error:
         os.read(read_end, 1)
         os._exit(0)
     line = [sys.executable, "-c", program, str(tmp_path)]
-    told = subprocess.run(line, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    told = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
     assert told == ["1", "another process has the memory slots of local rank 0."]
     first.close()
-    told = subprocess.run(line, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    told = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
     assert told == ["1", "True"]
     os.close(write_end)
     os.waitpid(pid, 0)
@@ -309,7 +310,7 @@ def small_shm(program: str, size: str, *args: str) -> subprocess.CompletedProces
     """Run Python where /dev/shm is this small, in a mount namespace of its own."""
     mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
     line = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh", sys.executable, "-c", program]
-    done = subprocess.run([*line, *args], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*line, *args], capture_output=True, text=True, timeout=limit_s(30))
     if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"this machine mounts nothing: {done.stderr.strip()}")
     return done

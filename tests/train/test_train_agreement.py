@@ -32,11 +32,12 @@ from holdfast.train.saving import Saving
 from holdfast.train.schedule import Timekeeper
 from holdfast.train.state import Tracker
 from holdfast.train.tiers import PrivateTier
+from tests.support.limits import limit_s
 
 WORLD = 3
 
 
-def together(store: Any, talk: Callable[[Peers], Any], patience_s: float = 20.0) -> list[Any]:
+def together(store: Any, talk: Callable[[Peers], Any], patience_s: float = 120.0) -> list[Any]:
     """Every rank in a thread of its own."""
     with ThreadPoolExecutor(WORLD) as pool:
         said = [pool.submit(lambda rank: talk(Peers.meeting(store, rank, WORLD, patience_s)), r) for r in range(WORLD)]
@@ -90,14 +91,14 @@ def test_everybody_is_told_who_is_silent() -> None:
             peers.share("x")
         return str(told.value)
 
-    assert together(dist.HashStore(), talk, 0.5)[2] == "hangs"
+    assert together(dist.HashStore(), talk, limit_s(0.1))[2] == "hangs"
     with pytest.raises(SnapshotIncompleteError, match="rank 0 said nothing"):
         Peers.meeting(dist.HashStore(), 1, 2, 0.2)
 
 
 @pytest.fixture
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.agreement.RANK_0_FIRST_S", 1.0)
+    monkeypatch.setattr("holdfast.train.agreement.RANK_0_FIRST_S", limit_s(0.2))
 
 
 class Rank:

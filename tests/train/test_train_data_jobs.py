@@ -92,13 +92,13 @@ def check(job):
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(SETTINGS, max_examples=1200)
+@settings(SETTINGS, max_examples=400)
 @given(jobs())
 def test_every_sample_of_the_surviving_history_once(job):
     check(job)
 
 
-@settings(SETTINGS, max_examples=500)
+@settings(SETTINGS, max_examples=150)
 @given(jobs(kept=True, tails=("even", "drop")))
 def test_the_order_is_that_of_a_job_that_was_never_stopped(job):
     never_stopped = replace(job.lives[0], world=1, batch_size=job.global_batch_size, crash_back=None)
@@ -106,7 +106,7 @@ def test_the_order_is_that_of_a_job_that_was_never_stopped(job):
     assert check(job).steps == whole.steps
 
 
-@settings(SETTINGS, max_examples=250)
+@settings(SETTINGS, max_examples=80)
 @given(jobs(kept=True, shards=True, tails=("even", "drop")))
 def test_the_order_of_shards_is_that_of_a_job_that_was_never_stopped(job):
     never_stopped = replace(job.lives[0], world=1, batch_size=job.global_batch_size, crash_back=None)
@@ -114,7 +114,7 @@ def test_the_order_of_shards_is_that_of_a_job_that_was_never_stopped(job):
     assert check(job).steps == whole.steps
 
 
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=150)
 @given(jobs(shards=True))
 def test_shards_are_continued_by_any_world(job):
     check(job)

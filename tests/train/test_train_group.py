@@ -16,7 +16,6 @@ from holdfast.core.errors import ProcessGroupError
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(180)]
 
@@ -112,25 +111,9 @@ def test_a_store_that_is_kept_over_restarts_on_several_nodes(warm: Warm) -> None
         assert life["told"][2:] == [{"slow": True}, {"left": True}], "rank 1 waits for rank 0 at the end"
 
 
-def test_under_holdfast_run(run_cli) -> None:
-    done = run_cli(
-        ["--standalone", "--nproc-per-node", "2", str(SCRIPTS / "group_cases.py"), "place"], env=ON_CPU, timeout=120
-    )
-    assert done.code == 0, done
-    told = [json.loads(line.partition("| ")[2]) for line in done.out.splitlines()]
-    assert sorted(each["local_rank"] for each in told if "local_rank" in each) == [0, 1]
-    assert {"left": True} in told
-
-
-@pytest.mark.slow
-def test_a_restart_under_torchrun(run_cli) -> None:
+def test_a_restart_under_torchrun(warm: Warm) -> None:
     """torchrun keeps its store, and with it the addresses of the first attempt."""
-    flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = run_cli(
-        [*flags, str(SCRIPTS / "group_cases.py"), "crashes_once"],
-        module="torch.distributed.run",
-        env=ON_CPU,
-        timeout=150,
-    )
-    assert done.code == 0, done
-    assert sorted(done.out.splitlines()) == ['{"rank": 0, "total": 2}', '{"rank": 1, "total": 2}'], done
+    line = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", SCRIPTS / "group_cases.py", "crashes_once"]
+    done = warm.run([SCRIPTS / "under_torchrun.py", *line], timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ['{"rank": 0, "total": 2}', '{"rank": 1, "total": 2}'], done

@@ -16,7 +16,8 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.core.errors import ProcessGroupError
 from holdfast.snapshots import folder
-from tests.warm import Warm
+from tests.support.limits import limit_s
+from tests.warm import ON_CPU, Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "train.md"
@@ -64,10 +65,7 @@ def script(kind: str, tmp_path: Path) -> Path:
     return path
 
 
-HOW = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "holdfast": ["-m", "holdfast.run", "--standalone", "--nproc-per-node", "2", "--log-dir", "logs"],
-}
+TWO_RANKS = ["--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.parametrize(
@@ -75,12 +73,13 @@ HOW = {
 )
 def test_as_printed(warm: Warm, tmp_path: Path, kind: str, how: str) -> None:
     path = script(kind, tmp_path)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if how == "plain":
-        done = warm.run([path], timeout=150, env=env, cwd=tmp_path)
+    if how == "holdfast":
+        line = [sys.executable, "-m", "holdfast.run", *TWO_RANKS, "--log-dir", "logs", path]
+        environment = {**os.environ, **ON_CPU}
+        done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(150), env=environment, cwd=tmp_path)
     else:
-        line = [sys.executable, *HOW[how], str(path)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=150, env=env, cwd=tmp_path)
+        under = [SCRIPTS / "under_torchrun.py", *TWO_RANKS] if how == "torchrun" else []
+        done = warm.run([*under, path], timeout=150, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = re.findall(r"rank (\d) of (\d): 10 epochs, (\d+) steps, ([\d.]+)", done.stdout)
     world = 1 if how == "plain" else 2

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.limits import until
 from tests.warm import Warm
 
 LAUNCHER = Path(__file__).parent / "scripts" / "launch_lives.py"
+pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.timeout(180)]
 
 
 def lives(warm: Warm, count: int, case: str, folder: Path) -> list[list[dict[str, Any]]]:
     """What each life said; they have one launcher."""
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": f"lives-{os.getpid()}"}
     done = warm.run([LAUNCHER, str(count), case, folder / "snaps"], env=environ)
-    end = time.monotonic() + 20
-    while any(Path("/dev/shm").glob(f"holdfast-{os.getuid()}-lives-{os.getpid()}-*")):
-        assert time.monotonic() < end, "the saver goes with the launcher"
-        time.sleep(0.01)
+    shelves = f"holdfast-{os.getuid()}-lives-{os.getpid()}-*"
+    until(lambda: not any(Path("/dev/shm").glob(shelves)), "the saver goes with the launcher")
     said = done.stdout.split("\n\n")[:count]
     assert len(said) == count, done.stderr
     return [[json.loads(text) for text in each.splitlines()] for each in said]

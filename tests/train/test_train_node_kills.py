@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,18 +16,18 @@ from holdfast.snapshots import folder, shelf
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
 from holdfast.snapshots.slots import Owner, Slots
-from tests.snapshots.saver_bench import until
+from tests.conftest import alive
+from tests.support.limits import until
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "node_kills.py"
 KILLS = 7
 """Each of the script's kinds once."""
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.timeout(200)]
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_every_rank_goes_on_from_the_newest_step_that_all_have(warm: Warm, seed: int, tmp_path: Path) -> None:
-    done = warm.run([SCRIPT, tmp_path / "runs", str(KILLS), str(seed)], timeout=180)
+def test_every_rank_goes_on_from_the_newest_step_that_all_have(warm: Warm, tmp_path: Path) -> None:
+    done = warm.run([SCRIPT, tmp_path / "runs", str(KILLS), "0"], timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["faults"] == [], done.stderr[-3000:]
@@ -45,6 +44,7 @@ class Nodes:
     def __init__(self) -> None:
         self.anchor = subprocess.Popen(["sleep", "600"])
         self.shelves = [shelf.Shelf.make(f"pretend{rank}") for rank in range(2)]
+        self.savers: list[int] = []
 
     def crash(self, *states: tuple[tuple[Path, int], ...]) -> None:
         """Both die at one moment, with these states (folder, step) in memory."""
@@ -59,6 +59,7 @@ class Nodes:
                 memory[:] = bytes([step + rank]) * 4096
                 own.commit(Ticket(str(path), step, numbers[path], rank, 2).to_json(), {"step": step})
             own.close()
+        self.savers = savers_of(self.shelves)
         for client in clients:
             client._drop()  # as death does it
 
@@ -66,6 +67,9 @@ class Nodes:
         """Launchers' ends let savers end when they have nothing left to do."""
         self.anchor.kill()
         self.anchor.wait()
+
+    def await_savers_ends(self) -> None:
+        until(lambda: not any(map(alive, self.savers)), "the savers have ended")
 
     def close(self) -> None:
         for pid in savers_of(self.shelves):
@@ -104,7 +108,7 @@ def of(folder: Path, *steps: int) -> tuple[tuple[Path, int], ...]:
 def test_two_nodes_write_the_newest_step_that_both_have(tmp_path: Path, nodes: Nodes, other: tuple[int, ...]) -> None:
     nodes.crash(of(tmp_path, 20, 40), of(tmp_path, *other))
     nodes.end()
-    until(lambda: not savers_of(nodes.shelves), "the savers have ended")
+    nodes.await_savers_ends()
     (path,) = tmp_path.iterdir()  # the meeting has left nothing
     assert path.name.startswith("step_000000040.")
     assert [(path / f"rank_0000{rank}.safetensors").read_bytes() for rank in (0, 1)] == [
@@ -133,23 +137,24 @@ def test_what_is_on_the_disk_is_not_written_again_nor_waited_for(tmp_path: Path,
     (tmp_path / "step_000000040.0001").mkdir()
     nodes.crash(of(tmp_path, 40), ())
     nodes.end()
-    until(lambda: not savers_of(nodes.shelves), "the savers have ended, before a rescue's patience")
+    nodes.await_savers_ends()  # before a rescue's patience ends
     assert [path.name for path in tmp_path.iterdir()] == ["step_000000040.0001"]
 
 
 def test_steps_are_not_mixed(tmp_path: Path, nodes: Nodes) -> None:
     nodes.crash(of(tmp_path, 40), of(tmp_path, 60))
     nodes.end()
-    until(lambda: not savers_of(nodes.shelves), "the savers have met and ended")
+    nodes.await_savers_ends()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_rank_is_left_out(tmp_path: Path, nodes: Nodes) -> None:
     nodes.crash(of(tmp_path, 40), ())
     until(lambda: list(tmp_path.glob("attempt.step_*/rank_00000.offer")), "rank 0 waits for the other")
-    time.sleep(0.5)
+    (other,) = savers_of(nodes.shelves[1:])
+    nodes.end()
+    until(lambda: not alive(other), "the saver that has nothing has ended")
     assert committed(tmp_path) == []
     folder.clear_debris(folder.survey(tmp_path))  # as the next life does
-    nodes.end()
-    until(lambda: not savers_of(nodes.shelves), "the savers have ended")
+    nodes.await_savers_ends()
     assert list(tmp_path.iterdir()) == []

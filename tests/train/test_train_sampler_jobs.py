@@ -107,13 +107,13 @@ def check(job: Job) -> None:
             assert repeated < most
 
 
-@settings(SETTINGS, max_examples=500)
+@settings(SETTINGS, max_examples=200)
 @given(jobs(constant=False))
 def test_every_sample_of_the_surviving_history_once(job: Job) -> None:
     check(job.run())
 
 
-@settings(SETTINGS, max_examples=300)
+@settings(SETTINGS, max_examples=100)
 @given(jobs(constant=True))
 def test_the_order_is_that_of_a_job_that_was_never_stopped(job: Job) -> None:
     """But for the last step of an epoch, which is padded or cut as the world has it."""

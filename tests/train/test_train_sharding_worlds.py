@@ -11,6 +11,7 @@ import pytest
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "snapshot_ranks.py"
+pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.timeout(180)]
 
 
 def found_by(warm: Warm, case: str, folder: Path) -> Any:
@@ -42,7 +43,6 @@ def test_each_node_has_enough_in_memory_and_the_disk_has_everything_once(warm: W
     reference = found["saved"][0]
     agree(found["memory"], reference, "memory", 4)
     agree(found["resized"], reference, "disk", 4)
-    agree(found["disk"], reference, "disk", 4)
     assert max(found["sizes"]) < 1.1 * min(found["sizes"])
 
 

@@ -81,7 +81,7 @@ def raises_late() -> None:
         with ht.process_group() as pg:
             total(pg)
             if pg.rank == 1:
-                time.sleep(0.5)
+                time.sleep(0.2)
                 raise ValueError("boom")
     finally:
         tell(left=not dist.is_initialized())
@@ -117,7 +117,7 @@ def meets_in_a_kept_store() -> None:
     with ht.process_group() as pg:
         tell(rank=pg.rank, total=total(pg))
         if pg.rank == 0:
-            time.sleep(1)
+            time.sleep(0.3)
             tell(slow=True)
     if pg.rank == 1:
         tell(left=True)

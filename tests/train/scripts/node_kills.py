@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import limit_s
 from snapshot_ranks import _store_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,8 +37,8 @@ from holdfast.snapshots import reader
 from holdfast.train import saving, snapshots  # noqa: F401 - before the fork
 
 NODES = 2
-STEPS = 400
-LIMIT_S = 25
+STEPS = 150
+LIMIT_S = limit_s(25)
 RUN_ID = f"nodes{os.getpid()}"
 KINDS = ("one trainer", "both trainers", "trainer and saver", "both of both", "saver", "node lost", "rank 0 lost")
 
@@ -102,7 +103,7 @@ def start(work: Any) -> tuple[list[tuple[int, int]], int]:
         pid = os.fork()
         if pid == 0:
             os.close(out)
-            signal.alarm(LIMIT_S)
+            signal.alarm(int(LIMIT_S))
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(NODES), LOCAL_RANK="0")
             os.environ["TORCHELASTIC_RUN_ID"] = f"{RUN_ID}-{rank}"
             saving.node_key = lambda: str(rank)  # noqa: B023
@@ -210,7 +211,7 @@ def main() -> None:
         newest = max(newest, step)
         if chance.random() < 0.8:
             lines(ranks[0][1], time.monotonic() + LIMIT_S, 1)
-        time.sleep(chance.uniform(0, 0.2))
+        time.sleep(chance.uniform(0, 0.1))
         strike(KINDS[(number + seed) % len(KINDS)], ranks, chance)
         end(ranks, host)
     for pid in (pid for node in range(NODES) for pid in savers(node)):

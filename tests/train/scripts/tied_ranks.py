@@ -83,13 +83,12 @@ def once(place: Path) -> bool:
 
 if __name__ == "__main__":
     told = {}
-    for kind, other in (("ddp", "fsdp"), ("fsdp", "ddp")):
+    for kind, world, other, other_world in (("ddp", 2, "fsdp", 4), ("fsdp", 4, "ddp", 1)):
         place = Path(sys.argv[1]) / kind
-        saved = ranks(4, lambda: save(kind, place), kind)  # noqa: B023
+        saved = ranks(world, lambda: save(kind, place), kind)  # noqa: B023
         loaded = [
-            ranks(4, lambda: load(kind, place), kind),  # noqa: B023 - from memory
-            ranks(2, lambda: load(other, place), f"{kind}-2"),  # noqa: B023
-            ranks(1, lambda: load("ddp", place), f"{kind}-1"),  # noqa: B023
+            ranks(world, lambda: load(kind, place), kind),  # noqa: B023 - from memory
+            ranks(other_world, lambda: load(other, place), f"{kind}-{other}"),  # noqa: B023
         ]
         told[kind] = {"saved": saved, "once": once(place), "loaded": loaded}
     print(json.dumps(told))
