@@ -74,3 +74,4 @@ def test_a_save_that_cannot_begin_counts() -> None:
     saves = FailedSaves(2)
     assert not saves.not_begun(SnapshotFolderError("vanished")).fatal
     assert saves.not_begun(SnapshotFolderError("vanished")).fatal
+    assert FailedSaves(9).not_begun(SnapshotBusyError("taken over")).fatal

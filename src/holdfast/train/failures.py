@@ -70,6 +70,8 @@ class FailedSaves:
     def not_begun(self, error: SnapshotError) -> Failure:
         """A save could not even begin."""
         self._open = False
+        if isinstance(error, SnapshotBusyError):
+            return Failure(error.code, str(error), fatal=True)
         return self._count(error.code, str(error))
 
     def _count(self, code: str, text: str) -> Failure:

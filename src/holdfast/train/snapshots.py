@@ -161,8 +161,8 @@ class Snapshots:
         strict    False: tensors and objects that are on one side only are named in a warning, and no error
         only      restore these objects alone (fine-tuning), and step, epoch and random numbers. What is saved afterwards
                   is whole: a restart with the same `only` restores all of it
-        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not fit: an average of
-                  the weights that was added later, the loader of a dataset that has grown
+        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not fit:
+                  an average of the weights that was added later, the loader of a dataset that has grown
 
         Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is tracked
         does not fit what was saved.
