@@ -10,6 +10,11 @@ is put here by the bootstrap. Hooks torch when the program has imported it, and 
 - the handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group stands:
   their begin, their answer and their end are the moments around the store. torch has no public hook there. Where its
   table is missing there are no such moments, and nothing else changes.
+
+And one thing that is no moment: a gloo group is never destructed. Its destructor joins threads, and whoever drops the last
+reference (DDP's reducer, when the script's main function returns) may run it with the interpreter's lock in hand, while one
+of those threads waits for that lock: a finished script hangs for ever. (holdfast.train's process_group does the same for its
+own groups, with the measurements; this is for scripts that know nothing of it.) What stays are a few idle threads.
 """
 
 from __future__ import annotations
@@ -174,6 +179,29 @@ class Marks:
         return rendezvous
 
 
+def keep_groups(_: Marks, c10d: ModuleType) -> None:
+    """Hold every gloo group to the end of the process: the default one from its beginning, the others when all are
+    destroyed. Nothing changes where torch has no such function."""
+    update = getattr(c10d, "_update_default_pg", None)
+    if update is None:
+        return
+
+    def update_default_pg(group: Any) -> Any:
+        for each in list(getattr(c10d._world, "pg_map", ())) if group is None else [group]:
+            _never_destruct(c10d, each)
+        return update(group)
+
+    c10d._update_default_pg = update_default_pg  # type: ignore[attr-defined]
+
+
+def _never_destruct(c10d: Any, group: Any) -> None:
+    backend = c10d._world.pg_map.get(group, ("",))[0]
+    if "gloo" in str(backend):  # nccl's hold memory of the GPU
+        import ctypes  # torch has it loaded
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 def _leave_to_eager(function: Any, original: Any) -> None:
     """Have torch's compiler pass this function by: it does so with what lies in torch's folder, as this one says it does."""
     file = os.path.join(os.path.dirname(original.__code__.co_filename), "holdfast", "worker", "progress.py")
@@ -184,6 +212,7 @@ HOOKS: dict[str, Callable[[Marks, ModuleType], None]] = {
     "torch.autograd": Marks.time_backward,
     "torch.optim.optimizer": Marks.count_steps,
     "torch.distributed.rendezvous": Marks.watch_rendezvous,
+    "torch.distributed.distributed_c10d": keep_groups,
 }
 """What is to be done when a module has been imported."""
 

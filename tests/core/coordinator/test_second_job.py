@@ -81,6 +81,17 @@ def test_a_ghost_is_replaced() -> None:
     assert isinstance(job.last(9), Assign)
 
 
+def test_who_had_a_part_in_the_job_is_never_refused() -> None:
+    """A coordinator that was restarted may meet somebody else first."""
+    job = Job(1)
+    job.give(LinkOpened(9, "10.0.0.9", "10.0.0.9"))
+    job.give(Heard(9, Join(NodeSpec(member="n9#1", host="n9", nproc=1), last_generation=3)))
+    job.give(LinkOpened(8, "127.0.0.1", "127.0.0.1", local=True))
+    job.give(Heard(8, Join(NodeSpec(member="n8#1", host="n8", nproc=1))))
+    job.time_passes()
+    assert {member.link for member in job.machine.members.values()} == {1, 8, 9}
+
+
 @pytest.mark.parametrize(("run_id", "line"), [("none", LINE), ("mine", OTHER)])
 def test_a_job_of_several_nodes_has_spares(run_id: str, line: dict[str, str]) -> None:
     job = Job(2, run_id)

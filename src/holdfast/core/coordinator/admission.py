@@ -47,12 +47,15 @@ class Admission:
     claims: dict[int, tuple[Join, float]] = field(default_factory=dict)
     """Joins for a place that somebody holds, and since when: the holder may be a ghost."""
 
-    def consider(self, link: int, join: Join, members: Iterable[Member], now: float) -> Admit | Deny | None:
-        """None: held as a claim; `settle` will say."""
+    def consider(
+        self, link: int, join: Join, members: Iterable[Member], now: float, *, local: bool = False
+    ) -> Admit | Deny | None:
+        """None: held as a claim; `settle` will say. `local`: the agent of the coordinator's own process."""
         problem = self._problem(join.node) or _claims_too_much(join)
         if problem:
             return Deny(link, join, problem)
-        if self._holders(join.node, members):
+        stays = (local or join.last_generation > 0) and not self.job.fixed_ranks  # it has had a part in this very job
+        if not stays and self._holders(join.node, members):
             self.claims[link] = (join, now)
             return None
         self.identities.add(join.node.member)

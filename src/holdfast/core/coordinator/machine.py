@@ -155,7 +155,8 @@ class CoordinatorMachine(CoordinatorOversight):
         if self._quit is not None:
             self._out.append(Tell(link, self._quit))
             return
-        self._welcome(now, self._admission.consider(link, join, self.members.values(), now))
+        local = self._membership.pending[link].local
+        self._welcome(now, self._admission.consider(link, join, self.members.values(), now, local=local))
 
     def _welcome(self, now: float, decision: Admit | Deny | None) -> None:
         match decision:
