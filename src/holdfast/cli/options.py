@@ -243,6 +243,15 @@ OPTIONS: tuple[Option, ...] = (
         ours=True,
         many=True,
     ),
+    Option(
+        "--ssh",
+        TEXT,
+        "ssh",
+        HOSTS,
+        "the ssh command, with options of its own: `ssh -p 2222 -i KEY` (as rsync's -e)",
+        "COMMAND",
+        ours=True,
+    ),
     Option("--python", TEXT, "", HOSTS, "Python on the hosts (~/… too), by default this one's path", "PATH", ours=True),
     Option("--cwd", TEXT, "", HOSTS, "working folder on the hosts, by default the same as here", "DIR", ours=True),
     Option(
