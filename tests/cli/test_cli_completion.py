@@ -35,7 +35,7 @@ done
 
 ASKED: list[tuple[str, str]] = [
     ("holdfast ru", "run"),
-    ("holdfast s", "submit status stacks stop snaps"),
+    ("holdfast s", "submit status stacks stop shim snaps"),
     ("holdfast run --gro", "--grow"),
     ("holdfast run --grow ", "now drain never"),
     ("holdfast run --grow n", "now never"),
