@@ -231,3 +231,10 @@ def test_the_environment_of_this_process_is_not_touched() -> None:
     before = dict(os.environ)
     options("--nproc-per-node 4 --signals-to-handle SIGUSR1 train.py")
     assert dict(os.environ) == before
+
+
+def test_the_line_says_the_prefix_of_console_lines_before_the_variables_do() -> None:
+    variables = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "old", "PET_LOG_LINE_PREFIX_TEMPLATE": "pet"}
+    assert options("--log-line-prefix-template new train.py", **variables).logs.prefix_template == "new"
+    assert options("train.py", **variables).logs.prefix_template == "pet"
+    assert options("train.py", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="old").logs.prefix_template == "old"
