@@ -60,6 +60,7 @@ WORKERS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1, unless it is set",
     "OMP_NUM_THREADS": "CPUs of the node divided by its workers, unless it is set",
     "CUDA_VISIBLE_DEVICES": "only with `--virtual-local-rank`: its one GPU",
+    "HIP_VISIBLE_DEVICES": "the same, where it was set: for ROCm it comes before CUDA_VISIBLE_DEVICES",
     "HOLDFAST_BOARD": "memory shared with its agent: safe points ([elastic.md](elastic.md)) and counted steps ([hangs.md](hangs.md))",
     "HOLDFAST_SAVER": "the folder in /dev/shm where its snapshots in memory are kept ([train.md](train.md#memory-and-the-saver))",
 }

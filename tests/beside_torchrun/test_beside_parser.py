@@ -45,6 +45,7 @@ OWN = {
     "include",
     "on_disconnect",
     "python",
+    "ssh",
 }
 """Options of ours that torchrun does not have (argparse keeps no value of --help)."""
 
@@ -298,7 +299,7 @@ def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
 def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
     """Who adds an option of ours names it here, after looking at the prefixes above."""
     own = "--preload --standby --grow --drain-timeout --preempt-signal --hang-timeout --exclude-after --metrics --health --no-dedup --slurm"
-    own += " --hosts --hostfile --include --exclude --host-discovery --env --python --cwd --on-disconnect --config --no-config --help --plan"
+    own += " --hosts --hostfile --include --exclude --host-discovery --env --ssh --python --cwd --on-disconnect --config --no-config --help --plan"
     assert [option.name for option in OPTIONS if option.ours] == [*own.split(), "--version"]
     theirs = torchrun.options()
     table: dict[str, Option] = {option.dest: option for option in OPTIONS if not option.ours}

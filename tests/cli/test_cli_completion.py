@@ -36,7 +36,7 @@ done
 
 ASKED: list[tuple[str, str]] = [
     ("holdfast ru", "run"),
-    ("holdfast s", "submit status stacks stop snaps"),
+    ("holdfast s", "submit status stacks stop shim snaps"),
     ("holdfast run --gro", "--grow"),
     ("holdfast run --grow ", "now drain never"),
     ("holdfast run --grow n", "now never"),
@@ -215,3 +215,12 @@ def test_which_shell(line: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     )
     assert main(["completion", "--help"]) == 0
     assert "source <(holdfast completion bash)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_run_prints_it_as_a_later_torchrun_does(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    expected = capsys.readouterr().out
+    assert main(["run", "--print-completion", shell]) == 0
+    assert capsys.readouterr().out == expected
+    assert main(["run", "--print-completion", "fish"]) == 2

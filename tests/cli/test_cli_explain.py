@@ -11,7 +11,7 @@ import pytest
 from holdfast.cli import main, run_command
 from holdfast.insight.causes.rules import RULES
 from holdfast.insight.causes.texts import ADVICE, TEXTS
-from holdfast.insight.explain import everything, nearest, normal
+from holdfast.insight.explain import HEADINGS, everything, nearest, normal, search
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "holdfast"
 
@@ -40,7 +40,7 @@ def test_several_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = explain(capsys)
     assert status == 0
-    listed = re.findall(r"^(HF\d{3})  \S", out, re.MULTILINE)
+    listed = re.findall(r"^  (HF\d{3})  \S", out, re.MULTILINE)
     assert listed == sorted(everything())
 
 
@@ -87,3 +87,27 @@ def test_texts_are_complete_and_differ() -> None:
         assert "\n" not in each.name + each.cause + each.evidence + each.fix
     names = [text.name for text in TEXTS.values()]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (["exit code 137"], "HF203"),
+        (["exit", "code", "137"], "HF203"),
+        (["exit code 143"], "HF235"),
+        (["signal 9"], "HF203"),
+        (["out of memory"], "HF203"),
+    ],
+)
+def test_words_are_searched_for(capsys: pytest.CaptureFixture[str], words: list[str], first: str) -> None:
+    assert run_command("explain", words) == 0
+    assert first in capsys.readouterr().out.splitlines()[0] or first in [each.code for each in search(" ".join(words))]
+
+
+def test_the_bare_list_has_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("explain", []) == 0
+    out = capsys.readouterr().out
+    for start, heading in HEADINGS.items():
+        assert f"{start}xx  {heading}" in out
+    listed = {line.split()[0] for line in out.splitlines() if line.startswith("  HF")}
+    assert listed == set(everything())

@@ -196,7 +196,7 @@ NOTICES = [
     ("--rdzv-backend c10d --nnodes 2 train.py", {}, "nodes meet at localhost:29400, so only on this machine"),
     ("--rdzv-id '' train.py", {}, "--rdzv-id '' is empty, taken as "),
     ("--nnodes 2 --rdzv-id '' train.py", {}, "the nodes will not find each other"),
-    ("--rdzv-backend c10d --rdzv-conf timeout=3 train.py", {}, "did you mean join_timeout?"),
+    ("--rdzv-backend c10d --rdzv-conf heartbeat=3 train.py", {}, "did you mean heartbeat_timeout?"),
     ("--signals-to-handle SIGFOO,SIGTERM train.py", {}, "SIGFOO is no signal"),
     ("-r 0:1,7:1 train.py", {}, "--redirects 0:1,7:1: this node has no local rank 7, only 0 to 0"),
     ("--local-ranks-filter 0,3,2 --nproc-per-node 2 train.py", {}, "no local rank 2, 3, only 0 to 1"),
@@ -232,3 +232,10 @@ def test_the_environment_of_this_process_is_not_touched() -> None:
     before = dict(os.environ)
     options("--nproc-per-node 4 --signals-to-handle SIGUSR1 train.py")
     assert dict(os.environ) == before
+
+
+def test_the_line_says_the_prefix_of_console_lines_before_the_variables_do() -> None:
+    variables = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "old", "PET_LOG_LINE_PREFIX_TEMPLATE": "pet"}
+    assert options("--log-line-prefix-template new train.py", **variables).logs.prefix_template == "new"
+    assert options("train.py", **variables).logs.prefix_template == "pet"
+    assert options("train.py", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="old").logs.prefix_template == "old"

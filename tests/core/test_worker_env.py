@@ -76,6 +76,7 @@ def test_every_variable_of_torchrun() -> None:
         ({"virtual_local_rank": True}, {}, "LOCAL_WORLD_SIZE", "2"),
         ({"virtual_local_rank": True}, {}, "CUDA_VISIBLE_DEVICES", "1"),
         ({"virtual_local_rank": True}, {"CUDA_VISIBLE_DEVICES": "4, GPU-7f"}, "CUDA_VISIBLE_DEVICES", "GPU-7f"),
+        ({"virtual_local_rank": True}, {"HIP_VISIBLE_DEVICES": "4, 6"}, "HIP_VISIBLE_DEVICES", "6"),
     ],
 )
 def test_choices(changes: dict[str, Any], parent: dict[str, str], name: str, value: str) -> None:
@@ -88,5 +89,10 @@ def test_devices_are_left_alone_without_virtual_ranks() -> None:
 
 @pytest.mark.parametrize("visible", ["", "0"])
 def test_too_few_devices(visible: str) -> None:
-    with pytest.raises(BindingError, match="local rank 1"):
-        environment(virtual_local_rank=True, parent={"CUDA_VISIBLE_DEVICES": visible})
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        with pytest.raises(BindingError, match=f"local rank 1 has no device in {variable}"):
+            environment(virtual_local_rank=True, parent={variable: visible})
+
+
+def test_no_variable_of_rocms_is_made_where_there_was_none() -> None:
+    assert "HIP_VISIBLE_DEVICES" not in environment(virtual_local_rank=True)

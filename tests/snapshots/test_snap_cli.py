@@ -175,3 +175,8 @@ def test_debris_that_is_no_folder_goes_too(runs: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert sorted(path.name for path in runs.glob("*.step_*")) == []
     assert (runs / "step_000000001.0001" / layout.MANIFEST).exists()
+
+
+def test_a_folder_without_snapshots_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snaps", "ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no snapshot\n"

@@ -12,6 +12,7 @@ from holdfast.cli import main
 from holdfast.cli.grammar import parse
 from holdfast.cli.hosts import make_order, read_hosts
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
+from holdfast.core.errors import UsageError
 from holdfast.ssh.orders import Order
 from holdfast.ssh.session import client_line
 
@@ -179,3 +180,13 @@ def test_a_plan_starts_nothing_and_tells_no_value(
     assert "a:2, b" in texts[0]
     assert "NCCL_DEBUG" in texts[0]
     assert "holdfast run --nnodes=2:2 --rdzv-id=<random>" in texts[0].replace("'", "")
+
+
+def test_the_ssh_command_may_have_options_of_its_own() -> None:
+    made = order("--hosts a,b --ssh 'sh -p 2222 -i \"my key\"' train.py")
+    line = client_line(made.hosts[0], "python3", 9, "x", made.ssh)
+    assert line[:6] == ["sh", "-p", "2222", "-i", "my key", "-T"]
+    assert client_line(made.hosts[0], "python3", 9, "x")[0] == "ssh"
+    for bad in ("''", "no-such-ssh", '"ssh \'x"'):
+        with pytest.raises(UsageError, match="--ssh"):
+            order(f"--hosts a,b --ssh {bad} train.py")

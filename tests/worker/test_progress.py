@@ -294,3 +294,57 @@ def test_the_phases_of_a_job(run_cli: Any, tmp_path: Path, preload: str, ranks: 
     for event, own in zip(told, (["form_s", "spawn_s"], ["detect_s", "stop_s", "form_s", "spawn_s"]), strict=True):
         assert {name for name in event if name.endswith("_s")} == {*own, *worker}
         assert all(event[name] >= 0 for name in own + worker)
+
+
+FAILS_IN_BACKWARD = """
+import logging, traceback, torch
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, grad): raise RuntimeError("lost rank 1")
+weight = torch.zeros(1, requires_grad=True)
+opt = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    try:
+        Fails.apply(weight).sum().backward()
+    except RuntimeError:
+        print(traceback.format_exc())
+    opt.step()
+"""
+
+
+def test_no_traceback_shows_a_frame_of_ours(board: Board, tmp_path: Path) -> None:
+    """Also where the program prints it itself, before the first step and after it."""
+    shown = run(board, tmp_path, FAILS_IN_BACKWARD)
+    assert shown.count("RuntimeError: lost rank 1") == 3
+    assert shown.count("Traceback") == 3
+    assert "holdfast" not in shown.replace(str(tmp_path), "")
+    assert "_tensor.py" in shown
+    assert "program.py" in shown
+
+
+@pytest.mark.parametrize(
+    "names_it",
+    ['init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1', "rank=0, world_size=1"],
+    ids=["tcp", "env"],
+)
+def test_a_store_at_another_address_than_the_agents_is_the_programs_own(
+    board: Board, tmp_path: Path, names_it: str
+) -> None:
+    source = f"""
+import os, socket
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+os.environ["MASTER_ADDR"], before = "127.0.0.1", os.environ["MASTER_PORT"]
+if "tcp" not in {names_it!r}:
+    os.environ["MASTER_PORT"] = str(port)
+import datetime
+import torch.distributed as dist
+dist.init_process_group("gloo", {names_it}, timeout=datetime.timedelta(seconds=20))
+dist.barrier()
+print("met", os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+"""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert run(board, tmp_path, source, **env) == "met True\n"

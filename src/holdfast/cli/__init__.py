@@ -34,6 +34,7 @@ COMMANDS = {
     "token": "draw a job token that cannot be guessed, for HOLDFAST_TOKEN or a token_file",
     "env": "describe this machine and its software, to paste into an issue",
     "completion": "print a script that completes these lines in bash, zsh, fish or tcsh",
+    "shim": "write a torchrun command that calls holdfast run, for tools that call torchrun by its name",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
 """Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
@@ -75,10 +76,19 @@ def run_line(arguments: list[str]) -> int:
     return run_command(command, rest)
 
 
+def is_in_a_thread() -> bool:
+    threading = sys.modules.get("threading")
+    return threading is not None and threading.current_thread() is not threading.main_thread()
+
+
 def run_command(command: str, rest: list[str]) -> int:
     """Runs one sub-command; a HoldfastError becomes its message and its exit code."""
     from importlib import import_module
 
+    if command in ("run", "launch") and is_in_a_thread():  # signals and forks need a main thread
+        import subprocess
+
+        return subprocess.call([sys.executable, "-m", "holdfast", command, *rest])
     from holdfast.core.errors import Fault, HoldfastError
 
     if hasattr(sys.stdout, "reconfigure"):  # logs and names of files hold anything, and a terminal need not take it

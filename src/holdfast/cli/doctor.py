@@ -16,6 +16,7 @@ from holdfast.cli.options import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.core.errors import RendezvousConfigError, UsageError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
     from holdfast.cli.grammar import Parsed
@@ -46,6 +47,7 @@ OWN = (
         choices=("auto", "off"),
         ours=True,
     ),
+    Option("--strict", FLAG, False, "doctor", "exit code 10 for warnings, which are 0 otherwise", env=False, ours=True),
     Option("--json", FLAG, False, "doctor", "print JSON", env=False, ours=True),
 )
 TABLE = (*OPTIONS, *OWN)
@@ -56,6 +58,8 @@ USED = (
 """Options of a run that matter here; the others are accepted."""
 TIMEOUT_S_MAX = 3600.0
 LOCAL_TORCH_S_MIN = 60.0
+BUSY_S = 2.0
+"""Silence for so long is explained."""
 
 
 class Found(NamedTuple):
@@ -79,15 +83,16 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
         raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
     found = look(parsed)
-    from holdfast.insight.doctor.table import render, worst
+    from holdfast.insight.doctor.table import exit_code, render
 
+    strict: bool = parsed.values.strict
     if parsed.values.json:
         from holdfast.cli.printing import print_json
 
-        print_json(as_json(found))
+        print_json(as_json(found, strict=strict))
     else:
-        print(render(found.findings))
-    return worst(found.findings).exit_code
+        print(render(found.findings, strict=strict))
+    return exit_code(found.findings, strict=strict)
 
 
 def usage() -> str:
@@ -98,7 +103,7 @@ def usage() -> str:
             "",
             "Checks this node: Python, torch, GPUs, memory, limits, clock, names, interfaces, ports. With --nnodes and",
             "--rdzv-endpoint, on all nodes at once: every pair of them too. Nothing of the job is started.",
-            "Exit codes: 0 pass, 10 warn, 20 retry, 30 fatal; 2 for a line that makes no sense.",
+            "Exit codes: 0 pass or warn (10 with --strict), 20 retry, 30 fatal; 2 for a line that makes no sense.",
             "",
             "options:",
             *(help_line(option) for option in OWN),
@@ -154,17 +159,35 @@ async def examine(parsed: Parsed, place: Meeting, *, together: bool) -> Found:
         torch_s_max=max(timeout_s, LOCAL_TORCH_S_MIN),
     )
     facts = asyncio.create_task(gather_facts(asked))
+    saying = asyncio.create_task(say_busy(facts))
     if not together:
         known = await facts
+        await saying
         return Found(examine_facts(known), known, None)
     visited = await pay_visit(visit_asked(parsed, place, python), facts, examine_facts, say)
     known = await facts
+    await saying
     findings = list(examine_facts(known))
     if visited.visit is not None:
         findings += examine_together(visited.visit, visited.me)
     if visited.trouble is not None:
         findings.append(visited.trouble)
     return Found(tuple(findings), known, visited)
+
+
+async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
+    """Somebody waits: importing torch takes long, and nothing is printed before the end."""
+    import asyncio
+    import time
+
+    from holdfast.core.pauses import Pauses
+
+    began = time.monotonic()
+    pauses = Pauses.begin(began, BUSY_S)
+    while not facts.done():
+        await asyncio.wait([facts], timeout=max(0.0, pauses.at_s - time.monotonic()))
+        if not facts.done() and pauses.due(now := time.monotonic()):
+            say(f"looking at this node for {now - began:.0f} s; importing torch takes longest")
 
 
 def visit_asked(parsed: Parsed, place: Meeting, python: str) -> Asked:
@@ -209,13 +232,13 @@ def log_folder(parsed: Parsed) -> str | None:
     return os.path.abspath(parsed.values.log_dir or default_log_dir())
 
 
-def as_json(found: Found) -> dict[str, object]:
+def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
     """What is printed with --json: findings, facts, and every pair."""
     import msgspec
 
     from holdfast.insight.doctor.table import as_json as findings_json
 
-    document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings)}
+    document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings, strict=strict)}
     visit = found.visited.visit if found.visited is not None else None
     if visit is not None:
         document["nodes"] = [

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
-from holdfast.insight.explain import Explanation, everything, nearest, normal
+from holdfast.insight.explain import HEADINGS, Explanation, everything, nearest, normal, search
 
 WIDTH = 100
 
@@ -20,14 +20,33 @@ def main(argv: Sequence[str]) -> int:
     """Runs `holdfast explain` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     known = everything()
+    if len(chosen.codes) > 1 and normal(chosen.codes[0]) not in known:
+        chosen.codes = [" ".join(chosen.codes)]  # words without quotes
+    if len(chosen.codes) == 1 and normal(chosen.codes[0]) not in known and (found := search(chosen.codes[0])):
+        return show_found(found, as_json=chosen.json)
     wanted = [find(code, known) for code in chosen.codes] or list(known.values())
     if chosen.json:
-        print_json([as_json(each) for each in wanted])
+        print_json([plain(each) for each in wanted])
     elif chosen.codes:
         print("\n\n".join(text(each) for each in wanted))
     else:
-        print_table([(each.code, each.name) for each in wanted])
-        print("\nholdfast explain CODE says more.")
+        for start, heading in HEADINGS.items():
+            print(f"{start}xx  {heading}")
+            print_table([(f"  {each.code}", each.name) for each in wanted if each.code.startswith(start)])
+            print()
+        print("holdfast explain CODE says more; holdfast explain WORDS searches: holdfast explain exit code 137")
+    return 0
+
+
+def show_found(found: list[Explanation], *, as_json: bool) -> int:
+    """What a search has found: whole where it is one."""
+    if as_json:
+        print_json([plain(each) for each in found])
+    elif len(found) == 1:
+        print(text(found[0]))
+    else:
+        print_table([(each.code, each.name) for each in found])
+        print(f"\nholdfast explain {found[0].code} says more.")
     return 0
 
 
@@ -35,7 +54,12 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="holdfast explain", description="Say what a code means and what to do about it.", allow_abbrev=False
     )
-    made.add_argument("codes", nargs="*", metavar="CODE", help="such as HF211; all codes are listed when none is given")
+    made.add_argument(
+        "codes",
+        nargs="*",
+        metavar="CODE",
+        help="such as HF211, or words to search for; all codes are listed when none is given",
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -60,7 +84,7 @@ def text(each: Explanation) -> str:
     return "\n".join(lines)
 
 
-def as_json(each: Explanation) -> dict[str, object]:
+def plain(each: Explanation) -> dict[str, object]:
     return {
         "code": each.code,
         "name": each.name,

@@ -21,6 +21,7 @@ from holdfast.runtime.workers.log_layout import default_log_dir, safe_name
 
 VERDICT = "verdict.json"
 LISTED_MAX = 20
+KEPT_LISTED_MAX = 8
 
 
 def running_job(run: str | None) -> list[Entry]:
@@ -158,7 +159,19 @@ def nothing(run: str | None, entries: Sequence[Entry]) -> str:
     if ended:
         return f"{run} does not run on this host: {ended[0]} has ended{how_it_ended(ended[0])}"
     known = f"; what runs:\n{listed(entries)}" if entries else ", and no other job of this user does"
-    return f"no job {run!r} runs on this host{known}"
+    return f"no job {run!r} runs on this host{known}{kept_here()}"
+
+
+def kept_here() -> str:
+    """The newest runs that are kept, in lines of their own; empty where none is."""
+    ages = kept_runs()
+    newest = sorted(ages, key=lambda folder: -ages[folder])[:KEPT_LISTED_MAX]
+    lines = [
+        f"  {folder.name}  {duration(max(0.0, time.time() - ages[folder]))} ago{how_it_ended(folder)}"
+        for folder in newest
+    ]
+    more = [f"  … and {len(ages) - len(newest)} more in {default_log_dir()}"] if len(ages) > len(newest) else []
+    return "\n".join(["; runs that are kept here:", *lines, *more]) if lines else ""
 
 
 def several(run: str | None, number: int) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli import grammar, plan_options
 from holdfast.cli.lines import words_elsewhere
 from holdfast.cli.options import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
-from holdfast.cli.program import folder_here
+from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.resolve import resolve
 from holdfast.cli.values import is_number, node_range
 from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
@@ -167,10 +167,24 @@ def make_order(
         endpoint=parsed.values.rdzv_endpoint,
         alone=alone,
         detach=parsed.values.on_disconnect == "detach",
+        ssh=ssh_command(parsed),
         lock=f"holdfast-{secrets.token_hex(LOCK_BYTES)}",
         signals=tuple(dict.fromkeys([*options.signals, *([options.preempt_signal] if options.preempt_signal else [])])),
     )
     return order, options
+
+
+def ssh_command(parsed: Parsed) -> tuple[str, ...]:
+    """The words of --ssh, cut as a shell cuts them."""
+    try:
+        words = tuple(shlex.split(parsed.values.ssh))
+    except ValueError as error:
+        raise parsed.error("ssh", UsageError, str(error)) from None
+    if not parsed.given("ssh"):
+        return words  # a host that is reached will show whether it is there
+    if not words or find_program(words[0], os.environ) is None:
+        raise parsed.error("ssh", UsageError, "no such program")
+    return words
 
 
 def check_line(parsed: Parsed) -> None:

@@ -62,7 +62,7 @@ LIFE, LOGS, PLACE, OURS = "restarts and end", "logs", "placement", "holdfast's o
 OPTIONS: tuple[Option, ...] = (
     Option("--nnodes", TEXT, "1:1", NODES, "number of nodes, or the range the job may have", "N|MIN:MAX"),
     Option("--nproc-per-node", TEXT, "1", NODES, "workers on this node: a number, auto, gpu, cpu or xpu", "N|DEVICE"),
-    Option("--node-rank", INT, 0, NODES, "rank of this node (static: binding; else a wish)", "RANK"),
+    Option("--node-rank", INT, 0, NODES, "rank of this node (static: required; otherwise preferred)", "RANK"),
     Option("--role", TEXT, "default", NODES, "role of the workers: ROLE_NAME and log prefix", "NAME"),
     Option("--standalone", FLAG, False, RENDEZVOUS, "one node by itself; needs no endpoint and no free port"),
     Option("--rdzv-backend", TEXT, "static", RENDEZVOUS, "how the nodes meet: c10d, static, etcd, etcd-v2", "NAME"),
@@ -151,7 +151,15 @@ OPTIONS: tuple[Option, ...] = (
         "S",
         ours=True,
     ),
-    Option("--exclude-after", INT, 0, LIFE, "shut out a host blamed so often, for a while; 0: never", "N", ours=True),
+    Option(
+        "--exclude-after",
+        INT,
+        0,
+        LIFE,
+        "exclude a host for a while after N failures blamed on it; 0: never",
+        "N",
+        ours=True,
+    ),
     Option("--event-log-handler", TEXT, "null", LIFE, "where events go: null or console", "NAME"),
     Option(
         "--metrics", TEXT, None, LIFE, "serve Prometheus metrics there (loopback by default)", "[HOST:]PORT", ours=True
@@ -234,6 +242,15 @@ OPTIONS: tuple[Option, ...] = (
         "NAME,...",
         ours=True,
         many=True,
+    ),
+    Option(
+        "--ssh",
+        TEXT,
+        "ssh",
+        HOSTS,
+        "the ssh command, with options of its own: `ssh -p 2222 -i KEY` (as rsync's -e)",
+        "COMMAND",
+        ours=True,
     ),
     Option("--python", TEXT, "", HOSTS, "Python on the hosts (~/… too), by default this one's path", "PATH", ours=True),
     Option("--cwd", TEXT, "", HOSTS, "working folder on the hosts, by default the same as here", "DIR", ours=True),

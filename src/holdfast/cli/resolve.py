@@ -207,14 +207,14 @@ def preempt_signal(parsed: Parsed) -> int | None:
 
 
 def check_virtual_local_rank(parsed: Parsed, environ: Mapping[str, str], nproc: int) -> None:
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if not parsed.values.virtual_local_rank or listed is None:
-        return
-    length = len(listed.split(","))
-    if length < nproc:
-        raise parsed.error(
-            "virtual_local_rank", BindingError, f"{nproc} workers, but CUDA_VISIBLE_DEVICES={listed} names {length}"
-        )
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        listed = environ.get(variable)
+        if not parsed.values.virtual_local_rank or listed is None:
+            continue
+        length = len(listed.split(","))
+        if length < nproc:
+            problem = f"{nproc} workers, but {variable}={listed} names {length}"
+            raise parsed.error("virtual_local_rank", BindingError, problem)
 
 
 def omp_num_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | None:

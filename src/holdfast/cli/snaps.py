@@ -80,7 +80,10 @@ def list_all(chosen: argparse.Namespace) -> int:
         return 0
     rows: list[tuple[str, ...]] = [("STEP", "ATTEMPT", "RANKS", "SIZE", "SAVED", "METRICS")]
     rows += [row(snapshot) for snapshot in found.committed]
-    print_table(rows)
+    if found.committed:
+        print_table(rows)
+    else:
+        print(f"{chosen.folder} holds no snapshot")
     print_rest(found)
     if has:
         print(f"last used by {has}")

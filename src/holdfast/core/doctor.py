@@ -56,6 +56,10 @@ class TorchFacts(Struct, frozen=True, kw_only=True):
     """Its last words, where it is broken."""
     seconds: float = 0.0
     """The whole process, mostly the import."""
+    cpu_s: float = 0.0
+    """Processor time of it."""
+    load: float = 0.0
+    """Processes that wanted to run, per CPU of the machine, when it had ended."""
     version: str = ""
     cuda: str = ""
     """That it was built with; empty for a CPU build."""

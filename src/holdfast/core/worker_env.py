@@ -50,18 +50,21 @@ def worker_environment(
         environment["OMP_NUM_THREADS"] = str(options.omp_num_threads)
     if options.virtual_local_rank:
         environment["LOCAL_RANK"] = "0"
-        environment["CUDA_VISIBLE_DEVICES"] = _own_device(parent.get("CUDA_VISIBLE_DEVICES"), local_rank)
+        environment["CUDA_VISIBLE_DEVICES"] = _own_device(parent, "CUDA_VISIBLE_DEVICES", local_rank)
+        if "HIP_VISIBLE_DEVICES" in parent:  # for ROCm it comes first: the one above would be ignored
+            environment["HIP_VISIBLE_DEVICES"] = _own_device(parent, "HIP_VISIBLE_DEVICES", local_rank)
     return environment
 
 
-def _own_device(visible: str | None, local_rank: int) -> str:
+def _own_device(parent: Mapping[str, str], variable: str, local_rank: int) -> str:
     """The one device that a worker with virtual local rank 0 may see."""
+    visible = parent.get(variable)
     if visible is None:
         return str(local_rank)
     devices = visible.split(",")
     if local_rank >= len(devices):
         raise BindingError(
-            f"--virtual-local-rank: local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible!r}.\n"
+            f"--virtual-local-rank: local rank {local_rank} has no device in {variable}={visible!r}.\n"
             f"It names {len(devices)}; start at most that many processes."
         )
     return devices[local_rank].strip()

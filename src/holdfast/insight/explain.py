@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import signal
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -17,6 +18,47 @@ from holdfast.insight.causes.texts import TEXTS
 from holdfast.insight.doctor.codes import CODES as DOCTORS
 
 NEAREST_MAX = 3
+FOUND_MAX = 8
+EMPTY_WORDS = frozenset(
+    [
+        "a",
+        "an",
+        "and",
+        "as",
+        "at",
+        "by",
+        "error",
+        "exit",
+        "exited",
+        "code",
+        "status",
+        "failed",
+        "for",
+        "from",
+        "in",
+        "is",
+        "it",
+        "job",
+        "of",
+        "on",
+        "or",
+        "rank",
+        "the",
+        "to",
+        "was",
+        "with",
+    ]
+)
+"""Say nothing in a search."""
+HEADINGS = {
+    "HF1": "the command line and this machine, before anything starts",
+    "HF2": "verdicts: why workers failed, and hangs",
+    "HF3": "nodes, and the way between them",
+    "HF4": "snapshots and storage",
+    "HF5": "findings of holdfast doctor",
+    "HF9": "faults of holdfast's own",
+}
+"""By how a code begins."""
 
 WHOSE = {
     Fault.CALLER: "the command line, the configuration or the machine it names",
@@ -73,6 +115,36 @@ def nearest(code: str) -> list[str]:
     guess = f"HF{digits}" if digits else code.upper()
     close = difflib.get_close_matches(guess, known, n=NEAREST_MAX, cutoff=0.5)
     return list(dict.fromkeys([*named, *close]))[:NEAREST_MAX]
+
+
+def search(text: str) -> list[Explanation]:
+    """Those that speak of all these words, the likeliest first. An exit code means its signal too: 137 is SIGKILL."""
+    words = {word for word in re.findall(r"[a-z0-9_]+", text.lower()) if word not in EMPTY_WORDS}
+    number = re.search(r"(?:exit code|exit status|code|status|signal)\W*(-?\d+)|^\W*(-?\d+)\W*$", text.lower())
+    exit_code = None
+    if number is not None:
+        exit_code = int(number[1] or number[2])
+        words -= {str(abs(exit_code)), "signal"}
+        words |= {name.lower() for name in [_signal_of(exit_code, text)] if name}
+    found = []
+    for each in everything().values():
+        heads, rest = each.name.lower(), f"{each.cause} {each.evidence} {each.fix}".lower()
+        points = sum(3 * (word in heads) + (word in rest) for word in words)
+        whole = all(word in heads or word in rest for word in words)
+        if exit_code is not None and each.exit_code == exit_code:
+            points += 5
+        if points and (whole or (exit_code is not None and each.exit_code == exit_code)):
+            found.append((-points, each.code, each))
+    return [each for _, _, each in sorted(found, key=lambda found: found[:2])][:FOUND_MAX]
+
+
+def _signal_of(number: int, text: str) -> str:
+    """`SIGKILL` of 137, -9 and `signal 9`."""
+    number = number - 128 if number > 128 else -number if number < 0 else number if "signal" in text.lower() else 0
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
 
 
 def normal(code: str) -> str:

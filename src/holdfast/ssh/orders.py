@@ -47,6 +47,8 @@ class Order(Struct, frozen=True, kw_only=True):
     alone: bool = False
     """A job of one node, which meets nobody."""
     detach: bool = False
+    ssh: tuple[str, ...] = ("ssh",)
+    """The client's command, with the user's options."""
     lock: str
     """Nobody else's name, known to nobody else, the same for all connections of this run."""
     signals: tuple[int, ...] = ()

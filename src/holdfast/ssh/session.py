@@ -57,7 +57,9 @@ OPTIONS = {
 """What a launcher needs whatever the user's configuration says; all else is left as configured."""
 
 
-def client_line(spec: HostSpec, interpreter: str, source_bytes: int, run_id: str) -> list[str]:
+def client_line(
+    spec: HostSpec, interpreter: str, source_bytes: int, run_id: str, ssh: Sequence[str] = ("ssh",)
+) -> list[str]:
     """The ssh command. The far command is understood by every login shell; it shows in `ps` and holds no value."""
     read = (
         f'import os,sys;sys.version_info<(3,8) and sys.exit("{TOO_OLD}"+sys.version.split()[0]);'
@@ -66,7 +68,7 @@ def client_line(spec: HostSpec, interpreter: str, source_bytes: int, run_id: str
     home, path = ("~/", interpreter[2:]) if interpreter.startswith("~/") else ("", interpreter)
     far = f"exec {home}{shlex.quote(path)} -c {shlex.quote(read)} holdfast-agent {shlex.quote(run_id)}"
     options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
-    return ["ssh", "-T", *options, "--", spec.name, far]
+    return [*ssh, "-T", *options, "--", spec.name, far]
 
 
 def client_environment() -> dict[str, str]:
@@ -112,7 +114,7 @@ class Session:
             "program": self._order.program,
         }
         try:
-            await self._spawn(client_line(self.spec, expected.interpreter, len(source), self._run_id))
+            await self._spawn(client_line(self.spec, expected.interpreter, len(source), self._run_id, self._order.ssh))
             self._write(source + json.dumps(request).encode() + b"\n")
             self.facts = await self._introduction(expected.interpreter)
         except BaseException:

@@ -129,7 +129,7 @@ class Member:
         if self._ended.done():
             self._refuse_waiter()
             return
-        self._workers_gone(EXIT_FAILURE, "its torchrun starts its workers anew")
+        self._workers_gone(EXIT_FAILURE, "its torchrun starts its workers again")
 
     def end(self, failure: str) -> None:
         """torchrun has no worker alive and will not ask again: they have done their work, or (`failure`) the job is to end."""

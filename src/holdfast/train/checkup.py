@@ -28,6 +28,8 @@ def facts() -> dict[str, Any]:
 
     distributed = torch.distributed.is_available()
     told: dict[str, Any] = {
+        "cpu_s": time.process_time(),
+        "load": os.getloadavg()[0] / (os.cpu_count() or 1),
         "version": str(torch.__version__),
         "cuda": str(getattr(torch.version, "cuda", None) or ""),
         "distributed": distributed,

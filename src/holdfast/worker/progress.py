@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[..., Iterator[Any]]
 
+USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 """torch.autograd.backward's arguments. Ours has the same: to take and pass on just anything costs a quarter of a microsecond."""
 
@@ -41,17 +42,18 @@ BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "gr
 def begin(address: str) -> None:
     """Mark what comes, as it comes. `address`: the value of HOLDFAST_BOARD; never raises."""
     missing = set(HOOKS)
+    agents_port = os.environ.get("MASTER_PORT", "")
     if missing & sys.modules.keys():
-        marks = open_marks(address)
+        marks = open_marks(address, agents_port)
         for name in missing & sys.modules.keys():
             if marks is not None:
                 HOOKS[name](marks, sys.modules[name])
             missing.discard(name)
     if missing:
-        sys.meta_path.insert(0, _WhenImported(address, missing))
+        sys.meta_path.insert(0, _WhenImported(address, missing, agents_port))
 
 
-def open_marks(address: str) -> Marks | None:
+def open_marks(address: str, agents_port: str) -> Marks | None:
     """None without an agent, or when it is gone. A program without torch never comes here, and sees nothing of it."""
     import mmap
 
@@ -61,7 +63,7 @@ def open_marks(address: str) -> Marks | None:
     except OSError:
         return None
     try:
-        return Marks(memoryview(mmap.mmap(fd, 0)).cast("Q"), int(slot))
+        return Marks(memoryview(mmap.mmap(fd, 0)).cast("Q"), int(slot), agents_port)
     except (OSError, ValueError):
         return None
     finally:
@@ -109,11 +111,18 @@ class _Pace:
             ) -> Any:
                 nonlocal since_ns, own_ns
                 if not since_ns or not ours:
-                    return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                    try:
+                        return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                    except BaseException as error:
+                        _hide_this_frame(error)
+                        raise
                 own_ns += now_ns() - since_ns
                 since_ns = 0  # a backward inside of this one (checkpointing) is part of it
                 try:
                     return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                except BaseException as error:
+                    _hide_this_frame(error)
+                    raise  # as it stands: only `raise error` would put this frame back
                 finally:
                     since_ns = now_ns()
 
@@ -130,9 +139,11 @@ class _Pace:
 class Marks:
     """The moments in this worker's slot. Its children have the memory too, but write nothing."""
 
-    def __init__(self, words: memoryview, slot: int) -> None:
+    def __init__(self, words: memoryview, slot: int, agents_port: str) -> None:
+        """`agents_port`: where the agent's store is served, before the program can name another."""
         self._words = words
         self._slot = slot
+        self._agents_port = agents_port
         self._own = True
         """False in a child. A call of getpid() would cost more than all the rest that is done for a step."""
         self._pace = _Pace(words, slot)
@@ -167,16 +178,42 @@ class Marks:
         def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
             self.mark(layout.MEETING)
             met = False
+            foreign = bool(args) and self._is_foreign(str(args[0]))
+            if foreign:
+                os.environ[USE_AGENT_STORE] = "False"
             try:
                 for found in handler(*args, **kwargs):
+                    if foreign:
+                        os.environ[USE_AGENT_STORE], foreign = "True", False
                     self.mark(layout.STORE)
                     met = True
                     yield found
             finally:
+                if foreign:
+                    os.environ[USE_AGENT_STORE] = "True"
                 if met:
                     self.mark(layout.GROUP)
 
         return rendezvous
+
+    def _is_foreign(self, url: str) -> bool:
+        """Whether this address is not that of the agent's store, as from torch 2.15 on: rank 0 has to serve it itself. An
+        older torch makes every rank a client of whatever address it is given, where nobody serves."""
+        scheme, _, rest = url.partition(":")  # torch makes `env:?rank=0` of `env://`
+        port = (
+            os.environ.get("MASTER_PORT", "")
+            if scheme == "env"
+            else rest.partition("?")[0].rpartition(":")[2].strip("/")
+        )
+        wanted = os.environ.get(USE_AGENT_STORE) == "True" and scheme in ("env", "tcp")
+        return wanted and port.isdecimal() and self._agents_port != port
+
+
+def _hide_this_frame(error: BaseException) -> None:
+    """The frame that catches it says a file that nobody can find: the traceback shall go on with the one below."""
+    trace = error.__traceback__
+    if trace is not None and trace.tb_next is not None:
+        error.__traceback__ = trace.tb_next
 
 
 def keep_groups(_: Marks, c10d: ModuleType) -> None:
@@ -220,8 +257,9 @@ HOOKS: dict[str, Callable[[Marks, ModuleType], None]] = {
 class _WhenImported:
     """A finder that finds nothing: it has hooks called when modules have been imported, then it is gone."""
 
-    def __init__(self, address: str, names: set[str]) -> None:
+    def __init__(self, address: str, names: set[str], agents_port: str) -> None:
         self._address = address
+        self._agents_port = agents_port
         self._names = names
         self._marks: Marks | None = None
         self._pid = os.getpid()
@@ -235,7 +273,7 @@ class _WhenImported:
         if not self._names:
             # We may be there no longer: a program can put something of its own around each finder.
             sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        self._marks = self._marks or open_marks(self._address)
+        self._marks = self._marks or open_marks(self._address, self._agents_port)
         if self._marks is None:
             return None
         marks, hook = self._marks, HOOKS[name]

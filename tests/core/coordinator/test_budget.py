@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.coordinator.budget import Budget, GiveUp, Retry
+from holdfast.core.coordinator.budget import UNBOUNDED, Budget, GiveUp, Retry
 from holdfast.core.policy import Limits
 
 QUICK_S, HEALTHY_S = 1.0, 60.0
@@ -78,3 +78,12 @@ def test_what_is_free_gives_up_as_well_if_it_never_changes() -> None:
     own = budget(0)
     decisions = [own.pause("the store host died", QUICK_S) for _ in range(8)]
     assert isinstance(decisions[-1], GiveUp)
+
+
+def test_a_restart_is_counted_in_words_only_against_a_number_that_means_something() -> None:
+    own = Budget(3, Limits())
+    own.charge("x", 0.0)
+    assert own.newest == "restart 1 of 3"
+    torchruns = Budget(UNBOUNDED, Limits())
+    torchruns.charge("x", 0.0)
+    assert torchruns.newest == "restart 1"

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast.core.doctor import Folder, Gpu, Interface, Level, LocalFacts, TorchFacts, TorchState
+from holdfast.core.doctor import Finding, Folder, Gpu, Interface, Level, LocalFacts, TorchFacts, TorchState
 from holdfast.insight.doctor.codes import CODES
 from holdfast.insight.doctor.local import examine
 from holdfast.insight.doctor.network import chosen, proposed
-from holdfast.insight.doctor.table import as_json, lines_of, render, worst
+from holdfast.insight.doctor.software import slow_import
+from holdfast.insight.doctor.table import as_json, exit_code, lines_of, render, worst
 
 GIB = 2**30
 ETH0 = Interface(name="eth0", addresses=("10.0.0.7",))
@@ -215,3 +216,23 @@ def test_json_has_every_finding_and_the_worst_level() -> None:
     told = as_json(examine(replace(WELL, python="3.8.1")))
     assert (told["level"], told["exit_code"]) == ("fatal", 30)
     assert told["findings"][0]["fix"] == "install Python 3.11 or newer"
+
+
+def test_a_warning_is_no_failure_unless_it_is_to_be() -> None:
+    small = Finding(code="HF510", level=Level.WARN, what="/dev/shm", why="small")
+    late = Finding(code="HF530", level=Level.RETRY, what="clock", why="off")
+    assert [exit_code([small], strict=strict) for strict in (False, True)] == [0, 10]
+    assert [exit_code([small, late], strict=strict) for strict in (False, True)] == [20, 20]
+    assert render([small]).endswith("(exit code 0)")
+    assert render([small], strict=True).endswith("(exit code 10)")
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "load", "says"),
+    [(1.0, 0.2, "local disk"), (38.0, 0.9, "processor is slow"), (4.0, 8.0, "what else runs here")],
+)
+def test_a_slow_import_is_the_disks_fault_only_where_nothing_computes(cpu_s: float, load: float, says: str) -> None:
+    found = TorchFacts(
+        state=TorchState.OK, version="2", seconds=40.0, cpu_s=cpu_s, load=load, distributed=True, gloo=True
+    )
+    assert says in slow_import(found, "slow")[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -445,3 +446,12 @@ def test_four_hundred_thousand_lines(pipe: PipeConsole, tmp_path: Path) -> None:
     until(lambda: pipe.out.count(b"\n") == 400_000, "the router to have done it")
     for rank in (0, 1):
         assert pipe.out.count(b"[default%d]:%s\n" % (rank, b"x" * 99)) == 200_000
+
+
+def test_the_prefix_may_hold_the_whole_name_of_the_host(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path, prefix_template="${hostname}:${rank}: ")
+    node.open(3)
+    node.write(3, b"up\n")
+    node.router.end_attempt()
+    assert node.end()
+    assert until(lambda: f"{socket.gethostname()}:".encode() in pipe.out)

@@ -10,7 +10,15 @@ from msgspec import structs
 from holdfast.core.errors import BindingError
 from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits
-from holdfast.runtime.workers.numa import Machine, binding_for, cpus_for, nvidia_gpus, parse_cpu_list, visible_gpus
+from holdfast.runtime.workers.numa import (
+    Machine,
+    amd_gpus,
+    binding_for,
+    cpus_for,
+    nvidia_gpus,
+    parse_cpu_list,
+    visible_gpus,
+)
 
 
 class FakeMachine:
@@ -172,3 +180,12 @@ def test_binding_of_all_workers(tmp_path: Path) -> None:
 def test_the_machine_we_are_on() -> None:
     machine = Machine.this({})
     assert set(cpus_for("node", 0, 1, machine)) <= machine.allowed
+
+
+def test_amds_accelerators_are_bound_as_nvidias_are(tmp_path: Path) -> None:
+    for index, (simd_count, location) in enumerate([(0, 0), (304, 0xC100), (304, 0x2308)]):
+        node = tmp_path / "class/kfd/kfd/topology/nodes" / str(index)
+        node.mkdir(parents=True)
+        (node / "properties").write_text(f"simd_count {simd_count}\nlocation_id {location}\ndomain 1\nname gfx942\n")
+    assert amd_gpus(tmp_path) == ("0001:c1:00.0", "0001:23:01.0")
+    assert amd_gpus(tmp_path / "none") == ()

@@ -227,3 +227,28 @@ def test_a_left_over_process_does_not_hold_up_the_end(screen: Screen) -> None:
     screen.router.end_attempt()
     until(lambda: screen.shown.endswith(b"last words\n"), "the screen to show it")
     os.close(left_over)
+
+
+def test_a_question_is_shown_once_whatever_is_typed_and_whatever_comes_after(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.isatty
+    monkeypatch.setattr(os, "isatty", lambda fd: fd == 0 or real(fd))
+    streams = screen.open(0, 1)
+    out, other = streams[0].fds.stdout, streams[1].fds.stdout
+    assert out is not None
+    assert other is not None
+    os.write(out, b"before\nname? ")
+    assert until(lambda: COLOURED + b"name? " in screen.shown)
+    os.write(other, b"meanwhile\n")
+    assert until(lambda: b"meanwhile" in screen.shown)
+    os.write(out, b"hi bob\n")
+    assert until(lambda: COLOURED + b"hi bob" in screen.shown)
+    for rank in (0, 1):
+        screen.router.started(rank)
+    screen.router.end_attempt()
+    assert until(lambda: COLOURED + b"hi bob" in screen.shown)
+    assert screen.shown.count(b"name? ") == 1
+    assert screen.shown.index(b"before") < screen.shown.index(b"name? ") < screen.shown.index(b"meanwhile")
+    assert streams[0].stdout_file is not None
+    assert streams[0].stdout_file.read_bytes() == b"before\nname? hi bob\n"

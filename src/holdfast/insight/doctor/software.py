@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.core.doctor import Finding, LocalFacts, TorchState
+from holdfast.core.doctor import Finding, LocalFacts, TorchFacts, TorchState
 from holdfast.insight.doctor.making import fatal, named, passed, warn
 
 PYTHON_MIN = (3, 11)
 IMPORT_SLOW_S = 20.0
+BUSY_SHARE = 0.6
+"""Of its time: a process that computes so much does not wait for a disk."""
+BUSY_LOAD = 1.5
+"""Per CPU: a process waits for a processor."""
 GPU_BUSY_MIB = 1024
 """Less than this is what drivers and desktops hold."""
 
@@ -53,7 +57,7 @@ def torch(facts: LocalFacts) -> Iterator[Finding]:
             )
         case TorchState.OK if found.seconds > IMPORT_SLOW_S:
             why = f"{found.version} takes {found.seconds:.0f} s to import"
-            yield warn("HF501", what, why, "put the environment on a local disk")
+            yield warn("HF501", what, *slow_import(found, why))
         case TorchState.OK:
             yield passed("HF501", what, f"{found.version} {f'with CUDA {found.cuda}' if found.cuda else 'for CPUs'}")
     if found.state is TorchState.OK:
@@ -64,6 +68,18 @@ def torch(facts: LocalFacts) -> Iterator[Finding]:
             yield fatal(
                 "HF502", "torch.distributed", f"this torch was built without {lacking}", "install an official build"
             )
+
+
+def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
+    """What the time went into, and what helps: a disk keeps a process waiting, not computing."""
+    if found.cpu_s > BUSY_SHARE * found.seconds:
+        return (
+            f"{why}, {found.cpu_s:.0f} s of it computing",
+            "this processor is slow, or Python's cached bytecode cannot be written",
+        )
+    if found.load > BUSY_LOAD:
+        return f"{why}; the processor is busy ({found.load:.1f} processes per CPU)", "see what else runs here (top)"
+    return why, "put the environment on a local disk"
 
 
 def cuda(facts: LocalFacts) -> Iterator[Finding]:

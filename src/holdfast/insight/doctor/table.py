@@ -15,10 +15,16 @@ def worst(findings: Sequence[Finding]) -> Level:
     return max((finding.level for finding in findings), key=lambda level: level.exit_code, default=Level.PASS)
 
 
-def render(findings: Sequence[Finding]) -> str:
+def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:
+    """Of `holdfast doctor`: a warning does not keep `doctor LINE && run LINE` from running, unless it is to."""
+    level = worst(findings)
+    return 0 if level is Level.WARN and not strict else level.exit_code
+
+
+def render(findings: Sequence[Finding], *, strict: bool = False) -> str:
     """One line for what passes; problems with their fix below. This node's first, then those of the others."""
     lines = [line for finding in findings for line in lines_of(finding)]
-    return "\n".join([*lines, "", conclusion(findings)])
+    return "\n".join([*lines, "", conclusion(findings, strict=strict)])
 
 
 def lines_of(finding: Finding) -> list[str]:
@@ -30,7 +36,7 @@ def lines_of(finding: Finding) -> list[str]:
     return lines
 
 
-def conclusion(findings: Sequence[Finding]) -> str:
+def conclusion(findings: Sequence[Finding], *, strict: bool = False) -> str:
     """`2 warnings, 1 fatal problem: …`"""
     level = worst(findings)
     if level is Level.PASS:
@@ -39,14 +45,14 @@ def conclusion(findings: Sequence[Finding]) -> str:
     counts = [(sum(finding.level is each for finding in findings), noun) for each, noun in nouns.items()]
     shown = ", ".join(f"{count} {noun}" for count, noun in counts if count)
     codes = sorted({finding.code for finding in findings if finding.level is level})
-    return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {level.exit_code})"
+    return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {exit_code(findings, strict=strict)})"
 
 
-def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(findings: Sequence[Finding], *, strict: bool = False) -> dict[str, Any]:
     level = worst(findings)
     return {
         "level": level.value,
-        "exit_code": level.exit_code,
+        "exit_code": exit_code(findings, strict=strict),
         "findings": [
             {
                 "code": finding.code,

@@ -57,6 +57,8 @@ class ConsoleStream:
         self._pending = memoryview(b"")
         self._transient = b""
         self._drawn = False
+        self._row_is_open = False
+        """A prompt stands on the last row, and perhaps what was typed after it."""
         self._piece_bytes_max: int | None = None
         try:
             status = os.fstat(fd)
@@ -89,6 +91,14 @@ class ConsoleStream:
         self._pending = memoryview(data if self.free else bytes(self._pending) + data)
         self.flush()
 
+    def put_prompt(self, text: bytes) -> None:
+        """On a live terminal: a question whose answer is typed after it. It stays; what comes next begins a row of its own."""
+        if not self.broken:
+            before = self._with_transient(self._fresh_row(), b"")
+            self._pending = memoryview(bytes(self._pending) + before + text + RESET)
+            self._row_is_open = True
+            self.flush()
+
     def flush(self) -> None:
         while self._pending:
             if not self._room.poll(0):
@@ -104,9 +114,23 @@ class ConsoleStream:
             self.written_bytes += count
             self._pending = self._pending[count:]
 
+    def _fresh_row(self) -> bytes:
+        """To the beginning of an empty row, whether the answer to a prompt has left this one (Enter) or not: blanks for a whole
+        row but one go on to the next row only from within a row."""
+        if not self._row_is_open:
+            return b""
+        self._row_is_open = False
+        try:
+            columns = os.get_terminal_size(self.fd).columns
+        except OSError:
+            columns = 0
+        return b" " * (columns - 1) + ERASE if columns > 1 else b"\n"
+
     def _with_transient(self, lines: bytes, transient: bytes | None) -> bytes:
         if transient is not None:
             self._transient = transient
+        if lines or self._transient:
+            lines = self._fresh_row() + lines
         erase = ERASE if self._drawn else b""
         self._drawn = bool(self._transient)
         draw = b"".join((CLIP, ERASE, self._transient, RESET, UNCLIP)) if self._drawn else b""

@@ -51,6 +51,9 @@ class FilteredFile:
         except OSError:  # the disk is full; the workers' own files are what counts
             self.broken = True
 
+    def put_prompt(self, text: bytes) -> None:
+        """Nobody is asked in a file."""
+
     def close(self) -> None:
         os.close(self._fd)
 
@@ -208,7 +211,14 @@ class LogRouter:
         plain = self._options.dedup and not teed and not self._options.prefix_template
         held = HeldTraceback() if plain and std is Std.ERR else None
         shown.setdefault(sink, []).append(
-            StreamTail(path, tail_prefix, live=sink.live, rank=worker.rank if plain else None, held=held)
+            StreamTail(
+                path,
+                tail_prefix,
+                live=sink.live,
+                asks=sink.live and os.isatty(0),
+                rank=worker.rank if plain else None,
+                held=held,
+            )
         )
         if not sink.is_terminal:
             return fd

@@ -20,7 +20,7 @@ from holdfast.runtime.workers.log_fold import FOLD_BYTES_MAX, HeldTraceback, Lin
 from holdfast.runtime.workers.log_watch import ChangeWatch
 
 CHUNK_BYTES_MAX = 256 * 1024
-"""Read from one file before it is the next one's turn, and put into a destination at once; fits a core's cache."""
+"""Read from one file before it is the next one's turn; fits a core's cache."""
 LINE_BYTES_MAX = 1024 * 1024
 """A longer line is cut."""
 PROGRESS_S = 1.0
@@ -29,6 +29,7 @@ TRANSIENT_S = 0.1
 """Terminal: the transient last line changes at most this often."""
 PROMPT_S = 0.2
 """Terminal: an unfinished line that stays this long is shown: it may be a prompt."""
+PROMPT_ENDS = (b"?", b":", b">", b"]", b")", b"$", b"#")
 POLL_S = 0.05
 """Only where the kernel refuses inotify."""
 AT_ONCE = 0.0
@@ -120,6 +121,8 @@ class Sink(Protocol):
 
     def put(self, lines: bytes, transient: bytes | None = None) -> None: ...
 
+    def put_prompt(self, text: bytes) -> None: ...
+
 
 class StreamTail:
     """One followed file, as prefixed lines for one sink."""
@@ -131,10 +134,11 @@ class StreamTail:
         *,
         live: bool = False,
         needles: tuple[bytes, ...] = (),
+        asks: bool = False,
         rank: int | None = None,
         held: HeldTraceback | None = None,
     ) -> None:
-        """`rank`: its lines may be folded with those of other ranks. `held`: a traceback at its end is kept back."""
+        """`asks`: somebody at the terminal can answer. `rank`: its lines may be folded with those of other ranks. `held`: a traceback at its end is kept back."""
         self.path = path
         self.rank = rank
         self.held = held
@@ -144,6 +148,7 @@ class StreamTail:
         """What was drawn of the unfinished line last."""
         self._prefix = prefix
         self._live = live
+        self._asks = asks
         self._needles = needles
         self._cutter = LineCutter()
         self._fd = -1
@@ -200,6 +205,16 @@ class StreamTail:
         if text == self.drawn or not text:
             return text, None
         return text, self.changed_at if b"\r" in self._cutter.partial else self.changed_at + PROMPT_S
+
+    def is_prompt(self, text: bytes) -> bool:
+        """Looks like a question, to which somebody types an answer."""
+        return self._asks and b"\r" not in self._cutter.partial and text.rstrip(b" ").endswith(PROMPT_ENDS)
+
+    def give_prompt(self, text: bytes) -> bytes:
+        """The prompt, which is then no part of the line to come: on the screen the answer stands after it."""
+        self._cutter.partial = b""
+        self.drawn = b""
+        return self._prefix + tame(text)
 
     def draw(self, text: bytes) -> bytes:
         self.drawn = text
@@ -280,6 +295,8 @@ class Lane:
         self._drawn_at = 0.0
         self._owner: StreamTail | None = None
         """Whose unfinished line is the transient last line."""
+        self._prompt = b""
+        """To be shown after the lines that came before it."""
 
     @property
     def idle(self) -> bool:
@@ -343,13 +360,16 @@ class Lane:
         if not at_end:
             dues += self._release_late(group, now, blocks)
         if group.fold is not None and group.fold.due is not None:
-            if at_end or transient or group.fold.due <= now:
+            if at_end or transient or self._prompt or group.fold.due <= now:
                 blocks.append(group.fold.take())
             else:
                 dues.append(group.fold.due)
         lines = b"".join(blocks)
         if lines or transient is not None:
             self.sink.put(lines, transient)
+        if self._prompt:
+            self.sink.put_prompt(self._prompt)
+            self._prompt = b""
         return min(dues, default=None)
 
     def _put(self, group: TailGroup, tail: StreamTail, lines: bytes, now: float, blocks: list[bytes]) -> None:
@@ -416,7 +436,11 @@ class Lane:
         if ready:
             _, tail, text = max(ready, key=lambda each: each[1].changed_at)
             self._owner, self._drawn_at = tail, now
-            transient = tail.draw(text)
+            if tail.is_prompt(text):
+                self._owner, transient = None, None
+                self._prompt = tail.give_prompt(text)
+            else:
+                transient = tail.draw(text)
         later = [
             now + TRANSIENT_S if due <= now else due for due, tail, _ in waiting if not (ready and tail is self._owner)
         ]
@@ -427,16 +451,14 @@ class LogTail:
     """All lanes together: the console's Source."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        """Guards the set of lanes: groups are added from the agent's thread."""
+        self._lock = threading.Lock()  # groups are added from the agent's thread
         self._lanes: tuple[Lane, ...] = ()
         self._left_bytes = 0
         """Read by lanes that are gone."""
         self._watch: ChangeWatch | None = None
         self.abandoned = False
         """Set from any thread: show nothing more."""
-        self.closed = False
-        """Nothing is open any more, because it was abandoned."""
+        self.closed = False  # nothing is open any more
 
     def add(self, sink: Sink, group: TailGroup) -> None:
         """Show the group after all earlier ones of this sink. The console is to be woken afterwards."""

@@ -34,7 +34,9 @@ class Machine(Struct, frozen=True, kw_only=True):
     @classmethod
     def this(cls, environment: Mapping[str, str] = os.environ) -> Machine:
         """The machine we run on, with the GPUs that CUDA_VISIBLE_DEVICES lets workers see."""
-        gpus = visible_gpus(nvidia_gpus(PROC_GPUS, DEV), environment.get("CUDA_VISIBLE_DEVICES"))
+        nvidia, amd = nvidia_gpus(PROC_GPUS, DEV), amd_gpus(SYS)
+        variable = "HIP_VISIBLE_DEVICES" if amd and "HIP_VISIBLE_DEVICES" in environment else "CUDA_VISIBLE_DEVICES"
+        gpus = visible_gpus(nvidia or amd, environment.get(variable))
         return cls(sys=SYS, allowed=frozenset(os.sched_getaffinity(0)), gpus=gpus)
 
 
@@ -47,6 +49,23 @@ def nvidia_gpus(folder: Path, dev: Path) -> tuple[str, ...]:
         return tuple(sorted(entry.name.lower() for entry in folder.iterdir() if _has_device_file(entry, dev)))
     except OSError:
         return ()
+
+
+def amd_gpus(sys: Path) -> tuple[str, ...]:
+    """PCI addresses of AMD's accelerators, in the order of the driver's topology, which is ROCm's."""
+    nodes = sys / "class" / "kfd" / "kfd" / "topology" / "nodes"
+    found: list[str] = []
+    try:
+        for node in sorted(nodes.iterdir(), key=lambda path: int(path.name)):
+            pairs = (line.split() for line in (node / "properties").read_text().splitlines())
+            told = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+            if told.get("simd_count"):
+                place = told.get("location_id", 0)
+                address = f"{told.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
+                found.append(address)
+    except (OSError, ValueError):
+        return ()
+    return tuple(found)
 
 
 def _has_device_file(gpu: Path, dev: Path) -> bool:
