@@ -202,3 +202,12 @@ def test_the_verdict_of_a_run_that_failed_is_shown_again(
     (tmp_path / "one" / "verdict.json").write_text('{"verdict": null}')
     assert main(["report", *two_nodes]) == 0
     assert "HF217" not in capsys.readouterr().out
+
+
+def test_what_different_nodes_waited_for_is_not_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One imports slowly, and the other one waits for it in the store."""
+    one = journal(tmp_path / "one", begins("a"), phases(1, import_s=10.0, store_s=0.0))
+    two = journal(tmp_path / "two", begins("b"), phases(1, import_s=1.0, store_s=9.0))
+    assert main(["report", "--json", one, two]) == 0
+    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    assert generation["total_s"] == pytest.approx(10.56)
