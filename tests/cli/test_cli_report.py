@@ -191,3 +191,24 @@ def test_no_field_that_is_missing_ends_a_report(
     file.write_text("".join(json.dumps(each) + "\n" for each in [*whole, *less]))
     assert main(["report", "--json", "--html", "-", two_nodes[0]]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_the_verdict_of_a_run_that_failed_is_shown_again(
+    two_nodes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = {"code": "HF217", "cause": "rank 1 on b does not find a file", "advice": "copy it there"}
+    (tmp_path / "one" / "verdict.json").write_text(json.dumps({"kind": "failed", "verdict": verdict}))
+    assert main(["report", *two_nodes]) == 0
+    assert "\nHF217: rank 1 on b does not find a file\ndo: copy it there\n" in capsys.readouterr().out
+    (tmp_path / "one" / "verdict.json").write_text('{"verdict": null}')
+    assert main(["report", *two_nodes]) == 0
+    assert "HF217" not in capsys.readouterr().out
+
+
+def test_what_different_nodes_waited_for_is_not_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One imports slowly, and the other one waits for it in the store."""
+    one = journal(tmp_path / "one", begins("a"), phases(1, import_s=10.0, store_s=0.0))
+    two = journal(tmp_path / "two", begins("b"), phases(1, import_s=1.0, store_s=9.0))
+    assert main(["report", "--json", one, two]) == 0
+    (generation,) = json.loads(capsys.readouterr().out)["generations"]
+    assert generation["total_s"] == pytest.approx(10.56)

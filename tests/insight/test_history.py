@@ -122,3 +122,20 @@ def test_a_run_that_never_starts_anything() -> None:
     past = told(Journal().starts(2, 1).ends(4, 1, 1).over(5))
     assert spent(past) == {"STARTUP": 5}
     assert past.effective == 0.0
+
+
+def test_a_hang_is_no_training() -> None:
+    """31 of 33 s: it stood still when it was found, and until it was ended."""
+    run = Journal().starts(0, 1, ready=1).progress(2, 1, 10)
+    run.at(12, "coordinator.hang", generation=1, kind="hung", code="HF240", still_s=10.0)
+    run.ends(33, 1, 1).over(33)
+    assert spent(told(run)) == {"STARTUP": 1.0, "TRAINING": 1.0, "HUNG": 31.0}
+
+
+def test_a_hang_that_went_over_and_a_pause_are_training() -> None:
+    run = Journal().starts(0, 1, ready=1)
+    run.at(12, "coordinator.hang", generation=1, kind="hung", code="HF240", still_s=10.0)
+    run.at(14, "coordinator.hang_over", generation=1, still_s=12.0)
+    run.at(20, "coordinator.hang", generation=1, kind="paused", code="", still_s=5.0)
+    run.ends(33, 1, 0).over(33)
+    assert spent(told(run)) == {"STARTUP": 1.0, "TRAINING": 32.0}

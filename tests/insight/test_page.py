@@ -162,7 +162,8 @@ def test_json_has_the_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["report", "--json", str(folder_of(tmp_path / "a", records("a")))]) == 0
     told = json.loads(capsys.readouterr().out)["history"]
     assert (told["startup_s"], told["lost_steps"]) == (12.0, 7)
-    assert told["training_s"] + told["lost_s"] + told["down_s"] + told["startup_s"] + told["end_s"] == told["total_s"]
+    parts = ("startup_s", "training_s", "lost_s", "hung_s", "down_s", "end_s")
+    assert sum(told[part] for part in parts) == pytest.approx(told["total_s"])
     assert [each["doing"] for each in told["stretches"]][:4] == ["startup", "training", "lost", "down"]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from holdfast.core.hang import Finding, HangKind
+from holdfast.core.hang import Finding, HangKind, RankStory
 from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
+from holdfast.core.stacks import Frame, RankSample
 from holdfast.insight.screen import render
 from holdfast.insight.verdicts import judge
 from tests.corpus.telling import GLOO_CLOSED, SITE, cut, fails, watchdog
@@ -295,3 +296,48 @@ def test_a_hang_tells_of_a_thread_that_died_before() -> None:
     died = 'Exception in thread Thread-1 (load):\nTraceback (most recent call last):\n  File "t.py", line 3, in load\n    f()\nValueError: bad row\n'
     verdict = judge(evidence(fails(3, code=-15, stderr=died, late=True), hang=HANG))
     assert verdict.cause.endswith("; before, rank 3 lost its thread 'Thread-1 (load)': ValueError: bad row")
+
+
+# --- time-outs of a collective, with the stacks that were taken before the others were stopped ------------------------
+
+
+def seen(rank: int, *frames: Frame, source: str = "") -> RankStory:
+    sample = RankSample(rank % 4, 2000 + rank, "S", 1.0, frames, source=source)
+    return RankStory(rank, "b", rank % 4, 9.0, (sample,))
+
+
+def script(line: int, file: str = "/data/job/train.py") -> Frame:
+    return Frame(file, line, "<module>")
+
+
+WAITS = (Frame(DIST, 9, "barrier"), script(31))
+
+
+def test_the_one_that_sleeps_is_named_and_not_the_one_that_waited() -> None:
+    sleeps = seen(5, script(17, "/data/job/data.py"), script(60), source="time.sleep(600)")
+    verdict = judge(evidence(in_barrier(0), survivors=(seen(2, *WAITS), sleeps)))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF209", 5)
+    assert verdict.cause.startswith("rank 5 on b did not come: it was in time.sleep at data.py:17, while rank 0 waited")
+    assert "at train.py:31 `dist.barrier()`" in verdict.cause
+    assert job_exit_code(verdict) == 1
+
+
+def test_one_that_waited_elsewhere_is_told_with_both_lines() -> None:
+    verdict = judge(
+        evidence(in_barrier(0), survivors=(seen(2, *WAITS), seen(5, Frame(DIST, 8, "all_reduce"), script(44))))
+    )
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF225", 5)
+    assert "waited in all_reduce at train.py:44, and rank 0 in barrier at train.py:31" in verdict.cause
+
+
+def test_a_survivor_that_is_on_its_way_out_or_waits_too_is_not_blamed() -> None:
+    leaving = seen(5, Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"))
+    verdict = judge(evidence(in_barrier(0), survivors=(seen(2, *WAITS), leaving)))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF209", 0)
+
+
+def test_where_most_did_not_come_the_one_that_waited_is_named() -> None:
+    elsewhere = [seen(rank, script(60), source="time.sleep(9)") for rank in (1, 2, 3)]
+    verdict = judge(evidence(in_barrier(0), survivors=tuple(elsewhere)))
+    assert verdict.culprit is not None
+    assert verdict.culprit.rank == 0

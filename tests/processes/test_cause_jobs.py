@@ -128,3 +128,22 @@ raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed by pee
     assert agent.verdict["verdict"]["culprit"]["rank"] == 0
     assert "rank 0 on " in agent.verdict["verdict"]["cause"]
     assert agent.verdict["verdict"]["cause"].endswith("; it said last: no batches left for this rank")
+
+
+def test_the_stacks_of_those_that_did_not_come_are_taken_before_they_are_stopped(site) -> None:
+    body = """
+def oversleeps():
+    meet("asleep")
+    time.sleep(600)
+if RANK == 1:
+    oversleeps()
+meet("asleep")
+time.sleep(0.5)
+raise RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 500ms for recv operation to complete")
+"""
+    code, agent = site.run("--standalone", "--nproc-per-node", "2", site.script(body))
+    verdict = agent.verdict["verdict"]
+    assert (code, agent.verdict["code"], verdict["culprit"]["rank"]) == (1, "HF209", 1), agent.text
+    assert "rank 1 on " in verdict["cause"]
+    assert "did not come: it was in time.sleep at train.py:" in verdict["cause"]
+    assert "rank 0 waited for it in vain, at train.py:" in verdict["cause"]

@@ -24,6 +24,7 @@ from holdfast.runtime.journal import FILE_NAME as JOURNAL
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
 MIB = 2**20
+VERDICT = "verdict.json"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         print_json(as_json(told) | {"history": history_as_json(past)})
     elif chosen.html is None:
         print_report(told, past)
+        print_verdict(folders)
     return 0
 
 
@@ -205,6 +207,17 @@ def print_report(told: Timeline, past: History | None = None) -> None:
         titles = [HEADINGS.get(phase, phase) for phase in PHASES]
         rows = [("GEN", "BEGAN", "RANKS", *(title.upper() for title in titles), "TOTAL", "WHY")]
         print_table([*rows, *(row(each) for each in told.generations)])
+
+
+def print_verdict(folders: Sequence[Path]) -> None:
+    """What the last screen said of a run that failed, from the first node that kept it."""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            verdict = json.loads((folder / VERDICT).read_bytes())["verdict"]
+            print(f"\n{verdict['code']}: {verdict['cause']}")
+            if verdict["advice"]:
+                print(f"do: {verdict['advice']}")
+            return
 
 
 def ending(told: Timeline) -> str:

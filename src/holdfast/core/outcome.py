@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from holdfast.core.bounds import Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HoldfastError
-from holdfast.core.hang import Finding
+from holdfast.core.hang import Finding, RankStory
 
 TEXT_BYTES_MAX = 16_384
 """Tracebacks and log tails are cut to this before they travel."""
@@ -119,6 +119,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The first of these, as their agents saw them."""
     lost_ranks: tuple[int, ...] = ()
     """Ranks of the lost nodes."""
+    survivors: tuple[RankStory, ...] = ()
+    """Where the others were after a wait in vain, before they were stopped."""
     hosts: tuple[str, ...] = ()
     """Of all its nodes, by group rank."""
 

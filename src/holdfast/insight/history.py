@@ -25,6 +25,8 @@ class Doing(Enum):
     TRAINING = "training"
     LOST = "lost work"
     """Training whose steps were done again after a restart."""
+    HUNG = "standing still"
+    """Until a generation was ended, or ended itself, in which nothing moved any more."""
     DOWN = "down"
     """From the end of a generation to the first step of the next."""
     END = "end"
@@ -52,6 +54,8 @@ class Life(Struct):
     stepped: bool = False
     alive: int = 0
     """Workers that have not ended yet."""
+    hung_s: float | None = None
+    """Since when it stands still; None: it does not, or nobody has seen it."""
     broken: bool = False
     """A worker failed, or was told to end."""
     world_size: int = 0
@@ -68,7 +72,7 @@ class Life(Struct):
         again, made = self.again or 0, self.ended_at - self.began_at
         if not again or made <= 0 or self.ready_s is None:
             return 0.0
-        return (self.over_s - self.ready_s) * min(1.0, again / made)
+        return ((self.over_s if self.hung_s is None else self.hung_s) - self.ready_s) * min(1.0, again / made)
 
 
 class Point(Struct, frozen=True):
@@ -143,10 +147,13 @@ def stretched(lives: list[Life], began_s: float, ended_s: float) -> Iterable[Str
         ready_s = max(at_s, life.ready_s)
         over_s = max(ready_s, life.over_s)
         yield Stretch(waiting, at_s, ready_s, number)
-        kept_s = max(ready_s, over_s - life.lost_s)
+        moved_s = over_s if life.hung_s is None else min(over_s, max(ready_s, life.hung_s))
+        kept_s = max(ready_s, moved_s - life.lost_s)
         yield Stretch(Doing.TRAINING, ready_s, kept_s, number)
-        if kept_s < over_s:
-            yield Stretch(Doing.LOST, kept_s, over_s, number)
+        if kept_s < moved_s:
+            yield Stretch(Doing.LOST, kept_s, moved_s, number)
+        if moved_s < over_s:
+            yield Stretch(Doing.HUNG, moved_s, over_s, number)
         at_s, waiting = over_s, Doing.DOWN
     if ended_s > at_s:
         last = lives[-1]
@@ -159,6 +166,7 @@ def _together(lives: list[Life]) -> Life:
     """One generation of several nodes: it trains when the last is ready, until the first fails or the last is done."""
     broken = [life.over_s for life in lives if life.broken]
     ready = [life.ready_s for life in lives if life.ready_s is not None]
+    hung = [life.hung_s for life in lives if life.hung_s is not None]
     return Life(
         lives[0].number,
         ordered_s=min(life.ordered_s for life in lives),
@@ -166,6 +174,7 @@ def _together(lives: list[Life]) -> Life:
         ready_s=max(ready) if ready else None,
         stepped=any(life.stepped for life in lives),
         alive=sum(life.alive for life in lives),
+        hung_s=min(hung) if hung else None,
         broken=bool(broken),
         world_size=max(life.world_size for life in lives),
         steps=max(life.steps for life in lives),
@@ -202,6 +211,10 @@ def _take(event: Event, found: dict[int, Life], told: NodeHistory) -> None:
             life.stepped = "first_step_s" in event
         case "progress" if life is not None:
             _progress(event, life, told)
+        case "coordinator.hang" if life is not None and event["kind"] in ("hung", "stuck"):
+            life.hung_s = event["time"] - event["still_s"]
+        case "coordinator.hang_over" if life is not None:
+            life.hung_s = None
         case "worker_ended" if life is not None:
             life.alive -= 1
             if not life.broken:

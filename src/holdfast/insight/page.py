@@ -24,6 +24,7 @@ COLOURS = {
     Doing.STARTUP: "startup",
     Doing.TRAINING: "training",
     Doing.LOST: "lost",
+    Doing.HUNG: "hung",
     Doing.DOWN: "down",
     Doing.END: "end",
 }

@@ -3,10 +3,10 @@
 STYLE = (
     """
 :root{--ink:#1b1f24;--paper:#fff;--soft:#eef1f4;--line:#d0d7de;--dim:#57606a;
---startup:#d4a72c;--training:#2da44e;--alternate:#1f883d;--lost:#cf222e;--down:#fa8f3e;--end:#8c959f;
+--startup:#d4a72c;--training:#2da44e;--alternate:#1f883d;--lost:#cf222e;--hung:#8250df;--down:#fa8f3e;--end:#8c959f;
 --c0:#0969da;--c1:#bf3989;--c2:#8250df;--c3:#1b7c83;--c4:#9a6700;--c5:#116329;--c6:#a40e26;--c7:#57606a}
 @media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--paper:#0d1117;--soft:#161b22;--line:#30363d;--dim:#9198a1;
---startup:#d29922;--training:#3fb950;--alternate:#2ea043;--lost:#f85149;--down:#f0883e;--end:#6e7681;
+--startup:#d29922;--training:#3fb950;--alternate:#2ea043;--lost:#f85149;--hung:#bc8cff;--down:#f0883e;--end:#6e7681;
 --c0:#58a6ff;--c1:#f778ba;--c2:#bc8cff;--c3:#39c5cf;--c4:#e3b341;--c5:#7ee787;--c6:#ff7b72;--c7:#b1bac4}}
 @media print{:root{--ink:#000;--paper:#fff;--soft:#fff;--line:#999;--dim:#333}
 section{break-inside:avoid}svg rect,.key{print-color-adjust:exact;-webkit-print-color-adjust:exact}details>*{display:block}}
@@ -36,7 +36,7 @@ polyline{fill:none;stroke-width:2;vector-effect:non-scaling-stroke;stroke-linejo
 """
     + "".join(
         f".{name}{{fill:var(--{name});background:var(--{name})}}\n"
-        for name in ("startup", "training", "alternate", "lost", "down", "end")
+        for name in ("startup", "training", "alternate", "lost", "hung", "down", "end")
     )
     + "".join(
         f".phase{n}{{fill:var(--c{n});background:var(--c{n})}}.line{n}{{stroke:var(--c{n})}}i.line{n}{{background:var(--c{n})}}\n"

@@ -31,10 +31,12 @@ class Generation(Struct):
     """Why the one before ended; empty for the first and where no journal of the coordinator's is here."""
     phases_s: dict[str, float] = {}
     """By name, of the slowest of these nodes; those that were not there are missing."""
+    slowest_s: float = 0.0
+    """All phases of the node that needed longest: one may be slow at one thing and another one at the next."""
 
     @property
     def total_s(self) -> float:
-        return sum(self.phases_s.values())
+        return self.slowest_s + self.phases_s.get("detect", 0.0)
 
 
 class Timeline(Struct):
@@ -93,6 +95,8 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
                 case "phases":
                     generation = _generation(found, event["generation"])
                     generation.restart_count = event["restart_count"]
+                    own_s = sum(event.get(f"{phase}_s") or 0.0 for phase in PHASES if phase != "detect")
+                    generation.slowest_s = max(generation.slowest_s, own_s)
                     for phase in PHASES:
                         seconds = event.get(f"{phase}_s")
                         if seconds is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.core.coordinator.commands import Conclude, DropLink, Note, Tell
+from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.events import Event, Heard, LinkOpened, Tick
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.outcome import Failure
@@ -39,6 +40,7 @@ class Desk:
         fixed_ranks: bool = False,
         grow: Grow = Grow.DRAIN,
         exclude_after: int = 0,
+        judge: Judge = simple_judge,
     ) -> None:
         job = JobSpec(
             run_id="t",
@@ -51,7 +53,7 @@ class Desk:
             exclude_after=exclude_after,
         )
         self.now = 0.0
-        self.machine = CoordinatorMachine(job, LIMITS, simple_judge, self.now, examine=simple_examine)
+        self.machine = CoordinatorMachine(job, LIMITS, judge, self.now, examine=simple_examine)
         self.told: list[tuple[int, FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from holdfast.core.coordinator.events import LinkClosed
+from holdfast.core.coordinator.looking import PARTING_LOOK_S
 from holdfast.core.coordinator.state import Phase
-from holdfast.core.outcome import OutcomeKind
+from holdfast.core.outcome import Evidence, Failure, OutcomeKind
 from holdfast.core.progress import RankProgress, Stage
-from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, Stopped, StopReason, WorkerDone
+from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, Stopped, StopReason, WorkerDone, WorkersFailed
 from holdfast.core.stacks import Frame, RankSample
+from holdfast.testing.cluster import simple_judge
 from tests.core.coordinator.coordinator_desk import Desk, gathering, preparing, running, two_of_three
 
 
@@ -207,6 +209,50 @@ def test_a_straggler_is_told_and_stands_in_the_view() -> None:
     (note,) = desk.noted("straggler")
     assert (note["code"], note["host"], note["ranks"]) == ("HF250", "n2", [1])
     assert desk.machine.view(desk.now).notices == (text,)
+
+
+# --- a wait in vain ---------------------------------------------------------------------------------------------------
+
+
+def times_out(desk: Desk, link: int) -> None:
+    says = "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete"
+    failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=1, message=says)
+    desk.say(link, WorkersFailed(desk.machine.generation, (failure,)))
+
+
+def stops(desk: Desk) -> list[Stop]:
+    return [message for to, message in desk.told if to == 2 and isinstance(message, Stop)]
+
+
+def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped() -> None:
+    judged: list[Evidence] = []
+    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    times_out(desk, 1)
+    assert len(looks(desk, 2)) == 1
+    assert stops(desk) == []
+    desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
+    answer(desk, 2, "sleep")
+    assert [stop.reason for stop in stops(desk)] == [StopReason.WORKER_FAILED]
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    (story,) = judged[0].survivors
+    assert (story.rank, story.samples[0].frames[0].function) == (1, "sleep")
+
+
+def test_those_that_do_not_answer_are_stopped_all_the_same() -> None:
+    desk = training()
+    times_out(desk, 1)
+    desk.wait(PARTING_LOOK_S + 0.1)
+    assert len(stops(desk)) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_with_a_reason_of_its_own_stops_them_at_once(first: bool) -> None:
+    desk = training()
+    if not first:
+        times_out(desk, 1)
+    desk.fail(2)
+    assert len(stops(desk)) == 1
 
 
 # --- the view ---------------------------------------------------------------------------------------------------------

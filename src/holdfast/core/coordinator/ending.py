@@ -84,5 +84,6 @@ def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
         done=world.done_ranks(),
         left=tuple(world.left),
         lost_ranks=tuple(world.lost_ranks),
+        survivors=world.survivors,
         hosts=tuple(name.rpartition("#")[0] for name in world.order),
     )

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from holdfast.core.outcome import Failure
 from holdfast.core.stacks import RankSample
+
+PARTING_LOOK_S = 2.0
+"""So long a generation is kept after a wait in vain, for the stacks of those that did not come."""
+SEARCHED_CHARACTERS = 4096
+IN_VAIN = re.compile(
+    r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout|Watchdog caught collective operation timeout"
+    r"|timed out in monitoredBarrier|failed to pass monitoredBarrier"
+)
+"""What torch says when a collective or its store has waited for longer than the group's time-out."""
+
+
+def waited_in_vain(failures: Iterable[Failure]) -> bool:
+    """Whether all of these say so. Those that did not come are then still alive, and will be stopped."""
+    return all(
+        IN_VAIN.search(f"{each.message[:SEARCHED_CHARACTERS]}\n{each.stderr_tail[-SEARCHED_CHARACTERS:]}")
+        and not each.after_stop
+        for each in failures
+    )
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from holdfast.core.coordinator.commands import Command, DropLink, Tell
 from holdfast.core.coordinator.ending import Again, after_stop, restart_text
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked, Tick
 from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
+from holdfast.core.coordinator.looking import waited_in_vain
 from holdfast.core.coordinator.oversight import CoordinatorOversight
 from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
 from holdfast.core.errors import NodesError
@@ -243,6 +244,8 @@ class CoordinatorMachine(CoordinatorOversight):
         world.failures.extend(failures)
         self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
         text = f"rank {failures[0].rank} failed on {member.node.host}"
+        if self.phase is Phase.RUNNING and waited_in_vain(failures) and self._look_at_survivors(now, text):
+            return
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 
     def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
@@ -304,9 +307,9 @@ class CoordinatorMachine(CoordinatorOversight):
         while (decision := self._admission.settle(self.members.values())) is not None:
             self._welcome(now, decision)
         self._count_candidates(now)
-        hung = self._oversee(now)
-        if hung and self.phase is Phase.RUNNING:
-            self._stop(now, StopReason.HUNG, hung)
+        ended = self._oversee(now)
+        if ended is not None and self.phase is Phase.RUNNING:
+            self._stop(now, *ended)
         before = None
         while before is not self.phase and not self._is_over():
             before = self.phase

@@ -11,7 +11,7 @@ from math import inf
 from holdfast.core.coordinator import view
 from holdfast.core.coordinator.base import CoordinatorBase
 from holdfast.core.coordinator.ending import Judge
-from holdfast.core.coordinator.looking import Round
+from holdfast.core.coordinator.looking import PARTING_LOOK_S, Round
 from holdfast.core.coordinator.pace import Paces, of_world
 from holdfast.core.coordinator.state import Member, Phase, World
 from holdfast.core.coordinator.stragglers import Straggler, Stragglers
@@ -20,7 +20,7 @@ from holdfast.core.hang import Examine, Finding, HangKind, RankStory
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.core.progress import JobView, Stage
-from holdfast.core.protocol import Look, Looked, Notice, Progress
+from holdfast.core.protocol import Look, Looked, Notice, Progress, StopReason
 
 SIGKILL = 9
 NOTICES_SAID_MAX = 3
@@ -62,6 +62,8 @@ class CoordinatorOversight(CoordinatorBase):
         """Members that have not answered a look in time: they are asked, but not waited for again."""
         self._hung = ""
         """Why the generation is to be ended."""
+        self._parting = ""
+        """Why it will be, as soon as the survivors of a wait in vain have been looked at; empty: it is not so."""
 
     def view(self, now: float) -> JobView:
         """The job as it is, for people. Costs as much as it has ranks."""
@@ -127,17 +129,22 @@ class CoordinatorOversight(CoordinatorBase):
 
     def _oversight_due_s(self) -> float:
         """When `_oversee` has something to do."""
+        if self.phase is Phase.RUNNING and self._parting and self._round is not None:
+            return self._round.asked_s + PARTING_LOOK_S
         if self.phase is not Phase.RUNNING or self._watch is None:
             return inf
         if self._round is not None:
             return self._round.asked_s + self.limits.look_wait_s
         return self._watch.due_s()
 
-    def _oversee(self, now: float) -> str:
-        """Why the generation must be ended; empty: it need not."""
+    def _oversee(self, now: float) -> tuple[StopReason, str] | None:
+        """Why the generation must be ended; None: it need not."""
         if self.phase is not Phase.RUNNING:
             self._watch = self._round = None  # also between two worlds, and on the way to a safe point
-            return ""
+            self._parting = ""
+            return None
+        if self._parting:
+            return self._part(now)
         if self._watch is None:
             self._watch = Watch(self.limits, self._paces_of(self._world()), self._examined)
         asked = self._round
@@ -145,7 +152,31 @@ class CoordinatorOversight(CoordinatorBase):
             self._close_round(now, asked, self._watch)
         self._heed(now, self._watch.advance(now))
         hung, self._hung = self._hung, ""
-        return hung
+        return (StopReason.HUNG, hung) if hung else None
+
+    def _look_at_survivors(self, now: float, why: str) -> bool:
+        """Before they are stopped, those are looked at for whom a rank has waited in vain. Whether anybody answers that."""
+        if self._parting:
+            return True
+        if self._world().hang is not None:
+            return False  # who is to blame is known
+        self._look(now, store=False)
+        self._parting = why if self._round is not None and self._round.awaited else ""
+        return bool(self._parting)
+
+    def _part(self, now: float) -> tuple[StopReason, str] | None:
+        asked = self._round
+        if asked is not None:
+            if asked.awaited & self.members.keys() and now < asked.asked_s + PARTING_LOOK_S:
+                return None
+            world = self._world()
+            world.survivors = tuple(
+                RankStory(pace.rank, pace.host, pace.local_rank, now - pace.newest_s, (asked.samples[pace.rank],))
+                for pace in self._paces_of(world).ranks
+                if pace.rank in asked.samples
+            )
+        why, self._parting, self._round = self._parting, "", None
+        return StopReason.WORKER_FAILED, why
 
     def _paces_of(self, world: World) -> Paces:
         """Of this world, made when it is first asked for."""

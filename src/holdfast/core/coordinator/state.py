@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from holdfast.core.hang import Finding
+from holdfast.core.hang import Finding, RankStory
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import StopReason
@@ -114,6 +114,8 @@ class World:
     """It was found standing still, and has not moved since."""
     hung: Failure | None = None
     """The worker to blame for that."""
+    survivors: tuple[RankStory, ...] = ()
+    """Where the others were after a wait in vain, before they were stopped."""
 
     def __post_init__(self) -> None:
         self.size = sum(self.nproc.values())

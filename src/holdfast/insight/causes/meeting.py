@@ -6,13 +6,16 @@ Pure.
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from collections.abc import Sequence
 
+from holdfast.core.hang import RankStory
 from holdfast.core.outcome import Evidence, Failure
 from holdfast.insight.causes.blame import Blame, blame
 from holdfast.insight.causes.find import Cause, cause_of
-from holdfast.insight.causes.words import listen
+from holdfast.insight.causes.words import LIBRARY, OURS, listen
+from holdfast.insight.places import Doing, Where, where_is
 
 LOOKED_AT_MAX = 64
 """Failures that are read for comparison: enough to know, whatever the size of the job."""
@@ -22,6 +25,7 @@ ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+))?")
 POINT_TO_POINT = frozenset("send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split())  # noqa: SIM905
 """Whose two ends are different calls."""
+CALLED = re.compile(r"in (\w+) at (\S+)")
 BACKWARD = ("/torch/_tensor.py", "/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 NAMED = re.compile(
     r"Ranks?\(?s?\)? \[?([\d, ]+)\]? (?:failed to pass|did(?: not|n't) (?:join|arrive|respond)|ha(?:s|ve)(?: not|n't) joined|is missing)"
@@ -57,20 +61,51 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
     return failure, others == {place[0]}
 
 
-def other_calls(failures: Sequence[Failure]) -> tuple[Failure, str] | None:
-    """(the one to name, what is odd) where ranks that waited in vain did so in different calls; None: in the same, or unknown.
+def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]:
+    """Those that were not on their way to the others when these had waited in vain; empty where most were not: then it is
+    the one who waited that did something else."""
+    seen = [where_is(story) for story in survivors]
+    absent = [each for each in seen if each.doing not in (Doing.COMMUNICATING, Doing.GONE) and _in_script(each.story)]
+    return absent if len(absent) <= complaints + len(seen) - len(absent) else []
+
+
+def _in_script(story: RankStory) -> bool:
+    """A rank that waited in vain too and is on its way out is at no line of the script any more."""
+    frames = story.samples[-1].frames if story.samples else ()
+    return any(not (LIBRARY.search(frame.file) or OURS.search(frame.file)) for frame in frames)
+
+
+def stopped(story: RankStory) -> Failure:
+    """A rank that was only stopped because of the others, as the culprit."""
+    pid = story.samples[-1].pid if story.samples else 0
+    return Failure(
+        rank=story.rank,
+        local_rank=story.local_rank,
+        host=story.host,
+        pid=pid,
+        exit_code=-signal.SIGTERM,
+        after_stop=True,
+    )
+
+
+def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()) -> tuple[Failure, str] | None:
+    """(the one to name, what is odd) where ranks waited in two different calls; None: in the same, or nobody knows.
 
     Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
     """
     waited = [each for each in failures[:LOOKED_AT_MAX] if blame(each) in (Blame.WAITED, Blame.WAITED_LATE)]
-    calls = [(each, call) for each in waited if (call := _call(each))]
-    counts = Counter(call for _, call in calls)
+    calls = [(each, call, listen(each).place) for each in waited if (call := _call(each))]
+    for story in survivors:
+        where = where_is(story)
+        found = CALLED.match(where.place)
+        if where.doing is Doing.COMMUNICATING and found:
+            calls.append((stopped(story), found[1], found[2]))
+    counts = Counter(call for _, call, _ in calls)
     if len(counts) != 2 or counts.keys() & POINT_TO_POINT:
         return None
     rarest = min(counts.values())
-    culprit, call = next(pair for pair in calls if counts[pair[1]] == rarest)
-    other, others_call = next(pair for pair in calls if pair[1] != call)
-    place, others_place = listen(culprit).place, listen(other).place
+    culprit, call, place = next(each for each in calls if counts[each[1]] == rarest)
+    other, others_call, others_place = next(each for each in calls if each[1] != call)
     told = f"waited in {call}{f' at {place}' if place else ''}, and rank {other.rank} in {others_call}"
     return culprit, told + (f" at {others_place}" if others_place else "")
 

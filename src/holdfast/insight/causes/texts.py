@@ -78,7 +78,7 @@ TEXTS: dict[str, Text] = {
         "Ranks waited in a collective for somebody who did not come within the group's time-out: a branch that only some ranks take, one rank "
         "that loads, evaluates or saves for longer than that, or a network that swallows packets.",
         "NCCL's watchdog, gloo or the store says `timed out`, and no rank had a reason of its own. Where the watchdogs' numbers differ the rank "
-        "that is behind is named.",
+        "that is behind is named; where the stacks of the others, taken before they were stopped, show one elsewhere, that one.",
         "`holdfast stacks` while it hangs shows which rank is elsewhere; holdfast does the same by itself before a restart. Take collectives out of "
         "`if rank == 0:`, or give timeout= to init_process_group.",
     ),
@@ -359,6 +359,7 @@ TEXTS: dict[str, Text] = {
 }
 
 ADVICE = {
+    "HF209": "the place that is named is where to look: a branch that only some ranks take, or work that is longer than the group's time-out",
     "HF225": "every rank has to make the same calls in the same order; TORCH_DISTRIBUTED_DEBUG=DETAIL names both sides",
     "HF229": "the same number of steps on every rank: drop_last=True, holdfast.train.DataLoader or DDP's join(); a barrier before the end",
     "HF240": "look at the place that is named; all stacks are in the run folder",

@@ -11,9 +11,10 @@ from holdfast.core.hang import Finding
 from holdfast.core.outcome import Evidence, Failure, Verdict
 from holdfast.insight.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
 from holdfast.insight.causes.find import SAID_CHARACTERS_MAX, cause_of
-from holdfast.insight.causes.meeting import named_ranks, odd_one, other_calls, spread
+from holdfast.insight.causes.meeting import did_not_come, named_ranks, odd_one, other_calls, spread, stopped
 from holdfast.insight.causes.texts import ADVICE
 from holdfast.insight.causes.words import listen
+from holdfast.insight.places import Where
 
 RANKS_NAMED_MAX = 8
 
@@ -72,7 +73,10 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
         return evidence.verdict(cause.code, line, culprit, cause.advice)
-    other = other_calls(complaints)
+    absent = did_not_come(evidence.survivors, len(complaints))
+    if absent and speaks_of_peers(culprit):
+        return _absent(evidence, culprit, absent)
+    other = other_calls(complaints, evidence.survivors)
     if other:
         culprit = other[0]
         return evidence.verdict("HF225", f"{_who(culprit)} {other[1]}", culprit, ADVICE["HF225"])
@@ -81,6 +85,15 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     missing = f"; missing: rank {', '.join(map(str, named[:8]))}" if named else ""
     line = f"{_who(culprit)} {cause.line}{_where(culprit)}{missing}"
     return evidence.verdict(cause.code, line, culprit, cause.advice)
+
+
+def _absent(evidence: Evidence, victim: Failure, absent: Sequence[Where]) -> Verdict:
+    """A collective timed out, and the stacks of that moment show who was elsewhere: it is the culprit, who waited is not."""
+    culprit = stopped(absent[0].story)
+    others = _some([each.story.rank for each in absent[1:]])
+    more = f", as were {others}" if absent[1:] else ""
+    line = f"{_who(culprit)} did not come: it was {absent[0].place}{more}, while rank {victim.rank} waited for it in vain{_where(victim)}"
+    return evidence.verdict("HF209", line, culprit, ADVICE["HF209"])
 
 
 def _left(evidence: Evidence, victim: Failure) -> Verdict:
