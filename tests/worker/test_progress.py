@@ -20,6 +20,7 @@ from tests.support.limits import limit_s
 from tests.warm import Warm
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.xdist_group("torch examples")  # one warm process for all
 
 TRAINS = """
     import os, sys
