@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.limits import limit_s
+
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)\n```\n", re.DOTALL)
 LIMIT_S = 100
 
-pytestmark = [pytest.mark.xdist_group("torch examples"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("torch tutorial"), pytest.mark.slow]
 
 
 class Block(NamedTuple):
@@ -78,7 +80,7 @@ class Reader:
         )
 
     def compare(self, block: Block, session: subprocess.Popen[str]) -> None:
-        said, _ = session.communicate(timeout=LIMIT_S)
+        said, _ = session.communicate(timeout=limit_s(LIMIT_S))
         shown = [line for line in block.text.splitlines() if not line.startswith("$ ")]
         lines = iter(said.splitlines())
         for each in shown:
@@ -90,7 +92,7 @@ class Reader:
         """Ends what a failed test has left: agents end by SIGTERM, and their workers with them."""
         for _, session in self.running:
             session.terminate()
-            session.wait(LIMIT_S)
+            session.wait(limit_s(LIMIT_S))
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 class CustomError(Exception):
@@ -28,6 +27,12 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def wait_for_the_end() -> NoReturn:
+    """Until this process is killed."""
+    while True:
+        signal.pause()
+
+
 def echo(value: Any) -> tuple[int, Any]:
     return rank(), value
 
@@ -39,7 +44,7 @@ def environment(*names: str) -> list[str | None]:
 def raise_custom(culprit: int) -> None:
     if rank() == culprit:
         raise CustomError("the loss is a pineapple", 7)
-    time.sleep(60)
+    wait_for_the_end()
 
 
 def raise_unloadable() -> None:
@@ -55,7 +60,7 @@ def raise_unpicklable() -> None:
 def leave(culprit: int, code: int) -> None:
     if rank() == culprit:
         os._exit(code)
-    time.sleep(60)
+    wait_for_the_end()
 
 
 def exit_early() -> None:
@@ -67,7 +72,7 @@ def fail_once() -> int:
     if attempt == 0 and rank() == 1:
         raise CustomError("only once", 1)
     if attempt == 0:
-        time.sleep(60)
+        wait_for_the_end()
     return attempt
 
 
@@ -83,13 +88,13 @@ def say(text: str) -> None:
     print(text)
 
 
-def sleep_and_tell(folder: str, *, stubborn: bool = False) -> None:
-    """Leaves a file named after its process id, then sleeps."""
+def sleep_and_tell(folder: str, *, stubborn: str = "") -> None:
+    """Leaves a file named after its process id, then waits to be stopped; does no more than touch `stubborn` then."""
     if stubborn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: Path(stubborn).touch())
     Path(folder, str(os.getpid())).touch()
-    time.sleep(60)
+    wait_for_the_end()
 
 
 def nested(ranks: int) -> dict[int, tuple[int, Any]]:

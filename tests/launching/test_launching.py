@@ -16,6 +16,7 @@ import pytest
 import holdfast
 from holdfast.core import errors
 from tests.launching import launch_cases as cases
+from tests.support.limits import limit_s
 
 HERE = os.path.abspath(__file__)
 
@@ -38,7 +39,7 @@ def test_from_a_thread() -> None:
     results: list[dict[int, int]] = []
     thread = threading.Thread(target=lambda: results.append(holdfast.launch(lambda: 1)))
     thread.start()
-    thread.join(30)
+    thread.join(limit_s(30))
     assert results == [{0: 1}]
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.limits import limit_s
 from tests.warm import Warm
 
-pytestmark = pytest.mark.xdist_group("torch jobs")
+pytestmark = pytest.mark.xdist_group("torch examples")  # one warm process for all
 
 MEASURE = """
 import sys

@@ -14,7 +14,7 @@ from tests.conftest import descendants
 from tests.processes.conftest import Agent, Site
 from tests.support.limits import limit_s
 
-pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torchrun jobs"), pytest.mark.timeout(240)]
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LIMIT_S = 90.0

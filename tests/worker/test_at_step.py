@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.core.board import BOARD_VARIABLE
 from holdfast.runtime.workers.board import Board
+from tests.support.limits import limit_s
 
 
 @pytest.fixture
@@ -26,7 +27,9 @@ def test_where_it_began_and_where_it_is(board: Board) -> None:
     assert board.job_steps(1) == (-1, -1)
     program = "from holdfast.worker import at_step\nat_step(0)\nat_step(1)\nat_step(41)"
     environment = {**os.environ, BOARD_VARIABLE: board.address(1)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=30, start_new_session=True)
+    subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, timeout=limit_s(30), start_new_session=True
+    )
     assert board.job_steps(1) == (0, 41)
     assert board.job_steps(0) == (-1, -1)
 
@@ -34,7 +37,7 @@ def test_where_it_began_and_where_it_is(board: Board) -> None:
 def test_without_a_launcher_it_does_nothing() -> None:
     program = "from holdfast.worker import at_step\nat_step(3)"
     environment = {name: value for name, value in os.environ.items() if name != BOARD_VARIABLE}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=limit_s(30))
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -57,5 +60,5 @@ def test_a_restart_costs_steps_and_the_report_says_how_many(run_cli: Any, tmp_pa
     assert done.code == 0, done
     (folder,) = (tmp_path / "logs").iterdir()
     line = [sys.executable, "-m", "holdfast", "report", "--json", str(folder)]
-    told = json.loads(subprocess.run(line, capture_output=True, timeout=30, check=True).stdout)
+    told = json.loads(subprocess.run(line, capture_output=True, timeout=limit_s(30), check=True).stdout)
     assert told["history"]["lost_steps"] == 13

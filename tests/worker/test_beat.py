@@ -12,6 +12,7 @@ import pytest
 from holdfast.core import board as layout
 from holdfast.core.progress import Stage
 from holdfast.runtime.workers.board import Board
+from tests.support.limits import limit_s
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def board() -> Iterator[Board]:
 def run(source: str, address: str | None, *, leads: bool = True) -> None:
     env = {"PATH": "/usr/bin:/bin", **({} if address is None else {layout.BOARD_VARIABLE: address})}
     line = [sys.executable, "-c", source]
-    done = subprocess.run(line, env=env, start_new_session=leads, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(line, env=env, start_new_session=leads, capture_output=True, text=True, timeout=limit_s(30))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.worker import bootstrap
+from tests.support.limits import limit_s
 
 BOOTSTRAP = bootstrap.__file__
 
@@ -187,7 +188,7 @@ def run(arguments: list[str], cwd: Path, env: Mapping[str, str]) -> tuple[int, s
         input="text on stdin",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=limit_s(60),
     )
     return done.returncode, _without_addresses(done.stdout), _without_addresses(done.stderr)
 
@@ -369,6 +370,7 @@ def test_a_full_disk(programs: Path, tmp_path: Path) -> None:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
             capture_output=True,
             text=True,
+            timeout=limit_s(60),
         )
         assert done.returncode == 1
         assert done.stderr.endswith("\nValueError: bad\n")

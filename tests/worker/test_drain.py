@@ -15,6 +15,7 @@ from holdfast.core import board as layout
 from holdfast.core.board import BOARD_VARIABLE
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
 from holdfast.worker.drain import SafePoints
+from tests.support.limits import limit_s
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_held_worker_waits_and_goes_on(board: Board) -> None:
         time.sleep(0.001)
     assert not answers
     board.release(0)
-    thread.join(10)
+    thread.join(limit_s(10))
     assert answers == [False]
     assert not board.told(0)
 
@@ -110,7 +111,7 @@ def test_nobody_passes_where_all_are_to_stop(board: Board) -> None:
     time.sleep(HOLD_SETTLES_S)
     safe_point = board.reached() + 1
     board.release(safe_point)
-    assert [int(worker.communicate(timeout=30)[0]) for worker in workers] == [safe_point, safe_point]
+    assert [int(worker.communicate(timeout=limit_s(30))[0]) for worker in workers] == [safe_point, safe_point]
 
 
 def test_a_board_takes_no_name_in_any_folder(board: Board) -> None:

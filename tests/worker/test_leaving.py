@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.worker import bootstrap
+from tests.support.limits import limit_s
 
 # A stand-in named torch: what counts for the bootstrap is that the module is loaded.
 TORCH = ""
@@ -50,7 +51,7 @@ def test_threads_exit_functions_and_buffers_are_honoured(tmp_path: Path, end: st
         [sys.executable, bootstrap.__file__, "script", str(program)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=limit_s(60),
         env=environment,
     )
     assert done.returncode == code
@@ -64,7 +65,10 @@ def test_a_program_without_torch_ends_as_ever(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(end="").replace("import torch", ""))
     done = subprocess.run(
-        [sys.executable, bootstrap.__file__, "script", str(program)], capture_output=True, text=True, timeout=60
+        [sys.executable, bootstrap.__file__, "script", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=limit_s(60),
     )
     assert done.returncode == 0
     assert done.stdout == "no newlinethread\natexit\nfinalised\n"

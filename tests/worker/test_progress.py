@@ -16,9 +16,11 @@ from holdfast.core import board as layout
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.phases import Phases
 from holdfast.runtime.workers.spawn import BOOTSTRAP
+from tests.support.limits import limit_s
 from tests.warm import Warm
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.xdist_group("torch examples")  # one warm process for all
 
 TRAINS = """
     import os, sys
@@ -35,7 +37,7 @@ TRAINS = """
     dist.destroy_process_group()
     from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
     print(len(hooks), *[type(each).__name__ for each in sys.meta_path])
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != os.environ["TORCHELASTIC_MAX_RESTARTS"]:
         sys.exit(3)
 """
 MARKS = (layout.MEETING, layout.STORE, layout.GROUP, layout.FIRST_STEP, layout.STEPS)
@@ -60,7 +62,9 @@ def run(board: Board, folder: Path, source: str, warm: Warm | None = None, **env
     if warm is not None:
         done = warm.run(line, env=env, timeout=LIMIT_S)
     else:
-        done = subprocess.run([sys.executable, *line], env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, *line], env=env, capture_output=True, text=True, timeout=limit_s(LIMIT_S)
+        )
     assert done.returncode == 0, done.stderr
     assert "Dynamo does not know" not in done.stderr
     return done.stdout
@@ -75,11 +79,12 @@ def test_a_program_without_torch_marks_nothing(board: Board, tmp_path: Path) -> 
     assert words(board) == [0] * len(MARKS)
 
 
-def test_steps_are_counted_without_a_process_group(board: Board, tmp_path: Path) -> None:
+def test_steps_are_counted_without_a_process_group(warm: Warm, board: Board, tmp_path: Path) -> None:
     run(
         board,
         tmp_path,
         "import torch\nopt = torch.optim.SGD([torch.zeros(1, requires_grad=True)])\nopt.step()\nopt.step()",
+        warm,
     )
     meeting, store, group, first, steps = words(board)
     assert (meeting, store, group) == (0, 0, 0)
@@ -87,13 +92,13 @@ def test_steps_are_counted_without_a_process_group(board: Board, tmp_path: Path)
     assert board.moment(layout.FIRST_STEP) == first / 1e9
 
 
-def test_a_group_that_failed_is_none(board: Board, tmp_path: Path) -> None:
+def test_a_group_that_failed_is_none(warm: Warm, board: Board, tmp_path: Path) -> None:
     source = (
         "import datetime, torch.distributed as dist\ntry:\n"
         "    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=0.2))\nexcept Exception as e: print('failed')"
     )
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
-    assert run(board, tmp_path, source, **env) == "failed\n"
+    assert run(board, tmp_path, source, warm, **env) == "failed\n"
     assert [word > 0 for word in words(board)] == [True, False, False, False, False]
 
 
@@ -136,14 +141,16 @@ class Slow(torch.autograd.Function):
         return grad
 time.sleep(0.5)  # before the first step: start-up
 opt.step()
+since = time.monotonic()
 for _ in range(2):  # gradients are accumulated
     time.sleep(0.1)
     Slow.apply(weight).sum().backward()
 opt.step()
 opt.step()
+print(time.monotonic() - since)
 """
-    run(board, tmp_path, OWN + source, warm)
-    assert 0.2 <= own_s(board) < 0.5
+    steps_s = float(run(board, tmp_path, OWN + source, warm))
+    assert 0.2 <= own_s(board) <= steps_s - 0.6, "without what was waited for in backward"
     assert words(board)[-1] == 3
 
 
@@ -155,14 +162,12 @@ def slow(x):
     return x * 2
 opt.step()
 since = time.monotonic()
-value = checkpoint(slow, weight, use_reentrant=True).sum()
-before = time.monotonic() - since
-value.backward()
+checkpoint(slow, weight, use_reentrant=True).sum().backward()
 opt.step()
-assert before < 0.6
+print(time.monotonic() - since)
 """
-    run(board, tmp_path, OWN + source, warm)
-    assert 0.3 <= own_s(board) < 0.6, "what is computed again in backward is part of it"
+    step_s = float(run(board, tmp_path, OWN + source, warm))
+    assert 0.3 <= own_s(board) <= step_s - 0.3, "what is computed again in backward is part of it"
 
 
 def test_backward_is_as_it_was(warm: Warm, board: Board, tmp_path: Path) -> None:
@@ -183,7 +188,7 @@ opt.step()
 """
     told = "backward torch.autograd Compute ['tensors', 'grad_tensors']\ngrad can be implicitly\n[2.0, 2.0, 2.0, 2.0]\n"
     assert run(board, tmp_path, OWN + source, warm) == told
-    assert 0 < own_s(board) < 10
+    assert own_s(board) > 0
 
 
 def test_a_torch_whose_backward_is_another(board: Board, tmp_path: Path) -> None:
@@ -209,16 +214,15 @@ print(weight.grad.tolist(), weight.tolist()[0] < 0)
     assert run(board, tmp_path, OWN + source, warm) == "[6.0, 6.0, 6.0, 6.0] True\n"
 
 
-def test_an_agent_that_is_gone_matters_to_nobody(tmp_path: Path) -> None:
+def test_an_agent_that_is_gone_matters_to_nobody(warm: Warm, tmp_path: Path) -> None:
     board = Board(1)
     address = board.address(0)
     board.close()
     script = tmp_path / "program.py"
     script.write_text(f"import torch\n{HOOKS}print(len(hooks), torch.autograd.backward.__closure__)")
-    line = [sys.executable, BOOTSTRAP, "script", str(script)]
     env = {"PATH": "/bin", layout.BOARD_VARIABLE: address}
-    done = subprocess.run(line, env=env, capture_output=True, timeout=LIMIT_S)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"0 None\n", b"")
+    done = warm.run([BOOTSTRAP, "script", script], env=env, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 None\n", "")
 
 
 def test_a_child_that_imports_torch_first_counts_nothing(board: Board, tmp_path: Path) -> None:
@@ -278,20 +282,22 @@ def test_a_worker_that_is_told_of_after_the_end_was_ordered(board: Board) -> Non
     assert [set(fields) - own for fields in told] == [{"form_s"}, {"stop_s", "form_s"}]
 
 
-@pytest.mark.parametrize(("preload", "ranks"), [("none", 1), ("auto", 2)])
-def test_the_phases_of_a_job(run_cli: Any, tmp_path: Path, preload: str, ranks: int) -> None:
+@pytest.mark.parametrize(("preload", "ranks", "restarts"), [("none", 1, 0), ("auto", 2, 1)])
+def test_the_phases_of_a_job(run_cli: Any, tmp_path: Path, preload: str, ranks: int, restarts: int) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINS))
-    line = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1", "--log-dir", str(tmp_path / "logs")]
-    done = run_cli([*line, "--preload", preload, str(tmp_path / "train.py")], timeout=LIMIT_S)
+    line = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    done = run_cli(
+        [*line, "--log-dir", str(tmp_path / "logs"), "--preload", preload, str(tmp_path / "train.py")], timeout=LIMIT_S
+    )
     assert done.code == 0, done
-    assert len(done.out.splitlines()) >= 2
+    assert len(done.out.splitlines()) >= 1 + restarts
     assert all("| 1 " in text and "WhenImported" not in text for text in done.out.splitlines()), done.out
     (folder,) = (tmp_path / "logs").iterdir()
     events = [json.loads(text) for text in (folder / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if event["event"] == "phases"]
-    assert [(event["generation"], event["restart_count"]) for event in told] == [(1, 0), (2, 1)]
+    assert [(event["generation"], event["restart_count"]) for event in told] == [(1, 0), (2, 1)][: 1 + restarts]
     worker = ["import_s", "store_s", "process_group_s", "first_step_s"]
-    for event, own in zip(told, (["form_s", "spawn_s"], ["detect_s", "stop_s", "form_s", "spawn_s"]), strict=True):
+    for event, own in zip(told, (["form_s", "spawn_s"], ["detect_s", "stop_s", "form_s", "spawn_s"]), strict=False):
         assert {name for name in event if name.endswith("_s")} == {*own, *worker}
         assert all(event[name] >= 0 for name in own + worker)
 

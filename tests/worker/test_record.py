@@ -14,6 +14,8 @@ from holdfast.worker import bootstrap
 from holdfast.worker.record import record
 from tests.warm import Warm
 
+pytestmark = pytest.mark.xdist_group("torch examples")  # one warm process for all
+
 SCRIPT = """
 import sys
 {decorator}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from holdfast.worker import bootstrap
+from tests.support.limits import limit_s
 
 SCRIPT = """
 import os, signal
@@ -31,7 +32,9 @@ def test_a_handler_that_raises_while_it_is_written(tmp_path: Path) -> None:
     script, error_file = tmp_path / "train.py", tmp_path / "error.json"
     script.write_text(SCRIPT)
     line = [sys.executable, bootstrap.__file__, "script", str(script)]
-    done = subprocess.run(line, env={"TORCHELASTIC_ERROR_FILE": str(error_file)}, capture_output=True, timeout=60)
+    done = subprocess.run(
+        line, env={"TORCHELASTIC_ERROR_FILE": str(error_file)}, capture_output=True, timeout=limit_s(60)
+    )
     assert done.returncode == 1
     assert "Told" in json.loads(error_file.read_text())["message"]["message"]
 

@@ -1,7 +1,7 @@
 """torch's own @record: rank 1 raises."""
 
 import os
-import time
+import signal
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def main() -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("the loss is a pineapple")
-    time.sleep(60)
+    signal.pause()  # until it is stopped
 
 
 if __name__ == "__main__":
