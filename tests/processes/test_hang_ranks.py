@@ -31,7 +31,8 @@ pytestmark = pytest.mark.xdist_group("hang_ranks")  # one job for all
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang_rank.py"
 WORLD, ODD = 3, 1
-LOOKS, GAP_S = 3, 0.1
+LOOKS, GAP_S = 3, limit_s(0.1)
+"""Between two looks a rank that spins must get more than places.BUSY_S of a processor: more time on a slow machine."""
 DEADLINE_S = limit_s(60.0)
 
 

@@ -7,6 +7,7 @@ import asyncio
 from holdfast.core.errors import EtcdUnreachableError
 from holdfast.rendezvous.etcd import Memory
 from holdfast.runtime.etcd_office import Office
+from tests.support.limits import limit_s
 
 
 class FakeEtcd:
@@ -83,7 +84,7 @@ def run(etcd: FakeEtcd, ttl_s: float, until: str) -> Office:
         made = Office(etcd, etcd, ttl_s, _boot_s())
         news = asyncio.Event()
         made.start(news.set)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(limit_s(5)):
             while not (made.over if until == "over" else etcd.said.count("renew") > 2):
                 await news.wait()
                 news.clear()

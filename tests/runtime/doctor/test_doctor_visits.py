@@ -19,6 +19,7 @@ from holdfast.runtime.doctor import probe
 from holdfast.runtime.doctor.channel import dial
 from holdfast.runtime.doctor.messages import Here, Peer, Roster, Told, encode
 from holdfast.runtime.doctor.visit import BACKEND, Asked, Visited, pay_visit
+from tests.support.limits import limit_s
 
 KEY = b"k" * 16
 FACTS = LocalFacts(
@@ -115,7 +116,7 @@ def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> Aske
         token=None,
         is_host=None,
         local_addr=None,
-        timeout_s=5.0,
+        timeout_s=limit_s(2.5),
         reduce=False,
         python="/nowhere/python",
     )
@@ -163,17 +164,17 @@ def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
 
 def test_another_id_or_token_is_refused_by_name(free_port) -> None:
     port = free_port()
-    right = asked(port, timeout_s=2.0, token=b"one")
+    right = asked(port, timeout_s=limit_s(20.0), token=b"one")
 
-    async def later(what: Asked) -> Visited:
-        await asyncio.sleep(0.5)
-        return await visit(what)
+    async def beside_the_right_one() -> list[Visited]:
+        host = asyncio.create_task(visit(right))
+        await asyncio.sleep(limit_s(0.1))
+        others = await asyncio.gather(visit(right._replace(run_id="other")), visit(right._replace(token=b"two")))
+        host.cancel()
+        await asyncio.gather(host, return_exceptions=True)
+        return others
 
-    _, other_id, other_token = together(
-        lambda: visit(right),
-        lambda: later(right._replace(run_id="other")),
-        lambda: later(right._replace(token=b"two")),
-    )
+    other_id, other_token = asyncio.run(beside_the_right_one())
     for got, word in ((other_id, "other"), (other_token, "token")):
         assert got.trouble is not None
         assert (got.trouble.code, got.trouble.level) == ("HF552", Level.FATAL)
@@ -260,7 +261,7 @@ def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) ->
 
 def test_a_node_too_many_is_told_so(free_port) -> None:
     port = free_port()
-    what = asked(port, timeout_s=3.0)
+    what = asked(port, timeout_s=limit_s(1.5))
 
     async def three() -> list[Visited]:
         return await asyncio.gather(*(visit(what) for _ in range(3)))
@@ -275,10 +276,10 @@ def test_a_desk_that_goes_away_ends_the_visit(free_port) -> None:
     port = free_port()
 
     async def both() -> Visited:
-        host = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=20.0)))
-        await asyncio.sleep(0.3)
-        other = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=20.0)))
-        await asyncio.sleep(0.5)
+        host = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=limit_s(20.0))))
+        await asyncio.sleep(limit_s(0.1))
+        other = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=limit_s(20.0))))
+        await asyncio.sleep(limit_s(0.15))
         host.cancel()
         await asyncio.gather(host, return_exceptions=True)
         return await other

@@ -82,7 +82,7 @@ def test_bad_requests(served: Callable[[module.Pages], int], request_: bytes, st
 def test_who_says_nothing_is_hung_up_on_and_keeps_nobody_waiting(
     served: Callable[[module.Pages], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REQUEST_S_MAX", 0.2)
+    monkeypatch.setattr(module, "REQUEST_S_MAX", limit_s(0.1))
     port = served({"/a": ok})
     with socket.create_connection(("127.0.0.1", port), limit_s(5)) as silent:
         silent.sendall(b"GET /a")
@@ -111,7 +111,7 @@ def test_too_many_are_turned_away(served: Callable[[module.Pages], int], monkeyp
 def test_a_reader_that_stalls_is_cut_off(
     served: Callable[[module.Pages], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REQUEST_S_MAX", 0.2)
+    monkeypatch.setattr(module, "REQUEST_S_MAX", limit_s(0.1))
     port = served({"/big": lambda: Answer(200, "text/plain", b"x" * BIG), "/a": ok})
     with socket.create_connection(("127.0.0.1", port), limit_s(5)) as stalled:
         stalled.sendall(b"GET /big HTTP/1.1\r\n\r\n")

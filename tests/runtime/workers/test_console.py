@@ -50,13 +50,9 @@ def test_a_blocked_console_blocks_nobody(pipes: tuple[int, int, int, int], monke
     console = Console(out, err)
     console.say("x" * 200_000)
     until(lambda: not console.err.free, "the console to have it written")
-    started = time.monotonic()
-    for number in range(150):
+    for number in range(150):  # nobody reads: the first line that blocked would never return
         console.say(str(number))
-    assert time.monotonic() - started < 1
-    started = time.monotonic()
     assert not console.close(0.1)
-    assert time.monotonic() - started < 1
 
 
 def test_dropped_lines_are_counted(pipes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from holdfast.core.stacks import RankSample
 from holdfast.runtime.workers import observer as observers
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.observer import Observer
+from tests.support.limits import limit_s
 
 
 class Post:
@@ -45,7 +46,7 @@ class Post:
 
 def observe(act: Callable[[Post], Awaitable[None]], address: str = "127.0.0.1", port: int = 1) -> Post:
     async def run() -> Post:
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(limit_s(20)), asyncio.TaskGroup() as tasks:
             post = Post(tasks, address, port)
             try:
                 await act(post)
