@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.limits import limit_s
+
 LEASE_S = 5
 UNTIL_TOLD = "on_signal('SIGTERM', exit_code=0)\nmeet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\n"
 BOTH = pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 
 
 def by(backend: str, endpoint: str, nnodes: str, *conf: str) -> tuple[str, ...]:
-    patience = "timeout=30" if backend == "etcd" else "join_timeout=30"
-    settings = ",".join((patience, "settle=1", *conf))
+    patience = "timeout" if backend == "etcd" else "join_timeout"
+    settings = ",".join((f"{patience}={round(limit_s(15))}", f"settle={limit_s(0.5):g}", *conf))
     return ("--nnodes", nnodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-conf", settings)
 
 

@@ -31,7 +31,9 @@ def test_another_takes_over_from_a_killed_leader(site, etcd, backend: str) -> No
     finish(site)
     rest = [agent for agent in agents if agent is not leader]
     assert [agent.end() for agent in rest] == [0], rest[0].text
-    assert started(agents) == [1, 2]
+    generations = started(agents)
+    assert len(generations) > 1
+    assert generations == sorted(set(generations)), "a generation was started twice"
     assert keys(etcd) == ""
     site.all_gone()
 

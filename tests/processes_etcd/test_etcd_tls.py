@@ -17,7 +17,7 @@ from tests.support.limits import limit_s
 CA, CERT, KEY = 0, 1, 2
 NAMES = {"etcd": ("cacert", "cert", "key"), "etcd-v2": ("ca_cert", "ssl_cert", "ssl_cert_key")}
 REFUSAL_S_MAX = 10.0
-"""Far below the join time-out of these jobs (30 s): nobody waits for a certificate to become right."""
+"""Below the join time-out of these jobs: nobody waits for a certificate to become right."""
 
 
 @dataclass(frozen=True)

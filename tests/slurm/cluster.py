@@ -64,14 +64,14 @@ SlurmctldParameters=preempt_send_user_signal
 ReturnToService=0
 SlurmdTimeout=300
 InactiveLimit=0
-KillWait=10
+KillWait={kill}
 MinJobAge=300
-MessageTimeout=5
+MessageTimeout={message}
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -116,7 +116,10 @@ class Cluster:
         )
         # Steps make their port of it: another cluster on this host must not have the same.
         first = 1000 + os.getpid() % 50_000
-        self.conf.write_text(CONF.format(host=host, port=ports[0], first=first, folder=self.folder, nodes=nodes))
+        waits = {"message": round(limit_s(2.5)), "kill": round(limit_s(5)), "grace": round(limit_s(10))}
+        self.conf.write_text(
+            CONF.format(host=host, port=ports[0], first=first, folder=self.folder, nodes=nodes, **waits)
+        )
         reap = 'tail --pid="$1" -f /dev/null; for each in "$2"/pids/*; do kill -9 "$(cat "$each")"; done'
         self._reaper = self._spawn("sh", "-c", reap, "reaper", str(os.getpid()), str(self.folder))
         self._daemon(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_a_file_that_is_no_ledger(tmp_path: Path) -> None:
 def test_a_snapshot_and_when_it_got_its_name(tmp_path: Path) -> None:
     head = {"id": "s2", "parent": "s1", "step": 20, "epoch": 0, "offset": 960, "tally": [960, 5], "generation": "g"}
     (tmp_path / ".000000020-s2").write_bytes(json.dumps(head).encode() + b"\n\x00payload")
-    time.sleep(0.05)  # so that the time of the name is not that of the writing
+    os.utime(tmp_path / ".000000020-s2", (1.0, 1.0))  # the time of the name is not that of the writing
     before = time.monotonic()
     (tmp_path / ".000000020-s2").rename(tmp_path / "000000020-s2")
     (tmp_path / ".000000030-s3").write_text("cut off")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "shared_directory.py"
 LOCAL = ("--local-addr", "127.0.0.1")
 LEASE_S = round(limit_s(1))
-SHORT = ("--rdzv-conf", f"lease_ttl={LEASE_S},lease={0.75 * LEASE_S:g},settle={0.25 * LEASE_S:g}")
+SHORT = ("--rdzv-conf", f"lease_ttl={LEASE_S},lease={0.75 * LEASE_S:g},settle={0.5 * LEASE_S:g}")
 
 GOOD = """
 from holdfast.rendezvous.third_party import Backend, SharedValue
