@@ -243,7 +243,7 @@ def case_curve(folder: Path) -> Any:
             random.seed(dist.get_rank())
             np.random.seed(dist.get_rank())
         losses, drawn = [], []
-        while snaps.state.step < 20:
+        while snaps.state.step < 16:
             if snaps.state.step == kill_at and kill_at and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss = train(model, optimizer, snaps.state.step)
