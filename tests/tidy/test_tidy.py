@@ -182,6 +182,39 @@ def test_every_test_can_fail() -> None:
     assert not idle
 
 
+WAITS = {"communicate", "get", "join", "poll", "result", "select", "settimeout", "timeout", "wait", "wait_for"}
+"""Methods and functions that wait, of the standard library."""
+STARTS = {"call", "check_call", "check_output", "run"}
+"""Functions of subprocess that wait."""
+
+
+def fixed_limits(module: ast.Module) -> Iterator[int]:
+    """Lines on which a wait ends after a number of seconds that is written there."""
+    for call in ast.walk(module):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
+        if call.func.attr not in WAITS and not (owner == "subprocess" and call.func.attr in STARTS):
+            continue
+        if owner == "mark" or (isinstance(call.func.value, ast.Attribute) and call.func.value.attr == "mark"):
+            continue  # pytest's own limits are scaled when tests are collected
+        given = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
+        given += call.args[-1:] if call.func.attr in WAITS and call.args else []
+        if any(isinstance(each, ast.Constant) and isinstance(each.value, int | float) and each.value for each in given):
+            yield call.lineno
+
+
+def test_limits_grow_with_the_slowness_of_the_machine() -> None:
+    """What a test waits for has `limit_s(seconds)` of tests/support/limits.py: no test fails because a machine is slow."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files("tests")
+        if "scripts" not in path.parts and ROOT / "tests" / "core" not in path.parents
+        for line in fixed_limits(tree(path))
+    ]
+    assert found == []
+
+
 def test_test_file_names_are_unique() -> None:
     seen: dict[str, Path] = {}
     twice = []
