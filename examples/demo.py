@@ -94,7 +94,14 @@ def run(module: str) -> tuple[Story, int, list[str]]:
         ]
         print("$ holdfast run " + " ".join([*flags, "examples/" + SCRIPT.name]), flush=True)
         story = Story()
-        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        job = subprocess.Popen(
+            command,
+            env={**os.environ, "HOLDFAST_NO_DEDUP": "1"},  # we act on its lines: none may wait for its like
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         watchdog = threading.Timer(LIMIT_S, job.kill)
         watchdog.start()
         lines: list[str] = []

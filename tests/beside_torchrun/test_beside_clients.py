@@ -35,7 +35,7 @@ def test_torchs_stores_and_groups(launchers: Launchers) -> None:
 
 def test_rank_0_serves_the_store(launchers: Launchers) -> None:
     env = {**CALM, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    ours = launchers.holdfast(Line(["--nproc-per-node", "2", CLIENT], env)).finish()
+    ours = launchers.holdfast(Line(["--no-dedup", "--nproc-per-node", "2", CLIENT], env)).finish()
     assert ours.code == 0, ours
     assert [said["sum"] for said in told(ours.out)] == [3.0, 3.0]
 

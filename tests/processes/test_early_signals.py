@@ -7,6 +7,7 @@ import signal
 
 from holdfast.runtime.workers.keeper import KeeperHandle, fork_keeper
 from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent, ProcessEnded
+from tests.support.limits import limit_s
 
 WORKERS = 100
 
@@ -31,7 +32,7 @@ async def spawn_and_signal(handle: KeeperHandle) -> list[int]:
         keeper.spawn(f"worker{number}", ["sleep", "30"])
         keeper.signal(f"worker{number}", signal.SIGTERM)
     try:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(limit_s(15)):
             await over.wait()
     except TimeoutError:
         pass

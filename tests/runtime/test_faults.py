@@ -14,6 +14,7 @@ from holdfast.core.errors import BindingError, HoldfastError, InternalError, Pla
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.faults import SAID_INTERVAL_S, Troubles, as_error, fault_of
+from tests.support.limits import limit_s
 
 NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -111,11 +112,11 @@ def test_an_oserror_at_a_message_is_no_lost_connection() -> None:
         server = await loop.create_server(lambda: connection, "127.0.0.1", 0)
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"x")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(limit_s(20)):
             while not connection.open:  # noqa: ASYNC110 - under a deadline
                 await asyncio.sleep(0.001)
         connection.start(no_room, lambda _: None)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(limit_s(20)):
             found = await met
         writer.close()
         connection.abort()

@@ -15,8 +15,8 @@ import pytest
 
 from holdfast.core.errors import (
     SaverLostError,
+    SnapshotIncompleteError,
     SnapshotMemoryError,
-    SnapshotWriteError,
 )
 from holdfast.snapshots import attempt, packets, shelf, slots
 from holdfast.snapshots import folder as snapshots
@@ -86,7 +86,7 @@ def test_a_failure_comes_out_at_the_next_call_as_what_it_is(bench: Bench) -> Non
     slot = bench.stage(1)
     bench.client.persist(slot, Ticket(str(bench.folder / "no"), 1, 1, 0, 1))
     assert bench.client.wait(WAIT_S)
-    with pytest.raises(SnapshotWriteError, match="is not there"):
+    with pytest.raises(SnapshotIncompleteError, match="is not there"):
         bench.client.check()
     bench.client.check()
     bench.persist(2)

@@ -182,7 +182,7 @@ def test_every_test_can_fail() -> None:
     assert not idle
 
 
-WAITS = {"communicate", "get", "join", "poll", "result", "select", "settimeout", "timeout", "wait", "wait_for"}
+WAITS = {"communicate", "result", "settimeout", "timeout", "wait", "wait_for"}
 """Methods and functions that wait, of the standard library."""
 STARTS = {"call", "check_call", "check_output", "run"}
 """Functions of subprocess that wait."""
@@ -196,11 +196,15 @@ def fixed_limits(module: ast.Module) -> Iterator[int]:
         owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
         if call.func.attr not in WAITS and not (owner == "subprocess" and call.func.attr in STARTS):
             continue
-        if owner == "mark" or (isinstance(call.func.value, ast.Attribute) and call.func.value.attr == "mark"):
-            continue  # pytest's own limits are scaled when tests are collected
+        if owner in ("mark", "jobs", "site") or (
+            isinstance(call.func.value, ast.Attribute) and call.func.value.attr == "mark"
+        ):
+            continue  # scaled when tests are collected, and by the fixtures
         given = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
-        given += call.args[-1:] if call.func.attr in WAITS and call.args else []
-        if any(isinstance(each, ast.Constant) and isinstance(each.value, int | float) and each.value for each in given):
+        given += call.args[:1] if call.func.attr not in ("communicate", "wait_for") else call.args[1:2]
+        if any(
+            isinstance(each, ast.Constant) and isinstance(each.value, int | float) and each.value >= 1 for each in given
+        ):
             yield call.lineno
 
 

@@ -242,7 +242,7 @@ def test_a_save_that_one_rank_makes_alone_is_told_soon(tmp_path: Path, monkeypat
     def talk(peers: Peers) -> str:
         rank = Rank(tmp_path, peers)
         if peers.rank:
-            assert told.wait(20)  # rank 0 has told it while it waits
+            assert told.wait(limit_s(20))  # rank 0 has told it while it waits
         return rank.save(demanded=True)
 
     monkeypatch.setattr(warnings, "warn", noted)

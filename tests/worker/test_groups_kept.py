@@ -14,6 +14,7 @@ import pytest
 from holdfast.core import board as layout
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.spawn import BOOTSTRAP
+from tests.support.limits import limit_s
 
 # torch's names, and a group whose end can be seen.
 C10D = """
@@ -90,7 +91,7 @@ def run(script: Path, environ: Mapping[str, str]) -> tuple[int, str]:
     try:
         env = {"PATH": "/usr/bin:/bin", layout.BOARD_VARIABLE: board.address(0), **environ}
         line = [sys.executable, BOOTSTRAP, "script", str(script)]
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=limit_s(100))
     finally:
         board.close()
     return done.returncode, done.stdout

@@ -178,7 +178,12 @@ OPTIONS: tuple[Option, ...] = (
         "--duplicate-stderr-filters", LIST, (), LOGS, "copy teed stderr lines that contain one of these", "TEXT,..."
     ),
     Option(
-        "--no-dedup", FLAG, False, LOGS, "show lines that many ranks print alike, and tracebacks, once each", ours=True
+        "--no-dedup",
+        FLAG,
+        False,
+        LOGS,
+        "show every line of every rank at once, also those that many ranks print alike, and every traceback",
+        ours=True,
     ),
     Option(
         "--log-line-prefix-template",

@@ -24,6 +24,8 @@ from holdfast.core.errors import InternalError, LaunchTimeoutError, StoppedError
 from holdfast.core.outcome import Outcome
 
 READ_BYTES = 65_536
+SIGNALS_SEEN_S = 1.0
+"""A signal may be delivered to another thread: the main thread then learns of it when it wakes."""
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
 # Our package is found by its place: no PYTHONPATH that the workers would inherit.
 PROGRAM = (
@@ -124,7 +126,7 @@ class Session:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._selector.get_map():
             left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            ready = self._selector.select(left_s)
+            ready = self._selector.select(SIGNALS_SEEN_S if left_s is None else min(left_s, SIGNALS_SEEN_S))
             if not ready and left_s is not None and deadline is not None and time.monotonic() >= deadline:
                 raise LaunchTimeoutError(f"the job did not end within {timeout_s:g} s")
             for key, _ in ready:

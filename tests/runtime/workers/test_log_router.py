@@ -452,4 +452,4 @@ def test_the_prefix_may_hold_the_whole_name_of_the_host(pipe: PipeConsole, tmp_p
     node.write(3, b"up\n")
     node.router.end_attempt()
     assert node.end()
-    assert until(lambda: f"{socket.gethostname()}:".encode() in pipe.out)
+    until(lambda: f"{socket.gethostname()}:".encode() in pipe.out, "the name of the host")

@@ -239,15 +239,15 @@ def test_a_question_is_shown_once_whatever_is_typed_and_whatever_comes_after(
     assert out is not None
     assert other is not None
     os.write(out, b"before\nname? ")
-    assert until(lambda: COLOURED + b"name? " in screen.shown)
+    until(lambda: COLOURED + b"name? " in screen.shown, lambda: f"on the screen: {screen.shown!r}")
     os.write(other, b"meanwhile\n")
-    assert until(lambda: b"meanwhile" in screen.shown)
+    until(lambda: b"meanwhile" in screen.shown, lambda: f"on the screen: {screen.shown!r}")
     os.write(out, b"hi bob\n")
-    assert until(lambda: COLOURED + b"hi bob" in screen.shown)
+    until(lambda: COLOURED + b"hi bob" in screen.shown, lambda: f"on the screen: {screen.shown!r}")
     for rank in (0, 1):
         screen.router.started(rank)
     screen.router.end_attempt()
-    assert until(lambda: COLOURED + b"hi bob" in screen.shown)
+    until(lambda: COLOURED + b"hi bob" in screen.shown, lambda: f"on the screen: {screen.shown!r}")
     assert screen.shown.count(b"name? ") == 1
     assert screen.shown.index(b"before") < screen.shown.index(b"name? ") < screen.shown.index(b"meanwhile")
     assert streams[0].stdout_file is not None

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import closing
 
 from msgspec import Struct
 
@@ -38,7 +35,7 @@ from holdfast.runtime.workers import keeper_client as kept
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
 from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn, left_with_zero, noted
 from holdfast.runtime.workers.keeper import KeeperHandle
-from holdfast.runtime.workers.keeper_client import KeeperClient, revive_keeper
+from holdfast.runtime.workers.keeper_client import KeeperClient, Revivals, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
@@ -49,16 +46,11 @@ from holdfast.runtime.workers.progress_notes import ProgressNotes
 from holdfast.runtime.workers.saver_host import SaverHost
 from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
-from holdfast.runtime.workers.store_host import StoreHost
+from holdfast.runtime.workers.store_host import StoreHost, free_port
 
 SIGKILL = 9
 GUARD_S = 0.25
 """The keeper kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""
-
-
-REVIVALS_MAX = 5
-REVIVAL_WINDOW_S = 60.0
-"""A keeper that ended so often in so long a time is not started again: what ends it will end the next one too."""
 
 
 class _Worker(Struct):
@@ -105,7 +97,7 @@ class Crew:
             fault=journal.fault,
         )
         self._guard_s: float | None = None
-        self._revivals: deque[float] = deque(maxlen=REVIVALS_MAX)
+        self._revivals = Revivals()
         """When a keeper was last started in the place of a dead one."""
         self._keeper_ready = asyncio.Event()
         self._keeper_ready.set()
@@ -243,7 +235,7 @@ class Crew:
 
     async def _open_store(self, assign: Assign) -> int:
         if not self._options.share_store:
-            return _free_port(assign.local_world)
+            return free_port(assign.local_world)
         if self._store is None:
             python = self._options.command.python
             warm = script_argv(self._options) if "torch" in self._options.preload.modules else []
@@ -477,13 +469,7 @@ class Crew:
         """
         self._keeper_ready.clear()
         self._journal.write("keeper_died")
-        now = self._loop.time()
-        if len(self._revivals) == REVIVALS_MAX and now - self._revivals[0] < REVIVAL_WINDOW_S:
-            raise SupervisorLostError(
-                f"the process that holds this node's workers (holdfast-keeper) ended {REVIVALS_MAX + 1} times within "
-                f"{now - self._revivals[0]:.0f} s: something kills it, or it lacks what it needs"
-            )
-        self._revivals.append(now)
+        self._revivals.count(self._loop.time())
         lost, self._workers = self._workers, {}
         stopped = self._stopping  # what we are told to do from now on hastens nobody's end
         if self._store is not None:
@@ -509,13 +495,3 @@ class Crew:
             self._ended(worker, worker.pid, -SIGKILL, stopped=stopped)
         if self._killing:
             self._keeper.kill_tree()
-
-
-def _free_port(loopback_only: bool) -> int:
-    """A port that is free now, for rank 0's worker to serve its own store at (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
-
-    Racy by nature: that is why the agent's own store is the default.
-    """
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as sock:
-        sock.bind(("127.0.0.1" if loopback_only else "", 0))
-        return int(sock.getsockname()[1])

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 
+from holdfast.core.errors import SupervisorLostError
 from holdfast.runtime.workers import lifeline, processes
 from holdfast.runtime.workers.keeper import KeeperHandle, exec_keeper
 
@@ -21,6 +23,27 @@ KILL_LIMIT_S = 10.0
 """SIGKILL to gone, for a whole tree; only processes stuck in the kernel take longer."""
 CLOSE_LIMIT_S = 15.0
 """A keeper that has not ended this long after it was asked to is killed. Above the keeper's own limit."""
+
+
+REVIVALS_MAX = 5
+REVIVAL_WINDOW_S = 60.0
+"""A keeper that ended so often in so long a time is not started again: what ends it will end the next one too."""
+
+
+class Revivals:
+    """How often the supervisor process was started again: something may kill it each time."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=REVIVALS_MAX)
+
+    def count(self, now: float) -> None:
+        """Once more. Raises SupervisorLostError when that is too often."""
+        if len(self._times) == REVIVALS_MAX and now - self._times[0] < REVIVAL_WINDOW_S:
+            raise SupervisorLostError(
+                f"the process that holds this node's workers (holdfast-keeper) ended {REVIVALS_MAX + 1} times within "
+                f"{now - self._times[0]:.0f} s: something kills it, or it lacks what it needs"
+            )
+        self._times.append(now)
 
 
 class ProcessStarted(Struct, frozen=True):

@@ -15,6 +15,7 @@ import json
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent, ProcessEnded, SpawnFailed
@@ -187,3 +188,13 @@ def _bound(family: socket.AddressFamily, address: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def free_port(loopback_only: bool) -> int:
+    """A port that is free now, for rank 0's worker to serve its own store at (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+
+    Racy by nature: that is why the agent's own store is the default.
+    """
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as sock:
+        sock.bind(("127.0.0.1" if loopback_only else "", 0))
+        return int(sock.getsockname()[1])
