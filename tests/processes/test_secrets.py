@@ -39,7 +39,7 @@ note("found", own=[name for name, value in os.environ.items() if secret in value
 def test_no_worker_has_the_secret(site, given: dict[str, str]) -> None:
     env = {**given, "WANTED": SECRET[::-1]}
     # Executed, as users do: a forked agent has the memory of its parent.
-    agent = site.start("--standalone", site.script(LOOKS), env=env, program=(sys.executable, "-m", "holdfast.run"))
+    agent = site.start("--standalone", site.script(LOOKS), env=env, program=(sys.executable, "-m", "holdfast", "run"))
     assert agent.end() == 0, agent.text
     (found,) = site.trail("found")
     assert found["own"] == []
