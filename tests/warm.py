@@ -103,8 +103,10 @@ def serve() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
+    gc.disable()  # a fifth of the time of torch's import
     for name in MODULES:
         importlib.import_module(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # else each program's first collection copies every page that it looks at
     for line in sys.stdin:
