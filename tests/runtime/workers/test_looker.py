@@ -192,6 +192,47 @@ time.sleep(600)
     assert dead.endswith(" is dead")
 
 
+GRANDCHILD = """
+import os, subprocess, sys, time
+works = "open('file', 'wb').write(b'x' * 300_000); print('up', flush=True)\\nwhile True: pass"
+run = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+subprocess.run([sys.executable, '-c', run, works])
+"""
+
+
+def test_what_the_processes_below_it_do_is_counted(
+    board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start(GRANDCHILD)
+    (first,) = look(board, process)
+    assert first.children_bytes >= 300_000
+    seen = [first]
+
+    def has_worked() -> bool:
+        seen[:] = look(board, process)
+        return bool(seen[0].children_cpu_s > first.children_cpu_s + 0.1)
+
+    until(has_worked, "the process below it to be seen at work")
+    (later,) = seen
+    assert later.cpu_s < first.cpu_s + 0.1, "it does nothing itself"
+    assert later.at_s > first.at_s
+    assert not first.note
+
+
+def test_what_it_has_written_for_us_is_not_its_own(board: Board, start: Start) -> None:
+    """Otherwise who is looked at would seem to save a file."""
+    process = start(SLEEPS)
+    until(lambda: is_at_rest(board, process), "the worker to be where it stays")
+
+    async def scenario() -> list[int]:
+        looker = Looker(board, generation=3, rank_base=4)
+        return [(await looker.look({0: process.pid}, None))[0].moved_bytes for _ in range(4)]
+
+    before, *after = asyncio.run(scenario())
+    assert after == [before] * 3
+
+
 def test_more_threads_than_are_written(board: Board, start: Start, tmp_path: Path) -> None:
     source = """
 import threading, time
