@@ -107,6 +107,14 @@ def test_a_hook_of_the_program_that_fails_is_told_by_the_interpreter(tmp_path: P
     assert "ValueError: no such batch" in done.stderr
 
 
+def test_a_module_of_the_program_in_the_way_changes_no_exception(tmp_path: Path) -> None:
+    (tmp_path / "threading.py").write_text("")
+    done = run(tmp_path / "program.py", "import threading\nraise ValueError('no such batch')")
+    assert done.returncode == 1
+    assert "ValueError: no such batch" in done.stderr.splitlines()
+    assert "Error in sys.excepthook" not in done.stderr
+
+
 NEVER = """
 import atexit, sys, threading, time{torch}
 def for_ever():

@@ -247,12 +247,12 @@ LEAVE_S = 15.0
 
 def _leave_soon() -> None:
     """After an exception that was reported. Returns where the interpreter's last phase is to follow."""
-    import contextlib
-    import threading
+    try:
+        import threading
 
-    limit = threading.Thread(target=_limit_the_end, daemon=True, name="holdfast-end")
-    with contextlib.suppress(RuntimeError):  # no thread can be started: it ends without a limit
-        limit.start()
+        threading.Thread(target=_limit_the_end, daemon=True, name="holdfast-end").start()
+    except (ImportError, AttributeError, RuntimeError):
+        return  # no thread can be started, or the program has a module of that name: it ends as ever
     if _ends_abruptly():
         _leave(1)
 

@@ -220,6 +220,21 @@ def test_what_the_processes_below_it_do_is_counted(
     assert not first.note
 
 
+def test_what_disks_and_network_file_systems_have_moved(tmp_path: Path) -> None:
+    assert kernel.disk_bytes(str(tmp_path)) == 0, "where that may not be known"
+    (tmp_path / "diskstats").write_text(
+        "   8       0 sda 100 5 2000 30 200 7 4000 60 0 90 90 0 0 0 0 0 0\n"
+        " 259       0 nvme0n1 1 0 10 0 2 0 20 0 0 0 0 0 0 0 0 0 0\n"
+    )
+    assert kernel.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mountstats").write_text(
+        "device /dev/sda mounted on / with fstype ext4\n"
+        "device nas:/data mounted on /data with fstype nfs4 statvers=1.1\n\tage:\t9\n\tbytes:\t1 2 3 4 50 60 7 8\n"
+    )
+    assert kernel.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512 + 50 + 60
+
+
 def test_what_it_has_written_for_us_is_not_its_own(board: Board, start: Start) -> None:
     """Otherwise who is looked at would seem to save a file."""
     process = start(SLEEPS)

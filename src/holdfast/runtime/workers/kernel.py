@@ -149,13 +149,13 @@ def descendants(roots: Iterable[int]) -> dict[int, list[Child]]:
     return found
 
 
-def disk_bytes() -> int:
+def disk_bytes(proc: str = "/proc") -> int:
     """What all disks and network file systems of this machine have read and written so far. It grows while a file is being
     brought to one of them, when the process that waits for it has nothing else to show."""
     found = 0
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/diskstats", "rb") as file:
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"{proc}/diskstats", "rb") as file:
         found = sum((int(fields[5]) + int(fields[9])) * SECTOR_BYTES for fields in map(bytes.split, file))
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/mountstats", "rb") as file:
+    with contextlib.suppress(OSError, ValueError), open(f"{proc}/self/mountstats", "rb") as file:
         found += sum(sum(map(int, line.split()[5:7])) for line in file if line.startswith(b"\tbytes:"))
     return found
 
