@@ -71,10 +71,16 @@ class Rank:
     state: str = "S"
     busy: bool = False
     stirs: bool = False
+    children: bool = False
+    """Its children use the processor."""
+    saves: int = 0
+    """Bytes between two samples, of its own and of its children's each half."""
+    disk: bool = False
     copies: bool = False
     note: str = ""
     source: str = ""
     samples: int = 3
+    gap_s: float = 1.7
 
 
 def steady(frames: tuple[Frame, ...], state: str = "S", **more: object) -> Rank:
@@ -95,7 +101,11 @@ def story(number: int, rank: Rank) -> RankStory:
             note=rank.note,
             source=rank.source,
             main_cpu_s=8.0 + index * (0.1 if rank.stirs else 0.01),
-            moved_bytes=index * (50_000_000 if rank.copies else 9_000),
+            moved_bytes=index * (50_000_000 if rank.copies else 9_000 + rank.saves // 2),
+            children_cpu_s=3.0 + index * (1.9 if rank.children else 0.02),
+            children_bytes=index * rank.saves // 2,
+            disk_bytes=10**12 + index * (80_000_000 if rank.disk else 0),
+            at_s=100.0 + index * rank.gap_s,
         )
         for index, frames in enumerate(rank.frames)
     )
@@ -114,7 +124,7 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
         f"rank 3 on a is in time.sleep at data.py:17 for 71 s; {OTHERS}",
     ),
     "spinning": (
-        found({5: Rank([SPINS, SPINS_ON, SPINS], "R", busy=True)}), HangKind.HUNG, "HF240", (5,),
+        found({5: Rank([SPINS, SPINS_ON, SPINS], "R", busy=True, source="    turns += 1")}), HangKind.HUNG, "HF240", (5,),
         f"rank 5 on b is in spin at data.py:20 for 71 s, using the processor; {OTHERS}",
     ),
     "stopped": (
@@ -128,7 +138,7 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
     "all stopped": (found({}, Rank([()] * 3, "T")), HangKind.HUNG, "HF242", tuple(range(8)), "kill -CONT 4700"),
     "in a regular expression, with the lock": (
         found({0: steady(REGEX, "R", busy=True)}), HangKind.HUNG, "HF240", (0,),
-        f"rank 0 on a is in match at text.py:9 for 71 s, using the processor; {OTHERS}",
+        f"rank 0 on a is in match at text.py:9 for 71 s, busy outside Python; {OTHERS}",
     ),
     "no Python stack, busy": (
         found({2: Rank([()] * 3, "R", busy=True)}), HangKind.HUNG, "HF240", (2,),
@@ -201,7 +211,7 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
         found({0: Rank([SAVES, SHARDED_SAVE, SAVES], "D")}, steady(BARRIER)), HangKind.MOVING, "", (), "rank 0 on a",
     ),
     "a save that does not end": (
-        found({0: steady(SAVES, "D")}, steady(BARRIER)), HangKind.PAUSED, "HF240", (0,),
+        found({0: steady(SAVES, "D")}, steady(BARRIER)), HangKind.HUNG, "HF240", (0,),
         "rank 0 on a is in save at train.py:42 for 71 s; 7 others wait in barrier at train.py:50",
     ),
     "a sharded save is no communication": (
@@ -220,7 +230,7 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
         "ranks 3 and 4 are in time.sleep at data.py:17 for 71 s; 6 others wait in all_reduce at train.py:42",
     ),
     "rank 0 alone, the others in a barrier": (
-        found({0: SLEEPS}, steady(BARRIER)), HangKind.PAUSED, "HF240", (0,),
+        found({0: SLEEPS}, steady(BARRIER)), HangKind.HUNG, "HF240", (0,),
         "rank 0 on a is in time.sleep at data.py:17 for 71 s; 7 others wait in barrier at train.py:50",
     ),
     "one that writes for minutes, in one call": (
@@ -251,13 +261,99 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
     "gone meanwhile": (found({3: Rank([()] * 3, "")}), HangKind.MOVING, "", (), "rank 3 on a is gone"),
     "two at two places": (
         found({3: SLEEPS, 6: steady(REGEX, "R", busy=True)}), HangKind.HUNG, "HF240", (3, 6),
-        "rank 3 on a is in time.sleep at data.py:17 for 71 s; rank 6 on b is in match at text.py:9 for 71 s, using",
+        "rank 3 on a is in time.sleep at data.py:17 for 71 s; rank 6 on b is in match at text.py:9 for 71 s, busy",
     ),
     "one look only": (
         found({3: Rank([DATA] * 3, samples=1)}, steady(BACKWARD, samples=1)), HangKind.HUNG, "HF240", (3,),
         "rank 3 on a is in fetch at data.py:17 for 71 s; 7 others wait in backward at train.py:40",
     ),
 }  # fmt: skip
+
+
+# What goes on outside of the rank's own Python: nobody of these is ended, and of most nothing is said.
+CALLS_CHILD = stack(
+    Frame(f"{STD}/subprocess.py", 1201, "communicate"), Frame(f"{STD}/subprocess.py", 548, "run"), at=33
+)
+NUMPY = stack(Frame(f"{SITE}/numpy/linalg/_linalg.py", 1681, "svd"), at=34)
+MAIN = stack(at=35)
+QUIET: dict[str, tuple[Finding, HangKind, str, bool, bool]] = {
+    "a busy child, rank 3": (found({3: steady(CALLS_CHILD, children=True)}), HangKind.MOVING, "", False, False),
+    "a busy child, rank 0": (
+        found({0: steady(CALLS_CHILD, children=True)}, steady(BARRIER)), HangKind.MOVING, "", False, False,
+    ),
+    "a child that copies": (found({3: steady(CALLS_CHILD, saves=200_000)}), HangKind.MOVING, "", False, False),
+    "an idle child": (found({3: steady(CALLS_CHILD)}), HangKind.HUNG, "HF240", False, False),
+    "all wait, and one has a busy child": (
+        found({3: steady(ALL_REDUCE, children=True)}), HangKind.STUCK, "HF241", False, False,
+    ),
+    "numpy, rank 3": (found({3: steady(NUMPY, "R", busy=True)}), HangKind.HUNG, "HF240", True, False),
+    "numpy, rank 0": (found({0: steady(NUMPY, "R", busy=True)}, steady(BARRIER)), HangKind.MOVING, "", True, False),
+    "numpy without a frame of its own": (
+        found({3: steady(MAIN, "R", busy=True, source="u, s, v = svd(a)")}), HangKind.HUNG, "HF240", True, False,
+    ),
+    "an operator of numpy": (
+        found({3: steady(MAIN, "R", busy=True, source="c = a @ b")}), HangKind.HUNG, "HF240", True, False,
+    ),
+    "a loop of Python for ever": (
+        found({3: steady(MAIN, "R", busy=True, source="pass")}), HangKind.HUNG, "HF240", False, False,
+    ),
+    "numpy on all ranks": (found({}, steady(NUMPY, "R", busy=True)), HangKind.PAUSED, "", True, False),
+    "numpy in a world of one": (found({}, steady(NUMPY, "R", busy=True), world=1), HangKind.PAUSED, "", True, False),
+    "another program, busy": (found({2: Rank([()] * 3, "R", busy=True)}), HangKind.HUNG, "HF240", True, False),
+    "another program with a busy child": (found({2: Rank([()] * 3, children=True)}), HangKind.MOVING, "", False, False),
+    "a slow save": (found({0: steady(SAVES, saves=200_000)}, steady(BARRIER)), HangKind.MOVING, "", False, False),
+    "a save that is brought to the disk": (
+        found({0: steady(SAVES, "D", disk=True)}, steady(BARRIER)), HangKind.MOVING, "", False, False,
+    ),
+    "a sleep while the disk is busy": (found({3: replace(SLEEPS, disk=True)}), HangKind.HUNG, "HF240", False, False),
+    "rank 0 asleep for which all wait": (found({0: SLEEPS}, steady(BARRIER)), HangKind.HUNG, "HF240", False, True),
+    "data that is loaded": (found({4: steady(LOADER, children=True)}), HangKind.PAUSED, "HF243", True, False),
+    "data that does not come": (found({4: steady(LOADER)}), HangKind.HUNG, "HF243", False, True),
+    "idle threads over a longer time": (
+        found({3: replace(steady(DATA), busy=True, gap_s=40.0)}), HangKind.HUNG, "HF240", False, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_goes_on_outside_of_python(name: str) -> None:
+    finding, kind, code, busy, slow = QUIET[name]
+    assert (finding.kind, finding.code, finding.busy, finding.slow) == (kind, code, busy, slow), finding
+
+
+def test_who_computes_no_more_stands_elsewhere() -> None:
+    """So the time until it is ended begins then."""
+    computing, asleep = found({3: steady(NUMPY, "R", busy=True)}), found({3: steady(NUMPY)})
+    assert computing.signature != asleep.signature
+
+
+class TestPolling:
+    """A loop of looks and sleeps over several functions."""
+
+    WAIT = (Frame("/srv/wait.py", 5, "until_there"), *stack(at=36))
+    LOOK = (Frame("/srv/wait.py", 20, "is_there"), *WAIT)
+    SLEEP = (Frame("/srv/wait.py", 30, "pause"), Frame("/srv/wait.py", 6, "until_there"), *stack(at=36))
+    LATER = (Frame("/srv/wait.py", 30, "pause"), Frame("/srv/wait.py", 6, "until_there"), *stack(at=37))
+
+    def test_it_is_no_work(self) -> None:
+        finding = found({3: Rank([self.LOOK, self.SLEEP, self.LOOK])})
+        assert (finding.kind, finding.code, finding.culprits, finding.slow) == (HangKind.HUNG, "HF240", (3,), True)
+        assert "rank 3 on a is in until_there at wait.py:" in finding.text
+
+    def test_it_stands_where_it_stands(self) -> None:
+        one = found({3: Rank([self.LOOK, self.SLEEP, self.LOOK])})
+        assert one.signature == found({3: Rank([self.SLEEP, self.LOOK, self.SLEEP])}).signature
+
+    @pytest.mark.parametrize("what", ["busy", "stirs"])
+    def test_with_processor_time_it_is_work(self, what: str) -> None:
+        rank = replace(Rank([self.LOOK, self.SLEEP, self.LOOK]), **{what: True})  # type: ignore[arg-type]
+        assert found({3: rank}).kind is HangKind.MOVING
+
+    def test_on_a_disk_it_is_work(self) -> None:
+        assert found({3: Rank([self.LOOK, self.SLEEP, self.LOOK], "D")}).kind is HangKind.MOVING
+
+    def test_called_from_another_line_it_came_further(self) -> None:
+        assert found({3: Rank([self.LOOK, self.SLEEP, self.LATER])}).kind is HangKind.MOVING
 
 
 @pytest.mark.parametrize("name", CASES)

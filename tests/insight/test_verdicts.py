@@ -36,6 +36,20 @@ def test_a_hang_names_who_was_waited_for() -> None:
     assert verdict.advice
 
 
+def test_a_hang_after_an_exception_is_the_exception() -> None:
+    """It raised, and an exit function did not end: it was killed with the hang, and is no victim of itself."""
+    raised = fails(3, MISSING, code=-15, late=True)
+    verdict = judge(evidence(watchdog(0), raised, hang=HANG, hung=fails(3, code=-9)))
+    assert (verdict.code, verdict.culprit) == ("HF211", raised)
+    assert raised not in verdict.collateral
+    assert "flash_attn" in verdict.cause
+
+
+def test_an_exception_of_another_rank_explains_no_hang() -> None:
+    raised = fails(2, MISSING, code=-15, late=True)
+    assert judge(evidence(raised, hang=HANG, hung=fails(3, code=-9))).code == "HF240"
+
+
 def test_a_hang_explains_the_time_outs_that_end_it() -> None:
     verdict = judge(evidence(watchdog(0), watchdog(1), hang=HANG))
     assert verdict.code == "HF240"

@@ -51,6 +51,11 @@ ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
 STOPPED = "def trouble(): rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))"
 LATE = "def trouble(): rank_1(all_sleep)"
 PAUSE = "def trouble(): all_sleep()"
+BUSY_CHILD = """
+import subprocess
+WORKS = "import os\\nwhile not os.access('go', os.F_OK): sum(range(10000))"
+def trouble(): rank_1(lambda: subprocess.run([sys.executable, "-c", WORKS]))
+"""
 
 HANG_S = limit_s(0.5)
 """A rank that gets no processor for so long seems to hang: more on a slow machine."""
@@ -116,6 +121,20 @@ def test_a_hang_that_passes_is_told_to_be_over(site) -> None:
     agent.says("the job goes on after ")
     assert agent.end() == 0, agent.text
     assert {each["round"] for each in site.trail("done")} == {0}
+
+
+def test_work_of_a_child_is_no_hang(site) -> None:
+    """A hang would be reported and ended with the third look."""
+    slow_enough = f"hang_report={4 * HANG_S:g},settle=0.1"
+    args = ("--standalone", "--nproc-per-node", "2", "--rdzv-conf", slow_enough, "--hang-timeout", f"{HANG_S:g}")
+    agent = site.start(*args, script(site, BUSY_CHILD))
+    site.wait(2, "last")
+    stacks = agent.folder / "stacks"
+    until(lambda: stacks.is_dir() and len(list(stacks.glob("gen1_3_rank*"))) == 2, lambda: agent.text)
+    (site.folder / "go").touch()
+    assert agent.end() == 0, agent.text
+    assert {each["round"] for each in site.trail("done")} == {0}
+    assert hangs(agent) == []
 
 
 def test_a_pause_of_all_is_no_hang(site) -> None:

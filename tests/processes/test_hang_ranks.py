@@ -100,7 +100,7 @@ class Job:
 
     def release(self, rank: int) -> None:
         self.ranks[rank].send_signal(signal.SIGCONT)
-        for child in kernel.children([self.ranks[rank].pid])[self.ranks[rank].pid]:
+        for child in kernel.descendants([self.ranks[rank].pid])[self.ranks[rank].pid]:
             os.kill(child.pid, signal.SIGKILL)
         self.ranks[rank].send_signal(signal.SIGUSR1)
 

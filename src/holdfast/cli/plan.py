@@ -169,7 +169,8 @@ def watched_text(options: RunOptions) -> str:
 def hang_text(options: RunOptions) -> str:
     limits = options.limits
     then = f"restarted when none moves for {limits.hang_timeout_s:g} s" if limits.hang_timeout_s else "never restarted"
-    return f"no step for {limits.hang_report_s:g} s and {limits.hang_steps} steps: all stacks are looked at; {then}"
+    steps = f"{limits.hang_steps} steps (at most {limits.hang_report_max_s:g} s)"
+    return f"no step for {limits.hang_report_s:g} s and {steps}: all stacks are looked at; {then}"
 
 
 def log_text(options: RunOptions, job_id: str) -> str:

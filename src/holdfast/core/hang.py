@@ -56,6 +56,10 @@ class Finding(Struct, frozen=True, kw_only=True):
     """The odd ones first, then by size."""
     signature: str = ""
     """Equal in two findings if and only if every rank stands where it stood."""
+    busy: bool = False
+    """Somebody who does not come computes, in what may be native code: reported late, not ended while that lasts."""
+    slow: bool = False
+    """What keeps the others waiting may only be slow: reported late."""
 
 
 Examine = Callable[[Sequence[RankStory]], Finding]

@@ -86,15 +86,20 @@ class Limits(Struct, frozen=True, kw_only=True):
     exclude_max_s: float = 3600.0
     progress_interval_s: float = 1.0
     """How often an agent tells how far its workers are."""
-    hang_report_s: float = 60.0
+    hang_report_s: float = 15.0
     """No rank has made a step for so long, nor for hang_steps steps: every worker is looked at (rdzv-conf hang_report)."""
     hang_steps: int = 20
     """Steps, each as long as the median."""
+    hang_report_max_s: float = 300.0
+    """All these steps together count for at most so long, or for three of them (rdzv-conf hang_report_max)."""
+    slow_report_s: float = 60.0
+    """The same as hang_report_s for what may only be slow: the first steps, data, rank 0 for which all wait in a barrier, a
+    rank that computes in one long call."""
     hang_timeout_s: float = 300.0
     """Nobody has moved for so long, by looks at all stacks: the generation is ended (--hang-timeout); 0: never."""
     pause_report_s: float = 300.0
     """The same where hang_timeout_s is 0, for telling of a job in which nobody waits for anybody."""
-    look_gap_s: float = 2.0
+    look_gap_s: float = 1.5
     """Between the looks of one examination."""
     look_wait_s: float = 5.0
     """A node that has not answered a look by then is told of without."""

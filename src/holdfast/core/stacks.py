@@ -35,7 +35,15 @@ class RankSample(Struct, frozen=True, array_like=True):
     main_cpu_s: Seconds = 0.0
     """Processor time that its main thread has used so far."""
     moved_bytes: Count = 0
-    """Read and written so far, by all its threads: files, pipes, sockets."""
+    """Read and written so far, by all its threads and by children that have ended: files, pipes. Without its own stacks."""
+    children_cpu_s: Seconds = 0.0
+    """Processor time that the processes below it have used so far, those that have ended included."""
+    children_bytes: Count = 0
+    """Read and written so far by those that live."""
+    disk_bytes: Count = 0
+    """Read and written so far by all disks and network file systems of its machine."""
+    at_s: Seconds = 0.0
+    """When it was taken, by its machine's monotonic clock."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

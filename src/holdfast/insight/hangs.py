@@ -7,11 +7,16 @@ Pure. `examine` is given to the coordinator by the command line, as the judge of
 | a rank is stopped by a signal                                    | HUNG   | HF242 |
 | a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |
 | somebody works, is gone, or is in a debugger's hands             | MOVING |       |
+| rank 0 computes in one call, and the others wait in a barrier    | MOVING |       |
 | nobody waits for other ranks                                     | PAUSED |       |
-| the others wait for whoever may well be at work (`_may_work`)    | PAUSED | HF240 |
+| the others wait for somebody who uses a little processor time    | PAUSED | HF240 |
+| the others wait for data that is being loaded                    | PAUSED | HF243 |
 | some wait for others, and some do not: those are named           | HUNG   | HF240, HF243 for data |
 | all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
 | all wait for others, at one place                                | STUCK  | HF241 |
+
+HUNG is `slow` for data, for loops of looks and sleeps, and for rank 0 when the others wait in a barrier; `busy` when
+somebody of those who do not come computes in what may be native code.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
     """The finding of these stories, one of each rank that has not ended."""
     all_of_them = [where_is(story) for story in sorted(stories, key=lambda story: story.rank)]
     kind, code, odd = _judge(all_of_them)
+    missing = odd or [each for each in all_of_them if each.doing is not Doing.COMMUNICATING]
     others = [each for each in all_of_them if each not in odd]
     signature = blake2b(digest_size=12)
     for each in all_of_them:
@@ -46,6 +52,8 @@ def examine(stories: Sequence[RankStory]) -> Finding:
         culprits=tuple(each.story.rank for each in named),
         groups=tuple(_groups(odd) + _groups(others)),
         signature=signature.hexdigest(),
+        busy=any(each.computes for each in missing),
+        slow=kind is HangKind.HUNG and _may_be_slow(odd, others),
     )
 
 
@@ -64,25 +72,33 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
     if len(odd) == len(ranks) or len(ranks) == 1:
         return HangKind.PAUSED, "", []
     if odd:
+        waiting = [each for each in ranks if each not in odd]
+        computes = any(each.computes for each in odd)
+        if computes and _is_rank_0_alone(odd, waiting):
+            return HangKind.MOVING, "", odd
         only_data = all(each.doing is Doing.LOADING for each in odd)
-        kind = HangKind.PAUSED if _may_work(odd, ranks) else HangKind.HUNG
-        return kind, NO_DATA if only_data else HUNG, odd
+        # Work with sleeps in between is met in its sleep each time; it uses some processor time.
+        may_work = all(each.stirs for each in odd) or (only_data and computes)
+        return HangKind.PAUSED if may_work else HangKind.HUNG, NO_DATA if only_data else HUNG, odd
     by_place = _by_place(ranks)
     if len(by_place) > 1:
         return HangKind.HUNG, MISMATCH, min(by_place.values(), key=len)
     return HangKind.STUCK, STUCK, []
 
 
-def _may_work(odd: Sequence[Where], ranks: Sequence[Where]) -> bool:
-    """Whether what looks like a hang is as likely work that takes long, and is to be told of only when it does not end.
+def _may_be_slow(odd: Sequence[Where], others: Sequence[Where]) -> bool:
+    """Whether all of them wait for data, of processes with which nothing is wrong, or look for something again and again;
+    or the others wait for rank 0 in a barrier."""
+    if not odd or _is_rank_0_alone(odd, others):
+        return bool(odd)
+    return all((each.doing is Doing.LOADING and not _loader_is_broken(each.note)) or each.polls for each in odd)
 
-    Work with sleeps in between is met in its sleep each time; it uses some processor time. And rank 0 for which all others
-    wait in a barrier, which is the line by which a program says that it will take long: it evaluates, or writes a file.
-    """
-    if all(each.stirs for each in odd):
-        return True
-    others = [each for each in ranks if each not in odd]
-    return [each.story.rank for each in odd] == [0] and all(each.in_barrier for each in others)
+
+def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:
+    """Whether all others wait for rank 0 in a barrier: by that line a program says that it will take long, for rank 0
+    evaluates, or writes a file."""
+    runs = all(each.doing is Doing.STANDING for each in odd)
+    return runs and [each.story.rank for each in odd] == [0] and all(each.in_barrier for each in others)
 
 
 def _loader_is_broken(note: str) -> bool:
@@ -144,6 +160,8 @@ def _told(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
         return text
     note = f" ({where.note})" if where.note and where.doing is not Doing.STOPPED else ""
     how = ", using the processor" if where.busy and not where.waits else ""
+    if where.computes:
+        how = ", busy outside Python" if not where.waits else ", and that is at work"
     return f"{text}{note} for {max(each.story.age_s for each in group):.0f} s{how}"
 
 

@@ -7,25 +7,17 @@ text of the program's line.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from enum import Enum
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.core.faultdump import program_frame
 from holdfast.core.hang import RankStory
 from holdfast.core.stacks import Frame, RankSample
+from holdfast.insight import movement
 
-BUSY_S = 0.15
-"""Processor time between two samples that is more than what a waiting rank's idle threads need."""
-STIRS_S = 0.025
-"""Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
-
-
-COPIED_BYTES = 1 << 20
-"""Read or written between two samples, that is more than what logs, heartbeats and data loaders' messages are."""
 FED_S = 0.1
 """Processor time of the main thread, in steps of which a rank that is met waiting for data is seen to have got some."""
 
@@ -57,6 +49,10 @@ class Where(Struct, frozen=True):
     """It uses the processor."""
     stirs: bool = False
     """Its main thread does, a little: it may do work and sleep in between."""
+    computes: bool = False
+    """It, or a process that loads its data, uses the processor, in what may be native code: it does not stand still."""
+    polls: bool = False
+    """It goes round a loop over several functions, without processor time."""
 
     @property
     def waits(self) -> bool:
@@ -103,16 +99,45 @@ def where_is(story: RankStory) -> Where:
     newest = samples[-1]
     if (state := _STATES.get(newest.state)) is not None:
         return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)
-    if _moves(samples):
+    busy = movement.is_busy(samples)
+    seen = _shared(samples)
+    if seen is None or movement.copies(samples) or _computes_in_torch(seen, busy=busy):
         return Where(story, Doing.WORKING, _place(newest), "working")
-    busy = _is_busy(samples)
     if not newest.frames:
-        return _without_frames(story, newest, busy=busy)
-    doing, place = _doing(newest, busy=busy)
-    key = _key(newest)
+        works = movement.children_are_busy(samples) or movement.saves(samples)
+        return Where(story, Doing.WORKING, "", "working") if works else _without_frames(story, newest, busy=busy)
+    doing, place = _doing(seen, busy=busy)
+    if doing is not Doing.COMMUNICATING and movement.saves(samples):
+        return Where(story, Doing.WORKING, place, "working")
+    children = movement.children_are_busy(samples)
+    if doing is Doing.STANDING and children:
+        return Where(story, Doing.WORKING, place, "working")
+    key = _key(seen)
     if doing is Doing.LOADING:  # slow data: it is waited for at one place, whatever has come in between
         key += f"\n{newest.main_cpu_s // FED_S:.0f}"
-    return Where(story, doing, place, key, busy, not busy and _stirs(samples))
+    computes = children if doing is Doing.LOADING else busy and _may_be_native(samples, newest, doing)
+    if computes:
+        key += "\ncomputes"
+    return Where(story, doing, place, key, busy, not busy and movement.stirs(samples), computes, seen is not newest)
+
+
+def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: Doing) -> bool:
+    """Not what waits for a device: that uses the processor all the while."""
+    on_device = program_frame(newest.frames) == 0 and _SOURCE_SYNCHRONIZES.search(newest.source)
+    return doing is Doing.STANDING and not on_device and movement.may_be_outside_python(samples)
+
+
+def _shared(samples: Sequence[RankSample]) -> RankSample | None:
+    """The newest sample as it is to be judged; None: the samples are of several places, it gets on. Of a loop that calls
+    several functions and needs no processor time for it: without these functions."""
+    newest = samples[-1]
+    if not movement.changes_place(samples):
+        return newest
+    frames = movement.polls(samples)
+    if not frames or not newest.frames:
+        return None
+    same_line = program_frame(frames) is not None and program_frame(newest.frames) == program_frame(frames)
+    return structs.replace(newest, frames=frames, source=newest.source if same_line else "")
 
 
 _STATE_WORDS = {
@@ -129,50 +154,21 @@ def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Wher
         words = f"busy without a Python stack (process {newest.pid})"
     else:
         words = f"asleep without a Python stack (process {newest.pid})"
-    return Where(story, Doing.STANDING, words, f"{newest.state == 'D'} {busy}")
+    return Where(story, Doing.STANDING, words, f"{newest.state == 'D'} {busy}", computes=busy)
 
 
 # --- does it move? ----------------------------------------------------------------------------------------------------
 
 
-def _moves(samples: Sequence[RankSample]) -> bool:
-    """Whether it was seen at two places. Lines of the innermost function do not count: that may be a loop for ever."""
-    shown = [_outline(sample) for sample in samples if sample.frames]
-    if len(set(shown)) > 1 or _copies(samples):
-        return True
-    # The same function of torch's again and again, and processor time between: it computes, as in an evaluation.
-    newest = samples[-1]
-    if not shown or not newest.frames or not _is_busy(samples):
-        return False
-    decisive = _decisive(newest.frames)
+def _computes_in_torch(seen: RankSample, *, busy: bool) -> bool:
+    """The same function of torch's again and again, and processor time between: it computes, as in an evaluation."""
+    decisive = _decisive(seen.frames) if busy else None
     return (
         decisive is not None
         and _TORCH.search(decisive.file) is not None
         and _COMMUNICATES.search(decisive.file) is None
         and _LOADS.search(decisive.file) is None
     )
-
-
-def _copies(samples: Sequence[RankSample]) -> bool:
-    """Whether it read or wrote a lot between every two samples: a checkpoint, a download, a collective that is slow."""
-    pairs = list(itertools.pairwise(samples))
-    return bool(pairs) and all(later.moved_bytes - earlier.moved_bytes > COPIED_BYTES for earlier, later in pairs)
-
-
-def _outline(sample: RankSample) -> tuple[object, ...]:
-    innermost, *others = sample.frames
-    return ((innermost.file, innermost.function), *others)
-
-
-def _is_busy(samples: Sequence[RankSample]) -> bool:
-    """Whether it used the processor between every two samples; False while there is only one."""
-    pairs = list(itertools.pairwise(samples))
-    return bool(pairs) and all(later.cpu_s - earlier.cpu_s > BUSY_S for earlier, later in pairs)
-
-
-def _stirs(samples: Sequence[RankSample]) -> bool:
-    pairs = list(itertools.pairwise(samples))
-    return bool(pairs) and all(later.main_cpu_s - earlier.main_cpu_s > STIRS_S for earlier, later in pairs)
 
 
 def _key(sample: RankSample) -> str:

@@ -145,7 +145,15 @@ Getter = Callable[[Conf, str], Value | None]
 THIRD_PARTY = "third-party"
 """Stands for every backend of an installed package: what it has beside its own keys."""
 
-_OURS: dict[str, Getter] = {"token_file": get_text, "lease": get_seconds, "hang_report": get_seconds}
+SLOW_PER_REPORT = 4
+"""What may only be slow is reported after so many times hang_report."""
+
+_OURS: dict[str, Getter] = {
+    "token_file": get_text,
+    "lease": get_seconds,
+    "hang_report": get_seconds,
+    "hang_report_max": get_seconds,
+}
 _DYNAMIC: dict[str, Getter] = {
     "join_timeout": get_whole_seconds,
     "last_call_timeout": get_whole_seconds,
@@ -280,12 +288,24 @@ def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
         limits = replace(limits, settle_s=settle_s)
     if hang_report_s := seconds.get("hang_report"):
         look_gap_s = min(limits.look_gap_s, hang_report_s / 2)
-        limits = replace(limits, hang_report_s=hang_report_s, look_gap_s=look_gap_s)
+        slow_report_s = SLOW_PER_REPORT * hang_report_s
+        limits = replace(limits, hang_report_s=hang_report_s, look_gap_s=look_gap_s, slow_report_s=slow_report_s)
+    if hang_report_max_s := seconds.get("hang_report_max"):
+        limits = replace(limits, hang_report_max_s=hang_report_max_s)
     return _patience(backend, conf, seconds.get("heartbeat_timeout"), limits)
 
 
 _SECONDS = frozenset(
-    {"timeout", "join_timeout", "last_call_timeout", "settle", "heartbeat_timeout", "lease", "hang_report"}
+    {
+        "timeout",
+        "join_timeout",
+        "last_call_timeout",
+        "settle",
+        "heartbeat_timeout",
+        "lease",
+        "hang_report",
+        "hang_report_max",
+    }
 )
 
 

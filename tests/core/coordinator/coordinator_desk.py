@@ -25,7 +25,15 @@ from holdfast.core.protocol import (
 from holdfast.testing.cluster import simple_judge
 from holdfast.testing.stalls import simple_examine
 
-LIMITS = Limits(join_s=60.0, settle_s=2.0, prepare_s=30.0, stop_grace_s=5.0, stop_slack_s=15.0)
+LIMITS = Limits(
+    join_s=60.0,
+    settle_s=2.0,
+    prepare_s=30.0,
+    stop_grace_s=5.0,
+    stop_slack_s=15.0,
+    hang_report_s=60.0,
+    look_gap_s=2.0,
+)
 
 
 class Desk:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 import pytest
+from msgspec import structs
 
 from holdfast.core.coordinator.pace import Paces
 from holdfast.core.coordinator.watch import EndHung, LookNow, Order, Over, Report, Watch
@@ -43,10 +44,12 @@ class Hall:
     answer: tuple[int, ...] = (0, 1)
     """Ranks that are seen."""
     reach: tuple[str, ...] = ()
+    report_s: float = 60.0
 
     def __post_init__(self) -> None:
         self.paces = Paces(1, [("a#1", "a", 1), ("b#1", "b", 1)], 0.0, 60.0)
-        self.watch = Watch(Limits(hang_timeout_s=self.timeout_s), self.paces, self.examine)
+        limits = Limits(hang_report_s=self.report_s, look_gap_s=2.0, hang_timeout_s=self.timeout_s)
+        self.watch = Watch(limits, self.paces, self.examine)
 
     def examine(self, stories: Sequence[RankStory]) -> Finding:
         self.stories.append(stories)
@@ -127,11 +130,54 @@ def test_a_slow_answer_puts_the_next_look_off() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_first_steps_may_take_as_long_as_they_like(number: int) -> None:
-    hall = Hall()
+def test_the_first_steps_may_take_as_long_as_they_like_while_somebody_works(number: int) -> None:
+    """They are looked at every minute: a compilation moves."""
+    hall = Hall(finding=MOVING)
     hall.progress(Stage.STEPPING if number else Stage.READY, number)
-    hall.wait(4000.0)
+    assert hall.wait(4000.0) == []
+    assert hall.looks[:4] == [60.0, 62.0, 64.0, 124.5]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_hang_before_the_third_step_is_reported_and_ended_by_the_time_out(number: int) -> None:
+    hall = Hall(report_s=15.0)
+    hall.progress(Stage.STEPPING if number else Stage.READY, number)
+    assert hall.wait(59.0) == []
+    (report,) = hall.wait(8.0)
+    assert isinstance(report, Report)
+    assert "if nothing moves for another 296 s" in report.text
+    assert isinstance(hall.wait(400.0)[-1], EndHung)
+
+
+def test_one_of_the_first_steps_puts_the_looks_off() -> None:
+    hall = Hall()
+    for number in (0, 1, 2):
+        hall.progress(Stage.STEPPING if number else Stage.READY, number)
+        hall.wait(50.0)
     assert hall.looks == []
+    hall.wait(20.0)
+    assert hall.looks[0] == 160.0
+
+
+def test_a_hang_of_a_script_that_counts_no_steps_is_over_when_somebody_works() -> None:
+    hall = Hall()
+    hall.progress(Stage.READY)
+    (report,) = hall.wait(70.0)
+    assert isinstance(report, Report)
+    hall.finding = MOVING
+    (over,) = hall.wait(15.0)
+    assert isinstance(over, Over)
+    assert hall.watch.reported is None
+    assert hall.wait(1000.0) == []
+
+
+def test_a_pause_before_the_third_step_is_told_and_ends_nothing() -> None:
+    """A server that waits for requests: nobody says that it trains at all."""
+    hall = Hall(finding=PAUSED)
+    hall.progress(Stage.READY)
+    (report,) = hall.wait(3000.0)
+    assert isinstance(report, Report)
+    assert "it is left alone before its first steps" in report.text
 
 
 def test_a_start_may_take_as_long_as_it_likes() -> None:
@@ -150,6 +196,30 @@ def test_long_steps_have_more_patience() -> None:
     assert hall.looks == []
     hall.wait(2.0)
     assert hall.looks == [310.0]
+
+
+def minutes_long(step_s: float) -> Hall:
+    hall = Hall(report_s=15.0)
+    for number in range(1, 12):
+        hall.now = number * step_s
+        hall.steps(number)
+    return hall
+
+
+def test_steps_of_a_minute_are_waited_for_five_minutes_and_not_twenty() -> None:
+    hall = minutes_long(60.0)
+    hall.wait(299.0)
+    assert hall.looks == []
+    (report,) = hall.wait(10.0)
+    assert isinstance(report, Report)
+
+
+def test_three_steps_are_always_waited_for() -> None:
+    hall = minutes_long(400.0)
+    hall.wait(1199.0)
+    assert hall.looks == []
+    hall.wait(2.0)
+    assert len(hall.looks) == 1
 
 
 def test_any_rank_that_steps_is_enough() -> None:
@@ -194,6 +264,33 @@ def test_what_is_told_of_a_hang() -> None:
         "if nothing moves for another 296 s its workers are ended (--hang-timeout)",
     ]
     assert report.files == {1: "/run/rank1.txt", 0: "/run/rank0.txt"}
+
+
+@pytest.mark.parametrize("what", ["busy", "slow"])
+def test_what_may_only_be_slow_is_told_after_a_minute(what: str) -> None:
+    hall = training(finding=structs.replace(HUNG, **{what: True}), report_s=15.0, timeout_s=0.0)
+    assert hall.wait(59.0) == []
+    (report,) = hall.wait(5.0)
+    assert isinstance(report, Report)
+    assert report.still_s < 65.0
+
+
+def test_who_computes_is_told_and_not_ended_until_it_stands_still() -> None:
+    busy = structs.replace(HUNG, busy=True, signature="computes")
+    hall = training(finding=busy, report_s=15.0, timeout_s=20.0)
+    (report,) = hall.wait(3000.0)
+    assert isinstance(report, Report)
+    assert "it is left alone while it is at work" in report.text
+    hall.finding = HUNG
+    (end,) = hall.wait(60.0)
+    assert isinstance(end, EndHung)
+
+
+def test_with_the_defaults_a_hang_is_told_within_20_seconds() -> None:
+    hall = training()
+    hall.watch = Watch(Limits(), hall.paces, hall.examine)
+    (report,) = hall.wait(20.0)
+    assert isinstance(report, Report)
 
 
 def test_it_is_looked_at_again_and_again() -> None:
@@ -353,8 +450,16 @@ def test_a_rank_that_comes_further_is_progress() -> None:
     hall.wait(50.0)
     assert hall.looks == []
     hall.progress(Stage.READY)
-    hall.wait(5000.0)
+    hall.wait(59.0)
     assert hall.looks == [], "before the first step there is no hurry"
+
+
+def test_who_is_waited_for_and_pauses_may_be_slow() -> None:
+    hall = Hall(finding=PAUSED, report_s=15.0)
+    hall.progress(Stage.MEETING, ranks="a")
+    assert hall.wait(59.0) == []
+    (report,) = hall.wait(8.0)
+    assert isinstance(report, Report)
 
 
 def test_the_group_stands_at_last() -> None:

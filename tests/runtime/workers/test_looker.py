@@ -192,6 +192,62 @@ time.sleep(600)
     assert dead.endswith(" is dead")
 
 
+GRANDCHILD = """
+import os, subprocess, sys, time
+works = "open('file', 'wb').write(b'x' * 300_000); print('up', flush=True)\\nwhile True: pass"
+run = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+subprocess.run([sys.executable, '-c', run, works])
+"""
+
+
+def test_what_the_processes_below_it_do_is_counted(
+    board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start(GRANDCHILD)
+    (first,) = look(board, process)
+    assert first.children_bytes >= 300_000
+    seen = [first]
+
+    def has_worked() -> bool:
+        seen[:] = look(board, process)
+        return bool(seen[0].children_cpu_s > first.children_cpu_s + 0.1)
+
+    until(has_worked, "the process below it to be seen at work")
+    (later,) = seen
+    assert later.cpu_s < first.cpu_s + 0.1, "it does nothing itself"
+    assert later.at_s > first.at_s
+    assert not first.note
+
+
+def test_what_disks_and_network_file_systems_have_moved(tmp_path: Path) -> None:
+    assert kernel.disk_bytes(str(tmp_path)) == 0, "where that may not be known"
+    (tmp_path / "diskstats").write_text(
+        "   8       0 sda 100 5 2000 30 200 7 4000 60 0 90 90 0 0 0 0 0 0\n"
+        " 259       0 nvme0n1 1 0 10 0 2 0 20 0 0 0 0 0 0 0 0 0 0\n"
+    )
+    assert kernel.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mountstats").write_text(
+        "device /dev/sda mounted on / with fstype ext4\n"
+        "device nas:/data mounted on /data with fstype nfs4 statvers=1.1\n\tage:\t9\n\tbytes:\t1 2 3 4 50 60 7 8\n"
+    )
+    assert kernel.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512 + 50 + 60
+
+
+def test_what_it_has_written_for_us_is_not_its_own(board: Board, start: Start) -> None:
+    """Otherwise who is looked at would seem to save a file."""
+    process = start(SLEEPS)
+    until(lambda: is_at_rest(board, process), "the worker to be where it stays")
+
+    async def scenario() -> list[int]:
+        looker = Looker(board, generation=3, rank_base=4)
+        return [(await looker.look({0: process.pid}, None))[0].moved_bytes for _ in range(4)]
+
+    before, *after = asyncio.run(scenario())
+    assert after == [before] * 3
+
+
 def test_more_threads_than_are_written(board: Board, start: Start, tmp_path: Path) -> None:
     source = """
 import threading, time

@@ -187,7 +187,7 @@ class CoordinatorOversight(CoordinatorBase):
         hosts = {name: self.members[name].node.host for name in world.order if name in self.members}
         began_s = self._now if world.started_s is None else world.started_s
         nodes = of_world(world.order, world.nproc, hosts)
-        self._paces = Paces(world.generation, nodes, began_s, self.limits.hang_report_s)
+        self._paces = Paces(world.generation, nodes, began_s, self.limits.slow_report_s)
         self._stragglers = Stragglers(self.limits.straggler_window_s)
         for name, done in world.done.items():
             for local_rank in done:

@@ -123,6 +123,8 @@ class Paces:
         self._gap_s_max = gap_s_max
         self.newest_s: float | None = None
         """When the newest step of any rank that counts was done; None: none counts yet."""
+        self.warm_up_newest_s = began_s
+        """When the newest step or beat of any rank was done that does not count."""
         self.stage_newest_s = began_s
         """When a rank has last come to another stage."""
         self.training_s = 0.0
@@ -145,6 +147,8 @@ class Paces:
                 moved = True
                 if pace.counts:
                     self._stepped(at_s)
+                else:
+                    self.warm_up_newest_s = max(self.warm_up_newest_s, at_s)
             if self.enter(pace, told.stage, now) and told.stage is not Stage.DONE:
                 moved = True
         return moved
@@ -172,6 +176,12 @@ class Paces:
     def grouping(self) -> bool:
         """Somebody waits for the process group."""
         return any(self.in_stage[stage] for stage in GROUPING)
+
+    @property
+    def warms_up(self) -> bool:
+        """The process group stands where it was asked for, and no rank has made a step that counts."""
+        ready = self.in_stage[Stage.READY] + self.in_stage[Stage.STEPPING]
+        return self.newest_s is None and ready > 0 and not self.grouping
 
     def alive(self) -> list[Pace]:
         return [pace for pace in self.ranks if pace.stage is not Stage.DONE]

@@ -2,16 +2,20 @@
 
     QUIET ──► EXAMINING ──► (between examinations) ──► EXAMINING …      a step, or a rank that comes further: QUIET
       nobody has made a step for max(hang_report_s, hang_steps × the median step), once a rank has made its first three;
-      or nobody has come nearer to the process group for hang_report_s while somebody waits for it
+      nobody has come nearer to the process group for hang_report_s while somebody waits for it;
+      or the group stands, and nobody has made one of the first three steps for slow_report_s
 
 An examination is LOOKS looks at all workers, of which a function that is given makes a Finding:
 
 | the finding      | what follows                                                                                        |
 |------------------|-----------------------------------------------------------------------------------------------------|
 | MOVING           | another examination later                                                                           |
-| PAUSED           | the same; told only when nobody has moved for hang_timeout_s                                         |
-| HUNG, STUCK      | told once, then looked at again and again                                                           |
+| PAUSED           | the same; reported only when nobody has moved for hang_timeout_s                                         |
+| HUNG, STUCK      | told once, then looked at again and again; if it may only be slow, or computes: after slow_report_s  |
 | but MOVING, and nobody has moved for hang_timeout_s since the first look that showed the same | the generation is ended  |
+
+It is not ended while somebody who does not come computes, nor for a pause before the third step: nothing says then that
+the script trains at all.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ LOOKS_MAX = 6
 """Where some have answered one of them only: that tells nobody who moves from who does not."""
 NO_GROUP = "HF245"
 """The process group does not come to stand."""
+STEPS_MIN = 3
+"""A step may take so many times the median before anybody looks, however long that is."""
 REACH_SHOWN_MAX = 3
 RANKS_NAMED_MAX = 4
 
@@ -78,6 +84,8 @@ Order = LookNow | Report | Over | EndHung
 class _Suspicion:
     store: bool
     """They wait for the process group, and not for a step."""
+    warm_up: bool
+    """No rank has made a step that counts."""
     since_s: float
     next_look_s: float
     looking: bool = False
@@ -119,7 +127,9 @@ class Watch:
         if suspicion is not None:
             return inf if suspicion.looking else suspicion.next_look_s
         since_s = self._still_since_s()
-        return inf if since_s is None else since_s + self._patience_s
+        if since_s is None:
+            return inf
+        return since_s + (self._limits.slow_report_s if self._paces.warms_up else self._patience_s)
 
     def advance(self, now: float) -> LookNow | None:
         if now < self.due_s():
@@ -163,57 +173,83 @@ class Watch:
         paces = self._paces
         if paces.newest_s is not None:
             return paces.newest_s
+        if paces.warms_up:
+            return max(paces.stage_newest_s, paces.warm_up_newest_s)
         return paces.stage_newest_s if paces.grouping else None
 
     def _suspect(self, now: float) -> _Suspicion | None:
         since_s = self._still_since_s()
         assert since_s is not None
-        store = self._paces.newest_s is None
-        steps_s = 0.0 if store else self._limits.hang_steps * self._paces.step_s()
-        self._patience_s = max(self._limits.hang_report_s, steps_s)
+        limits, paces = self._limits, self._paces
+        if paces.newest_s is None:
+            self._suspicion = _Suspicion(not paces.warms_up, paces.warms_up, since_s, next_look_s=now)
+            return self._suspicion
+        step_s = paces.step_s()
+        steps_s = min(limits.hang_steps * step_s, max(limits.hang_report_max_s, STEPS_MIN * step_s))
+        self._patience_s = max(limits.hang_report_s, steps_s)
         if now < since_s + self._patience_s:
             return None
-        self._suspicion = _Suspicion(store, since_s, next_look_s=now)
+        self._suspicion = _Suspicion(False, False, since_s, next_look_s=now)
         return self._suspicion
 
     # ---------------------------------------------------------------- what was found
 
     def _conclude(self, now: float, suspicion: _Suspicion) -> list[Order]:
-        limits, timeout_s = self._limits, self._limits.hang_timeout_s
+        timeout_s = self._limits.hang_timeout_s
         stories = self._stories(now, suspicion)
         finding = self._examine(stories)
         if suspicion.store:
             finding = self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
         if finding.kind is HangKind.MOVING or not any(story.samples for story in stories):
-            suspicion.signature = ""
-            self._look_again(now, suspicion)
-            return []
+            return self._goes_on(now, suspicion)
         if finding.signature != suspicion.signature:
             suspicion.signature, suspicion.same_since_s = finding.signature, suspicion.began_s
         same_s = now - suspicion.same_since_s
         orders: list[Order] = []
-        silent = finding.kind is HangKind.PAUSED and same_s < (timeout_s or limits.pause_report_s)
-        if suspicion.reported is None and not silent:
+        endable = not finding.busy and not (suspicion.warm_up and finding.kind is HangKind.PAUSED)
+        if suspicion.reported is None and same_s >= self._silence_s(finding, suspicion):
             suspicion.reported = finding
-            orders.append(self._report(finding, stories, now - suspicion.since_s, same_s))
-        if timeout_s and same_s >= timeout_s:
+            orders.append(self._report(finding, stories, now - suspicion.since_s, same_s, endable=endable))
+        if timeout_s and same_s >= timeout_s and endable:
             first = next((story for story in stories if story.rank in finding.culprits), None)
             text = f"nothing has moved for {same_s:.0f} s (--hang-timeout {timeout_s:g}): {_first_line(finding.text)}"
             suspicion.next_look_s = inf
             return [*orders, EndHung(finding, text, first)]
-        self._look_again(now, suspicion)
+        self._look_again(now, suspicion, finding)
         return orders
 
-    def _look_again(self, now: float, suspicion: _Suspicion) -> None:
-        """One look more at a hang that was told; else a whole examination."""
+    def _goes_on(self, now: float, suspicion: _Suspicion) -> list[Order]:
+        """Somebody works. Where no steps are counted, that is all that can tell the end of a hang that was reported."""
+        over: list[Order] = []
+        if suspicion.warm_up and suspicion.reported is not None:
+            over.append(Over(suspicion.reported, now - suspicion.since_s))
+            suspicion.reported = None
+        suspicion.signature = ""
+        self._look_again(now, suspicion, None)
+        return over
+
+    def _silence_s(self, finding: Finding, suspicion: _Suspicion) -> float:
+        """How long all must have stood where they stand before it is reported."""
+        limits = self._limits
+        if finding.kind is HangKind.PAUSED:
+            return limits.hang_timeout_s or limits.pause_report_s
+        if not (finding.busy or finding.slow) or suspicion.warm_up:
+            return 0.0
+        return max(0.0, limits.slow_report_s - limits.hang_report_s)  # it is hang_report_s old when it is suspected
+
+    def _look_again(self, now: float, suspicion: _Suspicion, finding: Finding | None) -> None:
+        """One look more at a hang that was told; else a whole examination. `finding`: None when somebody works."""
         limits = self._limits
         if suspicion.reported is not None:
             suspicion.looks, suspicion.next_look_s = LOOKS - 1, now + limits.look_again_s
             suspicion.began_s = suspicion.next_look_s
+            silence_s = limits.hang_timeout_s or limits.pause_report_s
         else:
-            suspicion.looks, suspicion.next_look_s = 0, now + limits.look_moving_s
+            pause_s = limits.slow_report_s if suspicion.warm_up else limits.look_moving_s
+            suspicion.looks, suspicion.next_look_s = 0, now + pause_s
             suspicion.samples.clear()
-        decisive_s = suspicion.same_since_s + (limits.hang_timeout_s or limits.pause_report_s)
+            silence_s = self._silence_s(finding, suspicion) if finding is not None else inf
+        decisive_s = suspicion.same_since_s + silence_s
         if suspicion.signature and now < decisive_s < suspicion.next_look_s:
             suspicion.next_look_s = decisive_s
 
@@ -249,9 +285,12 @@ class Watch:
             code=finding.code if finding.kind is HangKind.HUNG and finding.code and not reach else NO_GROUP,
             text="\n".join(lines),
             culprits=finding.culprits or tuple(pace.rank for pace in missing),
+            slow=not reach and (finding.slow or finding.kind is HangKind.PAUSED),
         )
 
-    def _report(self, finding: Finding, stories: Sequence[RankStory], still_s: float, same_s: float) -> Report:
+    def _report(
+        self, finding: Finding, stories: Sequence[RankStory], still_s: float, same_s: float, *, endable: bool
+    ) -> Report:
         by_rank = {story.rank: story for story in stories}
         shown = [*finding.culprits, *(place.ranks[0] for place in finding.groups if place.ranks)]
         files = {
@@ -266,6 +305,10 @@ class Watch:
         timeout_s = self._limits.hang_timeout_s
         if not timeout_s:
             lines.append("it is left alone (--hang-timeout 0)")
+        elif not endable:
+            lines.append(
+                "it is left alone while it is at work" if finding.busy else "it is left alone before its first steps"
+            )
         elif same_s < timeout_s:
             lines.append(
                 f"if nothing moves for another {timeout_s - same_s:.0f} s its workers are ended (--hang-timeout)"

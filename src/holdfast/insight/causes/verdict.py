@@ -27,7 +27,8 @@ def verdict_on(evidence: Evidence) -> Verdict:
     | there is                                                 | then                                                 |
     |----------------------------------------------------------|------------------------------------------------------|
     | a failure with a reason of its own, before the stop      | the first of these is to blame                       |
-    | a hang that was seen                                     | whoever the others waited for                        |
+    | a hang that was seen                                     | whoever the others waited for; its exception, if it  |
+    |                                                          | had raised one and did not end                       |
     | a lost node                                              | that explains what its peers say                     |
     | one that was stopped while it ended for an own reason    | the first of these: only its victims were faster     |
     | complaints about peers                                   | who waited before who was cut off; ranks named by    |
@@ -112,7 +113,11 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
 
 
 def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failure]]) -> Verdict:
-    """The time-out of a collective, or our own, ended what stood still: who was waited for is known."""
+    """The time-out of a collective, or our own, ended what stood still: who was waited for is known. If it had raised an
+    exception, and did not end, that is why nobody saw it come."""
+    raised = next((each for _, each in order if each.rank in hang.culprits and _raised_before(each)), None)
+    if raised is not None:
+        return _of_one(evidence, raised)
     culprit = evidence.hung or next((each for _, each in order if each.rank in hang.culprits), None)
     if culprit is None and order:
         culprit = order[0][1]
@@ -123,6 +128,11 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     if died is not None:
         line += f"; before, rank {died[0].rank} lost its thread {died[1]!r}: {died[2].strip().splitlines()[-1][:SAID_CHARACTERS_MAX]}"
     return evidence.verdict(code, line, culprit, ADVICE.get(code, ""))
+
+
+def _raised_before(failure: Failure) -> bool:
+    """Whether it was killed after an exception that it has written down itself, and that is none about its peers."""
+    return failure.exit_code < 0 and bool(failure.error_type) and not speaks_of_peers(failure)
 
 
 def _lost(evidence: Evidence) -> Verdict:

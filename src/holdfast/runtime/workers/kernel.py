@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Iterable
@@ -9,6 +10,8 @@ from typing import NamedTuple
 
 TASKS_MAX = 256
 """Threads of one process that are described."""
+SECTOR_BYTES = 512
+"""In /proc/diskstats, whatever the disk's own are."""
 
 
 class Stat(NamedTuple):
@@ -18,12 +21,17 @@ class Stat(NamedTuple):
     """Of all threads together, children not counted."""
     parent: int
     name: str
+    ended_cpu_s: float
+    """Of children that have ended and were waited for, with theirs."""
 
 
 class Child(NamedTuple):
     pid: int
     name: str
     state: str
+    parent: int
+    cpu_s: float
+    """With that of its own children that have ended."""
 
 
 class Signals(NamedTuple):
@@ -53,10 +61,12 @@ def read_stat(pid: int | str) -> Stat | None:
         return None
     head, _, rest = text.rpartition(b")")  # the name may itself hold parentheses
     fields = rest.split()
-    if len(fields) < 13:
+    if len(fields) < 15:
         return None
-    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return Stat(fields[0].decode(), cpu_s, int(fields[1]), head.partition(b"(")[2].decode(errors="replace"))
+    own, ended = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+    ticks = os.sysconf("SC_CLK_TCK")
+    name = head.partition(b"(")[2].decode(errors="replace")
+    return Stat(fields[0].decode(), own / ticks, int(fields[1]), name, ended / ticks)
 
 
 def moved_bytes(pid: int) -> int:
@@ -122,13 +132,31 @@ def signal_thread(pid: int, task: int, signum: int) -> None:
         raise OSError(number, os.strerror(number))  # of the kind that belongs to the number
 
 
-def children(parents: Iterable[int]) -> dict[int, list[Child]]:
-    """The processes that each of these has started, the dead that it has not waited for among them; in order of their pids."""
-    found: dict[int, list[Child]] = {parent: [] for parent in parents}
+def descendants(roots: Iterable[int]) -> dict[int, list[Child]]:
+    """The processes below each of these, the dead that nobody has waited for among them; in order of their pids."""
+    below: dict[int, list[Child]] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         stat = read_stat(pid)
-        if stat is not None and stat.parent in found:
-            found[stat.parent].append(Child(pid, stat.name, stat.state))
+        if stat is not None:
+            child = Child(pid, stat.name, stat.state, stat.parent, stat.cpu_s + stat.ended_cpu_s)
+            below.setdefault(stat.parent, []).append(child)
+    found = {}
+    for root in roots:
+        family = list(below.get(root, ()))
+        for child in family:  # grows while it is gone through
+            family += below.get(child.pid, ())
+        found[root] = sorted(family)
+    return found
+
+
+def disk_bytes(proc: str = "/proc") -> int:
+    """What all disks and network file systems of this machine have read and written so far. It grows while a file is being
+    brought to one of them, when the process that waits for it has nothing else to show."""
+    found = 0
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"{proc}/diskstats", "rb") as file:
+        found = sum((int(fields[5]) + int(fields[9])) * SECTOR_BYTES for fields in map(bytes.split, file))
+    with contextlib.suppress(OSError, ValueError), open(f"{proc}/self/mountstats", "rb") as file:
+        found += sum(sum(map(int, line.split()[5:7])) for line in file if line.startswith(b"\tbytes:"))
     return found
 
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, structs
@@ -40,6 +40,8 @@ SOURCE_BYTES_MAX = 4 * 1024 * 1024
 STILL_S = 0.01
 """A dump that has not grown for so long, by a worker that handles no signal, is whole."""
 
+MEASURED_MAX = 256
+"""Processes below one worker whose input and output is counted."""
 NOTES_MAX = 4
 """Processes of one worker that are named."""
 
@@ -56,7 +58,13 @@ class _Look(Struct):
     """Of the file into which it writes; a duplicate of ours."""
     stat: kernel.Stat | None = None
     main_cpu_s: float = 0.0
+    dumped_bytes: int = 0
+    """That it wrote for earlier looks."""
     moved_bytes: int = 0
+    children_cpu_s: float = 0.0
+    children_bytes: int = 0
+    disk_bytes: int = 0
+    at_s: float = 0.0
     switches: int = 0
     """Of its main thread, when the look began."""
     asked: bool = False
@@ -77,6 +85,8 @@ class Looker:
         self._board = board
         self._files = StackFiles(generation, rank_base)
         self._one_at_a_time = asyncio.Lock()
+        self._dumped: dict[int, int] = {}
+        """By process: bytes that it wrote because we asked for its stacks."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps for longer than anybody waits."""
 
@@ -88,8 +98,12 @@ class Looker:
         async with self._one_at_a_time:
             await self._files.pause()
             # Duplicates: the board may be closed meanwhile, and its numbers used for something else.
-            looks = [_Look(rank, pid, os.dup(self._board.stacks(rank))) for rank, pid in sorted(pids.items())]
+            looks = [
+                _Look(rank, pid, os.dup(self._board.stacks(rank)), dumped_bytes=self._dumped.get(pid, 0))
+                for rank, pid in sorted(pids.items())
+            ]
             samples = await run_detached(lambda: _collect(looks))
+            self._dumped = {look.pid: look.dumped_bytes + look.size for look in looks}
             if self._at_disk:
                 return samples
             with contextlib.suppress(TimeoutError):
@@ -131,14 +145,11 @@ class Looker:
 def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
     """Blocks; closes the looks' files."""
     try:
-        children = kernel.children(look.pid for look in looks)
+        below = kernel.descendants(look.pid for look in looks)
+        disk_bytes = kernel.disk_bytes()
         for look in looks:
-            look.stat = kernel.read_stat(look.pid)
-            main = kernel.read_stat(f"{look.pid}/task/{look.pid}")
-            look.moved_bytes = kernel.moved_bytes(look.pid)
-            look.main_cpu_s = main.cpu_s if main is not None else 0.0
-            look.note = "; ".join(_notes(children.get(look.pid, ())))
-            look.switches = kernel.switches(look.pid)
+            _measure(look, below[look.pid])
+            look.disk_bytes = disk_bytes
         time.sleep(QUIET_S)
         for look in looks:
             _ask(look)
@@ -153,6 +164,20 @@ def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
     finally:
         for look in looks:
             os.close(look.fd)
+
+
+def _measure(look: _Look, below: Sequence[kernel.Child]) -> None:
+    """What it and the processes below it have done so far."""
+    look.at_s = time.monotonic()
+    look.stat = kernel.read_stat(look.pid)
+    main = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+    look.moved_bytes = max(0, kernel.moved_bytes(look.pid) - look.dumped_bytes)
+    look.main_cpu_s = main.cpu_s if main is not None else 0.0
+    ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
+    look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
+    look.children_bytes = sum(kernel.moved_bytes(child.pid) for child in below[:MEASURED_MAX])
+    look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
+    look.switches = kernel.switches(look.pid)
 
 
 def _ask(look: _Look) -> None:
@@ -219,6 +244,10 @@ def _sample(look: _Look) -> RankSample:
         look.note,
         main_cpu_s=look.main_cpu_s,
         moved_bytes=look.moved_bytes,
+        children_cpu_s=look.children_cpu_s,
+        children_bytes=look.children_bytes,
+        disk_bytes=look.disk_bytes,
+        at_s=look.at_s,
     )
 
 
