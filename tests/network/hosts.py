@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import signal
 import subprocess
 import time
@@ -32,11 +33,15 @@ END_S_MAX = 10.0
 _BOOT = """
 hostname "$1" && mount -t tmpfs -o size=1g tmpfs /dev/shm && mount --bind "$2" /etc/hosts || exit 1
 [ ! -e /etc/resolv.conf ] || mount --bind "$3" /etc/resolv.conf || exit 1
+for file in .bashrc .profile .bash_profile .bash_login; do
+    [ ! -e "$4/$file" ] || mount --bind /dev/null "$4/$file" || exit 1
+done
 echo up
 exec >/dev/null 2>&1
 while :; do sleep 3600; done
 """
-"""PID 1 of a host. The shell reaps whatever falls to it."""
+"""PID 1 of a host. The shell reaps whatever falls to it. A login shell reads no file of the user's: what such a file
+does when it is killed in the middle, with a lock for example, would stay behind on the machine."""
 
 
 @cache
@@ -117,7 +122,8 @@ class Host:
     def boot(self) -> None:
         """Start its process tree: PID 1, which does nothing."""
         namespaces = ("--uts", "--pid", "--ipc", "--mount", "--fork", "--kill-child=SIGKILL", "--mount-proc")
-        script = ("sh", "-c", _BOOT, "init", self.name, str(self.hosts_file), str(self._resolv_file))
+        home = pwd.getpwuid(os.getuid()).pw_dir
+        script = ("sh", "-c", _BOOT, "init", self.name, str(self.hosts_file), str(self._resolv_file), home)
         self._machine = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *_in_network(self.network), "unshare", *namespaces, *script],
             stdin=subprocess.DEVNULL,
