@@ -8,6 +8,7 @@ it descends from the test process, or when its environment holds the HOLDFAST_TE
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -38,6 +39,9 @@ TEST_ID = "HOLDFAST_TEST_ID"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _signum in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_signum, signal.SIG_DFL)
+
+PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None)
 
 # Threads that outlive a test on purpose.
 THREADS_ALLOWED = (
@@ -229,6 +233,8 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Resources.now()
     yield
     del os.environ[TEST_ID]
+    # Where this process stood for an agent, orphans fell to it. They must not stay: nobody waits for them here.
+    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     leaks = _leaked_processes(before, marker) + _leaked_threads(before, allowed) + _leaked_descriptors(before)
     if leaks:
         pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)

@@ -150,7 +150,7 @@ opt.step()
 print(time.monotonic() - since)
 """
     steps_s = float(run(board, tmp_path, OWN + source, warm))
-    assert 0.2 <= own_s(board) <= steps_s - 0.6, "without what was waited for in backward"
+    assert 0.2 <= own_s(board) < steps_s - 0.3, "without what was waited for in backward"
     assert words(board)[-1] == 3
 
 
