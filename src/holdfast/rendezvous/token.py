@@ -55,6 +55,6 @@ def weakness(secret: bytes) -> str:
     if len(secret) >= TOKEN_CHARS_MIN:
         return ""
     return (
-        f"the job token has {len(secret)} characters: whoever reaches the endpoint gets what it takes to guess it offline; "
+        f"the job token has {len(secret)} characters: anyone who reaches the endpoint can guess it offline; "
         "`holdfast token` draws one that cannot be guessed"
     )

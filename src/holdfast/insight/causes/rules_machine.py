@@ -135,7 +135,7 @@ FILES = (
     Rule(
         "HF212",
         "does not find a library: {said}",
-        "it is not on this machine, or LD_LIBRARY_PATH does not lead to it: install the package that has it, or anew the one that wants it; ldd "
+        "it is not on this machine, or LD_LIBRARY_PATH does not lead to it: install the package that has it, or reinstall the one that needs it; ldd "
         "shows what is missing",
         says=r"cannot open shared object file",
         per_node=True,
@@ -143,7 +143,7 @@ FILES = (
     Rule(
         "HF212",
         "cannot load a library: {said}",
-        "what was compiled for another CUDA, torch, numpy or glibc has to be installed anew in this environment; pip check, ldd",
+        "what was compiled for another CUDA, torch, numpy or glibc must be reinstalled in this environment; pip check, ldd",
         says=r"undefined symbol|GLIBC(?:XX)?_[\d.]+. not found|not found \(required by|compiled (?:with|using|against|for)"
         r" .{0,60}(?:numpy|torch|CUDA|version|module)|size changed, may indicate binary|invalid ELF|wrong ELF|symbol lookup error"
         r"|_ARRAY_API not found|binary incompatib|mismatches the version|operator \S+ does not exist|ABI version|numpy\.core\.multiarray failed|compiled with different versions",
