@@ -188,7 +188,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--log-line-prefix-template",
         TEXT,
-        None,
+        "",
         LOGS,
         "prefix of console lines: ${role_name}, ${rank}, ${local_rank}, ${hostname}",
         "TEXT",
