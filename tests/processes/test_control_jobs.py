@@ -210,6 +210,7 @@ print(client.recv(65536).decode())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.xdist_group("folders open to others")
 def test_another_user_is_refused(site: Site) -> None:
     agent = job(site, HOLD)
     path = str(agent.folder / "control.sock")
@@ -227,7 +228,10 @@ def test_another_user_is_refused(site: Site) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[None]:
-    """Everybody may go to the socket, as if somebody had been careless: the agent itself has to refuse."""
+    """Everybody may go to the socket, as if somebody had been careless: the agent itself has to refuse.
+
+    The folders above belong to all test processes: tests that open them run one after the other.
+    """
     changed = {}
     for path in (folder / "control.sock", folder, *folder.parents):
         changed[path] = stat.S_IMODE(path.stat().st_mode)
@@ -242,6 +246,7 @@ def opened(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.xdist_group("folders open to others")
 def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
     agent = job(site, HOLD)
     agent.folder.chmod(0o700)
