@@ -11,7 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,17 +232,8 @@ def opened(folder: Path) -> Iterator[None]:
 
     The folders above belong to all test processes: tests that open them run one after the other.
     """
-    changed = {}
-    for path in (folder / "control.sock", folder, *folder.parents):
-        changed[path] = stat.S_IMODE(path.stat().st_mode)
-        path.chmod(changed[path] | 0o755 | (0o666 if path.name == "control.sock" else 0))
-        if path == Path("/tmp"):
-            break
-    try:
+    with widened(dict.fromkeys((folder, *parents_in_tmp(folder)), 0o755) | {folder / "control.sock": 0o777}):
         yield
-    finally:
-        for path, mode in changed.items():
-            path.chmod(mode)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -250,7 +241,7 @@ def opened(folder: Path) -> Iterator[None]:
 def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
     agent = job(site, HOLD)
     agent.folder.chmod(0o700)
-    with reachable_parents(agent.folder.parent):
+    with widened(dict.fromkeys(parents_in_tmp(agent.folder), 0o055)):
         done = subprocess.run(
             [sys.executable, "-c", AS_NOBODY_COMMAND, str(agent.folder)],
             capture_output=True,
@@ -276,18 +267,21 @@ sys.exit(holdfast.cli.main(["status", sys.argv[1]]))
 
 
 @contextlib.contextmanager
-def reachable_parents(folder: Path) -> Iterator[None]:
-    changed = {}
-    for path in (folder, *folder.parents):
-        if path == Path("/tmp"):
-            break
-        changed[path] = stat.S_IMODE(path.stat().st_mode)
-        path.chmod(changed[path] | 0o055)
+def widened(bits: Mapping[Path, int]) -> Iterator[None]:
+    """These permissions in addition; afterwards what was there."""
+    before = {path: stat.S_IMODE(path.stat().st_mode) for path in bits}
+    for path, mode in before.items():
+        path.chmod(mode | bits[path])
     try:
         yield
     finally:
-        for path, mode in changed.items():
+        for path, mode in before.items():
             path.chmod(mode)
+
+
+def parents_in_tmp(folder: Path) -> list[Path]:
+    """The folders above it, up to /tmp, which is open to everybody."""
+    return [path for path in folder.parents if Path("/tmp") in path.parents]
 
 
 def test_a_long_log_dir(site: Site) -> None:
