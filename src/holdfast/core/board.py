@@ -18,6 +18,10 @@ HELD = 0
 """1: workers wait at their next safe point until SAFE_POINT is not 0 or this is 0 again."""
 SAFE_POINT = 1
 """Where the workers stop, counted from 1; 0: nowhere. Set once."""
+RAISED = 2
+"""The agent's descriptor of a pipe. A worker whose program raised an exception writes the index of its slot there, as
+REPORT_BYTES in the machine's own order: the agent acts on it while the process is still on its way out."""
+REPORT_BYTES = 4
 
 # A slot's words, relative to its first.
 PID = 0

@@ -160,8 +160,13 @@ WORK = (
         ),
     ),
     EventKind(
+        "worker_raised",
+        "a worker's program raised an exception; its process still runs its exit functions",
+        (GENERATION, LOCAL_RANK, RANK, PID),
+    ),
+    EventKind(
         "worker_failed",
-        "what a worker left that ended with something other than 0",
+        "what a worker left that raised an exception, or ended with something other than 0",
         (
             GENERATION,
             LOCAL_RANK,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from holdfast.testing.cluster import SimCluster
 
 SIGKILL = 9
+EXIT_FUNCTIONS_S = 3.0
+"""From a worker's exception to the end of its process."""
 PROGRESS_S = 1.0
 WARM_STEPS = 4
 """A generation may stall from then on."""
@@ -155,6 +157,8 @@ class SimAgent:
         self._assign: Assign | None = None
         self.coordinator_number = 0
         self.workers: set[int] = set()
+        self._raised: set[int] = set()
+        """Of these, the ones whose program has raised an exception."""
         self.generation = 0
         self._world = (0, 0)
         """(Coordinator that assigned it, generation)."""
@@ -192,7 +196,7 @@ class SimAgent:
             case do.StartWorkers(assign, _):
                 self._start_workers(assign)
             case do.SignalWorkers(signum):
-                for local_rank in sorted(self.workers):
+                for local_rank in sorted(self.workers - self._raised):
                     self._worker_ends_soon(local_rank, -signum, self.cluster.random.choice([0.002, 0.05, 2.0, 60.0]))
             case do.HoldWorkers(generation):
                 self._hold(generation)
@@ -259,7 +263,7 @@ class SimAgent:
         self._assign = assign
         self._world = (self.coordinator_number, assign.generation)
         self._started_s, self._held_s = cluster.clock.now, None
-        self.workers = set(range(cluster.nproc[self.host]))
+        self.workers, self._raised = set(range(cluster.nproc[self.host])), set()
         for local_rank in sorted(self.workers):
             self._worker_ends_soon(local_rank, 0, cluster.options.work_s + cluster.random.uniform(0.0, 0.5))
         if cluster.options.steps:
@@ -370,20 +374,29 @@ class SimAgent:
         self.workers.discard(local_rank)
         if not self.workers:
             self.cluster.checker.ended(self.host)
-        if not self.alive:
-            return
+        if self.alive:
+            failure = self._failure(local_rank, exit_code) if exit_code else None
+            self.handle(ev.WorkerEnded(generation, local_rank, failure, drained))
+
+    def _failure(self, local_rank: int, exit_code: int) -> Failure:
         assert self._assign is not None
-        failure = None
-        if exit_code:
-            failure = Failure(
-                rank=self._assign.rank_base + local_rank,
-                local_rank=local_rank,
-                host=self.host,
-                pid=1,
-                exit_code=exit_code,
-                after_stop=self.machine.work in (Work.STOPPING, Work.KILLING),
-            )
-        self.handle(ev.WorkerEnded(generation, local_rank, failure, drained))
+        return Failure(
+            rank=self._assign.rank_base + local_rank,
+            local_rank=local_rank,
+            host=self.host,
+            pid=1,
+            exit_code=exit_code,
+            after_stop=self.machine.work in (Work.STOPPING, Work.KILLING),
+        )
+
+    def _worker_raises(self, generation: int, local_rank: int) -> None:
+        """Reported first; the process is there for as long as its exit functions take."""
+        if local_rank in self._raised:
+            return
+        self._raised.add(local_rank)
+        self._worker_ends_soon(local_rank, 1, EXIT_FUNCTIONS_S)
+        if self.alive:
+            self.handle(ev.WorkerRaised(generation, local_rank, self._failure(local_rank, 1)))
 
     def _kill_tree(self, generation: int) -> None:
         for local_rank in sorted(self.workers):
@@ -398,7 +411,10 @@ class SimAgent:
         generation = self.generation
         victim = cluster.random.choice(sorted(self.workers))
         cluster.log(self.host, f"worker {victim} of generation {generation} fails with {exit_code}")
-        self.worker_ends(generation, victim, exit_code)
+        if exit_code == 1:
+            self._worker_raises(generation, victim)
+        else:
+            self.worker_ends(generation, victim, exit_code)
         for agent in cluster.agents.values():
             if agent.generation == generation and cluster.random.random() < 0.5:
                 for local_rank in sorted(agent.workers):

@@ -188,8 +188,8 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _hide_own_frames() -> None:
-    """Let the interpreter report the exception that is on its way, without our frames.
+def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
+    """Let the interpreter report the exception that is on its way, without our frames; then the agent is told of it.
 
     It has to be the interpreter: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty sys.excepthook are its own
     affair. Our hook stands in for the program's from here, where no code of the program runs any more, to the report. After
@@ -201,12 +201,17 @@ def _hide_own_frames() -> None:
         sys.excepthook = programs_hook
         trace = _without_own_frames(trace)
         error.__traceback__ = sys.last_traceback = trace
+        ends = isinstance(error, Exception)  # KeyboardInterrupt has an end of its own
         try:
             programs_hook(kind, error, trace)
         except BaseException as fault:
             fault.__traceback__ = _without_own_frames(fault.__traceback__)
             raise
-        if isinstance(error, Exception):  # KeyboardInterrupt has an end of its own
+        finally:
+            # After the traceback is on stderr, which is evidence; before threads and exit functions, which take their time.
+            if ends:
+                tell_agent()
+        if ends:
             _leave_soon()
 
     sys.excepthook = hook
@@ -305,8 +310,11 @@ def _serve_as_nursery() -> None:
     nursery.serve(int(control_fd))
 
 
-def _serve_agent() -> None:
-    """Show our progress on the agent's board, and our stacks when it looks; without an agent, nothing."""
+def _serve_agent() -> Callable[[], None]:
+    """Show our progress on the agent's board, and our stacks when it looks; without an agent, nothing.
+
+    Returns what tells the agent that the program raised an exception.
+    """
     address = os.environ.get(BOARD, "")
     if address:
         folder = os.path.dirname(os.path.abspath(__file__))
@@ -315,25 +323,45 @@ def _serve_agent() -> None:
         board = _load(os.path.join(os.path.dirname(folder), "core", "board.py"))
         _answer_looks(address, board)
         _load(os.path.join(folder, "progress.py"), layout=board).begin(address)
+        own_pid = os.getpid()
+        return lambda: _tell_of_exception(address, board) if os.getpid() == own_pid else None
+    return lambda: None
+
+
+def _tell_of_exception(address: str, board: Any) -> None:
+    try:
+        slot = int(address.rpartition("@")[2])
+        pipe = _open_of_agent(address, board, board.RAISED, os.O_NONBLOCK)
+        try:
+            os.write(pipe, slot.to_bytes(board.REPORT_BYTES, sys.byteorder))
+        finally:
+            os.close(pipe)
+    except (OSError, ValueError, OverflowError):
+        return  # the agent is gone, or cannot be reached: it sees the process end
+
+
+def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
+    """Open for writing what the agent has open under the descriptor that this word of its board names. Raises OSError, ValueError."""
+    path = address.rpartition("@")[0]
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        number = int.from_bytes(os.pread(fd, board.WORD_BYTES, word * board.WORD_BYTES), sys.byteorder)
+    finally:
+        os.close(fd)
+    if not number:
+        raise ValueError("there is none")
+    return os.open(f"{os.path.dirname(path)}/{number}", os.O_WRONLY | os.O_CLOEXEC | flags)
 
 
 def _answer_looks(address: str, board: Any) -> None:
     """Have all stacks written into the agent's file on its signal: in C, whoever holds the interpreter's lock."""
-    path, _, slot = address.rpartition("@")
     try:
         import faulthandler
 
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            word = os.pread(fd, board.WORD_BYTES, (int(slot) + board.STACKS) * board.WORD_BYTES)
-        finally:
-            os.close(fd)
-        number = int.from_bytes(word, sys.byteorder)
-        if number:
-            file = os.open(f"{os.path.dirname(path)}/{number}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            stacks = _out_of_the_way(file)
-            faulthandler.register(board.LOOK_SIGNAL, stacks, all_threads=True)
-            faulthandler.register(board.LOOK_MAIN_SIGNAL, stacks, all_threads=False)
+        file = _open_of_agent(address, board, int(address.rpartition("@")[2]) + board.STACKS, os.O_APPEND)
+        stacks = _out_of_the_way(file)
+        faulthandler.register(board.LOOK_SIGNAL, stacks, all_threads=True)
+        faulthandler.register(board.LOOK_MAIN_SIGNAL, stacks, all_threads=False)
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
         return  # the agent is gone, or this Python cannot do it
 
@@ -370,7 +398,7 @@ def main() -> None:
         options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
         sys.orig_argv[1:] = [*options, *(["-m"] if mode == "module" else []), *sys.argv[2:]]
     del sys.argv[:2]
-    _serve_agent()
+    tell_agent = _serve_agent()
     run = _prepare_module(target) if mode == "module" else _prepare_script(target)
     try:
         import faulthandler
@@ -388,7 +416,7 @@ def main() -> None:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if isinstance(error, Exception):
             recorder.record(error)
-        _hide_own_frames()
+        _hide_own_frames(tell_agent)
         raise
     if _ends_abruptly():
         _leave(0)

@@ -18,6 +18,7 @@ from holdfast.core.agent.commands import (
 from holdfast.core.agent.events import (
     Dialed,
     DialFailed,
+    Event,
     LinkLost,
     PassSignal,
     Signalled,
@@ -25,6 +26,7 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkerRaised,
     WorkersFenced,
     WorkersHeld,
 )
@@ -415,6 +417,37 @@ def test_one_that_fell_before_the_order_to_stop_may_be_the_culprit() -> None:
     desk = stopping()
     desk.give(WorkerEnded(1, 0, failure()))
     assert desk.sent() == [WorkersFailed(1, (failure(),))]
+
+
+def test_an_exception_is_reported_before_the_process_ends_and_once() -> None:
+    desk = running()
+    desk.give(WorkerRaised(1, 0, failure()))
+    assert desk.sent() == [WorkersFailed(1, (failure(),))]
+    assert desk.machine.work is Work.RUNNING
+    desk.hear(Stop(1, StopReason.WORKER_FAILED))
+    desk.give(WorkerEnded(1, 1, failure(after_stop=True)))
+    assert desk.machine.work is Work.STOPPING  # its exit functions have the time that every worker has
+    desk.give(WorkerEnded(1, 0, failure()))
+    assert desk.machine.work is Work.KILLING
+    assert not desk.sent()
+
+
+def test_a_worker_that_raised_and_then_ends_with_zero_has_not_done_its_work() -> None:
+    desk = running()
+    desk.give(WorkerRaised(1, 0, failure()))
+    for late in (WorkerEnded(1, 0, None), WorkerRaised(1, 0, failure())):
+        desk.give(late)
+        assert not desk.sent()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_node_with_an_exception_cannot_offer_its_workers_to_a_new_coordinator(when: str) -> None:
+    desk = running()
+    events: list[Event] = [WorkerRaised(1, 0, failure()), LinkLost("reset")]
+    for event in events if when == "before" else reversed(events):
+        desk.give(event)
+    desk.give(Dialed())
+    assert desk.machine.work is Work.KILLING
 
 
 def test_a_stop_during_the_sweep_ends_the_term() -> None:

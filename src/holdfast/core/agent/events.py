@@ -63,6 +63,14 @@ class WorkerEnded(Struct, frozen=True):
     """How it ended with 0, for the case that its peers still need it."""
 
 
+class WorkerRaised(Struct, frozen=True):
+    """The program of one worker raised an exception. Its process still runs its exit functions; WorkerEnded follows."""
+
+    generation: int
+    local_rank: int
+    failure: Failure
+
+
 class WorkersHeld(Struct, frozen=True):
     """Answer to HoldWorkers."""
 
@@ -132,6 +140,7 @@ Event = (
     | NodePrepared
     | PrepareFailed
     | WorkerEnded
+    | WorkerRaised
     | WorkersHeld
     | WorkersProgress
     | WorkersSeen

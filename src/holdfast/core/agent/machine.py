@@ -38,6 +38,7 @@ from holdfast.core.agent.events import (
     Tick,
     TreeGone,
     WorkerEnded,
+    WorkerRaised,
     WorkersFenced,
     WorkersHeld,
     WorkersProgress,
@@ -140,8 +141,8 @@ class AgentMachine(AgentBase):
                 if self._is_preparing(generation):
                     self._leave(f"cannot take part: {reason}")
                     self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=exit_code, code=code, message=reason))
-            case WorkerEnded():
-                self._on_worker_ended(event)
+            case WorkerEnded() | WorkerRaised():
+                self._on_worker(event)
             case WorkersHeld() | WorkersProgress() | WorkersSeen():
                 self._on_told(now, event)
             case WorkersFenced():
@@ -309,11 +310,24 @@ class AgentMachine(AgentBase):
         if term.asked:
             self._send(Held(generation, reached))
 
-    def _on_worker_ended(self, event: WorkerEnded) -> None:
-        term, failure = self.term, event.failure
+    def _on_worker(self, event: WorkerEnded | WorkerRaised) -> None:
+        term = self.term
         if term is None or term.generation != event.generation:
             return
+        match event:
+            case WorkerRaised(generation, local_rank, failure):
+                # The generation ends now. What this process still does before it ends is waited for, as in every stop.
+                if local_rank not in term.ended | term.raised:
+                    term.raised.add(local_rank)
+                    self._report(WorkersFailed(generation, (failure,)))
+            case WorkerEnded():
+                self._on_worker_ended(term, event)
+
+    def _on_worker_ended(self, term: Term, event: WorkerEnded) -> None:
+        failure = event.failure
         term.ended.add(event.local_rank)
+        if event.local_rank in term.raised:
+            return  # reported already
         if failure is not None:
             if failure.error_type or not failure.after_stop:
                 # Also when the order to stop has come meanwhile: whoever died before it may be the culprit.
@@ -458,7 +472,7 @@ class AgentMachine(AgentBase):
     def _advance_joining(self, now: float) -> None:
         """The link stands but the coordinator does not know us: join with empty hands, or with workers that it may
         let go on. Workers on their way to a safe point get there first (or to their fence)."""
-        broken = self.work is Work.RUNNING and self._term().ended != self._term().done
+        broken = self.work is Work.RUNNING and bool(self._term().raised or self._term().ended != self._term().done)
         if self.work is Work.STOPPING or broken:
             self._kill()
         elif self.work in (Work.IDLE, Work.RUNNING) and self._join_sent_s is None:

@@ -39,6 +39,8 @@ class Term:
     """Local ranks whose leader is gone."""
     done: set[int] = field(default_factory=set)
     """Local ranks that ended with 0."""
+    raised: set[int] = field(default_factory=set)
+    """Local ranks whose program raised an exception, which was reported before the process ended."""
     vouched: bool = True
     """The coordinator we are linked to knows this generation; else it has to Resume it before our fence."""
     asked: bool = False

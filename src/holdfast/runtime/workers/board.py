@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import time
 
 from holdfast.core import board as layout
@@ -16,6 +17,8 @@ from holdfast.core.progress import RankProgress, Stage
 HOLD_SETTLES_S = 0.02
 """From setting HELD until every worker's newest safe point can be read: one that read HELD before it was set has
 written its REACHED before that, and both processors' writes have long arrived."""
+
+REPORTS_AT_ONCE = 64
 
 
 class Board:
@@ -34,6 +37,10 @@ class Board:
             fd = os.memfd_create("holdfast-stacks")
             self._stacks.append(fd)
             self._words[layout.slot(rank) + layout.STACKS] = fd
+        # Our copy of the end for writing is what the workers open; it also keeps the pipe from ever being at its end.
+        self.raised_fd, self._report_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """Readable when a worker has reported that its program raised."""
+        self._words[layout.RAISED] = self._report_fd
 
     def stacks(self, local_rank: int) -> int:
         """The descriptor of the file for this worker's stacks: in memory, for no disk may stall a worker. Open until close()."""
@@ -98,7 +105,20 @@ class Board:
         told, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
         return told - 1 if told else (done + 1 if done else 0)
 
+    def raised(self) -> set[int]:
+        """The local ranks that have reported an exception since the last call."""
+        try:
+            raw = os.read(self.raised_fd, layout.REPORT_BYTES * max(self._nproc, REPORTS_AT_ONCE))
+        except BlockingIOError:
+            return set()
+        # Anything may be written there by a process of this user: only what is the slot of a worker counts.
+        reports = (raw[at : at + layout.REPORT_BYTES] for at in range(0, len(raw), layout.REPORT_BYTES))
+        slots = {int.from_bytes(report, sys.byteorder) for report in reports}
+        return {rank for rank in range(self._nproc) if layout.slot(rank) in slots}
+
     def close(self) -> None:
+        os.close(self.raised_fd)
+        os.close(self._report_fd)
         self._words.release()
         self._memory.close()
         os.close(self._fd)

@@ -10,8 +10,6 @@ import os
 import time
 from collections.abc import Callable
 
-from msgspec import Struct
-
 from holdfast.core.agent.events import (
     Event,
     NodePrepared,
@@ -25,7 +23,6 @@ from holdfast.core.agent.events import (
 from holdfast.core.board import BOARD_VARIABLE
 from holdfast.core.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.core.options import RunOptions
-from holdfast.core.outcome import Failure
 from holdfast.core.progress import RankProgress
 from holdfast.core.protocol import Assign, Start
 from holdfast.core.stacks import RankSample
@@ -33,7 +30,7 @@ from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers import keeper_client as kept
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
-from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn, left_with_zero, noted
+from holdfast.runtime.workers.ends import EXIT_AFTER_EXCEPTION, Ended, Ends, Worker
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.keeper_client import KeeperClient, Revivals, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
@@ -51,13 +48,6 @@ from holdfast.runtime.workers.store_host import StoreHost, free_port
 SIGKILL = 9
 GUARD_S = 0.25
 """The keeper kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""
-
-
-class _Worker(Struct):
-    local_rank: int
-    streams: WorkerStreams
-    pid: int = 0
-    began_s: float = 0.0
 
 
 class Crew:
@@ -81,7 +71,6 @@ class Crew:
         self._journal = journal
         self._tasks = tasks
         self._emit = emit
-        self._host = host
         self._environ = dict(os.environ)
         self._loop = asyncio.get_running_loop()
         self._keeper = KeeperClient(keeper, self._on_keeper)
@@ -96,6 +85,7 @@ class Crew:
             interval_s=options.limits.progress_interval_s,
             fault=journal.fault,
         )
+        self._ends = Ends(tasks, emit, journal, router, host=host)
         self._guard_s: float | None = None
         self._revivals = Revivals()
         """When a keeper was last started in the place of a dead one."""
@@ -103,12 +93,11 @@ class Crew:
         self._keeper_ready.set()
         self._store: StoreHost | None = None
         self._saver = SaverHost(self._keeper, options.job.run_id, lambda text: self.on_notice(text))  # noqa: PLW0108 - set later
-        self._oom: OomWatch | None = None
         self._cpus: dict[int, list[int]] = {}
         """CPUs by local rank, with --numa-binding."""
         self._generation = 0
         self._assign: Assign | None = None
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
         self._streams: dict[int, WorkerStreams] = {}
         """Of the generation that is prepared or runs, by local rank."""
         self._logs_in_hand = asyncio.Lock()
@@ -116,7 +105,6 @@ class Crew:
         self._hold_timer: asyncio.TimerHandle | None = None
         self._stopping = False
         self._killing = False
-        self._inquests: set[asyncio.Task[None]] = set()
         self.on_notice: Callable[[str], None] = lambda _: None
         """Told what the user should know."""
         self.on_store: Callable[[int], None] = lambda _: None
@@ -139,8 +127,9 @@ class Crew:
         if to_end:
             self._phases.stop()
         self._stopping = self._stopping or to_end
-        for key in self._workers:
-            self._keeper.signal(key, signum)
+        for key, worker in self._workers.items():
+            if not (to_end and worker.raised):  # it is ending: a signal would cut its exit functions short
+                self._keeper.signal(key, signum)
 
     def hold(self, generation: int) -> None:
         """Stop the workers at their next safe point; answers with WorkersHeld."""
@@ -193,7 +182,11 @@ class Crew:
         await self._observer.close()
         if self._hold_timer is not None:
             self._hold_timer.cancel()
+        self._close_board()
+
+    def _close_board(self) -> None:
         if self._board is not None:
+            self._loop.remove_reader(self._board.raised_fd)
             self._board.close()
             self._board = None
 
@@ -204,8 +197,7 @@ class Crew:
         try:
             async with self._logs_in_hand:
                 self._streams = await asyncio.to_thread(self._open_logs, assign)
-            if self._oom is None:
-                self._oom = OomWatch()
+            self._ends.watch_memory()
             if self._options.numa_binding and not self._cpus:
                 self._cpus = binding_for(self._options)
             port = await self._open_store(assign) if assign.hosts_store else None
@@ -260,11 +252,10 @@ class Crew:
     def _start(self, assign: Assign, start: Start) -> None:
         self._generation, self._assign = assign.generation, assign
         self._stopping = self._killing = False
-        if self._oom is not None:
-            self._oom.renew()
-        if self._board is not None:
-            self._board.close()
+        self._ends.start(assign)
+        self._close_board()
         self._board = Board(self._options.nproc)
+        self._loop.add_reader(self._board.raised_fd, self._on_raised, self._board)
         self._phases.start(assign.generation, assign.restart_count, self._options.nproc, self._board)
         self._journal.write(
             "generation",
@@ -279,11 +270,11 @@ class Crew:
         )
         self._progress_notes.start(assign.generation, assign.rank_base, self._board, self.progress)
         self._observer.start(assign, start, self._board, self.progress)
-        self._workers = {self._key(rank): _Worker(rank, streams) for rank, streams in self._streams.items()}
+        self._workers = {self._key(rank): Worker(rank, streams) for rank, streams in self._streams.items()}
         for key, worker in self._workers.items():
             self._spawn(key, worker, assign, start)
 
-    def _spawn(self, key: str, worker: _Worker, assign: Assign, start: Start) -> None:
+    def _spawn(self, key: str, worker: Worker, assign: Assign, start: Start) -> None:
         streams = worker.streams
         error_file = str(streams.error_file) if streams.error_file is not None else ""
         environment = worker_environment(
@@ -337,9 +328,7 @@ class Crew:
             case kept.SpawnFailed(key, errno, text):
                 worker_or_none = self._workers.pop(key, None)
                 if worker_or_none is not None:
-                    failure = self._unstarted(worker_or_none.local_rank, errno, text)
-                    self._journal.write("worker_failed", generation=self._generation, **noted(failure))
-                    self._emit(WorkerEnded(self._generation, worker_or_none.local_rank, failure))
+                    self._ends.unstarted(worker_or_none.local_rank, errno, text)
             case kept.ProcessEnded(key, pid, exit_code):
                 ended = self._workers.pop(key, None)
                 if ended is not None:
@@ -359,92 +348,35 @@ class Crew:
             case kept.KeeperDied():
                 self._tasks.create_task(self._revive())
 
-    def _ended(self, worker: _Worker, pid: int, exit_code: int, *, stopped: bool) -> None:
-        told = self._board is not None and self._board.told(worker.local_rank)
-        place, stopped = self._place(worker.local_rank), stopped or told
-        self._journal.write("worker_ended", **place, pid=pid, exit_code=exit_code, stopped=stopped)
-        lived_s = self._loop.time() - worker.began_s
-        step = self._board.step(worker.local_rank) if self._board is not None else 0
-        if exit_code == 0 and told:
-            self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=told))
+    def _on_raised(self, board: Board) -> None:
+        """Reported at once: what a process still does after its exception can take seconds."""
+        for local_rank in board.raised():
+            worker = self._workers.get(self._key(local_rank))
+            if worker is not None and worker.pid and not worker.raised:
+                worker.raised = True
+                self._journal.write("worker_raised", **self._place(local_rank), pid=worker.pid)
+                self._phases.trouble()
+                end = self._end(worker, worker.pid, EXIT_AFTER_EXCEPTION, stopped=self._stopping, raised=True)
+                self._ends.report(worker, end)
+
+    def _ended(self, worker: Worker, pid: int, exit_code: int, *, stopped: bool) -> None:
+        end = self._end(worker, pid, exit_code, stopped=stopped)
+        place = self._place(worker.local_rank)
+        self._journal.write("worker_ended", **place, pid=pid, exit_code=exit_code, stopped=end.after_stop)
+        if exit_code == 0 and self._told(worker):
+            self._emit(WorkerEnded(self._generation, worker.local_rank, None, drained=True))
             return
         if exit_code != 0:
             self._phases.trouble()
-        earlier = tuple(self._inquests)
-        inquest = self._tasks.create_task(
-            self._inquire(worker, pid, exit_code, lived_s, self._generation, earlier, stopped, step)
-            if exit_code != 0
-            else self._say_goodbye(worker, pid, lived_s, self._generation, step)
-        )
-        self._inquests.add(inquest)
-        inquest.add_done_callback(self._inquests.discard)
+        self._ends.report(worker, end)
 
-    async def _inquire(
-        self,
-        worker: _Worker,
-        pid: int,
-        exit_code: int,
-        lived_s: float,
-        generation: int,
-        earlier: tuple[asyncio.Task[None], ...],
-        after_stop: bool,
-        step: int,
-    ) -> None:
-        """Read what the dead left; files are read in a thread, because a disk may stall. Told in the order of death."""
-        failure = await asyncio.to_thread(self._failure, worker, pid, exit_code, lived_s, after_stop, step)
-        self._journal.write("worker_failed", generation=generation, **noted(failure))
-        if generation == self._generation:
-            self._router.failed(failure.rank, failure.traceback)
-        if earlier:
-            await asyncio.wait(earlier)
-        self._emit(WorkerEnded(generation, worker.local_rank, failure))
+    def _end(self, worker: Worker, pid: int, exit_code: int, *, stopped: bool, raised: bool = False) -> Ended:
+        lived_s = round(self._loop.time() - worker.began_s, 3)
+        step = self._board.step(worker.local_rank) if self._board is not None else 0
+        return Ended(pid, exit_code, lived_s, step, after_stop=stopped or self._told(worker), raised=raised)
 
-    async def _say_goodbye(self, worker: _Worker, pid: int, lived_s: float, generation: int, step: int) -> None:
-        """Report an end with 0, with what it printed last."""
-        assert self._assign is not None
-        left = await asyncio.to_thread(
-            left_with_zero,
-            rank=self._assign.rank_base + worker.local_rank,
-            local_rank=worker.local_rank,
-            host=self._host,
-            pid=pid,
-            stderr_file=str(worker.streams.stderr_file or ""),
-            stdout_file=str(worker.streams.stdout_file or ""),
-            lived_s=round(lived_s, 3),
-            step=step,
-        )
-        self._emit(WorkerEnded(generation, worker.local_rank, None, left=left))
-
-    def _failure(
-        self, worker: _Worker, pid: int, exit_code: int, lived_s: float, after_stop: bool, step: int
-    ) -> Failure:
-        streams = worker.streams
-        assert self._assign is not None
-        return failure_of_exit(
-            rank=self._assign.rank_base + worker.local_rank,
-            local_rank=worker.local_rank,
-            host=self._host,
-            pid=pid,
-            exit_code=exit_code,
-            error_file=str(streams.error_file or ""),
-            stderr_file=str(streams.stderr_file or ""),
-            lived_s=round(lived_s, 3),
-            now_epoch_s=int(time.time()),
-            out_of_memory=self._oom is not None and self._oom.struck(),
-            after_stop=after_stop,
-            step=step,
-        )
-
-    def _unstarted(self, local_rank: int, errno: int, text: str) -> Failure:
-        assert self._assign is not None
-        return failure_of_spawn(
-            rank=self._assign.rank_base + local_rank,
-            local_rank=local_rank,
-            host=self._host,
-            error_number=errno,
-            text=text,
-            now_epoch_s=int(time.time()),
-        )
+    def _told(self, worker: Worker) -> bool:
+        return self._board is not None and self._board.told(worker.local_rank)
 
     def _tree_gone(self, leftover: tuple[int, ...]) -> None:
         if leftover:
@@ -457,9 +389,8 @@ class Crew:
         self._tasks.create_task(self._tell_gone(self._generation))
 
     async def _tell_gone(self, generation: int) -> None:
-        """TreeGone comes after the last WorkerEnded, and those come after their inquests."""
-        if self._inquests:
-            await asyncio.wait(tuple(self._inquests))
+        """TreeGone comes after the last WorkerEnded, and those come after what was read for them."""
+        await self._ends.all_reported()
         self._emit(TreeGone(generation))
 
     async def _revive(self) -> None:

@@ -1,4 +1,4 @@
-"""What a dead worker left for the inquest: its error file, the end of its stderr, the out-of-memory counters.
+"""What a failed worker left: its error file, the end of its stderr, the out-of-memory counters.
 
 Every function that reads files blocks: call it in a thread. Whatever a worker wrote is untrusted: bounded, and
 tolerated when torn. Knows files; judges nothing (see core and insight for verdicts).
