@@ -12,6 +12,7 @@
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
 #                SOAK_SEED=1, SOAK_LAUNCHERS), then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
+#   make dist    an sdist and a manylinux wheel in dist/, each installed into an empty environment and tried
 #   make docs    the documentation as a site, in build/site
 #   make fmt     format the code and regenerate the pages of docs/ that are made from it
 
@@ -33,12 +34,15 @@ TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 WITH_TORCH := tests/beside_torchrun tests/clients tests/nursery tests/torchrun_handler tests/train tests/runtime/workers/test_store_host.py \
     tests/processes/test_preload_jobs.py tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py
 
+# Run by `make check` and `make dist`.
+ELSEWHERE := --ignore=tests/tidy --ignore=tests/packaging
+
 PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test test-torch record-torchrun coverage check docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
+.PHONY: demo fast test test-torch record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -47,7 +51,7 @@ fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(FAST) -q -n 2 -p tests.support.pure
 
 test: check debian
-	$(BIN)/python -m tools.measured $(PYTEST) -p tests.support.processor_time --ignore=tests/tidy
+	$(BIN)/python -m tools.measured $(PYTEST) -p tests.support.processor_time $(ELSEWHERE)
 
 test-torch: $(TORCH_VENV)/.dev
 	$(TORCH_VENV)/bin/python -m pytest $(WITH_TORCH) -n $(JOBS) --dist loadgroup --torchrun live
@@ -57,7 +61,7 @@ record-torchrun: $(TORCH_VENV)/.dev
 
 coverage: $(VENV)/.dev debian
 	rm -rf build/coverage
-	$(BIN)/python -m coverage run $(wordlist 2,99,$(PYTEST))
+	$(BIN)/python -m coverage run $(wordlist 2,99,$(PYTEST)) --ignore=tests/packaging
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report --skip-covered --sort=cover > build/coverage/report.txt
 	@tail -1 build/coverage/report.txt
@@ -78,6 +82,11 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
+
+# Its tests are no part of `make test`: they need what this builds.
+dist: $(VENV)/.dist
+	$(BIN)/python -m tools.dist
+	$(BIN)/python -m pytest tests/packaging -q
 
 # One after the other, also with -j: they would spoil each other's times.
 soak:
@@ -117,6 +126,11 @@ $(VENV)/.demo: $(VENV)/.python $(PACKAGING)
 $(VENV)/.docs: $(VENV)/.python $(PACKAGING)
 	@echo "installing what the documentation needs into $(VENV) (once) ..."
 	@$(PIP) -e '.[docs]'
+	@touch $@
+
+$(VENV)/.dist: $(VENV)/.dev
+	@echo "installing what builds packages into $(VENV) (once) ..."
+	@$(PIP) -e '.[dist]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python $(PACKAGING)

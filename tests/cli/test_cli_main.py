@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,12 @@ def test_top_level(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in text for command in COMMANDS)
     assert main(["--version"]) == main(["run", "--version"]) == print_version() == 0
     assert capsys.readouterr().out == f"holdfast {__version__}\n" * 3
+    assert main(["--version", "--verbose"]) == 0
+    assert re.fullmatch(
+        rf"holdfast {re.escape(__version__)}\ncommit [0-9a-f]{{40}}(-dirty)?\n"
+        r"Python 3\.\S+\ntorch .+\nkernel Linux \S+\n",
+        capsys.readouterr().out,
+    )
     assert main([]) == 2
     assert "usage: holdfast COMMAND" in capsys.readouterr().out
 

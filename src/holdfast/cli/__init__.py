@@ -70,7 +70,7 @@ def run_line(arguments: list[str]) -> int:
         print(usage())
         return 0
     if command in ("-V", "--version"):
-        return print_version()
+        return run_command("env", ["--short"]) if rest == ["--verbose"] else print_version()
     if command not in COMMANDS:
         return complain("HF101", unknown(command))
     return run_command(command, rest)
@@ -164,7 +164,7 @@ def usage() -> str:
         "usage: holdfast COMMAND ...\n\n"
         "Launches distributed training and keeps it going.\n\n"
         f"commands:\n{commands}\n\n"
-        "options:\n  --help     this text\n  --version  the version\n\n"
+        "options:\n  --help     this text\n  --version  the version; with --verbose also commit, Python, torch and kernel\n\n"
         "`holdfast COMMAND --help` explains a command. `torchrun ARGS` becomes `holdfast run ARGS`."
     )
 

@@ -5,6 +5,7 @@ Reads files, metadata and a few quick programs; imports none of the packages tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -23,7 +24,7 @@ from holdfast.cli.printing import Parser, print_json
 from holdfast.runtime.doctor import system
 from holdfast.version import __version__
 
-PACKAGES = ("torch", "numpy", "msgspec", "psutil", "rich", "accelerate", "lightning", "transformers", "py-spy")
+PACKAGES = ("torch", "numpy", "msgspec", "psutil", "accelerate", "lightning", "transformers", "py-spy")
 NVIDIA_PACKAGES = re.compile(r"nvidia[-_](nccl|cuda[-_]runtime|cudnn)")
 VARIABLES = re.compile(
     r"^(PET_|HOLDFAST_|TORCH|PYTORCH_|NCCL_|GLOO_|UCC_|UCX_|FI_|SLURM_|CUDA_|OMP_|MKL_|MASTER_|PYTHON|LD_)"
@@ -32,6 +33,9 @@ VARIABLES = re.compile(
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 IN_URL = re.compile(r"(://)[^/@\s]*@")
 MASK = "***"
+COMMIT_FILE = "commit.txt"
+"""Inside the package; `make dist` writes it."""
+UNKNOWN = "unknown"
 VALUE_CHARS_MAX = 400
 PROGRAM_S_MAX = 5.0
 LIMITS = {
@@ -49,6 +53,9 @@ Facts = dict[str, str]
 def main(argv: Sequence[str]) -> int:
     """Runs `holdfast env` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
+    if chosen.short:
+        print("\n".join(version_lines()))
+        return 0
     told = {title: gather() for title, gather in SECTIONS.items()}
     if chosen.json:
         print_json(told)
@@ -60,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     made = Parser(prog="holdfast env", description="Describe this machine, to paste into an issue.", allow_abbrev=False)
     made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument(
+        "--short", action="store_true", help="versions only: holdfast and its commit, Python, torch, kernel"
+    )
     return made
 
 
@@ -78,7 +88,11 @@ def cell(text: str) -> str:
 
 
 def software() -> Facts:
-    facts = {"holdfast": __version__, "Python": f"{platform.python_version()} ({sys.executable})"}
+    facts = {
+        "holdfast": __version__,
+        "holdfast commit": commit(),
+        "Python": f"{platform.python_version()} ({sys.executable})",
+    }
     for name in PACKAGES:
         try:
             facts[name] = metadata.version(name)
@@ -91,6 +105,28 @@ def software() -> Facts:
     for name, setting in torch_build().items():
         facts["torch commit" if name == "git_version" else f"torch built with {name}"] = setting
     return facts
+
+
+def commit() -> str:
+    """Of holdfast itself: written into a package when it is built, asked of git in a checkout, else unknown."""
+    package = Path(__file__).parent.parent
+    root = package.parent.parent
+    with contextlib.suppress(OSError):
+        return (package / COMMIT_FILE).read_text().strip()
+    if not (root / ".git").exists():  # git would look in the folders above, where another project may be
+        return UNKNOWN
+    return output(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]).strip() or UNKNOWN
+
+
+def version_lines() -> list[str]:
+    """What an issue needs at least; `holdfast --version --verbose` prints it, too."""
+    facts = {"commit": commit(), "Python": platform.python_version()}
+    try:
+        facts["torch"] = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        facts["torch"] = "not installed beside holdfast"
+    facts["kernel"] = f"{platform.system()} {platform.release()}"
+    return [f"holdfast {__version__}", *(f"{name} {value}" for name, value in facts.items())]
 
 
 def torch_build() -> Facts:
