@@ -7,6 +7,7 @@
 #   make coverage  all tests again, with the lines and branches that they reach, in build/coverage
 #   make test-torch       what depends on torch, with the installed torchrun instead of the recorded one; TORCH=2.15.0: with
 #                         that version, in an environment of its own (its registry build brings 5 GB of CUDA libraries)
+#   make test-pythons     what needs no torch, under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
 #   make record-torchrun  record again what the installed torchrun does; TORCH=… as above
 #   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
@@ -42,7 +43,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test test-torch record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
+.PHONY: demo fast test test-torch test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -55,6 +56,9 @@ test: check debian
 
 test-torch: $(TORCH_VENV)/.dev
 	$(TORCH_VENV)/bin/python -m pytest $(WITH_TORCH) -n $(JOBS) --dist loadgroup --torchrun live
+
+test-pythons:
+	$(PYTHON) -m tools.pythons $(PYTHONS)
 
 record-torchrun: $(TORCH_VENV)/.dev
 	$(TORCH_VENV)/bin/python -m pytest tests/beside_torchrun --torchrun record

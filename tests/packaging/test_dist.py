@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def install(tmp_path: Path, index: Path) -> Iterator[Callable[[Path], Path]]:
+def install(tmp_path: Path, index: Path) -> Callable[[Path], Path]:
     environment = {
         "HOME": str(tmp_path),
         "PATH": str(tmp_path),
@@ -51,7 +51,7 @@ def install(tmp_path: Path, index: Path) -> Iterator[Callable[[Path], Path]]:
         assert done.returncode == 0, done.stderr
         return commands
 
-    yield installed
+    return installed
 
 
 @pytest.mark.parametrize("pattern", [f"holdfast-{__version__}.tar.gz", f"holdfast-{__version__}-*manylinux*.whl"])
