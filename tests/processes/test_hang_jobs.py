@@ -53,9 +53,10 @@ ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
 STOPPED = "def trouble(): rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))"
 LATE = "def trouble(): rank_1(all_sleep)"
 PAUSE = "def trouble(): all_sleep()"
+# Four of them, which leave most of a processor free: together they get what a look asks for on a busy machine too.
 BUSY_CHILD = """
 import subprocess
-WORKS = "import os, time\\nwhile not os.access('go', os.F_OK): sum(range(200_000)), time.sleep(0.01)"
+WORKS = "import os, time\\nos.fork(), os.fork()\\nwhile not os.access('go', os.F_OK): sum(range(100_000)), time.sleep(0.04)"
 def trouble(): rank_1(lambda: subprocess.run([sys.executable, "-c", WORKS]))
 """
 

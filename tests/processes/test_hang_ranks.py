@@ -61,23 +61,17 @@ class Job:
         ]
         orders, answers = [os.pipe() for _ in range(WORLD)], [os.pipe() for _ in range(WORLD)]
         theirs = [(read, write) for (read, _), (_, write) in zip(orders, answers, strict=True)]
-        line = [
-            sys.executable,
-            "-u",
-            str(SCRIPT),
-            BOOTSTRAP,
-            json.dumps(environments),
-            *(f"{r},{w}" for r, w in theirs),
-        ]
+        passed = [fd for pair in theirs for fd in pair]
+        line = [sys.executable, "-u", str(SCRIPT), BOOTSTRAP, json.dumps(environments)]
         self._parent = subprocess.Popen(
-            line,
+            [*line, *(f"{read},{write}" for read, write in theirs)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
-            pass_fds=[fd for pair in theirs for fd in pair],
+            pass_fds=passed,
             start_new_session=True,
             bufsize=0,
         )
-        for fd in (fd for pair in theirs for fd in pair):
+        for fd in passed:
             os.close(fd)
         assert isinstance(self._parent.stdout, FileIO)
         pids = map(int, self._line(self._parent.stdout).split())
