@@ -54,8 +54,8 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [["-m", "probe"], ["--run-path", "probe.py"], ["--virtual-local-rank", "../scripts/probe.py"]],
-    ids=["module", "run-path", "virtual"],
+    [["--virtual-local-rank", "-m", "probe"], ["--run-path", "../scripts/probe.py"]],
+    ids=["module", "run-path"],
 )
 def test_it_sees_the_same(run_cli: Any, tmp_path: Path, options: list[str]) -> None:
     (executed,), _ = probe(run_cli, "none", tmp_path, *options, "light", ranks=1, probed=1)

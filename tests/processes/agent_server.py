@@ -76,10 +76,11 @@ class ForkedAgent:
 class AgentServer:
     """The parent of the agents, as a test sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more_modules: str) -> None:
+        """`more_modules`: what these agents import besides."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            line = [sys.executable, __file__, str(theirs.fileno())]
+            line = [sys.executable, __file__, str(theirs.fileno()), *more_modules]
             self._process = subprocess.Popen(line, pass_fds=[theirs.fileno()], start_new_session=True)
         self._sock.settimeout(limit_s(ANSWER_S_MAX))
         self._used_s = 0.0
@@ -117,9 +118,9 @@ def can_be_forked(environment: Mapping[str, str]) -> bool:
     return all(environment.get(name) == os.environ.get(name) for name in names - {"PYTHONDONTWRITEBYTECODE"})
 
 
-def serve(sock: socket.socket) -> list[str]:
+def serve(sock: socket.socket, more_modules: Sequence[str]) -> list[str]:
     """Fork an agent for each order, and say how it ended when asked; returns in an agent, with its arguments."""
-    for name in MODULES:
+    for name in (*MODULES, *more_modules):
         importlib.import_module(name)
     sys.dont_write_bytecode = False
     gc.collect()
@@ -159,7 +160,7 @@ def become(arguments: list[str], environment: dict[str, str], folder: str, scree
 
 
 if __name__ == "__main__":
-    _arguments = serve(socket.socket(fileno=int(sys.argv[1])))
+    _arguments = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     from holdfast.run import main
 
     sys.exit(main(_arguments))

@@ -28,9 +28,15 @@ def test_workers_get_that_signal(site, signum: signal.Signals) -> None:
     assert signum.name in agent.text
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("backend", ["c10d", "static"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(
+    ("backend", "node", "signum"),
+    [
+        ("c10d", 0, signal.SIGTERM),
+        ("c10d", 1, signal.SIGINT),
+        ("static", 0, signal.SIGINT),
+        ("static", 1, signal.SIGTERM),
+    ],
+)
 def test_while_waiting_for_peers(site, endpoint: str, backend: str, node: int, signum: signal.Signals) -> None:
     where = ("--master-addr", "127.0.0.1", "--master-port", endpoint.rpartition(":")[2], "--node-rank", str(node))
     if backend == "c10d":

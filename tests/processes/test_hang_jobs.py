@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
 from tests.support.limits import limit_s, until
 
+SCRIPTS = Path(__file__).parent / "scripts"
 HOST = socket.gethostname().partition(".")[0]
 
 STEPS = '''
@@ -51,9 +53,10 @@ ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
 STOPPED = "def trouble(): rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))"
 LATE = "def trouble(): rank_1(all_sleep)"
 PAUSE = "def trouble(): all_sleep()"
+# Four of them, which leave most of a processor free: together they get what a look asks for on a busy machine too.
 BUSY_CHILD = """
 import subprocess
-WORKS = "import os\\nwhile not os.access('go', os.F_OK): sum(range(10000))"
+WORKS = "import os, time\\nos.fork(), os.fork()\\nwhile not os.access('go', os.F_OK): sum(range(100_000)), time.sleep(0.04)"
 def trouble(): rank_1(lambda: subprocess.run([sys.executable, "-c", WORKS]))
 """
 
@@ -148,8 +151,9 @@ def test_a_pause_of_all_is_no_hang(site) -> None:
     assert "train.py:" not in agent.text
 
 
-TORCH = """
-import pathlib, torch, torch.distributed as dist
+TORCH = f"""
+sys.path.append({str(SCRIPTS)!r})
+import pathlib, torch, torch.distributed as dist, without_compiler
 if RANK == 1:
     while not pathlib.Path("come").exists():
         time.sleep(0.05)
@@ -158,7 +162,7 @@ model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 while True:
     if RANK == 1:
-        time.sleep(0.03)
+        time.sleep(0.1)
         if pathlib.Path("hang").exists():
             time.sleep(600)
     loss = model(torch.ones(4, 8)).sum()
@@ -173,9 +177,7 @@ while True:
 def test_with_torch_three_ranks_are_named(site) -> None:
     """One that comes late to init_process_group, then is slow, and then hangs."""
     pytest.importorskip("torch")
-    agent = site.start(
-        "--standalone", "--nproc-per-node", "2", *FAST, "--preload", "torch,torch._dynamo", site.script(TORCH)
-    )
+    agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, "--preload", "torch", site.script(TORCH))
     agent.says("waits in init_process_group at train.py:", 90)
     assert f"rank 1 on {HOST} is in time.sleep at train.py:" in agent.text
     assert [hang["culprits"] for hang in hangs(agent)] == [[1]]
@@ -186,7 +188,7 @@ def test_with_torch_three_ranks_are_named(site) -> None:
     assert [hang["culprits"] for hang in hangs(agent)] == [[1], [1]]
     (straggler,) = agent.events("coordinator.straggler")
     assert (straggler["code"], straggler["ranks"]) == ("HF250", [1])
-    assert straggler["own_s"] > 0.03 > straggler["peers_s"]
+    assert straggler["own_s"] > 0.1 > straggler["peers_s"]
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
     site.all_gone()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import selectors
 import signal
@@ -11,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -29,50 +33,66 @@ from tests.support.limits import limit_s
 pytest.importorskip("torch")
 pytestmark = pytest.mark.xdist_group("hang_ranks")  # one job for all
 
-SCRIPT = Path(__file__).parent / "scripts" / "hang_rank.py"
+SCRIPT = Path(__file__).parent / "scripts" / "hang_ranks.py"
 WORLD, ODD = 3, 1
 LOOKS, GAP_S = 3, limit_s(0.1)
 """Between two looks a rank that spins must get more than places.BUSY_S of a processor: more time on a slow machine."""
 DEADLINE_S = limit_s(60.0)
 
 
+@dataclass(frozen=True)
+class Rank:
+    pid: int
+    orders: FileIO
+    answers: FileIO
+
+
 class Job:
-    """Ranks that do as they are told."""
+    """Ranks that do as they are told, forked from one process that has imported torch."""
 
     def __init__(self) -> None:
         self.board = Board(WORLD)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-        self.ranks = [self._start(rank, port) for rank in range(WORLD)]
-
-    def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
-        env = {
-            **os.environ,
-            BOARD_VARIABLE: self.board.address(rank),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(WORLD),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        line = [sys.executable, "-u", BOOTSTRAP, "script", str(SCRIPT)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(line, env=env, stdin=pipe, stdout=pipe, start_new_session=True, bufsize=0)
+        common = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environments = [
+            {**common, BOARD_VARIABLE: self.board.address(rank), "RANK": str(rank)} for rank in range(WORLD)
+        ]
+        orders, answers = [os.pipe() for _ in range(WORLD)], [os.pipe() for _ in range(WORLD)]
+        theirs = [(read, write) for (read, _), (_, write) in zip(orders, answers, strict=True)]
+        passed = [fd for pair in theirs for fd in pair]
+        line = [sys.executable, "-u", str(SCRIPT), BOOTSTRAP, json.dumps(environments)]
+        self._parent = subprocess.Popen(
+            [*line, *(f"{read},{write}" for read, write in theirs)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            pass_fds=passed,
+            start_new_session=True,
+            bufsize=0,
+        )
+        for fd in passed:
+            os.close(fd)
+        assert isinstance(self._parent.stdout, FileIO)
+        pids = map(int, self._line(self._parent.stdout).split())
+        self.ranks = [
+            Rank(pid, FileIO(write, "w"), FileIO(read))
+            for pid, (_, write), (read, _) in zip(pids, orders, answers, strict=True)
+        ]
 
     def tell(self, rank: int, word: str) -> None:
-        stdin = self.ranks[rank].stdin
-        assert stdin is not None
-        stdin.write(f"{word}\n".encode())
+        self.ranks[rank].orders.write(f"{word}\n".encode())
         assert self.hear(rank) == "doing"
 
     def hear(self, rank: int) -> str:
-        stdout = self.ranks[rank].stdout
-        assert stdout is not None
+        return self._line(self.ranks[rank].answers)
+
+    @staticmethod
+    def _line(stream: FileIO) -> str:
         with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            assert selector.select(DEADLINE_S), f"rank {rank} says nothing"
-        return stdout.readline().decode().strip()
+            selector.register(stream, selectors.EVENT_READ)
+            assert selector.select(DEADLINE_S), "nothing is said"
+        return stream.readline().decode().strip()
 
     def all_do(self, word: str) -> None:
         for rank in range(WORLD):
@@ -99,19 +119,23 @@ class Job:
         return finding
 
     def release(self, rank: int) -> None:
-        self.ranks[rank].send_signal(signal.SIGCONT)
+        self.send_signal(rank, signal.SIGCONT)
         for child in kernel.descendants([self.ranks[rank].pid])[self.ranks[rank].pid]:
             os.kill(child.pid, signal.SIGKILL)
-        self.ranks[rank].send_signal(signal.SIGUSR1)
+        self.send_signal(rank, signal.SIGUSR1)
+
+    def send_signal(self, rank: int, signum: int) -> None:
+        os.kill(self.ranks[rank].pid, signum)
 
     def close(self) -> None:
-        for process in self.ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                stream.close()
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.orders.close()
+            rank.answers.close()
+        self._parent.wait()
+        assert self._parent.stdout is not None
+        self._parent.stdout.close()
         self.board.close()
 
 
@@ -159,11 +183,11 @@ def test_the_rank_that_hangs_is_named(job: Job, word: str) -> None:
 def test_the_rank_that_is_stopped_is_named(job: Job) -> None:
     for rank in (0, 2):
         job.tell(rank, "reduce")
-    job.ranks[ODD].send_signal(signal.SIGSTOP)
+    job.send_signal(ODD, signal.SIGSTOP)
     finding = job.found(HangKind.HUNG)
     assert (finding.code, finding.culprits) == ("HF242", (ODD,)), finding
     assert f"kill -CONT {job.ranks[ODD].pid}" in finding.text
-    job.ranks[ODD].send_signal(signal.SIGCONT)
+    job.send_signal(ODD, signal.SIGCONT)
     job.tell(ODD, "reduce")
     assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
 

@@ -72,18 +72,7 @@ if __name__ == "__main__":
     check(agent)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[1]",
-        b"null",
-        b'{"message": 3}',
-        b"\xff\xfe" * 1000,
-        b'{"message": {"message": [], "extraInfo": 4}}',
-    ],
-)
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe" * 1000, b'{"message": {"message": [], "extraInfo": 4}}'])
 def test_corrupt_error_file(site, content: bytes) -> None:
     script = site.script(f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'wb').write({content!r})\nos._exit(4)")
     done, agent = site.run("--standalone", script)

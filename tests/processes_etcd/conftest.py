@@ -17,11 +17,18 @@ from typing import Any
 
 import pytest
 
+from tests.processes.agent_server import AgentServer
 from tests.processes.conftest import Site
 from tests.support.limits import limit_s, until
 
 READY_S = 30.0
 LOOK_EVERY_S = 0.05
+ETCD_MODULES = (
+    "holdfast.runtime.etcd_meeting",
+    "holdfast.rendezvous.etcd_v2",
+    "holdfast.rendezvous.etcd_v3",
+    "etcd3gw",
+)
 
 
 class Etcd:
@@ -137,8 +144,15 @@ def etcd_cluster(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[
     yield from serving(tmp_path_factory, free_port, 3)
 
 
+@pytest.fixture(scope="session")
+def etcd_agent_server() -> Iterator[AgentServer]:
+    made = AgentServer(*ETCD_MODULES)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def site(tmp_path: Path, etcd_agent_server: AgentServer) -> Iterator[Site]:
+    made = Site(tmp_path, etcd_agent_server)
     yield made
     made.close()

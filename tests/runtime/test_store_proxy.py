@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import importlib.util
 import sys
-import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -245,18 +244,18 @@ def test_a_new_generation_has_a_new_store() -> None:
     asyncio.run(main())
 
 
-SERVER = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-CLIENTS = """
-import sys, threading
+STORE_AND_CLIENTS = """
+import os, sys, threading
 from datetime import timedelta
 from torch.distributed import TCPStore
+
+reads, writes = os.pipe()
+if os.fork() == 0:
+    os.close(writes)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    print(store.port, flush=True)
+    os.read(reads, 1)  # until the clients have ended
+    os._exit(0)
 
 def client():
     return TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timeout=timedelta(seconds=float(sys.argv[2])), wait_for_workers=False)
@@ -275,19 +274,10 @@ for thread in adders: thread.join()
 assert sorted(totals) == list(range(1, 201)), totals
 assert clients[1].compare_set("key2", "", "v") == b"v"
 assert clients[2].check(["key", "key2"]) and clients[3].delete_key("key2")
-print("clients are content")
+print("clients are content", flush=True)
+os.close(writes)
+os.wait()
 """
-
-
-async def start_python(code: str, *args: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        textwrap.dedent(code),
-        *args,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
 
 
 def test_clients_of_torch_do_not_notice() -> None:
@@ -296,23 +286,19 @@ def test_clients_of_torch_do_not_notice() -> None:
 
     async def main() -> None:
         async with front() as opened:
-            server = await start_python(SERVER)
-            clients = await start_python(CLIENTS, str(opened.claim.port), str(PATIENCE_S))
+            line = [sys.executable, "-c", STORE_AND_CLIENTS, str(opened.claim.port), str(PATIENCE_S)]
+            clients = await asyncio.create_subprocess_exec(*line, stdout=asyncio.subprocess.PIPE)
             try:
-                assert server.stdout is not None
-                assert server.stdin is not None
-                opened.proxy.set_target("127.0.0.1", int(await server.stdout.readline()))
+                assert clients.stdout is not None
+                opened.proxy.set_target("127.0.0.1", int(await clients.stdout.readline()))
                 async with asyncio.timeout(limit_s(60)):
                     told, _ = await clients.communicate()
                 assert (clients.returncode, told) == (0, b"clients are content\n")
-                server.stdin.close()
-                await server.wait()
                 (await dial(opened.claim.endpoint, JOB, NODE)).abort()  # and the coordinator is still there
             finally:
-                for process in (server, clients):
-                    if process.returncode is None:
-                        process.kill()
-                        await process.wait()
+                if clients.returncode is None:
+                    clients.kill()
+                    await clients.wait()
             assert opened.lines == []
 
     asyncio.run(main())

@@ -22,9 +22,11 @@ from tests.warm import Warm
 pytest.importorskip("torch")
 pytestmark = pytest.mark.xdist_group("torch examples")  # one warm process for all
 
-TRAINS = """
+SCRIPTS = Path(__file__).parent.parent / "processes" / "scripts"
+TRAINS = f"""
     import os, sys
-    import torch, torch.distributed as dist
+    sys.path.append({str(SCRIPTS)!r})
+    import torch, torch.distributed as dist, without_compiler
     dist.init_process_group("gloo")
     opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     for _ in range(7):
@@ -225,12 +227,31 @@ def test_an_agent_that_is_gone_matters_to_nobody(warm: Warm, tmp_path: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 None\n", "")
 
 
+PRETENDED = """
+import torch
+hooks = []
+register_optimizer_step_post_hook = hooks.append
+"""
+
+
+def pretend_torch(folder: Path, torch: str) -> None:
+    """A torch whose optimizers have nothing but hooks."""
+    package = folder / "torch" / "optim"
+    package.mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(torch)
+    (package / "__init__.py").write_text("")
+    (package / "optimizer.py").write_text(PRETENDED)
+
+
+COMPILES_NOTHING = "class compiler:\n    is_compiling = staticmethod(lambda: False)\n"
+
+
 def test_a_child_that_imports_torch_first_counts_nothing(board: Board, tmp_path: Path) -> None:
-    source = f"""
+    pretend_torch(tmp_path, COMPILES_NOTHING)
+    source = """
 import os
 if os.fork() == 0:
-    import torch
-    {HOOKS}
+    from torch.optim.optimizer import hooks
     os._exit(len(hooks))
 print(os.wait()[1])
 """
@@ -239,15 +260,15 @@ print(os.wait()[1])
 
 
 def test_finders_that_have_something_around_them(board: Board, tmp_path: Path) -> None:
-    source = f"""
+    pretend_torch(tmp_path, COMPILES_NOTHING)
+    source = """
 import sys
 class Around:
     def __init__(self, finder):
         self.find_spec = finder.find_spec
 sys.meta_path[:] = [Around(finder) for finder in sys.meta_path]
-import torch
-{HOOKS}
-(hook,) = hooks.values()
+from torch.optim.optimizer import hooks
+(hook,) = hooks
 hook()
 """
     run(board, tmp_path, source)
@@ -255,11 +276,7 @@ hook()
 
 
 def test_a_torch_that_cannot_say_whether_it_compiles(board: Board, tmp_path: Path) -> None:
-    folder = tmp_path / "torch" / "optim"
-    folder.mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").write_text("")
-    (folder / "__init__.py").write_text("")
-    (folder / "optimizer.py").write_text("hooks = []\nregister_optimizer_step_post_hook = hooks.append\n")
+    pretend_torch(tmp_path, "")
     run(board, tmp_path, "from torch.optim.optimizer import hooks\n(hook,) = hooks\nhook()")
     assert words(board) == [0] * len(MARKS)
 
@@ -282,7 +299,7 @@ def test_a_worker_that_is_told_of_after_the_end_was_ordered(board: Board) -> Non
     assert [set(fields) - own for fields in told] == [{"form_s"}, {"stop_s", "form_s"}]
 
 
-@pytest.mark.parametrize(("preload", "ranks", "restarts"), [("none", 1, 0), ("auto", 2, 1)])
+@pytest.mark.parametrize(("preload", "ranks", "restarts"), [("none", 1, 0), ("torch", 2, 1)])
 def test_the_phases_of_a_job(run_cli: Any, tmp_path: Path, preload: str, ranks: int, restarts: int) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINS))
     line = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
@@ -320,9 +337,9 @@ for _ in range(3):
 """
 
 
-def test_no_traceback_shows_a_frame_of_ours(board: Board, tmp_path: Path) -> None:
+def test_no_traceback_shows_a_frame_of_ours(warm: Warm, board: Board, tmp_path: Path) -> None:
     """Also where the program prints it itself, before the first step and after it."""
-    shown = run(board, tmp_path, FAILS_IN_BACKWARD)
+    shown = run(board, tmp_path, FAILS_IN_BACKWARD, warm)
     assert shown.count("RuntimeError: lost rank 1") == 3
     assert shown.count("Traceback") == 3
     assert "holdfast" not in shown.replace(str(tmp_path), "")
@@ -336,7 +353,7 @@ def test_no_traceback_shows_a_frame_of_ours(board: Board, tmp_path: Path) -> Non
     ids=["tcp", "env"],
 )
 def test_a_store_at_another_address_than_the_agents_is_the_programs_own(
-    board: Board, tmp_path: Path, names_it: str
+    warm: Warm, board: Board, tmp_path: Path, names_it: str
 ) -> None:
     source = f"""
 import os, socket
@@ -353,4 +370,4 @@ dist.barrier()
 print("met", os.environ["TORCHELASTIC_USE_AGENT_STORE"])
 """
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert run(board, tmp_path, source, **env) == "met True\n"
+    assert run(board, tmp_path, source, warm, **env) == "met True\n"

@@ -22,6 +22,7 @@ from holdfast.runtime.workers.keeper_client import (
     ProcessEnded,
     ProcessStarted,
     StandbyTold,
+    sweep,
 )
 from holdfast.runtime.workers.preload import FOLDER
 from holdfast.runtime.workers.spawn import BOOTSTRAP
@@ -35,6 +36,7 @@ class Bench:
     """A keeper, and its events one at a time."""
 
     def __init__(self, ignored: tuple[int, ...] = ()) -> None:
+        self.others = processes.descendants(os.getpid())  # of this test process, which stands for the agent
         self.events: asyncio.Queue[KeeperEvent] = asyncio.Queue()
         self.keeper = KeeperClient(exec_keeper(ignored), self.events.put_nowait)
 
@@ -42,6 +44,13 @@ class Bench:
         event = await asyncio.wait_for(self.events.get(), EVENT_LIMIT_S)
         assert isinstance(event, kind), event
         return event
+
+    async def close(self) -> None:
+        await self.keeper.close(self.others)
+
+    async def sweep(self) -> None:
+        """What an agent does when its keeper has died; other tests' processes are spared."""
+        await asyncio.to_thread(sweep, self.keeper.handle, self.others)
 
     @staticmethod
     async def until(condition: Callable[[], bool]) -> None:
@@ -59,14 +68,12 @@ def on_bench() -> Iterator[Callable[..., None]]:
     """`on_bench(scenario, ignored=())` runs it against a fresh keeper and closes that."""
 
     def run(scenario: Scenario, ignored: tuple[int, ...] = ()) -> None:
-        others = processes.descendants(os.getpid())  # of this test process, which stands for the agent
-
         async def play() -> None:
             bench = Bench(ignored)
             try:
                 await scenario(bench)
             finally:
-                await bench.keeper.close(others)
+                await bench.close()
 
         asyncio.run(play())
 

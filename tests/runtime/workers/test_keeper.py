@@ -280,7 +280,7 @@ def test_close_ends_services_too(on_bench: OnBench) -> None:
         bench.keeper.spawn("service", ["sleep", "1000"], service=True)
         seen.append((await bench.next(ProcessStarted)).pid)
         seen.append(bench.keeper.handle.pid)
-        await bench.keeper.close()
+        await bench.close()
         assert not [pid for pid in seen if processes.is_alive(pid)]
         assert not bench.keeper.alive
 
@@ -290,7 +290,6 @@ def test_close_ends_services_too(on_bench: OnBench) -> None:
 
 def test_a_keeper_that_is_killed_takes_its_workers_along_and_can_be_replaced(on_bench: OnBench, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    others = processes.descendants(os.getpid())  # of this test process, which stands for the agent
 
     async def scenario(bench: Any) -> None:
         bench.keeper.spawn("a", nuisance(pids))
@@ -300,7 +299,7 @@ def test_a_keeper_that_is_killed_takes_its_workers_along_and_can_be_replaced(on_
         await bench.next(KeeperDied)
         await bench.until(lambda: not processes.is_alive(leader))  # by its parent-death signal
         bench.keeper.spawn("ignored", ["true"])  # no effect, no exception
-        handle = await asyncio.to_thread(revive_keeper, bench.keeper.handle, others)
+        handle = await asyncio.to_thread(revive_keeper, bench.keeper.handle, bench.others)
         bench.keeper = KeeperClient(handle, bench.events.put_nowait)
         assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
         assert (await output_of(bench, ["echo", "again"])) == "again\n"

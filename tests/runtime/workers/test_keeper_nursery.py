@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -16,7 +15,6 @@ from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import (
     KeeperDied,
     TreeGone,
-    sweep,
 )
 
 OnBench = Callable[..., None]
@@ -311,11 +309,10 @@ def test_nothing_outlives_the_keeper(on_site: Any) -> None:
         site.spawn("w", "waits.py")
         nursery = await site.nursery()
         await site.until(lambda: "w" in site.pids)
-        handle = site.bench.keeper.handle
-        os.kill(handle.pid, signal.SIGKILL)
+        os.kill(site.bench.keeper.handle.pid, signal.SIGKILL)
         while not isinstance(await site.take(), KeeperDied):
             pass
         await site.bench.until(lambda: not processes.is_alive(nursery) and not processes.is_alive(site.pids["w"]))
-        await asyncio.to_thread(sweep, handle)
+        await site.bench.sweep()
 
     on_site(scenario)

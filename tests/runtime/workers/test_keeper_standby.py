@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -12,7 +11,6 @@ from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import (
     KeeperDied,
     TreeGone,
-    sweep,
 )
 
 
@@ -83,7 +81,7 @@ def test_the_end_of_a_generation_spares_the_standbys_and_the_end_of_the_keeper_d
         os.kill(site.bench.keeper.handle.pid, signal.SIGKILL)
         while not isinstance(await site.take(), KeeperDied):
             pass
-        await asyncio.to_thread(sweep, site.bench.keeper.handle)
+        await site.bench.sweep()
         assert not processes.is_alive(waiting[1])
 
     on_site(scenario)
