@@ -4,7 +4,7 @@ A command is forked, and so is what its agent would execute to import torch for 
 imported. All else is as ever: agent, keeper, nursery, workers and services are the processes that they always are.
 tests/nursery has nurseries that import torch themselves.
 
-    warm_jobs.py serve SOCKET MODULES               forks a process for each command that comes, until SIGTERM
+    warm_jobs.py serve SOCKET MODULES               forks a process for each command that comes
     warm_jobs.py command SOCKET PROGRAM ARGUMENTS   a command: it has the streams, folder, environment and exit code
                                                     PROGRAM: "holdfast", or the path of a Python script
 
@@ -54,6 +54,7 @@ class WarmJobs:
         self._thread = Thread(target=self._serve, args=(warm, modules), name="warm jobs")
         self._thread.start()
         until(lambda: self._socket.exists() or not self._thread.is_alive(), "commands are served", START_S_MAX)
+        self._held = connected(str(self._socket))
         shim = folder / "holdfast"
         shim.write_text(f'#!/bin/sh\nexec {shlex.join(self.command("holdfast"))} "$@"\n')
         shim.chmod(0o755)
@@ -86,10 +87,8 @@ class WarmJobs:
         )
 
     def close(self) -> None:
-        """What still runs is killed."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.connect(str(self._socket))
-            sock.send(b"{}")
+        """What still runs is killed, as it is when this process ends."""
+        self._held.close()
         self._thread.join()
 
     def __enter__(self) -> WarmJobs:
@@ -99,14 +98,19 @@ class WarmJobs:
         self.close()
 
 
+def connected(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(path)
+    return sock
+
+
 # --- a command --------------------------------------------------------------------------------------------------------
 
 
 def command(path: str, arguments: list[str]) -> int:
     """Have it run, pass signals on to it, and end with its exit code, or by the signal that ended it."""
     order = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.connect(path)
+    with connected(path) as sock:
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         socket.send_fds(sock, [json.dumps(order).encode()], [0, 1, 2])
         pid = int(sock.recv(32))
@@ -136,11 +140,17 @@ def serve(path: str, modules: list[str]) -> list[str]:
     listener.bind(path + ".new")
     listener.listen()
     os.rename(path + ".new", path)
+    holder, _ = listener.accept()
     jobs: dict[int, tuple[int, socket.socket]] = {}
     poller = select.poll()
     poller.register(listener, select.POLLIN)
+    poller.register(holder, select.POLLIN)
     while True:
         for fd, _ in poller.poll():
+            if fd == holder.fileno():
+                for left, _ in jobs.values():
+                    os.kill(left, signal.SIGKILL)
+                sys.exit(0)
             if fd in jobs:
                 _end(*jobs.pop(fd))
                 poller.unregister(fd)
@@ -148,19 +158,14 @@ def serve(path: str, modules: list[str]) -> list[str]:
                 continue
             sock, _ = listener.accept()
             packet, fds, _, _ = socket.recv_fds(sock, ORDER_BYTES_MAX, 3)
-            order = json.loads(packet)
-            if not order:
-                for left, _ in jobs.values():
-                    os.kill(left, signal.SIGKILL)
-                sys.exit(0)
             pid = os.fork()
             if pid == 0:
-                listener.close()
-                sock.close()
+                for own in (listener, holder, sock):
+                    own.close()
                 for other, (_, its_sock) in jobs.items():
                     os.close(other)
                     its_sock.close()
-                return _become(fds, **order)
+                return _become(fds, **json.loads(packet))
             for each in fds:
                 os.close(each)
             ended = os.pidfd_open(pid)
