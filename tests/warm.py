@@ -1,7 +1,7 @@
 """Programs that share an import of torch: one process has imported it and its compiler, and programs are forked from it.
 
 These imports take most of the processor time of a program that trains for a moment. A program runs as `__main__`, with
-arguments, environment, folder and streams of its own, and ends as an interpreter ends.
+arguments, environment, folder and streams of its own, and ends as warm_program.py says.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-if __name__ != "__main__":
+if __name__ == "__main__":
+    import warm_program
+else:
     from tests.support import processor_time
     from tests.support.limits import limit_s
 
@@ -113,7 +114,6 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             become(**json.loads(line))
-            return
         answer(pid=pid)
         _, status, usage = os.wait4(pid, 0)
         answer(code=os.waitstatus_to_exitcode(status), processor_s=usage.ru_utime + usage.ru_stime)
@@ -123,7 +123,7 @@ def answer(**what: float) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def become(arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]) -> None:
+def become(arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]) -> NoReturn:
     os.setsid()
     for fd, path in enumerate(("/dev/null", *streams)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -132,13 +132,8 @@ def become(arguments: list[str], environment: dict[str, str], folder: str, strea
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    path = arguments[0]
     sys.argv[:] = arguments
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
-    main = types.ModuleType("__main__")
-    main.__file__ = path
-    sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+    warm_program.run(arguments[0])
 
 
 if __name__ == "__main__":

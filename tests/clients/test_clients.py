@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
-OFFLINE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+from tests.warm import Warm
+from tests.warm_jobs import WarmJobs
 
-# They import torch and more: one after the other, so that they do not starve each other.
+SCRIPTS = Path(__file__).parent / "scripts"
+ON_TWO_RANKS = ("holdfast", "run", "--standalone", "--nproc-per-node", "2")
+
+# What they import is imported once for all of them, see `jobs`.
 pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with WarmJobs(warm, tmp_path_factory.mktemp("jobs"), "accelerate", "lightning") as made:
+            yield made
 
 
 def client_lines(text: str) -> list[str]:
@@ -24,24 +35,24 @@ def client_lines(text: str) -> list[str]:
     return sorted(re.findall(r"client (rank=.*?)\s*$", text, re.MULTILINE))
 
 
-def test_accelerate(run_cli) -> None:
-    done = run_cli([*TWO_RANKS, str(SCRIPTS / "accelerate_ddp.py")], env=OFFLINE, timeout=120)
-    assert done.code == 0, done
-    assert client_lines(done.out) == [f"rank={rank} world=2 MULTI_CPU total=16 agree=True" for rank in (0, 1)], done
+def test_accelerate(jobs: WarmJobs) -> None:
+    done = jobs.run(*ON_TWO_RANKS, SCRIPTS / "accelerate_ddp.py", timeout=120)
+    assert done.returncode == 0, done
+    assert client_lines(done.stdout) == [f"rank={rank} world=2 MULTI_CPU total=16 agree=True" for rank in (0, 1)], done
 
 
-def test_lightning(run_cli) -> None:
-    done = run_cli([*TWO_RANKS, str(SCRIPTS / "lightning_ddp.py")], env=OFFLINE, timeout=150)
-    assert done.code == 0, done
-    assert client_lines(done.out) == [f"rank={rank} world=2 steps=2 elastic=True" for rank in (0, 1)], done
+def test_lightning(jobs: WarmJobs) -> None:
+    done = jobs.run(*ON_TWO_RANKS, SCRIPTS / "lightning_ddp.py", timeout=150)
+    assert done.returncode == 0, done
+    assert client_lines(done.stdout) == [f"rank={rank} world=2 steps=2 elastic=True" for rank in (0, 1)], done
 
 
-def test_torch_record(run_cli, tmp_log_dir: Path) -> None:
+def test_torch_record(jobs: WarmJobs, tmp_log_dir: Path) -> None:
     """The error file is torch's own, the verdict is drawn from it, and the worker's exit code is the job's."""
     script = SCRIPTS / "torch_record.py"
-    done = run_cli([*TWO_RANKS, "--log-dir", str(tmp_log_dir), str(script)], env=OFFLINE, timeout=120)
-    assert done.code == 1, done
-    assert "ValueError: the loss is a pineapple" in done.err, done
+    done = jobs.run(*ON_TWO_RANKS, "--log-dir", tmp_log_dir, script, timeout=120)
+    assert done.returncode == 1, done
+    assert "ValueError: the loss is a pineapple" in done.stderr, done
 
     files = list(tmp_log_dir.rglob("error.json"))
     assert [path.parent.name for path in files] == ["1"], files

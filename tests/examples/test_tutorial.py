@@ -1,7 +1,8 @@
 """docs/tutorial.md, typed as it stands: its files are saved, its commands run, and what it shows is what comes.
 
 A `console` block is one session of a shell: lines after `$ ` are typed, the others have to appear in this order. `…` stands
-for anything, a line of its own for any lines. Comments before a block say what a reader does with their hands.
+for anything, a line of its own for any lines. Comments before a block say what a reader does with their hands. `holdfast` is
+forked from a process that has imported torch (tests/warm_jobs.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.limits import limit_s
+from tests.warm import Warm
+from tests.warm_jobs import WarmJobs
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)\n```\n", re.DOTALL)
@@ -40,12 +42,12 @@ def blocks() -> Iterator[Block]:
 class Reader:
     """Somebody at a shell, in a folder of their own."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, programs: Path) -> None:
+        """`programs`: where `holdfast` is found."""
         self.folder = folder
         self.port = port
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-        bin_folder = str(Path(sys.executable).parent)
-        self.environment = environment | {"PATH": f"{bin_folder}:{environment['PATH']}", "COLUMNS": "200"}
+        self.environment = environment | {"PATH": f"{programs}:{environment['PATH']}", "COLUMNS": "200"}
         self.running: list[tuple[Block, subprocess.Popen[str]]] = []
 
     def read(self, block: Block) -> None:
@@ -96,10 +98,13 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Reader]:
-    made = Reader(tmp_path, free_port())
-    yield made
-    made.go()
+def reader(
+    warm: Warm, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> Iterator[Reader]:
+    with WarmJobs(warm, tmp_path_factory.mktemp("jobs")) as jobs:
+        made = Reader(tmp_path, free_port(), jobs.folder)
+        yield made
+        made.go()
 
 
 @pytest.mark.timeout(300)

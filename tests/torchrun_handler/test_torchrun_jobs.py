@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,15 @@ import pytest
 from tests.conftest import descendants
 from tests.processes.conftest import Agent, Site
 from tests.support.limits import limit_s
+from tests.warm import Warm
+from tests.warm_jobs import WarmJobs
 
-pytestmark = [pytest.mark.xdist_group("torchrun jobs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+FORKING = Path(__file__).parents[1] / "train" / "scripts" / "under_torchrun.py"
+"""torchrun, but its workers are forked from it: neither imports torch once more."""
 LIMIT_S = 90.0
-"""Every agent imports torch, and most workers do."""
 
 TRAIN = """
 import torch, torch.distributed as dist
@@ -46,9 +49,9 @@ def site(tmp_path: Path) -> Iterator[Site]:
         agent.process.wait(limit_s(10))
 
 
-def start(site: Site, endpoint: str, *args: str | Path) -> Agent:
+def start(site: Site, endpoint: str, *args: str | Path, program: Sequence[str] = TORCHRUN) -> Agent:
     options = ("--rdzv-backend=holdfast", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job")
-    return site.start(*options, *args, program=TORCHRUN, env={"OMP_NUM_THREADS": "1"})
+    return site.start(*options, *args, program=program, env={"OMP_NUM_THREADS": "1"})
 
 
 def kill_node(agent: Agent) -> None:
@@ -68,27 +71,32 @@ def endpoint(free_port) -> str:
     return f"127.0.0.1:{free_port()}"
 
 
-def test_a_crash_restarts_both_with_a_fresh_store_and_a_node_that_leaves_is_left_out(site: Site, endpoint: str) -> None:
+def test_a_crash_restarts_both_with_a_fresh_store_and_a_node_that_leaves_is_left_out(
+    warm: Warm, site: Site, endpoint: str, tmp_path: Path
+) -> None:
     """SIGTERM to one torchrun: the other goes on without it, and waits for nothing to run out."""
     script = site.script(
         "if WORLD == 1: sys.exit(note('up'))\n"
         + TRAIN
-        + "if RANK == 1 and ROUND == 0: sys.exit(3)\ntotal()\nnote('met')\nhold()"
+        + "if sum(each['event'] == 'up' and each['rank'] == RANK for each in all_notes()) == 1:\n"
+        "    sys.exit(3) if RANK else hold()\ntotal()\nnote('met')\nhold()"
     )
-    agents = [start(site, endpoint, "--nnodes=1:2", "--max-restarts=1", script) for _ in range(2)]
-    site.wait(2, "met", LIMIT_S)
-    ups = site.trail("up", world=2)
-    assert [(note["total"], note["fresh"], note["shared"]) for note in ups] == [(2, True, "True")] * 4
-    assert len({note["port"] for note in ups}) == 2
-    assert all("rank 1 failed on" in agent.text for agent in agents)
-    host = int(site.trail("met", rank=0)[0]["agent"])
-    leaver, other = agents[1 - host], agents[host]
-    leaver.signal(15)
-    site.wait(1, "up", LIMIT_S, world=1)
-    assert leaver.end(LIMIT_S) != 0
-    assert other.end(LIMIT_S) == 0
-    assert "is leaving" in other.text
-    site.all_gone()
+    with WarmJobs(warm, tmp_path) as jobs:
+        torchrun = jobs.command(FORKING)
+        agents = [start(site, endpoint, "--nnodes=1:2", "--max-restarts=1", script, program=torchrun) for _ in range(2)]
+        site.wait(2, "met", LIMIT_S)
+        ups = site.trail("up", world=2)
+        assert [(note["total"], note["fresh"], note["shared"]) for note in ups] == [(2, True, "True")] * 4
+        assert len({note["port"] for note in ups}) == 2
+        assert all("rank 1 failed on" in agent.text for agent in agents)
+        host = int(site.trail("met", rank=0)[0]["agent"])
+        leaver, other = agents[1 - host], agents[host]
+        leaver.signal(15)
+        site.wait(1, "up", LIMIT_S, world=1)
+        assert leaver.end(LIMIT_S) != 0
+        assert other.end(LIMIT_S) == 0
+        assert "is leaving" in other.text
+        site.all_gone()
 
 
 def test_a_third_node_joins_a_node_is_killed_and_one_without_restarts_ends_the_job(site: Site, endpoint: str) -> None:

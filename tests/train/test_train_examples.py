@@ -6,20 +6,18 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.warm import ON_CPU, Warm
+from tests.warm_jobs import WarmJobs
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 TUTORIALS = EXAMPLES / "train_tutorials"
 ON_RANKS = Path(__file__).parent / "scripts" / "on_ranks.py"
 ACCURACY_MIN = 0.8
 """After two epochs; guessing gives 0.1."""
-PRELOADED = ("--preload", "torch,torch._dynamo,torch.distributed.fsdp")
-"""Imported once for all ranks."""
 TINY = "--layers 1 --heads 1 --width 8 --context 64 --global-batch-size 64 --batch-size 32 --epochs 4 --write 2 --log-every 1"
 BOOK_CHARACTERS = 48_000
 
@@ -89,15 +87,16 @@ def test_a_character_model_drained_and_gone_on_with_fsdp(warm: Warm, tmp_path: P
     book, script = place / "tom_sawyer.txt", place / "train.py"
     book.write_text(book.read_text()[:BOOK_CHARACTERS])
     folder = ("--folder", str(tmp_path / "parts"))
-    launcher = [sys.executable, "-m", "holdfast.run", "--standalone", *PRELOADED, "--log-dir", str(tmp_path / "logs")]
-    line = [*launcher, "--nproc-per-node", "2", str(script), *TINY.split(), *folder]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ, **ON_CPU}) as job:
-        assert job.stdout is not None
-        printed = []
-        for text in job.stdout:
-            printed.append(text)
-            if re.search(r"step 3 of", text):
-                job.terminate()
+    with WarmJobs(warm, tmp_path) as jobs:
+        launcher = ("holdfast", "run", "--standalone", "--nproc-per-node", "2", "--log-dir", tmp_path / "logs")
+        line = jobs.command(*launcher, script, *TINY.split(), *folder)
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ, **ON_CPU}) as job:
+            assert job.stdout is not None
+            printed = []
+            for text in job.stdout:
+                printed.append(text)
+                if re.search(r"step 3 of", text):
+                    job.terminate()
     first = "".join(printed)
     assert job.returncode == 75, first
     whole, second = started(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,8 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.core.errors import ProcessGroupError
 from holdfast.snapshots import folder
-from tests.support.limits import limit_s
-from tests.warm import ON_CPU, Warm
+from tests.warm import Warm
+from tests.warm_jobs import WarmJobs
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "train.md"
@@ -74,9 +71,8 @@ TWO_RANKS = ["--standalone", "--nproc-per-node", "2"]
 def test_as_printed(warm: Warm, tmp_path: Path, kind: str, how: str) -> None:
     path = script(kind, tmp_path)
     if how == "holdfast":
-        line = [sys.executable, "-m", "holdfast.run", *TWO_RANKS, "--log-dir", "logs", path]
-        environment = {**os.environ, **ON_CPU}
-        done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(150), env=environment, cwd=tmp_path)
+        with WarmJobs(warm, tmp_path) as jobs:
+            done = jobs.run("holdfast", "run", *TWO_RANKS, "--log-dir", "logs", path, cwd=tmp_path, timeout=150)
     else:
         under = [SCRIPTS / "under_torchrun.py", *TWO_RANKS] if how == "torchrun" else []
         done = warm.run([*under, path], timeout=150, cwd=tmp_path)

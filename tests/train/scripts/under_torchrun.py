@@ -18,7 +18,11 @@ def work(script: str, *arguments: str) -> None:
     torch.set_num_threads(1)
     sys.argv[:] = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise  # else torchrun would wait for what the function returns
 
 
 if __name__ == "__main__":

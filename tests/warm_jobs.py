@@ -1,0 +1,250 @@
+"""Jobs that share an import of torch: `holdfast` commands that are forked from a program of `Warm`, several at a time.
+
+A command is forked, and so is what its agent would execute to import torch for the workers, the nursery: it finds torch
+imported. All else is as ever: agent, keeper, nursery, workers and services are the processes that they always are.
+tests/nursery has nurseries that import torch themselves.
+
+    warm_jobs.py serve SOCKET MODULES               forks a process for each command that comes
+    warm_jobs.py command SOCKET PROGRAM ARGUMENTS   a command: it has the streams, folder, environment and exit code
+                                                    PROGRAM: "holdfast", or the path of a Python script
+
+Standard library only at the top: a command is a Python of its own that starts for nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import NoReturn
+
+    from tests.warm import Warm
+
+ORDER_BYTES_MAX = 1 << 20
+START_S_MAX, SERVE_S_MAX = 60.0, 600.0
+PR_SET_PDEATHSIG = 1
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+# --- as a test sees it ------------------------------------------------------------------------------------------------
+
+
+class WarmJobs:
+    """Where commands are served, until `close` or the end of a `with`. No other program runs in `warm` meanwhile."""
+
+    def __init__(self, warm: Warm, folder: Path, *modules: str) -> None:
+        """`folder` gets the socket, and a `holdfast` for PATH. `modules` are imported once for all jobs."""
+        from threading import Thread
+
+        from tests.support.limits import until
+
+        self.folder = folder
+        self._socket = folder / "jobs"
+        self._thread = Thread(target=self._serve, args=(warm, modules), name="warm jobs")
+        self._thread.start()
+        until(lambda: self._socket.exists() or not self._thread.is_alive(), "commands are served", START_S_MAX)
+        self._held = connected(str(self._socket))
+        shim = folder / "holdfast"
+        shim.write_text(f'#!/bin/sh\nexec {shlex.join(self.command("holdfast"))} "$@"\n')
+        shim.chmod(0o755)
+
+    def _serve(self, warm: Warm, modules: tuple[str, ...]) -> None:
+        done = warm.run([__file__, "serve", self._socket, ",".join(modules)], timeout=SERVE_S_MAX)
+        sys.stderr.write(done.stderr)
+
+    def command(self, program: str | Path, *arguments: str | Path) -> list[str]:
+        """A command line that runs it: "holdfast", or the path of a Python script."""
+        return [sys.executable, "-I", "-S", __file__, "command", str(self._socket), str(program), *map(str, arguments)]
+
+    def run(
+        self, program: str | Path, *arguments: str | Path, cwd: Path | None = None, timeout: float = 100.0
+    ) -> subprocess.CompletedProcess[str]:
+        import subprocess
+
+        from tests.support.limits import limit_s
+        from tests.warm import ON_CPU
+
+        return subprocess.run(
+            self.command(program, *arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={**os.environ, **ON_CPU},
+            cwd=cwd,
+            timeout=limit_s(timeout),
+        )
+
+    def close(self) -> None:
+        """What still runs is killed, as it is when this process ends."""
+        self._held.close()
+        self._thread.join()
+
+    def __enter__(self) -> WarmJobs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def connected(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(path)
+    return sock
+
+
+# --- a command --------------------------------------------------------------------------------------------------------
+
+
+def command(path: str, arguments: list[str]) -> int:
+    """Have it run, pass signals on to it, and end with its exit code, or by the signal that ended it."""
+    order = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    with connected(path) as sock:
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        socket.send_fds(sock, [json.dumps(order).encode()], [0, 1, 2])
+        pid = int(sock.recv(32))
+        for signum in FORWARDED:
+            signal.signal(signum, lambda number, _: os.kill(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        code = int(sock.recv(32) or -signal.SIGKILL)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+# --- where they are forked --------------------------------------------------------------------------------------------
+
+
+def serve(path: str, modules: list[str]) -> list[str]:
+    """Returns in each forked process, with its arguments."""
+    import gc
+    import importlib
+
+    for name in ("holdfast.cli", *modules):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path + ".new")
+    listener.listen()
+    os.rename(path + ".new", path)
+    holder, _ = listener.accept()
+    jobs: dict[int, tuple[int, socket.socket]] = {}
+    poller = select.poll()
+    poller.register(listener, select.POLLIN)
+    poller.register(holder, select.POLLIN)
+    while True:
+        for fd, _ in poller.poll():
+            if fd == holder.fileno():
+                for left, _ in jobs.values():
+                    os.kill(left, signal.SIGKILL)
+                sys.exit(0)
+            if fd in jobs:
+                _end(*jobs.pop(fd))
+                poller.unregister(fd)
+                os.close(fd)
+                continue
+            sock, _ = listener.accept()
+            packet, fds, _, _ = socket.recv_fds(sock, ORDER_BYTES_MAX, 3)
+            pid = os.fork()
+            if pid == 0:
+                for own in (listener, holder, sock):
+                    own.close()
+                for other, (_, its_sock) in jobs.items():
+                    os.close(other)
+                    its_sock.close()
+                return _become(fds, **json.loads(packet))
+            for each in fds:
+                os.close(each)
+            ended = os.pidfd_open(pid)
+            jobs[ended] = pid, sock
+            poller.register(ended, select.POLLIN)
+            sock.send(b"%d" % pid)
+
+
+def _end(pid: int, sock: socket.socket) -> None:
+    _, status = os.waitpid(pid, 0)
+    with sock, contextlib.suppress(BrokenPipeError):  # the command has been killed
+        sock.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def _become(fds: list[int], arguments: list[str], environment: dict[str, str], folder: str) -> list[str]:
+    import ctypes
+
+    from holdfast.worker import birth
+
+    os.setsid()
+    birth.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    birth.show_as([sys.executable, *arguments], environment)
+    return arguments
+
+
+def _execvpe(file: str, argv: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """os.execvpe, but a nursery is a fork."""
+    if "nursery" not in argv:
+        real_execvpe(file, argv, environment)
+    from holdfast.worker import birth
+
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was that of the list
+            if int(name) > 2 and not os.get_inheritable(int(name)):
+                os.close(int(name))
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    birth.show_as(argv, dict(environment))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "holdfast"]:
+        del sys.modules[name]
+    sys.orig_argv[:] = argv
+    sys.argv[:] = argv[argv.index("nursery") - 1 :]
+    _unbuffer()
+    import warm_program
+
+    warm_program.run(sys.argv[0])
+
+
+def _unbuffer() -> None:
+    """As `python -u` has its streams."""
+    import io
+
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        raw = io.FileIO(fd, "wb", closefd=False)
+        new = io.TextIOWrapper(raw, old.encoding, old.errors, newline="\n", write_through=True)  # type: ignore[type-var]
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+if __name__ == "__main__":
+    _mode, _path, *_rest = sys.argv[1:]
+    if _mode == "command":
+        sys.exit(command(_path, _rest))
+    import warm_program
+
+    _program, *_arguments = serve(_path, [name for name in _rest[0].split(",") if name])
+    real_execvpe, os.execvpe = os.execvpe, _execvpe
+    sys.argv[:] = [_program, *_arguments]
+    if _program != "holdfast":
+        warm_program.run(_program)
+    from holdfast.cli import main as _holdfast
+
+    warm_program.leave(_holdfast(_arguments))
