@@ -138,3 +138,9 @@ def test_a_cpu_build_asked_for_nccl_is_sent_to_gloo() -> None:
     cause = cause_of(fails(0, "RuntimeError: Distributed package doesn't have NCCL built in"))
     assert cause.code == "HF219"
     assert "init_process_group('gloo')" in cause.advice
+
+
+def test_a_sentence_that_is_no_exception_is_not_said_to_be_raised() -> None:
+    """As a torchrun under our coordinator reports its workers."""
+    failure = structs.replace(fails(1), message="its torchrun starts its workers again", error_type="", traceback="")
+    assert cause_of(structs.replace(failure, stderr_tail="")).line == "failed: its torchrun starts its workers again"

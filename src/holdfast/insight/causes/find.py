@@ -154,6 +154,9 @@ def _plain(failure: Failure, words: Words) -> Cause:
     if text and not failure.message and failure.exit_code < 0:
         name = signal_name(failure.exit_code)
         return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
+    if failure.message and not (failure.error_type or failure.traceback or failure.stderr_tail):
+        # A sentence and no exception: a torchrun under our coordinator says so much of its workers.
+        return Cause("HF205", f"failed: {_cut(_first_line(text), SAID_CHARACTERS_MAX)}", "")
     if text:
         return _raised(words)
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
