@@ -363,6 +363,16 @@ def warm() -> Iterator[object]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def agent_server() -> Iterator[object]:
+    """Starts agents that share an import of holdfast."""
+    from tests.processes.agent_server import AgentServer
+
+    made = AgentServer()
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def tmp_log_dir(tmp_path: Path) -> Path:
     """A folder for --log-dir that does not exist yet."""
