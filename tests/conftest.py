@@ -353,6 +353,12 @@ def run_cli() -> RunCli:
     return run
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what a process imports, or how large it is: `make coverage` does not measure what it starts."""
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+
+
 @pytest.fixture(scope="session")
 def warm() -> Iterator[object]:
     """Runs programs that need torch and may be forked from a process that has imported it."""
