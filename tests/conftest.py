@@ -19,11 +19,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from _pytest.assertion import rewrite
 
 from tests.support.limits import limit_s, slowness
 
@@ -71,6 +72,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine once, before any test process starts, and scale the time limit of every test."""
     os.environ["PYTEST_TIMEOUT"] = f"{float(config.getini('timeout') or TIMEOUT_S) * slowness():.0f}"
+    if config.getoption("numprocesses", None):
+        rewrite_assertions(config)
+
+
+def rewrite_assertions(config: pytest.Config) -> None:
+    """What pytest does when it imports a test, and keeps: here once, before each of several test processes does it."""
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        folder = rewrite.get_cache_dir(path)
+        kept = folder / (path.stem + rewrite.PYC_TAIL)
+        if rewrite._read_pyc(path, kept) is None and rewrite.try_makedirs(folder):
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, kept)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector: what is imported and collected stays, and need never be looked at."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
@@ -329,12 +353,28 @@ def run_cli() -> RunCli:
     return run
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what a process imports, or how large it is: `make coverage` does not measure what it starts."""
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+
+
 @pytest.fixture(scope="session")
 def warm() -> Iterator[object]:
     """Runs programs that need torch and may be forked from a process that has imported it."""
     from tests.warm import Warm
 
     made = Warm()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def agent_server() -> Iterator[object]:
+    """Starts agents that share an import of holdfast."""
+    from tests.processes.agent_server import AgentServer
+
+    made = AgentServer()
     yield made
     made.close()
 

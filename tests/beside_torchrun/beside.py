@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.beside_torchrun.recording import SCRIPTS, Book, Mode, Probe, fingerprint, record, replay
+from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s
 
 PROBE = str(SCRIPTS / "probe.py")
@@ -94,11 +96,12 @@ class Launchers:
     live mode torchrun runs, and has to do what is recorded, where anything is.
     """
 
-    def __init__(self, mode: Mode, book: Book, test: str, root: Path, server: str) -> None:
+    def __init__(self, mode: Mode, book: Book, test: str, root: Path, server: str, agents: AgentServer) -> None:
         self._mode = mode
         self._book = book
         self._test = test
         self._server = server
+        self._agents = agents
         self._root = root
         self._count = 0
         self._torchruns = 0
@@ -166,16 +169,21 @@ class Launchers:
         """`command`: another module and its first arguments in place of `holdfast run`."""
         side = self._side("holdfast")
         stdin, stdout, stderr = streams(line, side, terminal)
-        with opened(stdin, os.O_RDONLY) as source, opened(stdout, WRITE) as out, opened(stderr, WRITE) as err:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *(command or ("holdfast", line.module)), *arguments(line, side)],
-                env=environment(line, side),
-                cwd=SCRIPTS,
-                stdin=source,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+        words, given = arguments(line, side), environment(line, side)
+        process: Any
+        if line.module == "run" and not command and terminal is None and can_be_forked(given):
+            process = self._agents.start(words, given, SCRIPTS, Path(stdout), Path(stderr), stdin)
+        else:
+            with opened(stdin, os.O_RDONLY) as source, opened(stdout, WRITE) as out, opened(stderr, WRITE) as err:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", *(command or ("holdfast", line.module)), *words],
+                    env=given,
+                    cwd=SCRIPTS,
+                    stdin=source,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
 
         def end() -> None:
             end_group(process.pid)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.beside_torchrun.beside import Launchers
 from tests.beside_torchrun.recording import TORCH, Book, Mode
+from tests.processes.agent_server import AgentServer
 
 SERVER = Path(__file__).parent / "fork_server.py"
 
@@ -61,14 +62,17 @@ def launchers(
     torchrun_mode: Mode,
     torchrun_book: Book,
     torchrun_server: str,
+    agent_server: AgentServer,
     tmp_path: Path,
 ) -> Launchers:
-    return Launchers(torchrun_mode, torchrun_book, request.node.name, tmp_path, torchrun_server)
+    return Launchers(torchrun_mode, torchrun_book, request.node.name, tmp_path, torchrun_server, agent_server)
 
 
 @pytest.fixture
-def live_launchers(request: pytest.FixtureRequest, live_torchrun: str, tmp_path: Path) -> Launchers:
+def live_launchers(
+    request: pytest.FixtureRequest, live_torchrun: str, agent_server: AgentServer, tmp_path: Path
+) -> Launchers:
     """torchrun runs, whatever the mode, and has to do what is recorded of the installed version."""
     torch = pytest.importorskip("torch")
     book = Book.read(torch.__version__.partition("+")[0], request.path.stem)
-    return Launchers(Mode.LIVE, book, request.node.name, tmp_path, live_torchrun)
+    return Launchers(Mode.LIVE, book, request.node.name, tmp_path, live_torchrun, agent_server)

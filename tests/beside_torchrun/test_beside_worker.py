@@ -151,6 +151,7 @@ def test_standard_input_is_the_agents(launchers: Launchers, tmp_path: Path) -> N
     assert ours.out.endswith("| from outside\n"), ours
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_python_exec(launchers: Launchers, tmp_path: Path) -> None:
     """One path, also one with spaces in it; the probe sees by `flags` and `executable` which it was."""
     other = tmp_path / "my python"

@@ -152,6 +152,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_where_there_is_no_file_of_ours_none_is_parsed(site: Path) -> None:
     (site / "pyproject.toml").write_text("[project]\nname = 'holdfast'\n[tool.black]\n")
 

@@ -74,6 +74,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_help_is_small() -> None:
     assert len(loaded("run", "--help")) <= HELP_MODULES_MAX
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)

@@ -86,13 +86,20 @@ class AgentServer:
         self._used_s = 0.0
 
     def start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, screen: Path
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        screen: Path,
+        errors: Path | None = None,
+        stdin: str = os.devnull,
     ) -> ForkedAgent:
+        """Both its streams go to `screen`, unless there is a file for `errors`."""
         order = {
             "arguments": list(arguments),
             "environment": dict(environment),
             "folder": str(folder),
-            "screen": str(screen),
+            "streams": [stdin, str(screen), str(errors or screen)],
         }
         return ForkedAgent(self, self.ask(order)["pid"])
 
@@ -140,14 +147,14 @@ def serve(sock: socket.socket, more_modules: Sequence[str]) -> list[str]:
     sys.exit(0)
 
 
-def become(arguments: list[str], environment: dict[str, str], folder: str, screen: str) -> list[str]:
+def become(arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]) -> list[str]:
     from holdfast.worker import birth
 
     os.setsid()
-    for path, flags, fds in (("/dev/null", os.O_RDONLY, [0]), (screen, os.O_WRONLY | os.O_TRUNC, [1, 2])):
-        opened = os.open(path, flags)
-        for fd in fds:
-            os.dup2(opened, fd)
+    for fd, path in enumerate(streams):
+        flags = os.O_RDONLY if fd == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        opened = os.open(path, flags | os.O_NOCTTY, 0o600)
+        os.dup2(opened, fd)
         os.close(opened)
     os.environ.clear()
     os.environ.update(environment)

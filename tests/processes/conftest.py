@@ -287,13 +287,6 @@ class Site:
             agent.process.wait(scaled(WAIT_S))
 
 
-@pytest.fixture(scope="session")
-def agent_server() -> Iterator[AgentServer]:
-    made = AgentServer()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def site(tmp_path: Path, agent_server: AgentServer) -> Iterator[Site]:
     made = Site(tmp_path, agent_server)

@@ -16,7 +16,7 @@ from holdfast.testing.scenario import inputs, play
 from holdfast.testing.sweep import run_seed
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.txt"))
-SEEDS = 100
+SEEDS = 40
 
 
 def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:

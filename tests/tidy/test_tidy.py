@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -56,7 +57,9 @@ def text(path: Path) -> str:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(text(path), filename=str(path))
+    made = ast.parse(text(path), filename=str(path))
+    gc.freeze()  # it stays: else the garbage collector looks at all of these trees again and again
+    return made
 
 
 def place(path: Path, line: int = 0) -> str:

@@ -117,7 +117,8 @@ class AgentMachine(AgentBase):
             deadlines.append(self._leave_by_s)
         if self.work is Work.STOPPING and self.term is not None:
             deadlines.append(self._stop_deadline_s(self.term))
-        return min((deadline for deadline in deadlines if deadline < inf), default=None)
+        first = min(deadlines, default=inf)
+        return None if first == inf else first
 
     # ---------------------------------------------------------------- events
 
