@@ -104,7 +104,7 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, exam
         service = AgentService(options, keeper, judge, examine, folder, console, router, journal, host)
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
             outcome = await _outcome(service, journal, folder)
-            journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
+            _write_end(journal, outcome)
             await asyncio.to_thread(write_reports, outcome, folder.path)
             text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
             router.tell_elsewhere(_told_in(text, outcome))
@@ -129,9 +129,13 @@ async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -
         fault = as_error(error)
         outcome = fault_outcome(fault)
         journal.write("fault", error=str(fault))
-        journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
+        _write_end(journal, outcome)
         await asyncio.to_thread(write_reports, outcome, folder.path)
         raise fault from fault.__cause__
+
+
+def _write_end(journal: Journal, outcome: Outcome) -> None:
+    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message)
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
