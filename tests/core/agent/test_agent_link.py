@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+from msgspec import structs
 
 from holdfast.core.agent.commands import (
     Dial,
@@ -13,6 +14,7 @@ from holdfast.core.agent.commands import (
     KillTree,
     Note,
     ReleaseWorkers,
+    Say,
     SignalWorkers,
 )
 from holdfast.core.agent.events import (
@@ -58,10 +60,12 @@ from tests.core.agent.agent_desk import (
     NPROC,
     SUCCESS,
     Desk,
+    assign,
     cut_off_running,
     dialing,
     draining,
     failure,
+    idle,
     joining,
     leaving,
     leaving_drained,
@@ -353,6 +357,29 @@ def test_it_gives_up_at_the_join_deadline_and_says_why() -> None:
     outcome = desk.machine.outcome
     assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.NO_QUORUM, "HF110", 2)
     assert outcome.message == "no such host (tried for 60 s)"
+
+
+def test_the_node_that_had_the_coordinator_is_named_with_its_ranks() -> None:
+    desk = idle()
+    desk.hear(structs.replace(assign(1), led_by="b (ranks 2-3)"))
+    said = [command.text for command in desk.give(LinkLost("connection reset")) if isinstance(command, Say)]
+    assert said == ["lost the coordinator on b (ranks 2-3): connection reset; trying to reach it again"]
+    desk.give(Tick())
+    desk.give(Dialed())
+    (join,) = desk.sent()
+    assert isinstance(join, Join)
+    assert join.led_by == "b (ranks 2-3)"
+    desk.give(LinkLost("connection reset"))
+    while desk.machine.outcome is None:
+        desk.give(DialFailed("HF302", 1, "connection refused", final=False))
+        due = desk.machine.next_deadline()
+        if due is not None:
+            desk.now = due
+            desk.give(TreeGone(1) if desk.has(KillTree) else Tick())
+    outcome = desk.machine.outcome
+    assert outcome.message == "lost b (ranks 2-3), which had the coordinator: it did not come back within 60 s"
+    assert outcome.verdict is not None
+    assert outcome.verdict.lost_nodes == ("b (ranks 2-3)",)
 
 
 def test_a_final_refusal_is_not_repeated() -> None:
