@@ -18,7 +18,6 @@ from pathlib import Path
 
 from benchmarks.harness import (
     HOLDFAST,
-    POLL_S,
     BenchmarkError,
     Launcher,
     Metric,
@@ -27,6 +26,7 @@ from benchmarks.harness import (
     launched,
     stamps,
     tail,
+    wait_for_stamps,
 )
 
 CULPRIT, RANKS = 1, 4
@@ -76,7 +76,7 @@ def once(launcher: Launcher, folder: Path, exit_s: float) -> tuple[float, float]
     """Seconds from the exception until the last other rank has ended, and until the last agent has."""
     folder.mkdir()
     with two_nodes(launcher, folder, exit_s) as agents:
-        pids = wait_for_stamps(folder, "pid", RANKS, agents)
+        pids = wait_for_stamps(folder, "pid", RANKS, agents[0])
         ranks = [End(pid) for rank, pid in pids.items() if rank != CULPRIT]
         nodes = [End(agent.pid) for agent in agents]
         (folder / "go").touch()
@@ -93,15 +93,6 @@ def once(launcher: Launcher, folder: Path, exit_s: float) -> tuple[float, float]
         check_verdicts(folder)
     stopped_s, over_s = ((max(each.at_ns for each in ends) - raised_ns) / 1e9 for ends in (ranks, nodes))
     return stopped_s, over_s
-
-
-def wait_for_stamps(folder: Path, name: str, count: int, agents: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    deadline = time.monotonic() + LIMIT_S
-    while len(found := stamps(folder, name)) < count:
-        if time.monotonic() > deadline or any(agent.poll() is not None for agent in agents):
-            raise BenchmarkError(f"{len(found)} of {count} ranks began: {tail(folder / 'a')} {tail(folder / 'b')}")
-        time.sleep(POLL_S)
-    return found
 
 
 def check_verdicts(folder: Path) -> None:

@@ -24,7 +24,7 @@ COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
     "launch": "the same for scripts that still want a --local-rank argument (torch.distributed.launch)",
     "submit": "hand a job to Slurm (--slurm) or Kubernetes (--k8s), or show what would be handed over",
-    "status": "show a running job: its nodes and ranks, steps, restarts; --watch",
+    "status": "show a running job: its nodes and ranks, steps, restarts; --watch; or how an ended one ended",
     "stacks": "show where all ranks of a running job are, now",
     "logs": "show what workers wrote; --rank, --follow, --grep",
     "stop": "end a running job on all its nodes; its workers save first",

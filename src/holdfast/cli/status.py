@@ -54,7 +54,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(prog="holdfast status", description="Show a running job, from any of its nodes.", allow_abbrev=False)
+    made = Parser(
+        prog="holdfast status",
+        description="Show a running job, from any of its nodes; or how one that has ended here ended.",
+        allow_abbrev=False,
+    )
     made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
     made.add_argument("--ranks", action="store_true", default=None, help="a line for each rank, however many")
     made.add_argument("--watch", nargs="?", const=WATCH_S, metavar="S", help="again every S seconds (2), until it ends")
