@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.harness import Row
 from benchmarks.rows import (
+    descriptors,
     elastic,
     formation,
     hangs,
@@ -11,6 +12,7 @@ from benchmarks.rows import (
     idle,
     orphans,
     progress,
+    raised,
     recovery,
     restart,
     simulated,
@@ -28,8 +30,10 @@ ALL: tuple[Row, ...] = (
     restart.ROW,
     *warm.ROWS,
     recovery.ROW,
+    raised.ROW,
     idle.ROW,
     orphans.ROW,
+    descriptors.ROW,
     progress.ROW,
     tee.ROW,
     *formation.ROWS,

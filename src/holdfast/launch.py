@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli import leave
 from holdfast.cli import main as holdfast_main
 
 if TYPE_CHECKING:
@@ -32,4 +33,4 @@ class _Launch(ModuleType):
 sys.modules[__name__].__class__ = _Launch
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

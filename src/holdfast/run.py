@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from holdfast.cli import leave
 from holdfast.cli import main as holdfast_main
 
 if TYPE_CHECKING:
@@ -17,4 +18,4 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.insight.events import EVENTS
+from holdfast.insight.incidents import incidents
 from tests.support.limits import limit_s
 
 PHASES = {
@@ -197,9 +198,16 @@ def test_the_verdict_of_a_run_that_failed_is_shown_again(
     two_nodes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = {"code": "HF217", "cause": "rank 1 on b does not find a file", "advice": "copy it there"}
-    (tmp_path / "one" / "verdict.json").write_text(json.dumps({"kind": "failed", "verdict": verdict}))
+    outcome = {"kind": "failed", "exit_code": 3, "code": "HF217", "verdict": verdict}
+    (tmp_path / "one" / "verdict.json").write_text(json.dumps(outcome))
     assert main(["report", *two_nodes]) == 0
-    assert "\nHF217: rank 1 on b does not find a file\ndo: copy it there\n" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "holdfast: HF217: job FAILED after 0 restarts: rank 1 on b does not find a file" in lines
+    assert lines[-3:] == [
+        "  do           copy it there",
+        f"  run folder   {tmp_path / 'one'}",
+        "  exit code    3",
+    ]
     (tmp_path / "one" / "verdict.json").write_text('{"verdict": null}')
     assert main(["report", *two_nodes]) == 0
     assert "HF217" not in capsys.readouterr().out
@@ -212,3 +220,39 @@ def test_what_different_nodes_waited_for_is_not_added(tmp_path: Path, capsys: py
     assert main(["report", "--json", one, two]) == 0
     (generation,) = json.loads(capsys.readouterr().out)["generations"]
     assert generation["total_s"] == pytest.approx(10.56)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code", "why"),
+    [
+        ("signalled", 130, "ended by SIGINT"),
+        ("signalled", 143, "ended by holdfast stop on a"),
+        ("preempted", 75, "preempted by SIGUSR1: its workers stopped at a safe point"),
+    ],
+)
+def test_a_wished_end_is_told_as_what_it_was(
+    kind: str, exit_code: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = journal(
+        tmp_path / "one",
+        begins("a"),
+        {"event": "coordinator.assigned", "generation": 1, "world_size": 4},
+        phases(1),
+        {"event": "coordinator.quit", "drain": True, "by": "holdfast stop on a"},
+        {"event": "coordinator.verdict", "generation": 1, "cause": "no worker failed", "code": "HF200", "advice": ""},
+        {"event": "ended", "kind": kind, "exit_code": exit_code, "text": why},
+    )
+    assert main(["report", "--html", "-", one]) == 0
+    page = capsys.readouterr().out
+    assert "failure" not in page
+    assert "asked for by holdfast stop on a" in page
+    assert main(["report", one]) == 0
+    assert f"ended: {kind}, exit code {exit_code} ({why})\n" in capsys.readouterr().out
+
+
+def test_what_workers_end_with_when_they_were_asked_to_save_is_no_failure() -> None:
+    verdict = {"event": "coordinator.verdict", "cause": "exit code 1", "code": "HF205", "advice": ""}
+    asked = {"event": "worker_failed", "generation": 1, "rank": 3, "exit_code": 75, "message": "", "after_stop": False}
+    drained = {"event": "coordinator.drain_to", "generation": 1, "safe_point": 7}
+    found = incidents([[asked, drained, {**verdict, "generation": 1}, {**verdict, "generation": 2}]])
+    assert [(each.what, each.generation) for each in found] == [("stop", 1), ("failure", 2)]

@@ -16,7 +16,9 @@ import pytest
 from holdfast.cli import main, printing, status
 from holdfast.cli.env import markdown, masked, variables
 from holdfast.core.errors import UsageError
+from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.runtime import running
+from holdfast.runtime.report import write_reports
 from holdfast.runtime.running import Entry
 
 VIEW = {
@@ -143,10 +145,60 @@ def test_a_run_that_has_ended(pretend: Pretend, tmp_path: Path, capsys) -> None:
     (runs / "events.jsonl").touch()
     (runs / "verdict.json").write_text('{"kind": "failed", "exit_code": 3}')
     for name in ("old", str(runs)):
-        assert "has ended: failed, exit code 3" in said(capsys, "status", name, code=2)
+        assert "has ended: failed, exit code 3" in said(capsys, "stop", name, code=2)
     assert "the newest run here" in said(capsys, "stop", code=2)
     (runs / "verdict.json").write_text("[")
     assert "has ended" in said(capsys, "status", str(runs), code=2)
+
+
+def ended_run(tmp_path: Path, outcome: Outcome) -> Path:
+    folder = tmp_path / "state" / "holdfast" / "runs" / "brave-otter_12345678"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "events.jsonl").write_text(json.dumps({"event": "begins", "run_id": "old"}) + "\n")
+    write_reports(outcome, folder)
+    return folder
+
+
+def failed(folder: Path) -> Outcome:
+    culprit = Failure(
+        rank=1,
+        local_rank=1,
+        host="b",
+        pid=7,
+        exit_code=1,
+        traceback="Traceback (most recent call last):\nValueError: bad batch",
+        stderr_file=f"{folder}/1/stderr.log",
+    )
+    verdict = Verdict(code="HF201", cause="rank 1 on b raised ValueError: bad batch", culprit=culprit)
+    return Outcome(kind=OutcomeKind.FAILED, exit_code=1, code="HF201", verdict=verdict)
+
+
+def test_status_of_an_ended_run_is_its_last_screen(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "state" / "holdfast" / "runs" / "brave-otter_12345678"
+    ended_run(tmp_path, failed(folder))
+    for line in (["status"], ["status", "brave"], ["status", "old"], ["status", str(folder)], ["status", "--watch"]):
+        text = said(capsys, *line, code=0)
+        assert text.startswith("run brave-otter_12345678 has ended: failed, exit code 1\n")
+        assert "HF201: job FAILED after 0 restarts: rank 1 on b raised ValueError: bad batch" in text
+        assert "rank 1 (local 1, pid 7) on b, exit code 1" in text
+        assert "holdfast logs brave-otter --rank 1" in text
+        assert text.endswith("ValueError: bad batch\n")
+    told = json.loads(said(capsys, "status", "--json", code=0))
+    assert (told["ended"], told["exit_code"], told["verdict"]["culprit"]["rank"]) == (True, 1, 1)
+
+
+def test_status_of_a_run_that_was_stopped_says_so(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    ended_run(tmp_path, Outcome(kind=OutcomeKind.SIGNALLED, exit_code=143, message="ended by holdfast stop on a"))
+    text = said(capsys, "status", code=0)
+    assert text.startswith("run brave-otter_12345678 has ended: signalled, exit code 143 (ended by holdfast stop on a)")
+    assert "holdfast logs brave-otter\n" in text
+
+
+def test_a_run_that_goes_on_comes_before_one_that_has_ended(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    ended_run(tmp_path, Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
+    pretend("bert_one", status=reply(VIEW))
+    assert "run bert: running" in said(capsys, "status", code=0)
+    assert "has ended: succeeded, exit code 0" in said(capsys, "status", "brave", code=0)
 
 
 def test_an_agent_that_is_in_no_list_is_found_by_its_folder(pretend: Pretend, tmp_path: Path, capsys) -> None:

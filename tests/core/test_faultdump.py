@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.faultdump import is_library, main_thread, program_frame
-from holdfast.core.stacks import FRAMES_MAX, Frame
+from holdfast.core.faultdump import is_library, main_thread, program_frame, program_threads
+from holdfast.core.stacks import FRAMES_MAX, THREADS_MAX, Frame
 
 TWO_THREADS = """\
 Thread 0x00007f41168b56c0 (most recent call first):
@@ -41,6 +41,19 @@ def many_threads() -> str:
 @pytest.mark.parametrize("text", [TWO_THREADS, ANOTHER_HANDLES, NAMED], ids=["current", "another", "3.13"])
 def test_the_main_thread_is_the_last(text: str) -> None:
     assert main_thread(text) == (Frame("/tmp/p.py", 9, "deep"), Frame("/tmp/p.py", 10, "<module>"))
+
+
+def test_other_threads_of_the_program() -> None:
+    idle = "".join(
+        f'Thread 0x{number} (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 9 in run\n'
+        for number in range(9)
+    )
+    ((first, *rest),) = program_threads(idle + TWO_THREADS)
+    assert first == Frame("/tmp/p.py", 4, "idle")
+    assert len(rest) == 2
+    many = program_threads(many_threads())
+    assert many == ((Frame("/p.py", 1, "idle"),),) * THREADS_MAX
+    assert program_threads("") == ()
 
 
 def test_frames_that_were_cut() -> None:

@@ -14,6 +14,7 @@ from holdfast.insight.incidents import incidents
 from holdfast.insight.pictures import POINTS_MAX, Block, bar, lines, thinned
 
 VOID = {"meta", "br"}
+WORKER = {"rank": 1, "local_rank": 1, "host": "a", "pid": 7, "exit_code": 1}
 EVIL = "<script>alert('x')</script> & \"quoted\""
 
 
@@ -106,7 +107,7 @@ def records(node: str, *, evil: str = "", generations: int = 2) -> list[dict[str
 def folder_of(place: Path, events: list[dict[str, Any]], verdict: dict[str, Any] | None = None) -> Path:
     place.mkdir()
     (place / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    (place / "verdict.json").write_text(json.dumps({"kind": "failed", "verdict": verdict}))
+    (place / "verdict.json").write_text(json.dumps({"kind": "failed", "exit_code": 1, "verdict": verdict}))
     return place
 
 
@@ -123,7 +124,12 @@ def page_of(tmp_path: Path, *folders: Path) -> Page:
 
 
 def test_everything_is_on_it(tmp_path: Path) -> None:
-    verdict = {"code": "HF203", "cause": "out of memory", "advice": "use less", "culprit": {"traceback": "Tr\n  ace"}}
+    verdict = {
+        "code": "HF203",
+        "cause": "out of memory",
+        "advice": "use less",
+        "culprit": {**WORKER, "traceback": "Tr\n  ace"},
+    }
     page = page_of(tmp_path, folder_of(tmp_path / "a", records("a"), verdict), folder_of(tmp_path / "b", records("b")))
     for words in (
         "HF203: why it failed", "out of memory", "use less", "Tr\n  ace", "Where the time went", "training", "lost work",
@@ -135,7 +141,7 @@ def test_everything_is_on_it(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_run_becomes_markup(tmp_path: Path) -> None:
-    verdict = {"code": EVIL, "cause": EVIL, "advice": EVIL, "culprit": {"stderr_tail": EVIL}}
+    verdict = {"code": EVIL, "cause": EVIL, "advice": EVIL, "culprit": {**WORKER, "stderr_tail": EVIL}}
     page = page_of(tmp_path, folder_of(tmp_path / "a", records(f"a{EVIL}", evil=EVIL), verdict))
     assert "script" not in page.tags
     assert page.words.count(EVIL) >= 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from holdfast.core.stacks import Frame, RankSample
 from holdfast.insight.stacks import group, stack_lines
 from holdfast.runtime.answers import stacks_view
@@ -11,7 +13,10 @@ WAITS = (Frame(TORCH, 2815, "all_reduce"), Frame("/job/train.py", 42, "step"), F
 READS = (Frame("/job/data.py", 17, "fetch"), Frame("/job/train.py", 40, "step"))
 
 
-def seen(rank: int, frames: tuple[Frame, ...], **more: str) -> tuple[str, int, RankSample]:
+WAIT = "ranks 0-2, 4-7 on 2 nodes wait in all_reduce at train.py:42"
+
+
+def seen(rank: int, frames: tuple[Frame, ...], **more: Any) -> tuple[str, int, RankSample]:
     host = "a" if rank < 4 else "b"
     state = more.pop("state", "S")
     return (host, rank, RankSample(rank % 4, 1000 + rank, state, 1.5, frames, **more))
@@ -27,8 +32,9 @@ def test_equal_stacks_are_told_once() -> None:
     assert [rank.rank for rank in told.ranks] == list(range(8))
     lines = stack_lines(told)
     assert lines[0] == "run bert, generation 2: 8 ranks at 2 places"
-    assert lines[2] == "ranks 0-2, 4-7 on 2 nodes wait in all_reduce at train.py:42"
+    assert WAIT in lines
     assert "rank 3 on a is in fetch at data.py:17" in lines
+    assert lines.index("rank 3 on a is in fetch at data.py:17") < lines.index(WAIT), "who does not wait comes first"
     assert sum("all_reduce  " in line for line in lines) == 1
 
 
@@ -42,7 +48,7 @@ def test_frames_of_libraries_are_for_those_who_ask() -> None:
 
 def test_who_does_not_answer_is_a_group_of_its_own() -> None:
     told = view(seen(0, WAITS), seen(1, (), state="T"), seen(2, (), state="Z"), silent=("b",))
-    assert [[rank.rank for rank in each.ranks] for each in group(told)] == [[0], [1], [2]]
+    assert [[rank.rank for rank in each.ranks] for each in group(told)] == [[1], [2], [0]]
     lines = stack_lines(told)
     assert lines[0].startswith("run bert, generation 2: 3 ranks of 8 at 3 places")
     assert "rank 1 on a is stopped by a signal (kill -CONT 1001 lets it go on)" in lines
@@ -57,3 +63,12 @@ def test_notes_and_the_line_that_runs() -> None:
 
 def test_nobody_runs() -> None:
     assert stack_lines(view()) == ["run bert, generation 2: no worker runs now"]
+
+
+def test_full_shows_the_other_threads_of_the_program() -> None:
+    saves = (Frame("/job/save.py", 9, "saver"), Frame("/usr/lib/python3.11/threading.py", 982, "run"))
+    told = view(seen(0, READS, threads=(saves,)))
+    assert "saver  /job/save.py:9" not in "\n".join(stack_lines(told))
+    lines = stack_lines(told, full=True)
+    at = lines.index("    rank 0, other thread 1:")
+    assert lines[at + 1] == "        saver  /job/save.py:9"

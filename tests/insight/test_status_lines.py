@@ -6,7 +6,7 @@ import doctest
 
 import msgspec
 
-from holdfast.core.progress import JobView, NodeView, RankView, Stage
+from holdfast.core.progress import JobView, NodeView, RankView, Stage, Standing
 from holdfast.insight import numbers, status
 from holdfast.insight.status import status_lines
 
@@ -73,6 +73,17 @@ def test_why_and_notices() -> None:
     lines = status_lines(view(node("a", 0, rank(0)), why="b was lost", notices=("rank 3 is slow",)))
     assert "the generation before ended: b was lost" in lines
     assert lines[-1] == "rank 3 is slow"
+
+
+def test_ranks_of_a_hang_are_not_stepping() -> None:
+    """The coordinator says what each does in it; a rate of steps is none of now."""
+    waits = msgspec.structs.replace(rank(0), standing=Standing.WAITING, place="waits in all_reduce at train.py:42")
+    hung = msgspec.structs.replace(rank(1), standing=Standing.HUNG, place="is in sleep at data.py:17")
+    lines = status_lines(view(node("a", 0, waits, hung)))
+    assert "steps/s" not in lines[1]
+    assert lines[-2].split()[:4] == ["0", "a", "0", "waiting"]
+    assert lines[-2].endswith("  waits in all_reduce at train.py:42")
+    assert lines[-1].split()[3] == "hung"
 
 
 def test_nobody_there_yet() -> None:

@@ -173,7 +173,8 @@ def test_two_jobs_at_once(site: Site) -> None:
     assert told("status")["run_id"] == ids[one.pid]
     holdfast("kill")
     one.end()
-    assert "has ended: signalled, exit code 137" in refused("status", one.folder)
+    assert "has ended: signalled, exit code 137" in refused("stop", one.folder)
+    assert "has ended: signalled, exit code 137" in holdfast("status", one.folder).stdout
 
 
 def test_no_job(site: Site, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 
 def test_the_generation_ends_while_exit_functions_still_run(site) -> None:
     """And they run to their end, before the next generation begins."""
@@ -48,3 +51,51 @@ os.wait()
     done, agent = site.run("--standalone", script)
     assert done == 0, agent.text
     assert not agent.events("worker_raised")
+
+
+LOADS_BADLY = """
+import sys
+from holdfast.cli import entry, run
+
+def load_end():
+    raise ImportError("no such module")
+
+run.load_end = load_end
+sys.argv[1:1] = ["run"]
+entry()
+"""
+
+
+def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site, tmp_path: Path) -> None:
+    """And nothing but time hangs on it."""
+    program = tmp_path / "program.py"
+    program.write_text(LOADS_BADLY)
+    line = (
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')"),
+    )
+    agent = site.start(*line, program=[sys.executable, str(program)])
+    assert agent.end() == 1, agent.text
+    assert agent.verdict["verdict"]["culprit"]["message"] == "ValueError: nan"
+    assert [each["what"] for each in agent.events("insight_fault")] == ["load"]
+
+
+LEAVES = """
+import atexit, sys
+from holdfast.cli import entry
+atexit.register(print, "the interpreter's last phase")
+sys.argv[1:1] = ["run"]
+entry()
+"""
+
+
+def test_the_command_ends_when_the_job_has(site, tmp_path: Path) -> None:
+    """It does not take its own modules apart first."""
+    program = tmp_path / "program.py"
+    program.write_text(LEAVES)
+    agent = site.start("--standalone", site.script("sys.exit(7)"), program=[sys.executable, str(program)])
+    assert agent.end() == 7, agent.text
+    assert "exit code    7" in agent.text
+    assert "last phase" not in agent.text

@@ -12,6 +12,7 @@ import sys
 TYPE_CHECKING = False  # typing itself would be a tenth of a second's import in which Ctrl-C shows a traceback of ours
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import NoReturn
 
 
 EXIT_USAGE = 2
@@ -23,7 +24,7 @@ COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
     "launch": "the same for scripts that still want a --local-rank argument (torch.distributed.launch)",
     "submit": "hand a job to Slurm (--slurm) or Kubernetes (--k8s), or show what would be handed over",
-    "status": "show a running job: its nodes and ranks, steps, restarts; --watch",
+    "status": "show a running job: its nodes and ranks, steps, restarts; --watch; or how an ended one ended",
     "stacks": "show where all ranks of a running job are, now",
     "logs": "show what workers wrote; --rank, --follow, --grep",
     "stop": "end a running job on all its nodes; its workers save first",
@@ -47,6 +48,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_interrupted()
         return EXIT_INTERRUPTED
+
+
+def entry() -> NoReturn:
+    """The command itself: main(), then the end."""
+    status = main()
+    if sys.argv[1:2] in (["run"], ["launch"]):
+        leave(status)
+    sys.exit(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process of a job's node without the interpreter's last phase, which takes everything apart that was loaded:
+    whoever waits for the end of a job waits for this too."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):
+        sys.exit(status)  # the interpreter has its own words for it
+    os._exit(status)
 
 
 def say_interrupted() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.cli.ended import in_words
 from holdfast.core.errors import ControlRefusedError, NoRunError
 from holdfast.core.spoken import spoken
 from holdfast.insight.numbers import duration
@@ -19,7 +20,6 @@ from holdfast.runtime.journal import FILE_NAME as JOURNAL
 from holdfast.runtime.running import Entry
 from holdfast.runtime.workers.log_layout import default_log_dir, safe_name
 
-VERDICT = "verdict.json"
 LISTED_MAX = 20
 KEPT_LISTED_MAX = 8
 
@@ -60,6 +60,16 @@ def run_folders(run: str | None) -> list[Path]:
     return folders
 
 
+def ended_run(run: str | None) -> Path | None:
+    """The folder of the run that is meant, where that run has ended; None: it has not, or nothing of it is kept here."""
+    if run is not None and is_folder(run):
+        return Path(os.path.abspath(run))
+    entries = running.entries()
+    if entries if run is None else matching(entries, run):
+        return None
+    return next(iter(newest_ended(run)), None)
+
+
 def is_folder(run: str) -> bool:
     """Rather than the id of a run: it is written as a path, or there is a run folder of that name here."""
     return os.sep in run or os.path.exists(os.path.join(run, JOURNAL))
@@ -80,7 +90,7 @@ def by_folder(folder: Path, entries: Sequence[Entry]) -> list[Entry]:
     path = folder / running.SOCKET_NAME
     if path.exists() and running.listens(str(path)):
         return [unlisted(folder)]
-    raise NoRunError(f"the run in {folder} has ended{how_it_ended(folder)}")
+    raise NoRunError(f"the run in {folder} has ended{in_words(folder)}")
 
 
 def check_folder(folder: Path) -> None:
@@ -141,23 +151,14 @@ def run_id_of(folder: Path) -> str:
         return ""
 
 
-def how_it_ended(folder: Path) -> str:
-    """`: failed, exit code 3`; empty where nothing tells."""
-    try:
-        outcome = json.loads((folder / VERDICT).read_bytes())
-        return f": {outcome['kind']}, exit code {outcome['exit_code']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
 def nothing(run: str | None, entries: Sequence[Entry]) -> str:
     if run is None:
         ended = newest_ended(None)
-        last = f"; the newest run here, {ended[0]}, has ended{how_it_ended(ended[0])}" if ended else ""
+        last = f"; the newest run here, {ended[0]}, has ended{in_words(ended[0])}" if ended else ""
         return f"no job of this user runs on this host{last}"
     ended = newest_ended(run)
     if ended:
-        return f"{run} does not run on this host: {ended[0]} has ended{how_it_ended(ended[0])}"
+        return f"{run} does not run on this host: {ended[0]} has ended{in_words(ended[0])}"
     known = f"; what runs:\n{listed(entries)}" if entries else ", and no other job of this user does"
     return f"no job {run!r} runs on this host{known}{kept_here()}"
 
@@ -167,8 +168,7 @@ def kept_here() -> str:
     ages = kept_runs()
     newest = sorted(ages, key=lambda folder: -ages[folder])[:KEPT_LISTED_MAX]
     lines = [
-        f"  {folder.name}  {duration(max(0.0, time.time() - ages[folder]))} ago{how_it_ended(folder)}"
-        for folder in newest
+        f"  {folder.name}  {duration(max(0.0, time.time() - ages[folder]))} ago{in_words(folder)}" for folder in newest
     ]
     more = [f"  … and {len(ages) - len(newest)} more in {default_log_dir()}"] if len(ages) > len(newest) else []
     return "\n".join(["; runs that are kept here:", *lines, *more]) if lines else ""

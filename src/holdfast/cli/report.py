@@ -15,8 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from holdfast.cli.ended import outcome_of, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
+from holdfast.core.outcome import Outcome
 from holdfast.insight.history import Doing, History, history
 from holdfast.insight.numbers import duration, plural
 from holdfast.insight.timeline import PHASES, Generation, Timeline, timeline
@@ -24,7 +28,6 @@ from holdfast.runtime.journal import FILE_NAME as JOURNAL
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
 MIB = 2**20
-VERDICT = "verdict.json"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         print_json(as_json(told) | {"history": history_as_json(past)})
     elif chosen.html is None:
         print_report(told, past)
-        print_verdict(folders)
+        print_end(folders)
     return 0
 
 
@@ -160,7 +163,8 @@ def write_page(
     from holdfast.insight.incidents import incidents
     from holdfast.insight.page import Report, render
 
-    verdict = next((found for folder in folders if (found := read_verdict(folder)) is not None), None)
+    end = first_outcome(folders)
+    verdict = msgspec.to_builtins(end[1].verdict) if end is not None else None
     page = render(
         Report(told=told, history=past, incidents=incidents(journals), verdict=verdict, made_epoch_s=time.time())
     )
@@ -172,15 +176,6 @@ def write_page(
     except OSError as error:
         raise UsageError(f"--html {place}: {error.strerror or error}") from error
     print(place)
-
-
-def read_verdict(folder: Path) -> dict[str, Any] | None:
-    """Why the job failed; None where it did not, or has not ended, or nothing readable tells."""
-    try:
-        told = json.loads((folder / "verdict.json").read_bytes())["verdict"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return told if isinstance(told, dict) else None
 
 
 def print_history(past: History) -> None:
@@ -209,15 +204,17 @@ def print_report(told: Timeline, past: History | None = None) -> None:
         print_table([*rows, *(row(each) for each in told.generations)])
 
 
-def print_verdict(folders: Sequence[Path]) -> None:
-    """What the last screen said of a run that failed, from the first node that kept it."""
-    for folder in folders:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            verdict = json.loads((folder / VERDICT).read_bytes())["verdict"]
-            print(f"\n{verdict['code']}: {verdict['cause']}")
-            if verdict["advice"]:
-                print(f"do: {verdict['advice']}")
-            return
+def print_end(folders: Sequence[Path]) -> None:
+    """What the last screen said, from the first node that kept it."""
+    end = first_outcome(folders)
+    if end is not None:
+        print(f"\n{screen_of(*end)}")
+
+
+def first_outcome(folders: Sequence[Path]) -> tuple[Path, Outcome] | None:
+    """Of the first of these folders that has one that tells most: a verdict before an end without."""
+    ends = [(folder, outcome) for folder in folders if (outcome := outcome_of(folder)) is not None]
+    return next((end for end in ends if end[1].verdict is not None), next(iter(ends), None))
 
 
 def ending(told: Timeline) -> str:

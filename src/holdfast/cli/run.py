@@ -100,10 +100,16 @@ def start(
         if begin is not None:
             begin()
         hand_on_interrupts()
-        return run_job(options, keeper, judge=judge, examine=examine, render=show or last_screen)
+        return run_job(options, keeper, judge=judge, examine=examine, render=show or last_screen, load=load_end)
     finally:
         hand_on_interrupts()
         keeper.sock.close()  # the keeper ends with its end of file
+
+
+def load_end() -> None:
+    """Imports the table of causes, and what puts the end into words."""
+    import holdfast.insight.causes.verdict
+    import holdfast.insight.screen  # noqa: F401
 
 
 def last_screen(end: Finished) -> str:

@@ -1,4 +1,5 @@
-"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again.
+"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of a
+job that has ended, its last screen.
 
 Knows the options and the terminal; which job is meant knows finding.py, what is shown knows insight/status.py.
 """
@@ -10,12 +11,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.finding import how_it_ended, running_job
+from holdfast.cli.ended import end_of, outcome_of
+from holdfast.cli.finding import ended_run, running_job
 from holdfast.cli.printing import Parser, print_json
 from holdfast.core.errors import NoRunError, UsageError
+from holdfast.core.outcome import Outcome
 from holdfast.core.progress import JobView
 from holdfast.core.protocol import Question
 from holdfast.insight.status import status_lines
@@ -33,7 +37,15 @@ def main(argv: Sequence[str]) -> int:
     """Runs `holdfast status` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     interval_s = watch_interval(chosen)
-    entries = running_job(chosen.run)
+    try:
+        entries = running_job(chosen.run)
+    except NoRunError:
+        folder = ended_run(chosen.run)
+        outcome = outcome_of(folder) if folder is not None else None
+        if folder is None or outcome is None:
+            raise
+        show_end(folder, outcome, chosen)
+        return 0
     if interval_s is None:
         show(*look(entries), chosen)
         return 0
@@ -42,7 +54,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(prog="holdfast status", description="Show a running job, from any of its nodes.", allow_abbrev=False)
+    made = Parser(
+        prog="holdfast status",
+        description="Show a running job, from any of its nodes; or how one that has ended here ended.",
+        allow_abbrev=False,
+    )
     made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
     made.add_argument("--ranks", action="store_true", default=None, help="a line for each rank, however many")
     made.add_argument("--watch", nargs="?", const=WATCH_S, metavar="S", help="again every S seconds (2), until it ends")
@@ -78,6 +94,14 @@ def show(view: JobView, whole: bool, chosen: argparse.Namespace) -> None:
         print("\n".join(status_lines(view, ranks=chosen.ranks)))
 
 
+def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None:
+    """Of a run that has ended, what its last screen said."""
+    if chosen.json:
+        print_json({"run": folder.name, "folder": str(folder), "ended": True, **msgspec.to_builtins(outcome)})
+    else:
+        print(end_of(folder, outcome))
+
+
 def watch(entries: list[Entry], interval_s: float, chosen: argparse.Namespace) -> None:
     """Until the job ends or somebody presses Ctrl-C, which is how one leaves this."""
     live = sys.stdout.isatty() and not chosen.json
@@ -95,7 +119,7 @@ def watch(entries: list[Entry], interval_s: float, chosen: argparse.Namespace) -
                 print(f"{CLEAR}{text}" if live else f"{text}\n", flush=True)
             time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
     except NoRunError:
-        ending = f"run {entries[0].name} has ended{how_it_ended_in(entries)}"
+        ending = end_of_any(entries)
         text = f"{text}\n\n{ending}" if live else ending
     except KeyboardInterrupt:
         pass
@@ -106,7 +130,10 @@ def watch(entries: list[Entry], interval_s: float, chosen: argparse.Namespace) -
         print(text if live or text.startswith("run ") else "", flush=True)
 
 
-def how_it_ended_in(entries: list[Entry]) -> str:
-    from pathlib import Path
-
-    return next((told for entry in entries if (told := how_it_ended(Path(entry.folder)))), "")
+def end_of_any(entries: list[Entry]) -> str:
+    """How the run that was watched ended, from the first of its folders here that tells."""
+    for folder in [Path(entry.folder) for entry in entries if entry.folder]:
+        outcome = outcome_of(folder)
+        if outcome is not None:
+            return end_of(folder, outcome)
+    return f"run {entries[0].name} has ended"

@@ -15,6 +15,7 @@ from holdfast.cli.printing import Parser, print_json
 from holdfast.core.errors import ControlSilentError, NoRunError
 from holdfast.core.protocol import Question
 from holdfast.insight.numbers import plural
+from holdfast.insight.screen import how_it_ended
 from holdfast.runtime.control_client import Call, Reply, ask
 from holdfast.runtime.running import Entry
 
@@ -105,6 +106,6 @@ def tell(as_json: bool, end: dict[str, object]) -> None:
         print(f"{end['run']}: {plural(int(str(end['nodes'])), 'node')} told")
     else:
         why = end["message"] or end["cause"]
-        print(f"{end['run']} has ended: {end['kind']}, exit code {end['exit_code']}{f' ({why})' if why else ''}")
+        print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")
     if not end["whole"]:
         print("holdfast: the coordinator does not answer: this node alone was told", file=sys.stderr)

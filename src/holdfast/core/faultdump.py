@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from holdfast.core.stacks import FRAMES_MAX, Frame
+from holdfast.core.stacks import FRAMES_MAX, THREAD_FRAMES_MAX, THREADS_MAX, Frame
 
 DUMP_BYTES_MAX = 1_000_000
 """Of one worker's: 100 threads of 100 frames are less."""
@@ -39,21 +39,38 @@ _INSTALLED = re.compile(r"/(site|dist)-packages/")
 
 def main_thread(text: str) -> tuple[Frame, ...]:
     """The main thread's frames, innermost first, at most FRAMES_MAX; empty when it has none, or the text is none."""
-    threads: list[tuple[bool, list[Frame]]] = []
-    cut = False
+    threads, main = _threads(text)
+    return _own(threads[main])[:FRAMES_MAX] if main is not None else ()
+
+
+def program_threads(text: str) -> tuple[tuple[Frame, ...], ...]:
+    """The other threads that have a frame of the program's own, newest first: at most THREADS_MAX, cut to their innermost
+    THREAD_FRAMES_MAX frames."""
+    threads, main = _threads(text)
+    others = [_own(frames) for number, frames in enumerate(threads) if number != main]
+    own = [frames for frames in others if any(not is_library(frame.file) for frame in frames)]
+    return tuple(frames[:THREAD_FRAMES_MAX] for frames in own[:THREADS_MAX])
+
+
+def _threads(text: str) -> tuple[list[list[Frame]], int | None]:
+    """All threads in the order of the text, and the number of the main one."""
+    threads: list[list[Frame]] = []
+    current, cut = None, False
     for line in text.splitlines():
         if _THREAD.match(line):
-            threads.append((line.startswith("Current"), []))
+            current = len(threads) if line.startswith("Current") and current is None else current
+            threads.append([])
         elif threads and (frame := _frame(line)) is not None:
-            threads[-1][1].append(frame)
+            threads[-1].append(frame)
         elif line == "...":  # of frames that are left out it is indented
             cut = True
     if not threads:
-        return ()
-    frames = threads[-1][1]
-    if cut:
-        frames = next((each for current, each in threads if current), [])
-    return tuple(frame for frame in frames if _OWN not in frame.file)[:FRAMES_MAX]
+        return threads, None
+    return threads, current if cut else len(threads) - 1
+
+
+def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    return tuple(frame for frame in frames if _OWN not in frame.file)
 
 
 def _frame(line: str) -> Frame | None:

@@ -26,6 +26,16 @@ class Stage(Enum):
     """It has ended with 0."""
 
 
+class Standing(Enum):
+    """What a rank does in a hang that was reported."""
+
+    HUNG = "hung"
+    """The others wait for it."""
+    WAITING = "waiting"
+    STILL = "still"
+    """Neither: it stays where it is."""
+
+
 class RankProgress(Struct, frozen=True, array_like=True):
     """One worker of a generation that runs."""
 
@@ -52,6 +62,10 @@ class RankView(Struct, frozen=True, kw_only=True):
     own_s: float
     """The same of its own part, before backward."""
     age_s: float
+    standing: Standing | None = None
+    """None: no hang was reported, or it is over."""
+    place: str = ""
+    """With `standing`, where it is, in words."""
 
 
 class NodeView(Struct, frozen=True, kw_only=True):

@@ -70,6 +70,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     silent: that says nothing of when that coordinator ended."""
     running: Running | None = None
     """Its workers are alive. Resume lets them go on; without it they die at the agent's fence."""
+    led_by: str = ""
+    """Assign's, of last_generation: a coordinator that comes after it can say who was lost."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
@@ -181,6 +183,8 @@ class Assign(CoordinatorMessage, frozen=True, tag="assign"):
     hosts_store: bool
     local_world: bool = False
     """All nodes of this world talk over loopback: the store need not listen anywhere else."""
+    led_by: str = ""
+    """The node that has the coordinator, and its ranks, in words: `a (ranks 0-7)`. Empty: it has no rank."""
 
 
 class Start(CoordinatorMessage, frozen=True, tag="start"):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from holdfast.core.bounds import Count, Line, LocalRank, Seconds
 
 FRAMES_MAX = 64
+THREADS_MAX = 8
+"""Of one worker, beside the main thread."""
+THREAD_FRAMES_MAX = 16
 
 
 class Frame(Struct, frozen=True, array_like=True):
     file: str
     line: Line
     function: str
+
+
+Thread = Annotated[tuple[Frame, ...], Meta(max_length=THREAD_FRAMES_MAX)]
+Threads = Annotated[tuple[Thread, ...], Meta(max_length=THREADS_MAX)]
 
 
 class RankSample(Struct, frozen=True, array_like=True):
@@ -44,6 +53,8 @@ class RankSample(Struct, frozen=True, array_like=True):
     """Read and written so far by all disks and network file systems of its machine."""
     at_s: Seconds = 0.0
     """When it was taken, by its machine's monotonic clock."""
+    threads: Threads = ()
+    """Its other threads in which the program's own code is at work, as far as it wrote them: innermost frame first."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
@@ -60,6 +71,7 @@ class RankStack(Struct, frozen=True, kw_only=True):
     note: str = ""
     file: str = ""
     source: str = ""
+    threads: tuple[tuple[Frame, ...], ...] = ()
 
 
 class StacksView(Struct, frozen=True, kw_only=True):

@@ -64,6 +64,7 @@ OUTCOME = (
     Field("kind", TEXT, "`succeeded`, `failed`, `preempted`, `signalled`, `refused` or `no_quorum`"),
     Field("exit_code", WHOLE, "of this command"),
 )
+END = (*OUTCOME, Field("text", TEXT, "why, in words: `ended by SIGTERM`; empty where a verdict says it"))
 PHASE_FIELDS = tuple(
     Field(f"{name}_s", NUMBER, f"seconds of the phase {name}", optional=True)
     for name in ("detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step")
@@ -76,7 +77,7 @@ NODE = (
         (MEMBER, Field("run_id", TEXT, "the job"), Field("endpoint", TEXT, "where its nodes meet")),
     ),
     EventKind("fault", "holdfast itself failed on this node: it ends with exit code 70", (FAULT[1],)),
-    EventKind("ended", "this node's part of the job is over: the last event but for what is dropped", OUTCOME),
+    EventKind("ended", "this node's part of the job is over: the last event but for what is dropped", END),
     EventKind(
         "claim",
         "it is decided whether the coordinator runs here",

@@ -1,4 +1,4 @@
-"""What went wrong in a run, in the order of time: failures, losses, hangs, stragglers. For the report's page.
+"""What happened in a run, in the order of time: failures, losses, hangs, stragglers, wished ends. For the report's page.
 
 Pure: parsed lines of events.jsonl in, rows out. Knows the events' names; reads no files.
 """
@@ -10,7 +10,12 @@ from typing import Any
 
 from msgspec import Struct
 
+from holdfast.core.errors import EXIT_REQUEUE
+
 Event = Mapping[str, Any]
+
+NOBODY_FAILED = "HF200"
+"""A generation was ended because somebody wished it: a signal, `holdfast stop`, a node that came or left."""
 
 
 class Incident(Struct, frozen=True, kw_only=True):
@@ -35,10 +40,16 @@ def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
 
 
 def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
-    """Not that everybody goes home when it is over."""
+    """Not that everybody goes home when it is over; nor that a generation ended which was to end, at a safe point."""
+    drained: set[int] = set()
     for event in journal:
-        if event["event"] == "coordinator.over":
-            return
+        match event["event"]:
+            case "coordinator.over":
+                return
+            case "coordinator.drain_to":
+                drained.add(event.get("generation", 0))
+            case "coordinator.verdict" if event.get("generation", 0) in drained:
+                continue
         yield event
 
 
@@ -52,7 +63,7 @@ def _told(event: Event) -> Incident | None:
 def _incident(event: Event) -> Incident | None:
     at_s, generation = event.get("time", 0.0), event.get("generation", 0)
     match event["event"]:
-        case "coordinator.verdict":
+        case "coordinator.verdict" if event["code"] != NOBODY_FAILED:
             return Incident(
                 at_s=at_s,
                 what="failure",
@@ -61,6 +72,11 @@ def _incident(event: Event) -> Incident | None:
                 code=event["code"],
                 advice=event.get("advice", ""),
             )
+        case "coordinator.quit":
+            return Incident(at_s=at_s, what="stop", text=f"asked for by {event['by']}")
+        case "worker_failed" if event["exit_code"] == EXIT_REQUEUE:
+            text = f"rank {event['rank']} asked to be requeued (exit code {EXIT_REQUEUE})"
+            return Incident(at_s=at_s, what="stop", text=text, generation=generation)
         case "worker_failed" if not event["after_stop"]:
             what, rank = f"exit code {event['exit_code']}", event["rank"]
             text = f"rank {rank}: {event['message'] or what}"

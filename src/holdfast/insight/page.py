@@ -206,7 +206,7 @@ def troubles(found: Sequence[Incident]) -> str:
         for each in found[-INCIDENTS_MAX:]
     )
     return (
-        '<section><h2>What went wrong</h2><div class="wide"><table><tr><th>when</th><th>gen</th><th>what</th>'
+        '<section><h2>What happened</h2><div class="wide"><table><tr><th>when</th><th>gen</th><th>what</th>'
         f"<th>code</th><th>in words</th></tr>{rows}</table></div></section>"
     )
 

@@ -41,6 +41,23 @@ def render(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> 
             return f"holdfast: {code}{outcome.message}"
 
 
+def how_it_ended(kind: str, exit_code: int, why: str = "") -> str:
+    """
+    >>> how_it_ended("signalled", 143, "ended by SIGTERM"), how_it_ended("failed", 3)
+    ('signalled, exit code 143 (ended by SIGTERM)', 'failed, exit code 3')
+    """
+    return f"{kind}, exit code {exit_code}{f' ({why})' if why else ''}"
+
+
+def render_again(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> str:
+    """The end of a run as `status` and `report` show it afterwards, below how_it_ended: also of one without a verdict."""
+    if outcome.kind is OutcomeKind.FAILED and outcome.verdict is not None:
+        return render(outcome, folder, home=home, runs=runs)
+    at = _Folder(folder, home, runs)
+    rows = [("logs", f"holdfast logs {at.name}"), ("run folder", at.shown), ("exit code", str(outcome.exit_code))]
+    return "\n".join(_row(name, text) for name, text in rows)
+
+
 class _Folder(NamedTuple):
     """The run folder on this node, in as few words as will do."""
 
@@ -73,7 +90,7 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
 
     def row(name: str, text: str) -> None:
         if text:
-            lines.append(_line(f"  {name:<12} {text}"))
+            lines.append(_row(name, text))
 
     if culprit is not None:
         lived = f", after {culprit.lived_s:.1f} s" if culprit.started else ""
@@ -140,6 +157,10 @@ def _last_words(culprit: Failure, room: int) -> list[str]:
         return ["Traceback (most recent call last): [its head is in the log]", *tail.splitlines()]
     lines = [_line(line) for line in tail.splitlines() if line.strip()][-max(room - 1, 1) :]
     return [f"last lines of rank {culprit.rank}'s stderr:", *lines] if lines and room > 1 else []
+
+
+def _row(name: str, text: str) -> str:
+    return _line(f"  {name:<12} {text}")
 
 
 def _line(text: str) -> str:

@@ -37,6 +37,11 @@ class Group(Struct, frozen=True):
         verb = ("wait" if many else "waits") if where.waits else ("are" if many else "is")
         return f"{who} {verb} {where.place}"
 
+    def order(self) -> tuple[bool, int, int]:
+        """Who keeps the others waiting is among the few that wait for nobody."""
+        waits, size = self._where.waits, len(self.ranks)
+        return waits, -size if waits else size, self.ranks[0].rank
+
     @property
     def _where(self) -> Where:
         first = self.ranks[0]
@@ -47,12 +52,13 @@ class Group(Struct, frozen=True):
 
 
 def group(view: StacksView) -> list[Group]:
-    """The largest first; the ranks of each in order."""
+    """Those that do not wait for others first, the fewest ranks before more, then those that wait, the most first; the ranks
+    of each in order."""
     together: dict[tuple[int, str], list[RankStack]] = defaultdict(list)
     for rank in view.ranks:
         together[rank.stack, rank.state if rank.stack < 0 or rank.state in NOT_RUNNING else ""].append(rank)
     found = [Group(tuple(ranks), view.stacks[stack] if stack >= 0 else ()) for (stack, _), ranks in together.items()]
-    return sorted(found, key=lambda each: (-len(each.ranks), each.ranks[0].rank))
+    return sorted(found, key=Group.order)
 
 
 def stack_lines(view: StacksView, *, full: bool = False) -> list[str]:
@@ -83,7 +89,17 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
     lines += [f"    > {source}" for source in sorted(sources)]
     lines += [f"    rank {rank.rank}: {rank.note}" for rank in ranks if rank.note]
     if full:
+        lines += [line for rank in ranks for line in thread_lines(rank)]
         lines += [f"    rank {rank.rank}, pid {rank.pid} on {rank.host}: {rank.file}" for rank in ranks if rank.file]
+    return lines
+
+
+def thread_lines(rank: RankStack) -> list[str]:
+    """Its other threads; the stack above is the main thread's."""
+    lines = []
+    for number, frames in enumerate(rank.threads, 1):
+        lines.append(f"    rank {rank.rank}, other thread {number}:")
+        lines += [f"        {frame.function}  {frame.file}:{frame.line}" for frame in frames]
     return lines
 
 

@@ -59,7 +59,7 @@ def progress_line(view: JobView) -> str:
 
 
 NODE_HEADINGS: Row = ("NODE", "GROUP RANK", "STATE", "RANKS", "STEP", "STEPS/S", "LAST STEP", "HEARD")
-RANK_HEADINGS: Row = ("RANK", "NODE", "LOCAL", "STAGE", "STEP", "STEP TIME", "OWN PART", "LAST STEP")
+RANK_HEADINGS: Row = ("RANK", "NODE", "LOCAL", "STAGE", "STEP", "STEP TIME", "OWN PART", "LAST STEP", "WHERE")
 
 
 def node_row(node: NodeView) -> Row:
@@ -81,11 +81,12 @@ def rank_row(host: str, rank: RankView) -> Row:
         str(rank.rank),
         host,
         str(rank.local_rank),
-        rank.stage.value,
+        (rank.standing or rank.stage).value,
         str(rank.steps),
         f"{rank.step_s * 1e3:.3g} ms" if rank.step_s else "",
         f"{rank.own_s * 1e3:.3g} ms" if rank.own_s else "",
         last_step([rank]),
+        rank.place,
     )
 
 
@@ -96,8 +97,8 @@ def last_step(ranks: Sequence[RankView]) -> str:
 
 
 def steps_per_s(ranks: Sequence[RankView]) -> float:
-    """By the median of the ranks' median steps; 0 while unknown."""
-    known = [rank.step_s for rank in ranks if rank.step_s > 0]
+    """By the median of the ranks' median steps; 0 while unknown, and in a hang."""
+    known = [rank.step_s for rank in ranks if rank.step_s > 0 and rank.standing is None]
     return 1 / median(known) if known else 0.0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast.core.errors import UsageError
+from holdfast.insight.screen import how_it_ended
 
 PHASES = ("detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step")
 """In the order in which they pass; what each is, docs/report.md tells."""
@@ -102,7 +103,7 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
                         if seconds is not None:
                             generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
                 case "ended":
-                    told.end = f"{event['kind']}, exit code {event['exit_code']}"
+                    told.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
         except KeyError:
             continue  # of a version that did not tell so much
     told.standbys += len(standby.get("pids", ()))

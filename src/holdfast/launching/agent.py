@@ -63,7 +63,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from msgspec import structs
 
         from holdfast.cli.resolve import resolve
-        from holdfast.cli.run import examine
+        from holdfast.cli.run import examine, load_end
         from holdfast.core.options import CallFds
         from holdfast.insight.verdicts import judge
         from holdfast.runtime import descriptors
@@ -86,7 +86,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
             report(report_fd, end.outcome, end.folder, None)
             return ""
 
-        return run_job(options, keeper, judge=judge, examine=examine, render=tell)
+        return run_job(options, keeper, judge=judge, examine=examine, render=tell, load=load_end)
     finally:
         keeper.sock.close()  # the keeper ends with its end of file
 

@@ -81,19 +81,35 @@ class Finished(Struct, frozen=True):
 Render = Callable[[Finished], str]
 
 
-def run_job(options: RunOptions, keeper: KeeperHandle, *, judge: Judge, examine: Examine, render: Render) -> int:
+def run_job(
+    options: RunOptions,
+    keeper: KeeperHandle,
+    *,
+    judge: Judge,
+    examine: Examine,
+    render: Render,
+    load: Callable[[], None] = lambda: None,
+) -> int:
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
     `judge` tells the first failure from its victims; `examine` who hangs from who waits; `render` puts the end into
-    words for the console.
+    words for the console. `load` imports what `judge` and `render` need: called in a thread while workers are being
+    stopped, for then this process only waits.
     """
     try:
-        return asyncio.run(_run_job(options, keeper, judge, examine, render))
+        return asyncio.run(_run_job(options, keeper, judge, examine, render, load))
     except Exception as error:  # noqa: BLE001 - whatever it is gets a code
         raise as_error(error) from error.__cause__
 
 
-async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, examine: Examine, render: Render) -> int:
+async def _run_job(
+    options: RunOptions,
+    keeper: KeeperHandle,
+    judge: Judge,
+    examine: Examine,
+    render: Render,
+    load: Callable[[], None],
+) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
     journal = Journal(folder.path / FILE_NAME if folder.path is not None else None)
@@ -101,10 +117,10 @@ async def _run_job(options: RunOptions, keeper: KeeperHandle, judge: Judge, exam
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        service = AgentService(options, keeper, judge, examine, folder, console, router, journal, host)
+        service = AgentService(options, keeper, judge, examine, folder, console, router, journal, host, load)
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
             outcome = await _outcome(service, journal, folder)
-            journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
+            _write_end(journal, outcome)
             await asyncio.to_thread(write_reports, outcome, folder.path)
             text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
             router.tell_elsewhere(_told_in(text, outcome))
@@ -129,9 +145,13 @@ async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -
         fault = as_error(error)
         outcome = fault_outcome(fault)
         journal.write("fault", error=str(fault))
-        journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code)
+        _write_end(journal, outcome)
         await asyncio.to_thread(write_reports, outcome, folder.path)
         raise fault from fault.__cause__
+
+
+def _write_end(journal: Journal, outcome: Outcome) -> None:
+    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message)
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
@@ -175,6 +195,7 @@ class AgentService:
         router: LogRouter,
         journal: Journal,
         host: str,
+        load: Callable[[], None],
     ) -> None:
         self._options = options
         self._keeper = keeper
@@ -185,6 +206,8 @@ class AgentService:
         self._host = host
         self._line_of_others = options.line_of_others
         """To be said, once."""
+        self._load: Callable[[], None] | None = load
+        """None: it was called."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
         self._meeting = Meeting(options, judge, journal, console.say, examine)
@@ -345,6 +368,9 @@ class AgentService:
                 self._crew.start(assign, start)
             case SignalWorkers(signum, to_end):
                 self._crew.signal(signum, to_end=to_end)
+                if to_end and self._load is not None:
+                    load, self._load = self._load, None
+                    self._tasks.create_task(self._load_end(load))
             case HoldWorkers(generation):
                 self._crew.hold(generation)
             case ReleaseWorkers(generation, safe_point):
@@ -362,6 +388,12 @@ class AgentService:
             case Exit(outcome):
                 if not self._ended.done():
                     self._ended.set_result(outcome)
+
+    async def _load_end(self, load: Callable[[], None]) -> None:
+        try:
+            await run_detached(load)
+        except Exception as error:  # noqa: BLE001 - whoever needs it tries again, and says so
+            self._journal.fault("load", error)
 
     async def _dial(self, node: NodeSpec) -> None:
         answer = await self._meeting.reach(node)

@@ -163,6 +163,7 @@ def stacks_view(
                 note=sample.note,
                 file=sample.file,
                 source=sample.source,
+                threads=sample.threads,
             )
         )
     return StacksView(
@@ -185,8 +186,13 @@ def status_body(view: JobView) -> bytes:
 
 
 def stacks_body(view: StacksView) -> bytes:
-    """Where it does not fit into a frame, stacks lose their outer ends, and then the last ranks are left out."""
+    """Where it does not fit into a frame, other threads are left out, then stacks lose their outer ends, and then the last
+    ranks are left out."""
     body = msgspec.json.encode(view)
+    if len(body) > ANSWER_BYTES_MAX:
+        ranks = tuple(msgspec.structs.replace(rank, threads=()) for rank in view.ranks)
+        view = msgspec.structs.replace(view, ranks=ranks)
+        body = msgspec.json.encode(view)
     for frames in FRAMES_CUTS:
         if len(body) <= ANSWER_BYTES_MAX:
             return body

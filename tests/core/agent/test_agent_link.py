@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from holdfast.core.agent.commands import (
-    Dial,
     Exit,
     HangUp,
     KillTree,
@@ -17,7 +16,6 @@ from holdfast.core.agent.commands import (
 )
 from holdfast.core.agent.events import (
     Dialed,
-    DialFailed,
     Event,
     LinkLost,
     PassSignal,
@@ -31,7 +29,6 @@ from holdfast.core.agent.events import (
     WorkersHeld,
 )
 from holdfast.core.agent.state import Link, Work
-from holdfast.core.outcome import OutcomeKind
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import (
     Abandon,
@@ -59,7 +56,6 @@ from tests.core.agent.agent_desk import (
     SUCCESS,
     Desk,
     cut_off_running,
-    dialing,
     draining,
     failure,
     joining,
@@ -322,43 +318,6 @@ def test_it_says_how_long_ago_it_lost_its_world() -> None:
         desk.give(Dialed())
     (join,) = [message for message in desk.sent() if isinstance(message, Join)]
     assert join.unlinked_s == pytest.approx(LIMITS.fence_s + 0.5)
-
-
-def test_pauses_between_attempts_grow_to_the_limit() -> None:
-    desk = dialing()
-    times = []
-    while desk.now < 8.0:
-        desk.give(DialFailed("HF302", 1, "connection refused", final=False))
-        due = desk.machine.next_deadline()
-        assert due is not None
-        times.append(round(due - desk.now, 3))
-        desk.now = due
-        desk.give(Tick())
-        if not desk.has(Dial):  # it was time to say something
-            desk.now += times[-1]
-            desk.give(Tick())
-    assert times[:4] == [0.1, 0.2, 0.4, 0.5]
-    assert max(times) == LIMITS.connect_retry_max_s
-
-
-def test_it_gives_up_at_the_join_deadline_and_says_why() -> None:
-    desk = dialing()
-    while desk.machine.outcome is None:
-        desk.give(DialFailed("HF110", 2, "no such host", final=False))
-        due = desk.machine.next_deadline()
-        if due is not None:
-            desk.now = due
-            desk.give(Tick())
-    assert desk.now == 60.0
-    outcome = desk.machine.outcome
-    assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.NO_QUORUM, "HF110", 2)
-    assert outcome.message == "no such host (tried for 60 s)"
-
-
-def test_a_final_refusal_is_not_repeated() -> None:
-    desk = dialing()
-    desk.give(DialFailed("HF111", 2, "another job", final=True))
-    assert desk.has(Exit)
 
 
 def test_answered_pings_keep_it_alive() -> None:

@@ -8,6 +8,7 @@ from holdfast.core.coordinator.commands import Conclude, DropLink, Note, Tell
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.events import Event, Heard, LinkOpened, Tick
 from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.hang import Examine
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import (
@@ -49,6 +50,7 @@ class Desk:
         grow: Grow = Grow.DRAIN,
         exclude_after: int = 0,
         judge: Judge = simple_judge,
+        examine: Examine = simple_examine,
     ) -> None:
         job = JobSpec(
             run_id="t",
@@ -61,7 +63,7 @@ class Desk:
             exclude_after=exclude_after,
         )
         self.now = 0.0
-        self.machine = CoordinatorMachine(job, LIMITS, judge, self.now, examine=simple_examine)
+        self.machine = CoordinatorMachine(job, LIMITS, judge, self.now, examine=examine)
         self.told: list[tuple[int, FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0

@@ -359,3 +359,16 @@ def test_a_host_blamed_too_often_is_shut_out_for_a_while() -> None:
     assert Waiting("n2 was blamed 2 times: excluded for 60 s") in [message for link, message in desk.told if link == 2]
     desk.wait(LIMITS.exclude_first_s + LIMITS.gather_s)
     assert desk.machine.phase is Phase.DRAINING, "it may come back"
+
+
+def test_a_coordinator_that_comes_after_a_lost_one_names_that_node() -> None:
+    """Those that come from its generation know it; nobody else does."""
+    desk = Desk()
+    desk.give(LinkOpened(2, "10.0.0.2", "10.0.0.9"))
+    desk.say(2, Join(NodeSpec(member="n2#1", host="n2", nproc=1), 7, led_by="n1 (ranks 0-3)"))
+    assert desk.machine.view(desk.now).why == "lost n1 (ranks 0-3), which had the coordinator"
+    desk.wait(LIMITS.join_s + 60.0)
+    outcome = desk.machine.outcome
+    assert outcome is not None
+    assert outcome.kind is OutcomeKind.NO_QUORUM
+    assert outcome.message.endswith("; the generation before ended: lost n1 (ranks 0-3), which had the coordinator")

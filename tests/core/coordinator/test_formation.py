@@ -196,6 +196,14 @@ def test_natural_order(ordered: list[str]) -> None:
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
+def test_every_node_knows_which_one_has_the_coordinator() -> None:
+    seats = [node("a", nproc=2), node("b", nproc=3, coordinator=True), node("c")]
+    places = assignments(seats, generation=1, restart_count=0, local_world=False)
+    assert {place.led_by for place in places.values()} == {"b (ranks 2-4)"}
+    none = assignments([node("a"), node("c")], generation=1, restart_count=0, local_world=False)
+    assert {place.led_by for place in none.values()} == {""}
+
+
 def test_ranks_are_prefix_sums_over_uneven_nodes() -> None:
     given_places = assignments(
         [node("a", nproc=2), node("b", nproc=1), node("c", nproc=3)], generation=4, restart_count=1, local_world=False

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from holdfast.core.coordinator.events import LinkClosed
 from holdfast.core.coordinator.looking import PARTING_LOOK_S
 from holdfast.core.coordinator.state import Phase
+from holdfast.core.hang import Finding, Place, RankStory
 from holdfast.core.outcome import Evidence, Failure, OutcomeKind
-from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.progress import RankProgress, Stage, Standing
 from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, Stopped, StopReason, WorkerDone, WorkersFailed
 from holdfast.core.stacks import Frame, RankSample
 from holdfast.testing.cluster import simple_judge
+from holdfast.testing.stalls import simple_examine
 from tests.core.coordinator.coordinator_desk import Desk, gathering, preparing, running, two_of_three
 
 
@@ -72,6 +76,27 @@ def test_a_hang_is_told_to_every_node_and_stands_in_the_view() -> None:
     assert notices(desk, 2)[1:] == ["the job goes on after 70 s without a step"]
     assert len(desk.noted("hang_over")) == 1
     assert desk.machine.view(desk.now).notices == ()
+
+
+def test_in_a_hang_each_rank_is_where_it_was_found_and_its_age_grows() -> None:
+    def examine(stories: Sequence[RankStory]) -> Finding:
+        places = (Place((1,), "is in sleep at data.py:17"), Place((0,), "waits in all_reduce at train.py:42"))
+        text = f"rank 1 is in sleep for {max(story.age_s for story in stories):.0f} s"
+        return structs.replace(simple_examine(stories), text=text, groups=places)
+
+    desk = training(examine=examine)
+    look_on(desk, 70.0, 1, 2)
+    ranks = [rank for node in desk.machine.view(desk.now).nodes for rank in node.ranks]
+    assert [(rank.standing, rank.place) for rank in ranks] == [
+        (Standing.WAITING, "waits in all_reduce at train.py:42"),
+        (Standing.HUNG, "is in sleep at data.py:17"),
+    ]
+    assert desk.machine.view(desk.now).notices == ("rank 1 is in sleep for 70 s",)
+    assert desk.machine.view(desk.now + 50.0).notices == ("rank 1 is in sleep for 120 s",)
+    steps(desk, 30)
+    view = desk.machine.view(desk.now)
+    assert all(rank.standing is None for node in view.nodes for rank in node.ranks)
+    assert view.notices == ()
 
 
 def test_the_end_of_a_hang_costs_a_restart_and_names_the_culprit() -> None:

@@ -167,7 +167,7 @@ def test_a_hang_of_a_script_that_counts_no_steps_is_over_when_somebody_works() -
     hall.finding = MOVING
     (over,) = hall.wait(15.0)
     assert isinstance(over, Over)
-    assert hall.watch.reported is None
+    assert hall.watch.standing(hall.now) is None
     assert hall.wait(1000.0) == []
 
 
@@ -250,7 +250,7 @@ def test_a_hang_is_told_once_and_stands(finding: Finding) -> None:
     assert report.still_s == pytest.approx(64.5)
     assert len(report.text.splitlines()) <= 4
     assert hall.wait(5000.0) == []
-    assert hall.watch.reported == finding
+    assert hall.watch.standing(hall.now) == finding
 
 
 def test_what_is_told_of_a_hang() -> None:
@@ -293,6 +293,22 @@ def test_with_the_defaults_a_hang_is_told_within_20_seconds() -> None:
     assert isinstance(report, Report)
 
 
+def test_a_hang_that_stands_is_found_again_with_ages_that_grow() -> None:
+    hall = training()
+    hall.wait(70.0)
+    assert hall.watch.standing(hall.now) == HUNG
+    ages = []
+    for _ in range(3):
+        hall.now += 20.0
+        assert hall.watch.standing(hall.now) is not None
+        ages.append([story.age_s for story in hall.stories[-1]])
+    assert ages == [[hall.now - 40 - 10] * 2, [hall.now - 20 - 10] * 2, [hall.now - 10] * 2]
+    hall.finding = MOVING
+    assert hall.watch.standing(hall.now) == HUNG, "it is over with a step, or as the watch says"
+    hall.steps(500)
+    assert hall.watch.standing(hall.now) is None
+
+
 def test_it_is_looked_at_again_and_again() -> None:
     hall = training()
     hall.wait(110.0)
@@ -304,7 +320,7 @@ def test_a_step_ends_it() -> None:
     hall.wait(100.0)
     hall.steps(101)
     assert hall.orders[-1] == Over(HUNG, pytest.approx(100.0))  # type: ignore[arg-type]
-    assert hall.watch.reported is None
+    assert hall.watch.standing(hall.now) is None
     assert hall.wait(59.0) == []
     hall.wait(2.0)
     assert hall.looks[-1] == 170.0, "and begins another minute"

@@ -121,6 +121,34 @@ def test_one_that_sleeps_and_one_that_holds_the_lock(board: Board, start: Start,
     assert [process.poll() for process in processes] == [None, None]
 
 
+def test_one_that_waits_for_a_lock_which_another_thread_has(board: Board, start: Start) -> None:
+    """Python does not say who holds a lock: the program's text does, where both threads name the same one."""
+    source = """
+import threading, time
+lock, other = threading.Lock(), threading.Lock()
+def saver(lock):
+    with lock:
+        time.sleep(600)
+threading.Thread(target=saver, args=(other,), daemon=True).start()
+threading.Thread(target=saver, args=(lock,), daemon=True).start()
+time.sleep(0.1)
+print('up')
+with lock:
+    pass
+"""
+    process = start(source)
+    samples: list[RankSample] = []
+
+    def waits() -> bool:
+        samples[:] = look(board, process)
+        return functions(samples[0]) == [("<module>", 11)] and bool(samples[0].threads)
+
+    until(waits, lambda: str(samples))
+    assert samples[0].source == "with lock:"
+    assert samples[0].note.startswith("it takes lock, and another thread is inside lock: in saver at ")
+    assert [frames[0].function for frames in samples[0].threads] == ["saver", "saver"]
+
+
 def test_one_that_spins(board: Board, start: Start) -> None:
     process = start(SPINS)
     first = look(board, process)[0]

@@ -66,6 +66,8 @@ class AgentBase:
         self._join_sent_s: float | None = None
         """When Join went out on the present link; None: not yet."""
         self._last_generation = 0
+        self._led_by = ""
+        """The node that had the coordinator of that generation, with its ranks, in words."""
         self._unlinked_s = now
         """When the link to the last coordinator broke; inf: it fell silent, and that one may have lived on."""
         self._leaving: Signalled | None = None

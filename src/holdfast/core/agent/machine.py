@@ -191,7 +191,8 @@ class AgentMachine(AgentBase):
         self._seeking = Seeking.begin(self.limits, now)
         self._note("link_lost", reason=reason)
         if self._pending_exit is None and self._leaving is None:
-            self._out.append(Say(f"lost the coordinator ({reason}); trying to reach it again"))
+            where = f" on {self._led_by}" if self._led_by else ""
+            self._out.append(Say(f"lost the coordinator{where}: {reason}; trying to reach it again"))
         if self.work in (Work.PREPARING, Work.PREPARED):
             self._idle()
         elif self.term is not None and self.term.vouched:
@@ -261,7 +262,7 @@ class AgentMachine(AgentBase):
             return
         self._enter(Work.PREPARING)
         self.term = Term(assign, self._node.nproc)
-        self._last_generation = assign.generation
+        self._last_generation, self._led_by = assign.generation, assign.led_by
         self._out.append(Prepare(assign))
 
     def _on_start(self, start: Start) -> None:
@@ -456,7 +457,7 @@ class AgentMachine(AgentBase):
 
     def _advance_seeking(self, now: float) -> None:
         if now >= self._seeking.deadline_s:
-            self._end(self._seeking.gave_up(knew_one=self._last_generation > 0))
+            self._end(self._seeking.gave_up(knew_one=self._last_generation > 0, led_by=self._led_by))
             if self._pending_exit is not None:
                 self._advance_exit(self._pending_exit)
         elif now >= self._seeking.dial_at_s:
@@ -480,4 +481,4 @@ class AgentMachine(AgentBase):
             self._join_sent_s = now
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
-            self._send(Join(self._named_node(), self._last_generation, unlinked_s, self._running()))
+            self._send(Join(self._named_node(), self._last_generation, unlinked_s, self._running(), self._led_by))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.core.agent.events import DialFailed
 from holdfast.core.errors import CoordinatorLostError, CoordinatorUnreachableError
-from holdfast.core.outcome import Outcome, OutcomeKind
+from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
 from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Limits
 
@@ -45,13 +45,19 @@ class Seeking:
         left_s = max(0.0, self.deadline_s - now)
         return f"waiting for the coordinator: {why} (giving up in {left_s:.0f} s)"
 
-    def gave_up(self, *, knew_one: bool) -> Outcome:
-        """`knew_one`: there was a coordinator once."""
+    def gave_up(self, *, knew_one: bool, led_by: str = "") -> Outcome:
+        """`knew_one`: there was a coordinator once. `led_by`: on this node, with these ranks."""
         code, exit_code = CoordinatorUnreachableError.code, CoordinatorUnreachableError.exit_code
         text = f"nobody answered within {self.limits.join_s:g} s"
         if knew_one:
             code = CoordinatorLostError.code
             text = f"the coordinator did not come back within {self.limits.join_s:g} s"
+            if led_by:
+                text = f"lost {led_by}, which had the coordinator: it did not come back within {self.limits.join_s:g} s"
+                verdict = Verdict(code=code, cause=text, lost_nodes=(led_by,))
+                return Outcome(
+                    kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict
+                )
         elif self.error is not None:
             code, exit_code = self.error.code, self.error.exit_code
             text = f"{self.error.reason} (tried for {self.limits.join_s:g} s)"

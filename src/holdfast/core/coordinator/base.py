@@ -249,7 +249,8 @@ class CoordinatorBase:
     # ---------------------------------------------------------------- phases and the end
 
     def _no_quorum(self, reason: str) -> None:
-        text = f"{reason}; here: {self._who_is_here()}"
+        before = f"; the generation before ended: {self._why}" if self._why else ""
+        text = f"{reason}; here: {self._who_is_here()}{before}"
         verdict = Verdict(code=JoinTimeoutError.code, cause=text, generation=self.generation, restarts=self.budget.used)
         self._finish(
             Outcome(

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Assign
+from holdfast.core.spans import spans
 
 
 class Candidate(Struct, frozen=True):
@@ -140,6 +141,7 @@ def assignments(
     role_size: dict[str, int] = {}
     for node in seats:
         role_size[node.role] = role_size.get(node.role, 0) + node.nproc
+    led_by = _led_by(seats)
     result: dict[str, Assign] = {}
     rank_base, role_base = 0, dict.fromkeys(role_size, 0)
     for group_rank, node in enumerate(seats):
@@ -154,7 +156,19 @@ def assignments(
             role_world_size=role_size[node.role],
             hosts_store=group_rank == 0,
             local_world=local_world,
+            led_by=led_by,
         )
         rank_base += node.nproc
         role_base[node.role] += node.nproc
     return result
+
+
+def _led_by(seats: Sequence[NodeSpec]) -> str:
+    """For the others, should that node be lost: nobody else could name it then."""
+    first = 0
+    for node in seats:
+        if node.hosts_coordinator:
+            ranks = range(first, first + node.nproc)
+            return f"{node.host} (rank{'' if len(ranks) == 1 else 's'} {spans(ranks)})"
+        first += node.nproc
+    return ""

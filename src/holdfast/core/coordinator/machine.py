@@ -188,6 +188,8 @@ class CoordinatorMachine(CoordinatorOversight):
             self._membership.set_busy(member, join.running.generation)
         if join.last_generation > self.generation:
             self._outwait_predecessor(min(self._born_s, now - join.unlinked_s), join.last_generation)
+            if join.led_by:
+                self._why = f"lost {join.led_by}, which had the coordinator"
         if self.world is None and not self.job.fixed_ranks:
             self._abandon(self._predecessor.heed(member, join))
         else:  # with fixed ranks the workers' store went down with the coordinator that piped them to it

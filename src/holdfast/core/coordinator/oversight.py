@@ -68,6 +68,7 @@ class CoordinatorOversight(CoordinatorBase):
     def view(self, now: float) -> JobView:
         """The job as it is, for people. Costs as much as it has ranks."""
         training_s = self._trained_s + (self._paces.training_s if self._paces is not None else 0.0)
+        hang = self._watch.standing(now) if self._watch is not None else None
         return view.JobView(
             run_id=self.job.run_id,
             phase=self.phase.value,
@@ -79,12 +80,11 @@ class CoordinatorOversight(CoordinatorBase):
             job_s=now - self._born_s,
             training_s=training_s,
             why=self.world.stop_text if self.world is not None and self.phase is Phase.STOPPING else self._why,
-            nodes=view.nodes(self.members.values(), self.world, self.phase, self._paces, self._membership, now),
-            notices=self._notices(),
+            nodes=view.nodes(self.members.values(), self.world, self.phase, self._paces, self._membership, now, hang),
+            notices=self._notices(hang),
         )
 
-    def _notices(self) -> tuple[str, ...]:
-        hang = self._watch.reported if self._watch is not None else None
+    def _notices(self, hang: Finding | None) -> tuple[str, ...]:
         stragglers = self._stragglers.standing if self._watch is not None else ()
         return (*([hang.text] if hang is not None else []), *(each.text for each in stragglers))
 

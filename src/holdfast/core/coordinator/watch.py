@@ -116,10 +116,13 @@ class Watch:
         self._patience_s = limits.hang_report_s
         """Without a step, until somebody is suspected; measured anew when it is over."""
 
-    @property
-    def reported(self) -> Finding | None:
-        """The hang that was told and stands."""
-        return self._suspicion.reported if self._suspicion is not None else None
+    def standing(self, now: float) -> Finding | None:
+        """The hang that was reported and is not over, as it is now: its ages grow, its places are those of the newest look."""
+        suspicion = self._suspicion
+        if suspicion is None or suspicion.reported is None:
+            return None
+        finding = self._find(now, suspicion, self._stories(now, suspicion))
+        return suspicion.reported if finding.kind is HangKind.MOVING else finding
 
     def due_s(self) -> float:
         """When `advance` has something to do."""
@@ -197,9 +200,7 @@ class Watch:
     def _conclude(self, now: float, suspicion: _Suspicion) -> list[Order]:
         timeout_s = self._limits.hang_timeout_s
         stories = self._stories(now, suspicion)
-        finding = self._examine(stories)
-        if suspicion.store:
-            finding = self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
+        finding = self._find(now, suspicion, stories)
         if finding.kind is HangKind.MOVING or not any(story.samples for story in stories):
             return self._goes_on(now, suspicion)
         if finding.signature != suspicion.signature:
@@ -217,6 +218,12 @@ class Watch:
             return [*orders, EndHung(finding, text, first)]
         self._look_again(now, suspicion, finding)
         return orders
+
+    def _find(self, now: float, suspicion: _Suspicion, stories: Sequence[RankStory]) -> Finding:
+        finding = self._examine(stories)
+        if not suspicion.store:
+            return finding
+        return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
 
     def _goes_on(self, now: float, suspicion: _Suspicion) -> list[Order]:
         """Somebody works. Where no steps are counted, that is all that can tell the end of a hang that was reported."""

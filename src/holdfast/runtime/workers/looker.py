@@ -7,6 +7,7 @@ nothing: see insight/hangs.py for what the samples mean.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import os
@@ -18,8 +19,9 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from holdfast.core.board import LOOK_MAIN_SIGNAL, LOOK_SIGNAL
-from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame
-from holdfast.core.stacks import RankSample
+from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame, program_threads
+from holdfast.core.locks import is_inside, wanted_at
+from holdfast.core.stacks import Frame, RankSample
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.workers import kernel
 from holdfast.runtime.workers.board import Board
@@ -37,6 +39,8 @@ READ_S_MAX = 0.2
 """For the program's own lines to be read from its files."""
 SOURCE_CHARS_MAX = 80
 SOURCE_BYTES_MAX = 4 * 1024 * 1024
+PARSED_BYTES_MAX = 512 * 1024
+"""Of a program that waits for a lock: it is parsed to find who holds it."""
 STILL_S = 0.01
 """A dump that has not grown for so long, by a worker that handles no signal, is whole."""
 
@@ -248,11 +252,12 @@ def _sample(look: _Look) -> RankSample:
         children_bytes=look.children_bytes,
         disk_bytes=look.disk_bytes,
         at_s=look.at_s,
+        threads=program_threads(look.text),
     )
 
 
 def _with_source(sample: RankSample) -> RankSample:
-    """With the text of the line that the program executes."""
+    """With the text of the line that the program executes, and which of its threads may hold the lock that it waits for."""
     index = program_frame(sample.frames)
     if index is None:
         return sample
@@ -261,11 +266,27 @@ def _with_source(sample: RankSample) -> RankSample:
         with open(os.open(frame.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return sample  # /dev/fd/63, a pipe
-            lines = file.read(SOURCE_BYTES_MAX).split(b"\n")
-        text = lines[frame.line - 1].decode(errors="replace").strip()
+            content = file.read(SOURCE_BYTES_MAX)
+        text = content.split(b"\n")[frame.line - 1].decode(errors="replace").strip()
     except (OSError, ValueError, IndexError):
         return sample  # not a file, or of another machine
-    return structs.replace(sample, source=text[:SOURCE_CHARS_MAX])
+    holder = _holder(frame, sample.threads, content) if "with " in text or ".acquire(" in text else ""
+    note = "; ".join(each for each in (sample.note, holder) if each)
+    return structs.replace(sample, source=text[:SOURCE_CHARS_MAX], note=note)
+
+
+def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) -> str:
+    """Which other thread is inside the lock that this line of the program takes, in words; empty: none is to be seen."""
+    if len(content) > PARSED_BYTES_MAX:
+        return ""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        tree = ast.parse(content)
+        lock = wanted_at(tree, waiting.line)
+        for frame in (frame for frames in threads for frame in frames if lock and frame.file == waiting.file):
+            if is_inside(tree, frame.line, lock):
+                at = f"{frame.file.rpartition('/')[2]}:{frame.line}"
+                return f"it takes {lock}, and another thread is inside {lock}: in {frame.function} at {at}"
+    return ""
 
 
 def _notes(children: Iterable[kernel.Child]) -> list[str]:
