@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.runtime.descriptors import needed
+
 LIMITED = """
 import os, resource, sys
 soft, hard = map(int, sys.argv[1:3])
@@ -30,6 +32,15 @@ def test_more_workers_than_the_soft_limit_has_room_for(site) -> None:
     agent = site.start("--standalone", "--nproc-per-node", "12", site.script(SAY_LIMIT), program=limited(40, 4096))
     assert agent.end() == 0, agent.text
     assert [each["soft"] for each in site.trail("limit")] == [40] * 12, "workers keep the limit that was given to us"
+
+
+def test_the_hard_limit_that_is_asked_for_is_enough(site) -> None:
+    nproc = 24
+    limit = needed(nproc, terminal=False)
+    script = site.script("print('out', flush=True)\nos.write(2, b'err\\n')\nmeet()\nprint('end', flush=True)")
+    agent = site.start("--standalone", "--nproc-per-node", str(nproc), script, program=limited(limit, limit))
+    assert agent.end() == 0, agent.text
+    assert len({each["rank"] for each in site.trail("up")}) == nproc
 
 
 def test_a_hard_limit_that_is_too_low(site) -> None:

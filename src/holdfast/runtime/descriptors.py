@@ -6,6 +6,7 @@ Workers keep the limit that the command was started with: the keeper gives it ba
 
 from __future__ import annotations
 
+import os
 import resource
 
 from holdfast.core.errors import PlatformError
@@ -14,8 +15,10 @@ DESCRIPTORS_WANTED = 65_536
 """A coordinator has a link to each of thousands of agents."""
 DESCRIPTORS_OWN = 64
 """An agent or a keeper without workers, with room for commands that ask it something."""
-DESCRIPTORS_PER_WORKER = 8
-"""Two log files and the memory for its stacks, and again as many while they are on their way to the worker."""
+DESCRIPTORS_PER_WORKER = 4
+"""Two log files, which are open either for the worker or to be shown, the memory for its stacks, and one to spare."""
+DESCRIPTORS_PER_TERMINAL_WORKER = 8
+"""Where our console is a terminal each of the two has a pseudo-terminal besides."""
 
 
 def soft_limit() -> int:
@@ -36,14 +39,14 @@ def restore_limit(soft: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def needed(nproc: int) -> int:
-    """By the agent, and by the keeper, of a node with so many workers."""
-    return DESCRIPTORS_OWN + DESCRIPTORS_PER_WORKER * nproc
+def needed(nproc: int, *, terminal: bool) -> int:
+    """By the agent, and by the keeper, of a node with so many workers. `terminal`: our console is one."""
+    return DESCRIPTORS_OWN + (DESCRIPTORS_PER_TERMINAL_WORKER if terminal else DESCRIPTORS_PER_WORKER) * nproc
 
 
 def provide(nproc: int) -> None:
     """Make room for so many workers. Raises PlatformError where the hard limit is too low."""
-    need = needed(nproc)
+    need = needed(nproc, terminal=os.isatty(1) or os.isatty(2))
     raise_limit(max(DESCRIPTORS_WANTED, need))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < need:

@@ -152,22 +152,21 @@ class StreamTail:
         self._needles = needles
         self._cutter = LineCutter()
         self._fd = -1
-        self._watch_handle = -1
+        self._watch_handle: int | None = None
         self._offset = 0
         self._progress_shown: bytes | None = None
         self._progress_due = 0.0
 
     def open(self, watch: ChangeWatch) -> None:
-        """A file that is gone is shown as an empty one."""
-        try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return
-        self._watch_handle = watch.add(self.path)
+        """Begin to follow it. A file that is gone is shown as an empty one."""
+        if os.path.exists(self.path):
+            self._watch_handle = watch.add(self.path)
 
     def close(self, watch: ChangeWatch) -> None:
-        if self._fd >= 0:
+        if self._watch_handle is not None:
             watch.remove(self._watch_handle)
+            self._watch_handle = None
+        if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
@@ -221,7 +220,7 @@ class StreamTail:
         return self._prefix + tame(text) if text else b""
 
     def _read(self) -> bytes:
-        if self._fd < 0:
+        if self._fd < 0 and not self._open_written():
             return b""
         try:
             size = os.fstat(self._fd).st_size
@@ -234,6 +233,15 @@ class StreamTail:
         self._offset += len(chunk)
         self.read_bytes += len(chunk)
         return chunk
+
+    def _open_written(self) -> bool:
+        """Once something is in it: by then our copies of what the worker writes to are closed, and descriptors are scarce."""
+        try:
+            if self._watch_handle is not None and os.stat(self.path).st_size:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        return self._fd >= 0
 
     def _without_repeat(self, lines: bytes) -> bytes:
         """A line whose last state was shown as progress is not shown again."""
