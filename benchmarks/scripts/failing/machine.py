@@ -60,7 +60,7 @@ def shared_tensor_is_too_large() -> None:
 
 @one(1, "HF231")
 def thread_cannot_start() -> None:
-    def start_new_thread(*what: object) -> None:
+    def start_new_thread(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     threading._start_new_thread = start_new_thread  # type: ignore[attr-defined]
