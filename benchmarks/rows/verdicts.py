@@ -55,7 +55,8 @@ class Told:
 
     @property
     def cause_right(self) -> bool:
-        return self.code in self.case.codes and self.case.says in self.verdict.get("cause", "")
+        said = f"{self.verdict.get('cause', '')}; {self.verdict.get('advice', '')}"
+        return self.code in self.case.codes and self.case.says in said
 
     def __str__(self) -> str:
         ranks = sorted(self.case.culprits) or "none"

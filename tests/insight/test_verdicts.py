@@ -165,6 +165,27 @@ def test_a_script_that_refuses_its_arguments_is_quoted_with_its_error_not_its_us
     assert verdict.cause.endswith("train.py: error: the following arguments are required: --lr")
 
 
+def test_a_script_made_with_click_is_quoted_with_its_error_too() -> None:
+    said = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option: --fancy\n"
+    verdict = judge(evidence(fails(0, code=2, stderr=said), hosts=("a",)))
+    assert verdict.code == "HF232"
+    assert verdict.cause.endswith("Error: No such option: --fancy")
+
+
+def test_a_count_of_errors_is_told_with_the_first_of_them() -> None:
+    said = "ValidationError: 2 validation errors for TrainConfig\nmax_seq_length\n  Input should be a valid integer [type=int_parsing]"
+    verdict = judge(evidence(fails(0, said), hosts=("a",)))
+    assert "for TrainConfig max_seq_length Input should be a valid integer" in verdict.cause
+
+
+def test_a_file_that_hides_a_library_is_named() -> None:
+    failure = fails(1, "AttributeError: module 'random' has no attribute 'shuffle'")
+    hidden = structs.replace(failure, facts={"hides": "/data/job/random.py hides the library random"})
+    verdict = judge(evidence(hidden, hosts=("a",)))
+    assert verdict.code == "HF211"
+    assert "/data/job/random.py hides the library random" in verdict.advice
+
+
 def test_a_crash_ends_in_the_script_not_in_what_runs_it() -> None:
     said = (
         "Fatal Python error: Aborted\n\nCurrent thread 0x00007f (most recent call first):\n"

@@ -22,7 +22,7 @@ class Case:
     codes: frozenset[str]
     """Causes that an expert accepts."""
     says: str = ""
-    """Words that the one line must have, so that the reader knows what happened."""
+    """Words that the cause or the advice must have, so that the reader knows what happened."""
     alone: bool = True
     """Only the first culprit runs the body, and the others wait for it."""
     torch: bool = False

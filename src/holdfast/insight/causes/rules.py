@@ -19,7 +19,7 @@ UNREACHED = "proxy, DNS and firewall of that node; let one rank per node downloa
 DATABASES = r"(?:psycopg2?|asyncpg|pymongo|redis|cx_Oracle|oracledb|cassandra|elasticsearch|kafka|influxdb)"
 CLIENTS = (
     r"(?:requests|urllib3?|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|huggingface_hub|wandb|mlflow|comet_ml|neptune|clearml"
-    r"|grpc|google|azure|paramiko)"
+    r"|grpc|google|azure|paramiko|openai|anthropic|minio|cohere|litellm)"
 )
 
 SERVICES = (
@@ -29,7 +29,7 @@ SERVICES = (
         REFUSED,
         says=r"gated repo|\b40[13] (?:Client Error|Forbidden|Unauthorized)|returned error 40[13]\b|RepositoryNotFound|is not a valid model identifier"
         r"|Invalid user token|Invalid token.{0,80}(?:log ?in|hugging|hub\b|wandb)|(?:invalid|incorrect|expired|missing) (?:API|access)[ _-](?:key|token)"
-        r"|\(AccessDenied\)|\((?:Expired|Invalid)Token\w*\)|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials"
+        r"|\bAccessDenied\b|AuthenticationException|\((?:Expired|Invalid)Token\w*\)|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials"
         r"|DefaultCredentialsError|api[_ ]key not configured|password authentication failed|Can't load .{0,200}https://huggingface\.co"
         r"|An error occurred \((?:40[134]|NoSuchBucket|NoSuchKey|AllAccessDisabled)\) when calling"
         r"|(?:pymysql|MySQLdb|mysql\.connector)\.[^\n]{0,80}\(?10(?:44|45)\b",
@@ -51,7 +51,8 @@ SERVICES = (
         r"|could not connect to server|Is the server running (?:on|locally)|server closed the connection unexpectedly"
         rf"|^(?:.{{0,80}}\()?{DATABASES}\.[\w.]*(?:Connect|Timeout|Operational|Interface|ServerSelection|Network|AutoReconnect|NoBrokers)\w*\b"
         rf"|^{CLIENTS}\.[\w.]*(?:Connect|Timeout|HTTPError|HTTPStatus|SSL|Proxy|Network|Protocol|Endpoint|MaxRetry|Unavailable|Comm|Disconnected|Chunked"
-        r"|Incomplete|TooManyRequests|RetryError|DeadlineExceeded|GatewayTimeout|RpcError)\w*\b",
+        r"|Incomplete|TooManyRequests|RetryError|DeadlineExceeded|GatewayTimeout|RpcError|Status)\w*\b"
+        r"|^[\w.]*(?:RateLimit|APIConnection|APITimeout|APIStatus|ServiceUnavailable|TooManyRequests|GatewayTimeout|Throttl\w*)(?:Error|Exception)?\b",
         types=types_of(
             "HTTPError URLError ConnectTimeout ReadTimeout SSLError SSLEOFError SSLZeroReturnError SSLCertVerificationError gaierror "
             "EndpointConnectionError LocalEntryNotFoundError MaxRetryError RemoteDisconnected IncompleteRead HfHubHTTPError "
@@ -97,7 +98,9 @@ ENDS = (
         "does not accept its arguments: {said}",
         "check what follows the script's name on the command line; options of holdfast come before it",
         says=r"^[\w./-]+(?: [\w-]+)*: error: (?:argument|the following|unrecognized|invalid|ambiguous|expected|one of|no such|too (?:few|many))|^usage: [^\n]|^Error: (?:No such option|Missing|Invalid|Got unexpected)"
-        r"|Flags parsing error|the following arguments are required|unrecognized arguments|Could not override|Key '.{0,80}' is not in struct"
+        r"|^\W{0,4}(?:No such option|Missing (?:option|argument|parameter)|Got unexpected extra argument|Invalid value for)\b"
+        r"|Flags parsing error|Could not consume arg|the following arguments are required|unrecognized arguments|Could not override|Key '.{0,80}' is not in struct"
+        r"|^In '.{0,80}': (?:Could not find|Validation error|ConfigKeyError)|You must specify '.{0,80}', e\.g"
         r"|not used by the HfArgumentParser",
         types=types_of(
             "ArgumentError UsageError MissingParameter BadParameter NoSuchOption UnrecognizedFlagError ConfigCompositionException"

@@ -69,7 +69,7 @@ GPU = (
         r"|no kernel image is available|CUDA_ERROR_(?:NO_DEVICE|NOT_INITIALIZED|SYSTEM_\w+|COMPAT\w+)|only supported with GPUs"
         r"|forward compatibility was attempted|system not yet initialized|libcuda\.so|CUDA (?:is )?(?:not|un)available"
         r"|has no attribute '_cuda|CUDA unknown error|nvidia-smi.{0,30}(?:has failed|not found)|torch\.cuda\.is_available\(\) is False"
-        r"|CUDA error: (?:initialization error|system)",
+        r"|CUDA error: (?:initialization error|system)|\bNVML\w*Error|NVML Shared Library",
         per_node=True,
     ),
     Rule(
