@@ -109,7 +109,8 @@ def _tell(launcher: Launcher, folder: Path, case: Case) -> Told | None:
 
 
 def _start_nodes(launcher: Launcher, folder: Path, case: Case, world: tuple[str, ...]) -> list[subprocess.Popen[bytes]]:
-    common = [f"--nproc-per-node={case.ranks}", *case.flags]
+    preload = () if case.uses_torch or case.files else ("--preload=none",)
+    common = [f"--nproc-per-node={case.ranks}", *preload, *case.flags]
     if case.nodes == 1:
         return [_start(launcher, folder, case, world, ["--standalone", *common])]
     with socket.socket() as free:

@@ -376,3 +376,27 @@ def test_where_most_did_not_come_the_one_that_waited_is_named() -> None:
     verdict = judge(evidence(in_barrier(0), survivors=tuple(elsewhere)))
     assert verdict.culprit is not None
     assert verdict.culprit.rank == 0
+
+
+def differs(rank: int, own: str, other: int, others: str) -> Failure:
+    said = "RuntimeError: Detected mismatch between collectives on ranks. Rank {} is running collective: CollectiveFingerPrint({}), but Rank {} is running collective: CollectiveFingerPrint({})."
+    return fails(rank, said.format(rank, own, other, others))
+
+
+def test_of_ranks_whose_collectives_differ_the_odd_one_is_named() -> None:
+    reduces = "SequenceNumber=1, OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float"
+    first, third = (differs(rank, reduces, 1, "SequenceNumber=0OpType=REDUCE") for rank in (0, 2))
+    second = differs(1, "SequenceNumber=1OpType=BARRIER", 0, "SequenceNumber=0OpType=GATHER")
+    verdict = judge(evidence(first, third, second))
+    assert verdict.code == "HF225"
+    assert verdict.culprit is second
+    assert verdict.cause.startswith("rank 1 on a called another collective than its peers")
+    assert judge(evidence(first)).culprit is first
+
+
+def test_the_rank_that_a_barrier_names_is_the_culprit() -> None:
+    complaint = fails(0, "RuntimeError: [Rank 0]: Rank 2 failed to pass monitoredBarrier in 4000 ms")
+    stopped = structs.replace(fails(2, code=-15), after_stop=True)
+    verdict = judge(evidence(complaint, stopped))
+    assert (verdict.code, verdict.culprit) == ("HF209", stopped)
+    assert verdict.cause.startswith("rank 2 on a did not come: rank 0 waited in vain")

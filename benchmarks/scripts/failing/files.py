@@ -92,7 +92,7 @@ def file_larger_than_allowed() -> None:
 
 @one(1, "HF214")
 def quota_used_up() -> None:
-    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/home/me/.cache/huggingface/blobs/ab12.incomplete")
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/scratch/hub/blobs/ab12.incomplete")
 
 
 @one(1, "HF230")

@@ -37,6 +37,11 @@ class Case:
     world: str = ""
     """A command in front of the launcher's, by its name in the row: `small-shm`, `small-memory`."""
 
+    @property
+    def uses_torch(self) -> bool:
+        """Worth a preload of torch."""
+        return self.torch or (self.body is not None and self.body.__module__.rpartition(".")[2].startswith("torch_"))
+
 
 CASES: dict[str, Case] = {}
 Body = Callable[[], object]

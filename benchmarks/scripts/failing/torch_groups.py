@@ -137,8 +137,8 @@ def never_reaches_the_group() -> None:
 
 
 @every("0 1", "HF224")
-def port_of_its_own_choice() -> None:
-    os.environ["MASTER_PORT"] = "12355"
+def address_of_its_own_choice() -> None:
+    os.environ["MASTER_ADDR"] = "head-node.cluster.invalid"
     group(SHORT_S)
 
 
@@ -149,7 +149,7 @@ def backend_misspelt() -> None:
     dist.init_process_group("ncll")
 
 
-@every("0 1", "HF201", says="default process group")
+@every("0 1", "HF201", says="Default process group")
 def group_never_made() -> None:
     meet()
 

@@ -147,7 +147,7 @@ def victims_wrap_the_complaint() -> None:
             raise ValueError(f"training step {step} failed") from error
 
 
-@one(1, "HF201", says="ProcessRaisedException", torch=True)
+@one(1, "HF201", says="child 0 has no shard", torch=True)
 def spawned_process_raises() -> None:
     import torch.multiprocessing as mp
 

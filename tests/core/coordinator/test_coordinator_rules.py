@@ -30,6 +30,7 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
+from holdfast.insight.verdicts import judge
 from tests.core.coordinator.coordinator_desk import (
     LIMITS,
     Desk,
@@ -359,3 +360,18 @@ def test_a_host_blamed_too_often_is_shut_out_for_a_while() -> None:
     assert Waiting("n2 was blamed 2 times: excluded for 60 s") in [message for link, message in desk.told if link == 2]
     desk.wait(LIMITS.exclude_first_s + LIMITS.gather_s)
     assert desk.machine.phase is Phase.DRAINING, "it may come back"
+
+
+def test_where_a_lost_node_does_not_come_back_the_verdict_is_its_loss() -> None:
+    desk = running(judge=judge)
+    desk.give(LinkClosed(2, "reset"))
+    desk.say(1, Stopped(1))
+    desk.wait(LIMITS.join_s + 1.0)
+    outcome = desk.machine.outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.code) == (OutcomeKind.NO_QUORUM, "HF301")
+    verdict = outcome.verdict
+    assert verdict is not None
+    assert verdict.code == "HF306"
+    assert verdict.cause.startswith("lost n2 (reset): rank 1; then 1 of at least 2 nodes came within 60 s")
+    assert verdict.culprit is None

@@ -23,6 +23,9 @@ HOSTS_NAMED_MAX = 3
 
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+))?")
+FINGERPRINT = re.compile(
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?(OpType=\w+(?:, TensorShape=\[[^\]]*\])?)"
+)
 POINT_TO_POINT = frozenset("send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split())  # noqa: SIM905
 """Whose two ends are different calls."""
 CALLED = re.compile(r"in (\w+) at (\S+)")
@@ -119,6 +122,19 @@ def _call(failure: Failure) -> str:
         if "/torch/distributed/" in file and not function.startswith(("_", "wrapper")):
             return function
     return ""
+
+
+def other_fingerprint(failures: Sequence[Failure]) -> Failure | None:
+    """The failure of the one rank whose collective is not that of the others, as torch's own check compared them; None:
+    nobody knows."""
+    told = [(each.rank, *pair) for each in failures[:LOOKED_AT_MAX] for pair in FINGERPRINT.findall(each.message)]
+    calls = {int(rank): call for _, rank, call in told}
+    calls |= {by: call for by, rank, call in told if by == int(rank)}  # of itself each knows it
+    counts = Counter(calls.values())
+    odd = [rank for rank, call in calls.items() if counts[call] == 1]
+    if len(odd) != 1:
+        return None
+    return next((failure for failure in failures if failure.rank == odd[0]), None)
 
 
 def _place(failure: Failure) -> tuple[int, str, str] | None:
