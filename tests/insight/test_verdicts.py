@@ -309,6 +309,19 @@ def test_ranks_that_waited_in_different_calls_are_told_with_their_lines() -> Non
     )
 
 
+def cut_off(failure: Failure) -> Failure:
+    closed = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7868."
+    return structs.replace(failure, message=closed, traceback=failure.traceback.replace(WAITED, closed))
+
+
+def test_who_is_cut_off_after_a_time_out_was_in_its_call_too() -> None:
+    verdict = judge(evidence(in_backward(2), cut_off(in_backward(0)), in_barrier(1)))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF225", 1)
+    verdict = judge(evidence(in_backward(2), in_backward(0), cut_off(in_barrier(1))))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF225", 1)
+    assert judge(evidence(cut_off(in_backward(2)), cut_off(in_barrier(1)))).code == "HF210"
+
+
 def test_ranks_that_waited_in_the_same_call_called_no_different_ones() -> None:
     assert judge(evidence(in_barrier(0), in_barrier(2))).code == "HF209"
 

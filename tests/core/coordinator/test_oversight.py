@@ -232,11 +232,27 @@ def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped()
     assert stops(desk) == []
     desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
     answer(desk, 2, "sleep")
+    assert stops(desk) == []
+    desk.wait(PARTING_LOOK_S + 0.1)
     assert [stop.reason for stop in stops(desk)] == [StopReason.WORKER_FAILED]
     for link in (1, 2):
         desk.say(link, Stopped(1))
     (story,) = judged[0].survivors
     assert (story.rank, story.samples[0].frames[0].function) == (1, "sleep")
+
+
+def test_a_survivor_that_waits_in_vain_too_may_say_so() -> None:
+    judged: list[Evidence] = []
+    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    times_out(desk, 1)
+    desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
+    answer(desk, 2)
+    times_out(desk, 2)
+    assert len(stops(desk)) == 1
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert [failure.rank for failure in judged[0].failures] == [0, 1]
+    assert judged[0].survivors == ()
 
 
 def test_those_that_do_not_answer_are_stopped_all_the_same() -> None:

@@ -10,7 +10,7 @@ from holdfast.core.outcome import Failure
 from holdfast.core.stacks import RankSample
 
 PARTING_LOOK_S = 2.0
-"""So long a generation is kept after a wait in vain, for the stacks of those that did not come."""
+"""So long a generation is kept after a wait in vain, for the stacks of those that did not come and the words of those that wait too."""
 SEARCHED_CHARACTERS = 4096
 IN_VAIN = re.compile(
     r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout|Watchdog caught collective operation timeout"

@@ -177,16 +177,16 @@ class CoordinatorOversight(CoordinatorBase):
 
     def _part(self, now: float) -> tuple[StopReason, str] | None:
         asked, world = self._round, self._world()
-        if asked is None:
-            if now < self._parting_due_s and not world.done_count and len(world.failures) < world.size:
-                return None
-        else:
-            if asked.awaited & self.members.keys() and now < self._parting_due_s:
-                return None
+        awaited = asked is not None and asked.awaited & self.members.keys()
+        may_speak = not world.done_count and len(world.failures) < world.size
+        if now < self._parting_due_s and (awaited or may_speak):
+            return None
+        if asked is not None:
+            spoke = {failure.rank for failure in world.failures}
             world.survivors = tuple(
                 RankStory(pace.rank, pace.host, pace.local_rank, now - pace.newest_s, (asked.samples[pace.rank],))
                 for pace in self._paces_of(world).ranks
-                if pace.rank in asked.samples
+                if pace.rank in asked.samples and pace.rank not in spoke
             )
         why, self._parting, self._round = self._parting, "", None
         return StopReason.WORKER_FAILED, why

@@ -96,7 +96,10 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
 
     Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
     """
-    waited = [each for each in failures[:LOOKED_AT_MAX] if blame(each) in (Blame.WAITED, Blame.WAITED_LATE)]
+    kinds = [(each, blame(each)) for each in failures[:LOOKED_AT_MAX]]
+    in_vain = any(kind in (Blame.WAITED, Blame.WAITED_LATE) for _, kind in kinds)
+    # Who is cut off then was in its call too: the first that timed out closed its connections.
+    waited = [each for each, kind in kinds if in_vain and kind in (Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)]
     calls = [(each, call, listen(each).place) for each in waited if (call := _call(each))]
     for story in survivors:
         where = where_is(story)

@@ -16,7 +16,7 @@ from holdfast.insight.causes.rules_torch import AGREEMENT, GPU, PEERS, WAITING
 
 REFUSED = "the name of what it asks for, and who asks: log in or set the token (HF_TOKEN, WANDB_API_KEY, AWS keys) on every node"
 UNREACHED = "proxy, DNS and firewall of that node; let one rank per node download before the others, or work offline (HF_HUB_OFFLINE=1)"
-DATABASES = r"(?:psycopg2?|asyncpg|pymongo|redis|cx_Oracle|oracledb|cassandra|elasticsearch|kafka|influxdb)"
+DATABASES = r"(?:psycopg2?|asyncpg|pymongo|redis|cx_Oracle|oracledb|cassandra|elasticsearch|kafka|influxdb|clickhouse_\w+|snowflake|pyodbc|trino)"
 CLIENTS = (
     r"(?:requests|urllib3?|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|huggingface_hub|wandb|mlflow|comet_ml|neptune|clearml"
     r"|grpc|google|azure|paramiko|openai|anthropic|minio|cohere|litellm)"
@@ -32,6 +32,7 @@ SERVICES = (
         r"|\bAccessDenied\b|AuthenticationException|\((?:Expired|Invalid)Token\w*\)|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials"
         r"|DefaultCredentialsError|api[_ ]key not configured|password authentication failed|Can't load .{0,200}https://huggingface\.co"
         r"|An error occurred \((?:40[134]|NoSuchBucket|NoSuchKey|AllAccessDisabled)\) when calling"
+        r"|^google\.api_core\.exceptions\.(?:Forbidden|Unauth\w+|PermissionDenied|NotFound)\b"
         r"|(?:pymysql|MySQLdb|mysql\.connector)\.[^\n]{0,80}\(?10(?:44|45)\b",
         types=types_of(
             "GatedRepoError RepositoryNotFoundError EntryNotFoundError RevisionNotFoundError NoCredentialsError DatasetNotFoundError "
@@ -43,9 +44,9 @@ SERVICES = (
         "could not reach a service outside the job: {said}",
         UNREACHED,
         says=r"HTTPS?Connection|urlopen error|HTTP Error \d|Max retries exceeded|CERTIFICATE_VERIFY_FAILED|Name or service not known|name resolution"
-        r"|nodename nor servname|EndpointConnectionError|LocalEntryNotFound|status code:? [45]\d\d\b|\b[45]\d\d (?:Client|Server) Error"
-        r"|(?:not|n't|failed to|unable to|error) (?:\w+ )?(?:connect\w*|reach|resolve|download\w*|fetch\w*|access|load|retrieve|open|contact)\b.{0,120}\bhttps?://"
-        r"|https?://.{0,300}(?:refused|timed? ?out|unreachable|reset by|status code|failed with|[^\w.](?:40[134589]|429|50[0234])\b)"
+        r"|nodename nor servname|EndpointConnectionError|LocalEntryNotFound|status(?: code)?:? [45]\d\d\b|\b[45]\d\d (?:Client|Server) Error"
+        r"|(?:not|n't|failed to|unable to|error) (?:\w+ )?(?:connect\w*|reach|resolve|download\w*|fetch\w*|access|load|retrieve|open|contact)\b.{0,120}(?<!see )\bhttps?://(?!docs\.|[\w.]*readthedocs)"
+        r"|https?://\S+[\s'\")>:].{0,300}(?:refused|timed? ?out|unreachable|reset by|status code|failed with|[^\w.](?:40[134589]|429|50[0234])\b)"
         r"|(?:Couldn't|could not|cannot) (?:reach|find) .{0,200}on the (?:Hugging ?Face )?Hub|on the Hub or cannot be accessed"
         r"|can't connect to (?:MySQL )?server|Lost connection to MySQL|MySQL server has gone away|connection to server at .{0,120}failed"
         r"|could not connect to server|Is the server running (?:on|locally)|server closed the connection unexpectedly"

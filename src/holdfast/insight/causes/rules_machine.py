@@ -149,7 +149,8 @@ FILES = (
         says=r"undefined symbol|GLIBC(?:XX)?_[\d.]+. not found|not found \(required by|compiled (?:with|using|against|for)"
         r" .{0,60}(?:numpy|torch|CUDA|version|module)|size changed, may indicate binary|invalid ELF|wrong ELF|symbol lookup error"
         r"|_ARRAY_API not found|binary incompatib|mismatches the version|operator \S+ does not exist|ABI version|numpy\.\w+\.multiarray failed|^RuntimeError: Numpy is not available|in static TLS block|compiled with different versions"
-        r"|VersionConflict|is required for a normal functioning|\bbut found \S+==\S|requires? .{0,60}[<>=]=? ?\d[\w.]*.{0,40}\b(?:but|found|installed|you have)\b"
+        r"|VersionConflict|is required for a normal functioning|\bbut found \S+==\S|requires? [\w.-]+ ?[<>=!~]=? ?\d[\w.]*.{0,60}\b(?:installed|you have|found version)\b"
+        r"|CUDA_HOME (?:environment variable )?is not set|nvcc(?: was)? not found"
         r"|\b(?:incompatible|unsupported) versions? of\b",
         per_node=True,
     ),
@@ -201,7 +202,8 @@ FILES = (
         r"|(?:different number of parameter groups|doesn't match the size of optimizer)|(?:corrupt\w*|damaged|truncated) (?:checkpoint|snapshot|file|zip|archive)"
         r"|not a (?:zip|checkpoint) file|unexpected EOF|file might be corrupted"
         r"|(?:missing|unexpected|unmatched) (?:key|param|weight|tensor)\w*\b.{0,80}(?:state_?dict|checkpoint)|(?:missing|absent|not found) (?:in|from) (?:the )?(?:checkpoint|state_?dict)"
-        r"|checkpoint.{0,60}(?:corrupt|damaged|incompatible|does not match)",
+        r"|checkpoint.{0,60}(?:corrupt|damaged|incompatible|does not match (?:the |this |your )?(?:model|architecture|optim|network|size|shape|current))"
+        r"|storage has wrong byte size|^(?!.*(?:No such file|not found|does not exist)).*(?:could not|cannot|can't|unable to|fail\w* to|error) (?:load|read|restor|resum)\w*\b.{0,40}\b(?:checkpoint|weights|state_?dict)\b",
         types=types_of(
             "UnpicklingError SafetensorError BadZipFile CheckpointException SnapshotDamagedError NoValidSnapshotError"
         ),
@@ -210,7 +212,9 @@ FILES = (
         "HF218",
         "may not do what it tried: {said}",
         "owner and mode of that path for the user who runs the job, read-only mounts, the container's security profile",
-        says=r"Permission denied|readonly database|Operation not permitted|Read-only file system|Errno (?:1|13|30)\]|\bE(?:ACCES|PERM|ROFS)\b",
+        says=r"Permission denied|readonly database|\bPermissionError\b|[ '\"]"
+        + PATH_WITH_SLASH
+        + r".{0,60}\baccess (?:is |was )?denied|Operation not permitted|Read-only file system|Errno (?:1|13|30)\]|\bE(?:ACCES|PERM|ROFS)\b",
         types=types_of("PermissionError"),
         per_node=True,
     ),
@@ -218,18 +222,20 @@ FILES = (
         "HF217",
         "met a file system that fails: {said}",
         "dmesg and the mount on that node (NFS server, FUSE daemon); remount it",
-        says=r"Stale file handle|Input/output error|Transport endpoint is not connected|Errno (?:5|107|108|112|116|117|121)\]|Remote I/O error|Structure needs cleaning",
+        says=r"Stale file handle|Input/output error|Transport endpoint is not connected|Errno (?:5|107|108|112|116|117|121)\]|Remote I/O error|Structure needs cleaning|No such device or address",
         per_node=True,
     ),
     Rule(
         "HF217",
         "does not find a file: {said}",
         "every node needs the file under the same path: a shared folder, or a copy on each; a relative path counts from where the job was started",
-        says=r"No such file or directory|unable to open database file|\bno files? (?:named|found|matching)\b|not found or corrupted|can't open file|Errno 2\]|\b(?:file|directory|folder) (?:was )?not found"
+        says=r"No such file or directory|unable to open database file|\bno files? (?:named|found|matching)\b|not found or corrupted|does not appear to have (?:a )?files? named|\bno (?:[\w()-]+ ){0,3}\w+ (?:were |was )?found in ['\"]?"
+        + PATH_WITH_SLASH
+        + r"|can't open file|Errno 2\]|\b(?:file|directory|folder) (?:was )?not found"
         rf"|^(?!.*{NO_FILES})(?:.*\s)?(?:parent )?(?:file|directory|folder|path)s?[ :]+['\"]?{PATH}['\"]? {GONE}"
         rf"|^(?!.*{NO_FILES})(?:.*[\s'\"])?(?:{PATH_WITH_SLASH}|{PATH_WITH_ENDING})['\"]? {GONE}"
         rf"|(?:(?:not|n't|cannot|unable to|no) (?:find|open|locate|read|access)|not found|no \w* ?files?)\b[^\n/]{{0,40}}[ '\"]{PATH_WITH_SLASH}",
-        types=types_of("FileNotFoundError NotADirectoryError IsADirectoryError"),
+        types=types_of("FileNotFoundError NotADirectoryError IsADirectoryError DataFilesNotFoundError"),
         per_node=True,
     ),
 )
