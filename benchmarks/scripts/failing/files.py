@@ -113,7 +113,7 @@ def pipes_use_up_descriptors() -> None:
 def lock_is_held() -> None:
     from filelock import FileLock
 
-    lock = FileLock(f"/tmp/holdfast-bench-{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}.lock")
+    lock = FileLock(Path(tempfile.gettempdir(), "cache.lock"))
     if rank() == 0:
         with lock:
             time.sleep(30)
