@@ -21,6 +21,7 @@ from benchmarks.rows import (
     tee,
     train_samples,
     train_save,
+    verdicts,
     warm,
 )
 
@@ -43,4 +44,5 @@ ALL: tuple[Row, ...] = (
     *train_save.ROWS,
     train_samples.ROW,
     *hangs.ROWS,
+    *verdicts.ROWS,
 )

@@ -64,7 +64,7 @@ def _failure(entry: dict[str, Any]) -> Failure:
         traceback=traceback,
         stderr_tail=entry.get("stderr", traceback),
         out_of_memory=entry.get("oom", False),
-        facts={"shm": entry["shm"]} if "shm" in entry else {},
+        facts={name: entry[name] for name in ("shm", "hides") if name in entry},
     )
 
 

@@ -165,6 +165,27 @@ def test_a_script_that_refuses_its_arguments_is_quoted_with_its_error_not_its_us
     assert verdict.cause.endswith("train.py: error: the following arguments are required: --lr")
 
 
+def test_a_script_made_with_click_is_quoted_with_its_error_too() -> None:
+    said = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option: --fancy\n"
+    verdict = judge(evidence(fails(0, code=2, stderr=said), hosts=("a",)))
+    assert verdict.code == "HF232"
+    assert verdict.cause.endswith("Error: No such option: --fancy")
+
+
+def test_a_count_of_errors_is_told_with_the_first_of_them() -> None:
+    said = "ValidationError: 2 validation errors for TrainConfig\nmax_seq_length\n  Input should be a valid integer [type=int_parsing]"
+    verdict = judge(evidence(fails(0, said), hosts=("a",)))
+    assert "for TrainConfig max_seq_length Input should be a valid integer" in verdict.cause
+
+
+def test_a_file_that_hides_a_library_is_named() -> None:
+    failure = fails(1, "AttributeError: module 'random' has no attribute 'shuffle'")
+    hidden = structs.replace(failure, facts={"hides": "/data/job/random.py hides the library random"})
+    verdict = judge(evidence(hidden, hosts=("a",)))
+    assert verdict.code == "HF211"
+    assert "/data/job/random.py hides the library random" in verdict.advice
+
+
 def test_a_crash_ends_in_the_script_not_in_what_runs_it() -> None:
     said = (
         "Fatal Python error: Aborted\n\nCurrent thread 0x00007f (most recent call first):\n"
@@ -288,6 +309,19 @@ def test_ranks_that_waited_in_different_calls_are_told_with_their_lines() -> Non
     )
 
 
+def cut_off(failure: Failure) -> Failure:
+    closed = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7868."
+    return structs.replace(failure, message=closed, traceback=failure.traceback.replace(WAITED, closed))
+
+
+def test_who_is_cut_off_after_a_time_out_was_in_its_call_too() -> None:
+    verdict = judge(evidence(in_backward(2), cut_off(in_backward(0)), in_barrier(1)))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF225", 1)
+    verdict = judge(evidence(in_backward(2), in_backward(0), cut_off(in_barrier(1))))
+    assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF225", 1)
+    assert judge(evidence(cut_off(in_backward(2)), cut_off(in_barrier(1)))).code == "HF210"
+
+
 def test_ranks_that_waited_in_the_same_call_called_no_different_ones() -> None:
     assert judge(evidence(in_barrier(0), in_barrier(2))).code == "HF209"
 
@@ -355,3 +389,27 @@ def test_where_most_did_not_come_the_one_that_waited_is_named() -> None:
     verdict = judge(evidence(in_barrier(0), survivors=tuple(elsewhere)))
     assert verdict.culprit is not None
     assert verdict.culprit.rank == 0
+
+
+def differs(rank: int, own: str, other: int, others: str) -> Failure:
+    said = "RuntimeError: Detected mismatch between collectives on ranks. Rank {} is running collective: CollectiveFingerPrint({}), but Rank {} is running collective: CollectiveFingerPrint({})."
+    return fails(rank, said.format(rank, own, other, others))
+
+
+def test_of_ranks_whose_collectives_differ_the_odd_one_is_named() -> None:
+    reduces = "SequenceNumber=1, OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float"
+    first, third = (differs(rank, reduces, 1, "SequenceNumber=0OpType=REDUCE") for rank in (0, 2))
+    second = differs(1, "SequenceNumber=1OpType=BARRIER", 0, "SequenceNumber=0OpType=GATHER")
+    verdict = judge(evidence(first, third, second))
+    assert verdict.code == "HF225"
+    assert verdict.culprit is second
+    assert verdict.cause.startswith("rank 1 on a called another collective than its peers")
+    assert judge(evidence(first)).culprit is first
+
+
+def test_the_rank_that_a_barrier_names_is_the_culprit() -> None:
+    complaint = fails(0, "RuntimeError: [Rank 0]: Rank 2 failed to pass monitoredBarrier in 4000 ms")
+    stopped = structs.replace(fails(2, code=-15), after_stop=True)
+    verdict = judge(evidence(complaint, stopped))
+    assert (verdict.code, verdict.culprit) == ("HF209", stopped)
+    assert verdict.cause.startswith("rank 2 on a did not come: rank 0 waited in vain")

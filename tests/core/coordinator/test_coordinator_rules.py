@@ -30,6 +30,7 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
+from holdfast.insight.verdicts import judge
 from tests.core.coordinator.coordinator_desk import (
     LIMITS,
     Desk,
@@ -372,3 +373,18 @@ def test_a_coordinator_that_comes_after_a_lost_one_names_that_node() -> None:
     assert outcome is not None
     assert outcome.kind is OutcomeKind.NO_QUORUM
     assert outcome.message.endswith("; the generation before ended: lost n1 (ranks 0-3), which had the coordinator")
+
+
+def test_where_a_lost_node_does_not_come_back_the_verdict_is_its_loss() -> None:
+    desk = running(judge=judge)
+    desk.give(LinkClosed(2, "reset"))
+    desk.say(1, Stopped(1))
+    desk.wait(LIMITS.join_s + 1.0)
+    outcome = desk.machine.outcome
+    assert outcome is not None
+    assert (outcome.kind, outcome.code) == (OutcomeKind.NO_QUORUM, "HF301")
+    verdict = outcome.verdict
+    assert verdict is not None
+    assert verdict.code == "HF306"
+    assert verdict.cause.startswith("lost n2 (reset): rank 1; then 1 of at least 2 nodes came within 60 s")
+    assert verdict.culprit is None

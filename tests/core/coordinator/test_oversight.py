@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.core.coordinator.events import LinkClosed
-from holdfast.core.coordinator.looking import PARTING_LOOK_S
+from holdfast.core.coordinator.looking import LAST_WORDS_S, PARTING_LOOK_S
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.hang import Finding, Place, RankStory
 from holdfast.core.outcome import Evidence, Failure, OutcomeKind
@@ -257,11 +257,27 @@ def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped()
     assert stops(desk) == []
     desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
     answer(desk, 2, "sleep")
+    assert stops(desk) == []
+    desk.wait(PARTING_LOOK_S + 0.1)
     assert [stop.reason for stop in stops(desk)] == [StopReason.WORKER_FAILED]
     for link in (1, 2):
         desk.say(link, Stopped(1))
     (story,) = judged[0].survivors
     assert (story.rank, story.samples[0].frames[0].function) == (1, "sleep")
+
+
+def test_a_survivor_that_waits_in_vain_too_may_say_so() -> None:
+    judged: list[Evidence] = []
+    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    times_out(desk, 1)
+    desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
+    answer(desk, 2)
+    times_out(desk, 2)
+    assert len(stops(desk)) == 1
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert [failure.rank for failure in judged[0].failures] == [0, 1]
+    assert judged[0].survivors == ()
 
 
 def test_those_that_do_not_answer_are_stopped_all_the_same() -> None:
@@ -278,6 +294,62 @@ def test_a_failure_with_a_reason_of_its_own_stops_them_at_once(first: bool) -> N
         times_out(desk, 1)
     desk.fail(2)
     assert len(stops(desk)) == 1
+
+
+# --- a lost connection ------------------------------------------------------------------------------------------------
+
+CLOSED = (
+    "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39846",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+    "torch.distributed.DistBackendError: NCCL error in: x.cpp:3690, remote process exited or there was a network error",
+    "RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.",
+)
+
+
+def loses_a_peer(desk: Desk, link: int, says: str = CLOSED[0]) -> None:
+    failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=1, message=says)
+    desk.say(link, WorkersFailed(desk.machine.generation, (failure,)))
+
+
+@pytest.mark.parametrize("says", CLOSED)
+def test_whoever_closed_a_connection_may_say_why_before_it_is_stopped(says: str) -> None:
+    desk = training()
+    loses_a_peer(desk, 1, says)
+    assert stops(desk) == []
+    desk.fail(2)
+    assert len(stops(desk)) == 1
+
+
+def test_whoever_closed_a_connection_may_end_with_0() -> None:
+    judged: list[Evidence] = []
+    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    loses_a_peer(desk, 1)
+    desk.say(2, WorkerDone(1, 0))
+    assert desk.machine.phase is Phase.STOPPING
+    desk.say(1, Stopped(1))
+    desk.say(2, Stopped(1))
+    assert judged[0].done == (1,)
+
+
+def test_after_a_lost_connection_nobody_is_waited_for_for_long() -> None:
+    desk = training()
+    loses_a_peer(desk, 1)
+    desk.wait(LAST_WORDS_S + 0.1)
+    assert len(stops(desk)) == 1
+
+
+def test_where_all_have_lost_their_peers_nobody_is_waited_for() -> None:
+    desk = training()
+    loses_a_peer(desk, 1)
+    loses_a_peer(desk, 2)
+    assert len(stops(desk)) == 1
+
+
+def test_a_wait_in_vain_after_a_lost_connection_is_looked_at() -> None:
+    desk = training()
+    loses_a_peer(desk, 1)
+    times_out(desk, 1)
+    assert len(looks(desk, 2)) == 1
 
 
 # --- the view ---------------------------------------------------------------------------------------------------------

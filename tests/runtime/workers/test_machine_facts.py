@@ -98,3 +98,31 @@ def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp
     )
     assert machine_facts.mounted(str(mounts)) == ["/", "/my data"]
     assert machine_facts.mounted(str(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "AttributeError: module 'random' has no attribute 'shuffle'",
+        "ImportError: cannot import name 'shuffle' from 'random' ({folder}/random.py)",
+        "ImportError: cannot import name 'x' from partially initialized module 'random.x' ({folder}/random.py)",
+        "ModuleNotFoundError: No module named 'random.core'",
+    ],
+)
+def test_a_file_beside_the_script_that_has_the_name_of_a_library_is_named(tmp_path: Path, words: str) -> None:
+    traceback = f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 3, in <module>\n'
+    words = traceback + words.format(folder=tmp_path)
+    assert "hides" not in facts_for(words, 1)
+    (tmp_path / "random.py").touch()
+    assert facts_for(words, 1)["hides"] == f"{tmp_path}/random.py hides the library random"
+
+
+def test_a_module_that_is_no_library_hides_none_and_what_is_imported_from_a_library_is_not_hidden(
+    tmp_path: Path,
+) -> None:
+    for name in ("utils_of_mine.py", "random.py"):
+        (tmp_path / name).touch()
+    place = f'  File "{tmp_path}/train.py", line 3, in <module>\n'
+    assert "hides" not in facts_for(f"{place}AttributeError: module 'utils_of_mine' has no attribute 'f'", 1)
+    whole = "ImportError: cannot import name 'f' from 'random' (/usr/lib/python3/dist-packages/random.py)"
+    assert "hides" not in facts_for(place + whole, 1)

@@ -88,6 +88,8 @@ class CoordinatorBase:
         self._reason = ""
         self._why = ""
         """How the newest generation that is over has ended."""
+        self._lost: Verdict | None = None
+        """On that generation, if nodes were lost in it and no other has been formed since."""
         self._out: list[Command] = []
 
     @property
@@ -252,6 +254,8 @@ class CoordinatorBase:
         before = f"; the generation before ended: {self._why}" if self._why else ""
         text = f"{reason}; here: {self._who_is_here()}{before}"
         verdict = Verdict(code=JoinTimeoutError.code, cause=text, generation=self.generation, restarts=self.budget.used)
+        if self._lost is not None:
+            verdict = structs.replace(self._lost, cause=f"{self._lost.cause}; then {text}", gave_up=reason)
         self._finish(
             Outcome(
                 kind=OutcomeKind.NO_QUORUM,

@@ -20,7 +20,6 @@ from holdfast.core.coordinator.commands import Command, DropLink, Tell
 from holdfast.core.coordinator.ending import Again, after_stop, restart_text
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked, Tick
 from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
-from holdfast.core.coordinator.looking import waited_in_vain
 from holdfast.core.coordinator.oversight import CoordinatorOversight
 from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
 from holdfast.core.errors import NodesError
@@ -246,7 +245,7 @@ class CoordinatorMachine(CoordinatorOversight):
         world.failures.extend(failures)
         self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
         text = f"rank {failures[0].rank} failed on {member.node.host}"
-        if self.phase is Phase.RUNNING and waited_in_vain(failures) and self._look_at_survivors(now, text):
+        if self.phase is Phase.RUNNING and self._keep_for_evidence(now, failures, text):
             return
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 
@@ -362,6 +361,7 @@ class CoordinatorMachine(CoordinatorOversight):
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
         self.generation = max(self.generation, self._predecessor.generation) + 1
+        self._lost = None
         self.world = World(
             generation=self.generation,
             order=tuple(node.member for node in seats),
@@ -482,6 +482,7 @@ class CoordinatorMachine(CoordinatorOversight):
                 told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
                 self._note("verdict", generation=world.generation, **told)
                 self._blame(now, world, verdict)
+                self._lost = verdict if verdict.lost_nodes else None
                 self._gather(now, world.stop_text, not_before_s=now + backoff_s)
             case Outcome() as outcome:
                 self._finish(outcome)

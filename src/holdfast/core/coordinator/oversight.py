@@ -11,7 +11,7 @@ from math import inf
 from holdfast.core.coordinator import view
 from holdfast.core.coordinator.base import CoordinatorBase
 from holdfast.core.coordinator.ending import Judge
-from holdfast.core.coordinator.looking import PARTING_LOOK_S, Round
+from holdfast.core.coordinator.looking import LAST_WORDS_S, PARTING_LOOK_S, Round, lost_a_peer, waited_in_vain
 from holdfast.core.coordinator.pace import Paces, of_world
 from holdfast.core.coordinator.state import Member, Phase, World
 from holdfast.core.coordinator.stragglers import Straggler, Stragglers
@@ -63,7 +63,9 @@ class CoordinatorOversight(CoordinatorBase):
         self._hung = ""
         """Why the generation is to be ended."""
         self._parting = ""
-        """Why it will be, as soon as the survivors of a wait in vain have been looked at; empty: it is not so."""
+        """Why it will be, as soon as the survivors have been looked at or the one that left has spoken; empty: it is not so."""
+        self._parting_due_s = inf
+        """At the latest then."""
 
     def view(self, now: float) -> JobView:
         """The job as it is, for people. Costs as much as it has ranks."""
@@ -129,8 +131,8 @@ class CoordinatorOversight(CoordinatorBase):
 
     def _oversight_due_s(self) -> float:
         """When `_oversee` has something to do."""
-        if self.phase is Phase.RUNNING and self._parting and self._round is not None:
-            return self._round.asked_s + PARTING_LOOK_S
+        if self.phase is Phase.RUNNING and self._parting:
+            return self._parting_due_s
         if self.phase is not Phase.RUNNING or self._watch is None:
             return inf
         if self._round is not None:
@@ -154,26 +156,37 @@ class CoordinatorOversight(CoordinatorBase):
         hung, self._hung = self._hung, ""
         return (StopReason.HUNG, hung) if hung else None
 
-    def _look_at_survivors(self, now: float, why: str) -> bool:
-        """Before they are stopped, those are looked at for whom a rank has waited in vain. Whether anybody answers that."""
-        if self._parting:
+    def _keep_for_evidence(self, now: float, failures: Sequence[Failure], why: str) -> bool:
+        """Whether the generation goes on for a moment. These failures are consequences: of somebody who did not come, and
+        is looked at before it is stopped, or of somebody who left, and may be about to say why."""
+        world, in_vain = self._world(), waited_in_vain(failures)
+        if not in_vain and (world.done_count or not lost_a_peer(failures)):
+            return False
+        if self._parting and (self._round is not None or not in_vain):
             return True
-        if self._world().hang is not None:
+        if world.hang is not None:
             return False  # who is to blame is known
-        self._look(now, store=False)
-        self._parting = why if self._round is not None and self._round.awaited else ""
-        return bool(self._parting)
+        if in_vain:
+            self._look(now, store=False)
+            if self._round is None or not self._round.awaited:
+                return False
+        else:
+            self._round = None
+        self._parting, self._parting_due_s = why, now + (PARTING_LOOK_S if in_vain else LAST_WORDS_S)
+        return True
 
     def _part(self, now: float) -> tuple[StopReason, str] | None:
-        asked = self._round
+        asked, world = self._round, self._world()
+        awaited = asked is not None and asked.awaited & self.members.keys()
+        may_speak = not world.done_count and len(world.failures) < world.size
+        if now < self._parting_due_s and (awaited or may_speak):
+            return None
         if asked is not None:
-            if asked.awaited & self.members.keys() and now < asked.asked_s + PARTING_LOOK_S:
-                return None
-            world = self._world()
+            spoke = {failure.rank for failure in world.failures}
             world.survivors = tuple(
                 RankStory(pace.rank, pace.host, pace.local_rank, now - pace.newest_s, (asked.samples[pace.rank],))
                 for pace in self._paces_of(world).ranks
-                if pace.rank in asked.samples
+                if pace.rank in asked.samples and pace.rank not in spoke
             )
         why, self._parting, self._round = self._parting, "", None
         return StopReason.WORKER_FAILED, why

@@ -33,6 +33,8 @@ WAITS = types_of("Empty Full TimeoutError BrokenBarrierError CancelledError")
 """How a main thread ends that waits for another one."""
 ROOM_BYTES_MIN = 2**30
 ROOM = re.compile(r"has ([\d.]+) (GiB|MiB) free of ([\d.]+) (GiB|MiB)")
+COUNTED = re.compile(r"\b\d+ (?:\w+ )?errors? (?:for|in|while|found|detected)\b")
+"""Announces what only the next lines say: a field, and what is wrong with it."""
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
@@ -109,6 +111,8 @@ def _fits(rule: Rule, failure: Failure, words: Words, text: str, type_: str) -> 
         return False
     if rule.peers and not of_peers(words, text or words.said):
         return False
+    if rule.known and not failure.facts.get(rule.known):
+        return False
     if rule.room and _has_room(failure.facts.get(rule.room, "")):
         return False
     if type_ in rule.types:
@@ -144,7 +148,7 @@ def _filled(rule: Rule, failure: Failure, words: Words, text: str) -> Cause:
 def _telling_line(rule: Rule, words: Words) -> str:
     """The line of its stderr that made the rule fit; a usage is only the preface to its error."""
     fitting = [line for line in words.said.splitlines() if rule.says and _search(rule.says, line)]
-    telling = next((line for line in fitting if not line.startswith("usage: ")), fitting[0] if fitting else "")
+    telling = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
     return _cut(telling.strip(), SAID_CHARACTERS_MAX)
 
 
@@ -235,8 +239,8 @@ def _first_line(text: str) -> str:
     if not lines:
         return ""
     said = lines[0]
-    if len(lines) > 1 and said.endswith((":", "?")) or (len(said) < 20 and len(lines) > 1):  # noqa: RUF021 - both are cheap
-        said = f"{said} {lines[1]}"
+    if len(lines) > 1 and (said.endswith((":", "?")) or len(said) < 20 or COUNTED.search(said)):
+        said = f"{said} {' '.join(lines[1:3] if COUNTED.search(said) else lines[1:2])}"
     return _cut(said, SAID_CHARACTERS_MAX)
 
 

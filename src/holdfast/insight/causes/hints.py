@@ -39,6 +39,10 @@ HINTS: tuple[tuple[str, str], ...] = (
         r"^(?:bdb\.)?BdbQuit",
         "a breakpoint without a terminal: workers have no stdin; take it out, or run the script alone, without holdfast",
     ),
+    (
+        r"BrokenProcessPool|terminated abruptly|TerminatedWorkerError",
+        "a process of its pool was killed, mostly for lack of memory, or crashed: fewer processes, and their own words on stderr",
+    ),
     (r"returned non-zero exit status|CalledProcessError", "the program it called failed: its own words are on stderr"),
 )
 """For exceptions that have no code of their own: words, and what to do."""

@@ -23,6 +23,9 @@ HOSTS_NAMED_MAX = 3
 
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+))?")
+FINGERPRINT = re.compile(
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?(OpType=\w+(?:, TensorShape=\[[^\]]*\])?)"
+)
 POINT_TO_POINT = frozenset("send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split())  # noqa: SIM905
 """Whose two ends are different calls."""
 CALLED = re.compile(r"in (\w+) at (\S+)")
@@ -93,7 +96,10 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
 
     Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
     """
-    waited = [each for each in failures[:LOOKED_AT_MAX] if blame(each) in (Blame.WAITED, Blame.WAITED_LATE)]
+    kinds = [(each, blame(each)) for each in failures[:LOOKED_AT_MAX]]
+    in_vain = any(kind in (Blame.WAITED, Blame.WAITED_LATE) for _, kind in kinds)
+    # Who is cut off then was in its call too: the first that timed out closed its connections.
+    waited = [each for each, kind in kinds if in_vain and kind in (Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)]
     calls = [(each, call, listen(each).place) for each in waited if (call := _call(each))]
     for story in survivors:
         where = where_is(story)
@@ -119,6 +125,19 @@ def _call(failure: Failure) -> str:
         if "/torch/distributed/" in file and not function.startswith(("_", "wrapper")):
             return function
     return ""
+
+
+def other_fingerprint(failures: Sequence[Failure]) -> Failure | None:
+    """The failure of the one rank whose collective is not that of the others, as torch's own check compared them; None:
+    nobody knows."""
+    told = [(each.rank, *pair) for each in failures[:LOOKED_AT_MAX] for pair in FINGERPRINT.findall(each.message)]
+    calls = {int(rank): call for _, rank, call in told}
+    calls |= {by: call for by, rank, call in told if by == int(rank)}  # of itself each knows it
+    counts = Counter(calls.values())
+    odd = [rank for rank, call in calls.items() if counts[call] == 1]
+    if len(odd) != 1:
+        return None
+    return next((failure for failure in failures if failure.rank == odd[0]), None)
 
 
 def _place(failure: Failure) -> tuple[int, str, str] | None:

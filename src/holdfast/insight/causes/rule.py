@@ -29,6 +29,8 @@ class Rule:
     """Or: it ended so."""
     room: str = ""
     """Does not fit where this fact says that there is plenty of room."""
+    known: str = ""
+    """Fits only where this fact was found out."""
     only: frozenset[Blame] = ANY
     frames: str = ""
     """Has to be found too among the files of its traceback's last frames; `says` or `types` alone do not fit then."""

@@ -16,10 +16,10 @@ from holdfast.insight.causes.rules_torch import AGREEMENT, GPU, PEERS, WAITING
 
 REFUSED = "the name of what it asks for, and who asks: log in or set the token (HF_TOKEN, WANDB_API_KEY, AWS keys) on every node"
 UNREACHED = "proxy, DNS and firewall of that node; let one rank per node download before the others, or work offline (HF_HUB_OFFLINE=1)"
-DATABASES = r"(?:psycopg2?|asyncpg|pymongo|redis|cx_Oracle|oracledb|cassandra|elasticsearch|kafka|influxdb)"
+DATABASES = r"(?:psycopg2?|asyncpg|pymongo|redis|cx_Oracle|oracledb|cassandra|elasticsearch|kafka|influxdb|clickhouse_\w+|snowflake|pyodbc|trino)"
 CLIENTS = (
     r"(?:requests|urllib3?|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|huggingface_hub|wandb|mlflow|comet_ml|neptune|clearml"
-    r"|grpc|google|azure|paramiko)"
+    r"|grpc|google|azure|paramiko|openai|anthropic|minio|cohere|litellm)"
 )
 
 SERVICES = (
@@ -29,9 +29,10 @@ SERVICES = (
         REFUSED,
         says=r"gated repo|\b40[13] (?:Client Error|Forbidden|Unauthorized)|returned error 40[13]\b|RepositoryNotFound|is not a valid model identifier"
         r"|Invalid user token|Invalid token.{0,80}(?:log ?in|hugging|hub\b|wandb)|(?:invalid|incorrect|expired|missing) (?:API|access)[ _-](?:key|token)"
-        r"|\(AccessDenied\)|\((?:Expired|Invalid)Token\w*\)|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials"
+        r"|\bAccessDenied\b|AuthenticationException|\((?:Expired|Invalid)Token\w*\)|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials"
         r"|DefaultCredentialsError|api[_ ]key not configured|password authentication failed|Can't load .{0,200}https://huggingface\.co"
         r"|An error occurred \((?:40[134]|NoSuchBucket|NoSuchKey|AllAccessDisabled)\) when calling"
+        r"|^google\.api_core\.exceptions\.(?:Forbidden|Unauth\w+|PermissionDenied|NotFound)\b"
         r"|(?:pymysql|MySQLdb|mysql\.connector)\.[^\n]{0,80}\(?10(?:44|45)\b",
         types=types_of(
             "GatedRepoError RepositoryNotFoundError EntryNotFoundError RevisionNotFoundError NoCredentialsError DatasetNotFoundError "
@@ -43,15 +44,16 @@ SERVICES = (
         "could not reach a service outside the job: {said}",
         UNREACHED,
         says=r"HTTPS?Connection|urlopen error|HTTP Error \d|Max retries exceeded|CERTIFICATE_VERIFY_FAILED|Name or service not known|name resolution"
-        r"|nodename nor servname|EndpointConnectionError|LocalEntryNotFound|status code:? [45]\d\d\b|\b[45]\d\d (?:Client|Server) Error"
-        r"|(?:not|n't|failed to|unable to|error) (?:\w+ )?(?:connect\w*|reach|resolve|download\w*|fetch\w*|access|load|retrieve|open|contact)\b.{0,120}\bhttps?://"
-        r"|https?://.{0,300}(?:refused|timed? ?out|unreachable|reset by|status code|failed with|[^\w.](?:40[134589]|429|50[0234])\b)"
+        r"|nodename nor servname|EndpointConnectionError|LocalEntryNotFound|status(?: code)?:? [45]\d\d\b|\b[45]\d\d (?:Client|Server) Error"
+        r"|(?:not|n't|failed to|unable to|error) (?:\w+ )?(?:connect\w*|reach|resolve|download\w*|fetch\w*|access|load|retrieve|open|contact)\b.{0,120}(?<!see )\bhttps?://(?!docs\.|[\w.]*readthedocs)"
+        r"|https?://\S+[\s'\")>:].{0,300}(?:refused|timed? ?out|unreachable|reset by|status code|failed with|[^\w.](?:40[134589]|429|50[0234])\b)"
         r"|(?:Couldn't|could not|cannot) (?:reach|find) .{0,200}on the (?:Hugging ?Face )?Hub|on the Hub or cannot be accessed"
         r"|can't connect to (?:MySQL )?server|Lost connection to MySQL|MySQL server has gone away|connection to server at .{0,120}failed"
         r"|could not connect to server|Is the server running (?:on|locally)|server closed the connection unexpectedly"
         rf"|^(?:.{{0,80}}\()?{DATABASES}\.[\w.]*(?:Connect|Timeout|Operational|Interface|ServerSelection|Network|AutoReconnect|NoBrokers)\w*\b"
         rf"|^{CLIENTS}\.[\w.]*(?:Connect|Timeout|HTTPError|HTTPStatus|SSL|Proxy|Network|Protocol|Endpoint|MaxRetry|Unavailable|Comm|Disconnected|Chunked"
-        r"|Incomplete|TooManyRequests|RetryError|DeadlineExceeded|GatewayTimeout|RpcError)\w*\b",
+        r"|Incomplete|TooManyRequests|RetryError|DeadlineExceeded|GatewayTimeout|RpcError|Status)\w*\b"
+        r"|^[\w.]*(?:RateLimit|APIConnection|APITimeout|APIStatus|ServiceUnavailable|TooManyRequests|GatewayTimeout|Throttl\w*)(?:Error|Exception)?\b",
         types=types_of(
             "HTTPError URLError ConnectTimeout ReadTimeout SSLError SSLEOFError SSLZeroReturnError SSLCertVerificationError gaierror "
             "EndpointConnectionError LocalEntryNotFoundError MaxRetryError RemoteDisconnected IncompleteRead HfHubHTTPError "
@@ -97,7 +99,9 @@ ENDS = (
         "does not accept its arguments: {said}",
         "check what follows the script's name on the command line; options of holdfast come before it",
         says=r"^[\w./-]+(?: [\w-]+)*: error: (?:argument|the following|unrecognized|invalid|ambiguous|expected|one of|no such|too (?:few|many))|^usage: [^\n]|^Error: (?:No such option|Missing|Invalid|Got unexpected)"
-        r"|Flags parsing error|the following arguments are required|unrecognized arguments|Could not override|Key '.{0,80}' is not in struct"
+        r"|^\W{0,4}(?:No such option|Missing (?:option|argument|parameter)|Got unexpected extra argument|Invalid value for)\b"
+        r"|Flags parsing error|Could not consume arg|the following arguments are required|unrecognized arguments|Could not override|Key '.{0,80}' is not in struct"
+        r"|^In '.{0,80}': (?:Could not find|Validation error|ConfigKeyError)|You must specify '.{0,80}', e\.g"
         r"|not used by the HfArgumentParser",
         types=types_of(
             "ArgumentError UsageError MissingParameter BadParameter NoSuchOption UnrecognizedFlagError ConfigCompositionException"

@@ -67,9 +67,9 @@ GPU = (
         says=r"driver/library version mismatch|driver version is insufficient|no NVIDIA driver|No (?:CUDA|HIP|XPU) GPUs are available|nvmlInit"
         r"|no CUDA-capable device|not compiled with CUDA|driver initialization failed|driver on your system is too old"
         r"|no kernel image is available|CUDA_ERROR_(?:NO_DEVICE|NOT_INITIALIZED|SYSTEM_\w+|COMPAT\w+)|only supported with GPUs"
-        r"|forward compatibility was attempted|system not yet initialized|libcuda\.so|CUDA (?:is )?(?:not|un)available"
+        r"|forward compatibility was attempted|system not yet initialized|libcuda\.so|CUDA (?:is )?(?:not |un)available"
         r"|has no attribute '_cuda|CUDA unknown error|nvidia-smi.{0,30}(?:has failed|not found)|torch\.cuda\.is_available\(\) is False"
-        r"|CUDA error: (?:initialization error|system)",
+        r"|CUDA error: (?:initialization error|system)|\bNVML\w*Error|NVML Shared Library",
         per_node=True,
     ),
     Rule(
@@ -122,7 +122,7 @@ AGREEMENT = (
         "by the number of micro-batches",
         says=r"returned nan values|\b(?:nan|inf)s?\b[`'\"]?.{0,40}(?:loss|grad|norm|detected|found|encountered|values?|weights?|at step|in (?:the )?)"
         r"|(?:loss|grad\w*|norm|outputs?|logits?|tensor|weights?|activations?|values?)\b.{0,60}\b(?:nan|inf|infinite|infinity)s?\b"
-        r"|non-?finite|not finite|float (?:nan|infinity)|isfinite|isnan|loss scale already at minimum|minimum loss scale|contains either",
+        r"|non[- ]?finite|(?:loss|grad\w*|norm)\b.{0,40}\bnot a number|not finite|float (?:nan|infinity)|isfinite|isnan|loss scale already at minimum|minimum loss scale|contains either",
         types=types_of("FloatingPointError"),
     ),
 )

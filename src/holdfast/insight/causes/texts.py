@@ -92,12 +92,15 @@ TEXTS: dict[str, Text] = {
     "HF211": Text(
         "a module is missing",
         "The script imports what is not installed in this Python, or a file of its own hides a library of the same name.",
-        "ModuleNotFoundError or ImportError left the script. Where only some nodes report it both sides are named.",
-        "Install it on the nodes named, with the same Python (python -m pip install …); better: one environment that all nodes mount, or one container image.",
+        "ModuleNotFoundError or ImportError left the script; or what it says of a module, and a file beside the script that has that module's name. "
+        "Where only some nodes report it both sides are named.",
+        "Install it on the nodes named, with the same Python (python -m pip install …); better: one environment that all nodes mount, or one container image. "
+        "A file that hides a library needs another name.",
     ),
     "HF212": Text(
         "a library does not fit, is missing, or cannot be compiled",
-        "A compiled extension was built for another CUDA, torch, numpy, compiler or glibc than is installed there; or a library that it needs is not "
+        "A compiled extension was built for another CUDA, torch, numpy, compiler or glibc than is installed there; a package wants another version of one "
+        "that it uses; or a library that it needs is not "
         "on the machine; or what torch.compile makes could not be compiled.",
         f"{WORDS} says `undefined symbol`, `cannot open shared object file`, `GLIBC_… not found`, that numpy's layout differs, or that a compiler failed.",
         "Reinstall the package that is named into this environment (pip install --force-reinstall --no-cache-dir); ldd on the library shows what is missing; "

@@ -11,7 +11,15 @@ from holdfast.core.hang import Finding
 from holdfast.core.outcome import Evidence, Failure, Verdict
 from holdfast.insight.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
 from holdfast.insight.causes.find import SAID_CHARACTERS_MAX, cause_of
-from holdfast.insight.causes.meeting import did_not_come, named_ranks, odd_one, other_calls, spread, stopped
+from holdfast.insight.causes.meeting import (
+    did_not_come,
+    named_ranks,
+    odd_one,
+    other_calls,
+    other_fingerprint,
+    spread,
+    stopped,
+)
 from holdfast.insight.causes.texts import ADVICE
 from holdfast.insight.causes.words import listen
 from holdfast.insight.places import Where
@@ -54,6 +62,12 @@ def verdict_on(evidence: Evidence) -> Verdict:
 def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
     """Somebody has a reason of its own."""
     cause = cause_of(culprit)
+    odd = other_fingerprint(evidence.failures) if cause.code == "HF225" else None
+    if odd is not None and odd is not culprit:
+        line = (
+            f"{_who(odd)} called another collective than its peers; rank {culprit.rank} {cause.line}{_where(culprit)}"
+        )
+        return evidence.verdict(cause.code, line, odd, cause.advice)
     line = f"{_who(culprit)} {cause.line}{_where(culprit)}{spread(evidence, culprit, cause)}"
     return evidence.verdict(cause.code, line, culprit, cause.advice)
 
@@ -83,6 +97,10 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         return evidence.verdict("HF225", f"{_who(culprit)} {other[1]}", culprit, ADVICE["HF225"])
     cause = cause_of(culprit)
     named = [rank for rank in named_ranks(complaints) if rank != culprit.rank]
+    accused = next((each for each in evidence.failures if named and each.rank == named[0]), None)
+    if accused is not None and accused not in complaints:
+        line = f"{_who(accused)} did not come: rank {culprit.rank} {cause.line}{_where(culprit)}"
+        return evidence.verdict(cause.code, line, accused, cause.advice)
     missing = f"; missing: rank {', '.join(map(str, named[:8]))}" if named else ""
     line = f"{_who(culprit)} {cause.line}{_where(culprit)}{missing}"
     return evidence.verdict(cause.code, line, culprit, cause.advice)

@@ -32,7 +32,7 @@ other code a traceback on stderr is of an exception that was caught."""
 SAID_LINES_MAX = 8
 """So many of its last lines may say why a program ended by an exit code of its own."""
 RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
-EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::[ \n]|:?$)")
+EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)")
 FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
 FRAMES_MAX = 12
@@ -215,13 +215,15 @@ def unwrapped(text: str) -> str:
 
 
 def native_words(stderr: str) -> str:
-    """`c10::Error: what` of an uncaught C++ exception; empty where there was none."""
+    """`c10::Error: what` of an uncaught C++ exception; empty where there was none, or one without words."""
     found = None
     for found in NATIVE_END.finditer(stderr):  # noqa: B007 - the last one
         pass
     if found is None:
         return ""
-    what = (found[2] or "").partition("\nException raised from")[0].partition("\nframe #0")[0]
+    if not found[2]:
+        return ""
+    what = found[2].partition("\nException raised from")[0].partition("\nframe #0")[0]
     return f"{found[1].rpartition(':')[2]}: {what.strip()}"
 
 

@@ -186,7 +186,7 @@ def failure_of_exit(
     if not after_stop:
         from holdfast.runtime.workers.machine_facts import facts_for  # here: a job that does not fail never needs it
 
-        facts = facts_for(f"{recorded.message}\n{stderr_tail}", exit_code, stderr_file)
+        facts = facts_for(f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", exit_code, stderr_file)
     return Failure(
         rank=rank,
         local_rank=local_rank,

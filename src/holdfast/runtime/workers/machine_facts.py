@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -33,6 +34,11 @@ NO_DISKS = re.compile(
     r"^(?:proc|sysfs|cgroup2?|devpts|mqueue|securityfs|debugfs|tracefs|bpf|pstore|configfs|squashfs|iso9660|nsfs|efivarfs)$"
 )
 FULL = 0.99
+MODULE = re.compile(
+    r"\bmodule '([\w.]+)' has no|from (?:partially initialized module )?'([\w.]+)'(?! \([^)]*/(?:site|dist)-packages/)|No module named '([\w.]+)'"
+)
+FILE = re.compile(r'^\s*File "([^"\n]+)", line', re.MULTILINE)
+LIBRARY = re.compile(r"/(?:site|dist)-packages\b|/lib/python3|<frozen ")
 PORT = re.compile(r"port[:= ]{1,3}(\d{2,5})|[\]\w.]:(\d{4,5})\b", re.IGNORECASE)
 
 _WORDS = {
@@ -68,6 +74,7 @@ _WORDS = {
     "pids": ("can't start new thread", "temporarily unavailable", "pthread_create", "cannot fork"),
     "memory": ("allocate", "memoryerror", "bad_alloc", "killed by signal: killed", "exited unexpectedly"),
     "port": ("address already in use", "eaddrinuse"),
+    "hides": ("error: module '", "initialized module '", "cannot import name ", "no module named "),
 }
 """Words, small, that ask for a fact. Not every lost connection does: what is gathered delays the report of a failure."""
 
@@ -82,6 +89,7 @@ def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
         "pids": pids,
         "memory": memory,
         "port": partial(port, words),
+        "hides": partial(hides, words),
     }
     small = words.lower()
     asked = {name for name, signs in _WORDS.items() if any(sign in small for sign in signs)}
@@ -199,6 +207,26 @@ def port(words: str) -> str:
         if holder:
             return f"port {number} is held by {holder}"
     return ""
+
+
+def hides(words: str) -> str:
+    """The script's own file that has the name of a library, of the modules and the files that the words name."""
+    found = MODULE.findall(words)
+    names = dict.fromkeys((one or other or third).partition(".")[0] for one, other, third in found)
+    folders = dict.fromkeys(os.path.dirname(file) for file in FILE.findall(words) if not LIBRARY.search(file))
+    for name in names:
+        for own in (os.path.join(folder, name) for folder in folders):
+            file = next((each for each in (f"{own}.py", f"{own}/__init__.py") if os.path.isfile(each)), "")
+            if file and _is_library(name, os.path.dirname(own)):
+                return f"{file} hides the library {name}"
+    return ""
+
+
+def _is_library(name: str, own_folder: str) -> bool:
+    places = [place for place in sys.path if LIBRARY.search(place) and place != own_folder]
+    return name in sys.stdlib_module_names or any(
+        os.path.exists(os.path.join(place, each)) for place in places for each in (name, f"{name}.py")
+    )
 
 
 def _size(number: float) -> str:
