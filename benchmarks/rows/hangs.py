@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.harness import HOLDFAST, BenchmarkError, Launcher, Metric, Row, Sample, launched, tail
@@ -71,6 +72,11 @@ class Seen:
         ended = [self.verdict["culprit"]["rank"]] if self.verdict.get("culprit") else []
         return [list(hang["culprits"]) for hang in self.hangs] + ([ended] if ended else [])
 
+    def after_s(self, rank: int) -> float | None:
+        """From the hang's begin until this rank, and no other, was reported."""
+        times = [hang["time"] for hang in self.hangs if hang["culprits"] == [rank]]
+        return times[0] - self.begun_s if times and self.begun_s else None
+
     def told(self) -> str:
         return " | ".join([hang["text"] for hang in self.hangs] + [self.verdict.get("cause", "")]) or self.said
 
@@ -88,19 +94,23 @@ def watched(launcher: Launcher, folder: Path, flags: list[str], script: str, *ar
     begun = folder / "begun"
     seen = Seen(code, begun.stat().st_mtime if begun.exists() else 0.0, reports(folder), said=tail(folder))
     for path in folder.rglob("verdict.json"):
-        seen.verdict = json.loads(path.read_text())["verdict"]
+        seen.verdict = json.loads(path.read_text())["verdict"] or {}
     return seen
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    lines = [line for path in folder.rglob("events.jsonl") for line in path.read_text().splitlines()]
+    lines = [line for path in folder.rglob("events.jsonl") for line in path.read_text().split("\n")[:-1]]
     return [event for event in map(json.loads, lines) if event["event"] == "coordinator.hang"]
 
 
 def side_by_side(folder: Path, names: dict[str, int], run: Callable[[Path, str, int], Seen]) -> dict[str, Seen]:
     def one(name: str) -> Seen:
         with tempfile.TemporaryDirectory(dir=folder, prefix=name) as place:
-            return run(Path(place), name, names[name])
+            seen = run(Path(place), name, names[name])
+        after_s = seen.after_s(names[name])
+        after = "" if after_s is None else f" after {after_s:.1f} s"
+        print(f"    {name}, rank {names[name]}: {seen.named}{after}, exit {seen.code}: {seen.told()}", flush=True)
+        return seen
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         return dict(zip(names, pool.map(one, names), strict=True))
@@ -128,21 +138,11 @@ def measure_default(launcher: Launcher, folder: Path) -> Sample:
 
 
 def of_hangs(jobs: dict[str, Seen]) -> Sample:
-    named, wrong, after = 0, 0, []
-    for name, seen in jobs.items():
-        right = [HANGS[name]]
-        if right in seen.named:
-            named += 1
-            first = next((hang for hang in seen.hangs if hang["culprits"] == right), None)
-            after += [first["time"] - seen.begun_s] if first and seen.begun_s else []
-        wrong += any(each and each != right for each in seen.named)
-        delay = f"{after[-1]:.1f} s" if right in seen.named and after else "-"
-        judged = "named" if right in seen.named else "NOT NAMED"
-        print(
-            f"    {name}, rank {right[0]}: {judged}, {delay}, {seen.named}, exit {seen.code}: {seen.told()}", flush=True
-        )
+    named = sum([HANGS[name]] in seen.named for name, seen in jobs.items())
+    wrong = sum(any(each and each != [HANGS[name]] for each in seen.named) for name, seen in jobs.items())
+    after = [after_s for name, seen in jobs.items() if (after_s := seen.after_s(HANGS[name])) is not None]
     sample = {"named": float(named), "wrong": float(wrong)}
-    return {**sample, "median": sorted(after)[len(after) // 2], "after": max(after)} if after else sample
+    return {**sample, "median": median(after), "after": max(after)} if after else sample
 
 
 # --- work that is no hang ---------------------------------------------------------------------------------------------
@@ -158,9 +158,6 @@ def measure_quiet(launcher: Launcher, folder: Path) -> Sample:
 
 
 def of_quiet(jobs: dict[str, Seen]) -> Sample:
-    for name, seen in jobs.items():
-        if seen.code or seen.hangs:
-            print(f"    {name}: exit {seen.code}: {seen.told()}", flush=True)
     ended = sum(seen.code != 0 for seen in jobs.values())
     return {"ended": float(ended), "alarms": float(sum(len(seen.hangs) for seen in jobs.values()))}
 

@@ -100,7 +100,8 @@ class Job:
 
     def release(self, rank: int) -> None:
         self.ranks[rank].send_signal(signal.SIGCONT)
-        for child in kernel.descendants([self.ranks[rank].pid])[self.ranks[rank].pid]:
+        pid = self.ranks[rank].pid
+        for child in kernel.descendants({pid: b""})[pid]:
             os.kill(child.pid, signal.SIGKILL)
         self.ranks[rank].send_signal(signal.SIGUSR1)
 

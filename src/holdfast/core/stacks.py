@@ -44,6 +44,8 @@ class RankSample(Struct, frozen=True, array_like=True):
     """Read and written so far by all disks and network file systems of its machine."""
     at_s: Seconds = 0.0
     """When it was taken, by its machine's monotonic clock."""
+    talked_bytes: Count = 0
+    """Sent and received over TCP so far, by it and by the processes below it that live."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

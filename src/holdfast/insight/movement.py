@@ -22,6 +22,9 @@ COPIED_BYTES = 1 << 20
 """Read or written between two samples, that is more than what logs, heartbeats and data loaders' messages are."""
 SAVED_BYTES = 64 << 10
 """The same of a rank that does not wait for others, its children included: a slow save, a slow download."""
+TALKED_BYTES = 4 << 10
+"""Sent and received by a rank that does not wait for others, its children included: a download into memory, however slow.
+What clients tell their servers all the time, as that they are alive, is less."""
 
 _MAY_CALL = re.compile(r"[(@]")
 """In a line of Python that may spend its time in native code."""
@@ -58,10 +61,12 @@ def copies(samples: Samples) -> bool:
 
 
 def saves(samples: Samples) -> bool:
-    """It or its children read or write, or it waits for a disk that does: a file is being brought to the disk."""
+    """It or its children read or write, files or the network, or it waits for a disk that does: a file is being brought to the disk."""
     waits_for_disk = all(sample.state == "D" for sample in samples)
-    return _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES) or (
-        waits_for_disk and _grows(samples, lambda sample: sample.disk_bytes, COPIED_BYTES)
+    return (
+        _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES)
+        or _grows(samples, lambda sample: sample.talked_bytes, TALKED_BYTES)
+        or (waits_for_disk and _grows(samples, lambda sample: sample.disk_bytes, COPIED_BYTES))
     )
 
 

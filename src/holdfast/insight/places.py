@@ -51,8 +51,6 @@ class Where(Struct, frozen=True):
     """Its main thread does, a little: it may do work and sleep in between."""
     computes: bool = False
     """It, or a process that loads its data, uses the processor, in what may be native code: it does not stand still."""
-    polls: bool = False
-    """It goes round a loop over several functions, without processor time."""
 
     @property
     def waits(self) -> bool:
@@ -118,7 +116,7 @@ def where_is(story: RankStory) -> Where:
     computes = children if doing is Doing.LOADING else busy and _may_be_native(samples, newest, doing)
     if computes:
         key += "\ncomputes"
-    return Where(story, doing, place, key, busy, not busy and movement.stirs(samples), computes, seen is not newest)
+    return Where(story, doing, place, key, busy, not busy and movement.stirs(samples), computes)
 
 
 def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: Doing) -> bool:

@@ -10,8 +10,8 @@ An examination is LOOKS looks at all workers, of which a function that is given 
 | the finding      | what follows                                                                                        |
 |------------------|-----------------------------------------------------------------------------------------------------|
 | MOVING           | another examination later                                                                           |
-| PAUSED           | the same; reported only when nobody has moved for hang_timeout_s                                         |
-| HUNG, STUCK      | told once, then looked at again and again; if it may only be slow, or computes: after slow_report_s  |
+| PAUSED           | the same; reported only when nobody has moved for hang_timeout_s; a rank that is left alone: as if HUNG, and slow |
+| HUNG, STUCK      | told once, then looked at again and again; if it may only be slow: after slow_report_s; if it computes: as PAUSED |
 | but MOVING, and nobody has moved for hang_timeout_s since the first look that showed the same | the generation is ended  |
 
 It is not ended while somebody who does not come computes, nor for a pause before the third step: nothing says then that
@@ -200,6 +200,9 @@ class Watch:
         finding = self._examine(stories)
         if suspicion.store:
             finding = self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
+        elif finding.kind is HangKind.PAUSED and finding.culprits and len(stories) < len(self._paces.ranks):
+            text = f"{finding.text}; all other ranks have ended"
+            finding = structs.replace(finding, kind=HangKind.HUNG, text=text, slow=True)
         if finding.kind is HangKind.MOVING or not any(story.samples for story in stories):
             return self._goes_on(now, suspicion)
         if finding.signature != suspicion.signature:
@@ -231,11 +234,13 @@ class Watch:
     def _silence_s(self, finding: Finding, suspicion: _Suspicion) -> float:
         """How long all must have stood where they stand before it is reported."""
         limits = self._limits
-        if finding.kind is HangKind.PAUSED:
-            return limits.hang_timeout_s or limits.pause_report_s
-        if not (finding.busy or finding.slow) or suspicion.warm_up:
+        at_the_end_s = limits.hang_timeout_s or limits.pause_report_s
+        if finding.kind is HangKind.PAUSED or finding.busy:
+            return at_the_end_s
+        if not finding.slow or suspicion.warm_up:
             return 0.0
-        return max(0.0, limits.slow_report_s - limits.hang_report_s)  # it is hang_report_s old when it is suspected
+        # It is hang_report_s old when it is suspected.
+        return min(max(0.0, limits.slow_report_s - limits.hang_report_s), at_the_end_s)
 
     def _look_again(self, now: float, suspicion: _Suspicion, finding: Finding | None) -> None:
         """One look more at a hang that was told; else a whole examination. `finding`: None when somebody works."""

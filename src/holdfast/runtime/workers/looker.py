@@ -17,11 +17,11 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from holdfast.core.board import LOOK_MAIN_SIGNAL, LOOK_SIGNAL
+from holdfast.core.board import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame
 from holdfast.core.stacks import RankSample
 from holdfast.runtime.detached import run_detached
-from holdfast.runtime.workers import kernel
+from holdfast.runtime.workers import kernel, sockets
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.processes import is_alive
 from holdfast.runtime.workers.stack_files import StackFiles
@@ -56,10 +56,16 @@ class _Look(Struct):
     pid: int
     fd: int
     """Of the file into which it writes; a duplicate of ours."""
+    variable: bytes
+    """In its environment, and in no other worker's."""
     stat: kernel.Stat | None = None
     main_cpu_s: float = 0.0
     dumped_bytes: int = 0
     """That it wrote for earlier looks."""
+    connections: dict[int, int] = {}
+    """What each of its connections had moved by then; by socket."""
+    talked_bytes: int = 0
+    """By all of them together."""
     moved_bytes: int = 0
     children_cpu_s: float = 0.0
     children_bytes: int = 0
@@ -87,6 +93,8 @@ class Looker:
         self._one_at_a_time = asyncio.Lock()
         self._dumped: dict[int, int] = {}
         """By process: bytes that it wrote because we asked for its stacks."""
+        self._connections: dict[int, tuple[dict[int, int], int]] = {}
+        """By process: what each of its connections has moved, and all there were together."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps for longer than anybody waits."""
 
@@ -97,13 +105,10 @@ class Looker:
         """
         async with self._one_at_a_time:
             await self._files.pause()
-            # Duplicates: the board may be closed meanwhile, and its numbers used for something else.
-            looks = [
-                _Look(rank, pid, os.dup(self._board.stacks(rank)), dumped_bytes=self._dumped.get(pid, 0))
-                for rank, pid in sorted(pids.items())
-            ]
+            looks = [self._begun(rank, pid) for rank, pid in sorted(pids.items())]
             samples = await run_detached(lambda: _collect(looks))
             self._dumped = {look.pid: look.dumped_bytes + look.size for look in looks}
+            self._connections = {look.pid: (look.connections, look.talked_bytes) for look in looks}
             if self._at_disk:
                 return samples
             with contextlib.suppress(TimeoutError):
@@ -119,6 +124,19 @@ class Looker:
                 return samples
             self._files.spy(samples)
             return samples
+
+    def _begun(self, local_rank: int, pid: int) -> _Look:
+        connections, talked_bytes = self._connections.get(pid, ({}, 0))
+        return _Look(
+            local_rank,
+            pid,
+            # A duplicate: the board may be closed meanwhile, and its number used for something else.
+            os.dup(self._board.stacks(local_rank)),
+            f"{BOARD_VARIABLE}={self._board.address(local_rank)}".encode(),
+            dumped_bytes=self._dumped.get(pid, 0),
+            connections=connections,
+            talked_bytes=talked_bytes,
+        )
 
     def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
         with self._disk():
@@ -145,10 +163,10 @@ class Looker:
 def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
     """Blocks; closes the looks' files."""
     try:
-        below = kernel.descendants(look.pid for look in looks)
-        disk_bytes = kernel.disk_bytes()
+        below = kernel.descendants({look.pid: look.variable for look in looks})
+        disk_bytes, moved_bytes = kernel.disk_bytes(), sockets.moved_bytes()
         for look in looks:
-            _measure(look, below[look.pid])
+            _measure(look, below[look.pid], moved_bytes)
             look.disk_bytes = disk_bytes
         time.sleep(QUIET_S)
         for look in looks:
@@ -166,7 +184,7 @@ def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
             os.close(look.fd)
 
 
-def _measure(look: _Look, below: Sequence[kernel.Child]) -> None:
+def _measure(look: _Look, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
     """What it and the processes below it have done so far."""
     look.at_s = time.monotonic()
     look.stat = kernel.read_stat(look.pid)
@@ -176,6 +194,9 @@ def _measure(look: _Look, below: Sequence[kernel.Child]) -> None:
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
     look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
     look.children_bytes = sum(kernel.moved_bytes(child.pid) for child in below[:MEASURED_MAX])
+    connections = sockets.of_processes([look.pid, *(child.pid for child in below[:MEASURED_MAX])], moved_bytes)
+    look.talked_bytes += sockets.since(look.connections, connections)
+    look.connections = connections
     look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
     look.switches = kernel.switches(look.pid)
 
@@ -248,6 +269,7 @@ def _sample(look: _Look) -> RankSample:
         children_bytes=look.children_bytes,
         disk_bytes=look.disk_bytes,
         at_s=look.at_s,
+        talked_bytes=look.talked_bytes,
     )
 
 
