@@ -236,10 +236,6 @@ def barrier_of_one(job: Job) -> None:
     dist.barrier()
 
 
-def another_collective(job: Job) -> None:
-    dist.all_reduce(torch.ones(3))
-
-
 def object_of_one(job: Job) -> None:
     dist.broadcast_object_list([None], src=(job.rank + 1) % job.world)
 
@@ -275,7 +271,7 @@ IN_THE_MIDDLE: tuple[Callable[[Job], None], ...] = (
     executor_waits_for_itself, asks_the_user, server_never_answers, server_asked_again_and_again, server_refuses,
     child_sleeps, child_stopped, child_waits_for_us, print_into_a_full_pipe, joined_process_sleeps, pool_lost_a_task,
     file_locked, database_locked, pipe_without_writer, polls_for_a_file, polls_in_functions, stale_lock_of_a_build,
-    await_for_ever, waits_for_a_signal, barrier_of_one, another_collective, object_of_one, barrier_in_finally,
+    await_for_ever, waits_for_a_signal, barrier_of_one, object_of_one, barrier_in_finally,
     key_that_nobody_sets, key_that_is_waited_for, recv_without_send, new_group_of_one,
 )  # fmt: skip
 
@@ -366,7 +362,7 @@ def one_step_fewer(job: Job) -> None:
 
 
 def backward_left_out(job: Job) -> None:
-    """By `continue`, for a batch of which the loss is not finite. Then it waits where the others add up their losses."""
+    """By `continue`, for a batch of which the loss is not finite. Then it waits at the end of the step."""
     begin()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -377,7 +373,7 @@ def backward_left_out(job: Job) -> None:
         else:
             loss.backward()
             optimizer.step()
-        dist.all_reduce(loss.detach())
+        dist.barrier()
 
 
 def monitored(job: Job) -> None:

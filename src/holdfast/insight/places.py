@@ -82,7 +82,7 @@ _WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
 _BARRIER = re.compile(r"in (monitored_)?barrier ")
 
 _SOURCE_SLEEPS = re.compile(r"\b((?:\w+\.)*sleep)\s*\(")
-_SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
+_SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store(?:\(\))?\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
 """In Python everything that waits has frames of its own, so these are torch's."""
 _SOURCE_COMMUNICATES = re.compile(
     r"\b(?:dist|distributed|c10d)\.((?:all|reduce|broadcast|barrier|gather|scatter|recv|send|monitored)\w*)\s*\("
