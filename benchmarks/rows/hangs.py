@@ -25,7 +25,7 @@ HANGS = {
     "child_waits_for_us": 0, "print_into_a_full_pipe": 1, "joined_process_sleeps": 2, "pool_lost_a_task": 0,
     "file_locked": 1, "database_locked": 2, "pipe_without_writer": 0, "polls_for_a_file": 1, "polls_in_functions": 2,
     "stale_lock_of_a_build": 0, "await_for_ever": 1, "waits_for_a_signal": 2, "barrier_of_one": 0, "object_of_one": 2, "barrier_in_finally": 1, "key_that_nobody_sets": 2,
-    "key_that_is_waited_for": 0, "recv_without_send": 1, "new_group_of_one": 2, "loader_stopped": 0,
+    "key_that_is_waited_for": 0, "recv_without_send": 1, "new_group_of_all_by_one": 2, "loader_stopped": 0,
     "loader_deadlocked": 1, "first_batch_never_comes": 2, "no_group": 1, "barrier_before_the_first_step": 0,
     "mismatch_before_the_first_step": 2, "loop_without_optimizer": 1, "one_step_fewer": 2, "backward_left_out": 1,
     "monitored": 2, "save_into_a_pipe": 0, "after_evaluation": 1, "second_group": 0, "thread_at_the_end": 2,

@@ -262,8 +262,8 @@ def recv_without_send(job: Job) -> None:
     dist.recv(torch.empty(3), src=(job.rank + 1) % job.world)
 
 
-def new_group_of_one(job: Job) -> None:
-    dist.new_group([job.rank])
+def new_group_of_all_by_one(job: Job) -> None:
+    dist.new_group()
 
 
 IN_THE_MIDDLE: tuple[Callable[[Job], None], ...] = (
@@ -272,7 +272,7 @@ IN_THE_MIDDLE: tuple[Callable[[Job], None], ...] = (
     child_sleeps, child_stopped, child_waits_for_us, print_into_a_full_pipe, joined_process_sleeps, pool_lost_a_task,
     file_locked, database_locked, pipe_without_writer, polls_for_a_file, polls_in_functions, stale_lock_of_a_build,
     await_for_ever, waits_for_a_signal, barrier_of_one, object_of_one, barrier_in_finally,
-    key_that_nobody_sets, key_that_is_waited_for, recv_without_send, new_group_of_one,
+    key_that_nobody_sets, key_that_is_waited_for, recv_without_send, new_group_of_all_by_one,
 )  # fmt: skip
 
 # --- and jobs of another course ---------------------------------------------------------------------------------------

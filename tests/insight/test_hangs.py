@@ -70,6 +70,9 @@ class Rank:
     frames: Sequence[tuple[Frame, ...]]
     state: str = "S"
     busy: bool = False
+    starved: bool = False
+    """It waits for a processor all the while."""
+    starved_children: bool = False
     stirs: bool = False
     children: bool = False
     """Its children use the processor."""
@@ -109,6 +112,8 @@ def story(number: int, rank: Rank) -> RankStory:
             disk_bytes=10**12 + index * (80_000_000 if rank.disk else 0),
             at_s=100.0 + index * rank.gap_s,
             talked_bytes=index * rank.talks,
+            wanted_s=index * (1.6 if rank.starved else 0.3),
+            children_wanted_s=index * (1.6 if rank.starved_children else 0.3),
         )
         for index, frames in enumerate(rank.frames)
     )
@@ -296,6 +301,12 @@ QUIET: dict[str, tuple[Finding, HangKind, str, bool, bool]] = {
         found({3: steady(CALLS_CHILD, talks=1_000)}), HangKind.HUNG, "HF240", False, False,
     ),
     "a collective that is slow": (found({}, steady(ALL_REDUCE, talks=16_000)), HangKind.STUCK, "HF241", False, False),
+    "a busy child that gets no processor": (
+        found({3: steady(CALLS_CHILD, starved_children=True)}), HangKind.MOVING, "", False, False,
+    ),
+    "numpy that gets no processor": (
+        found({3: steady(NUMPY, "R", starved=True)}), HangKind.HUNG, "HF240", True, False,
+    ),
     "an idle child": (found({3: steady(CALLS_CHILD)}), HangKind.HUNG, "HF240", False, False),
     "all wait, and one has a busy child": (
         found({3: steady(ALL_REDUCE, children=True)}), HangKind.STUCK, "HF241", False, False,
@@ -311,6 +322,7 @@ QUIET: dict[str, tuple[Finding, HangKind, str, bool, bool]] = {
     "a loop of Python for ever": (
         found({3: steady(MAIN, "R", busy=True, source="pass")}), HangKind.HUNG, "HF240", False, False,
     ),
+    "work with pauses on all ranks": (found({}, replace(SLEEPS, stirs=True)), HangKind.PAUSED, "", True, False),
     "numpy on all ranks": (found({}, steady(NUMPY, "R", busy=True)), HangKind.PAUSED, "", True, False),
     "numpy in a world of one": (found({}, steady(NUMPY, "R", busy=True), world=1), HangKind.PAUSED, "", True, False),
     "another program, busy": (found({2: Rank([()] * 3, "R", busy=True)}), HangKind.HUNG, "HF240", True, False),

@@ -16,8 +16,8 @@ Pure. `examine` is given to the coordinator by the command line, as the judge of
 | all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
 | all wait for others, at one place                                | STUCK  | HF241 |
 
-HUNG is `slow` for data, and for rank 0 when the others wait in a barrier; `busy` when
-somebody of those who do not come computes in what may be native code.
+HUNG is `slow` for data, and for rank 0 when the others wait in a barrier; `busy` when somebody of those who do not come
+computes in what may be native code, or, where nobody waits, somebody uses a little processor time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
         culprits=tuple(each.story.rank for each in named),
         groups=tuple(_groups(odd) + _groups(others)),
         signature=signature.hexdigest(),
-        busy=any(each.computes for each in missing),
+        busy=any(each.computes or (each.stirs and not odd) for each in missing),
         slow=kind is HangKind.HUNG and _may_be_slow(odd, others),
     )
 

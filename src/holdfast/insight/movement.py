@@ -16,6 +16,8 @@ GAP_S = 2.0
 """The limits below are for two samples at most so far apart; where the gap is longer they grow with it."""
 BUSY_S = 0.15
 """Processor time between two samples that is more than what a waiting rank's idle threads need."""
+WANTED_S = 0.8
+"""The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to do."""
 STIRS_S = 0.025
 """Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
 COPIED_BYTES = 1 << 20
@@ -43,7 +45,9 @@ def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float)
 
 def is_busy(samples: Samples) -> bool:
     """It uses the processor."""
-    return _grows(samples, lambda sample: sample.cpu_s, BUSY_S)
+    return _grows(samples, lambda sample: sample.cpu_s, BUSY_S) or _grows(
+        samples, lambda sample: sample.wanted_s, WANTED_S
+    )
 
 
 def stirs(samples: Samples) -> bool:
@@ -52,7 +56,9 @@ def stirs(samples: Samples) -> bool:
 
 
 def children_are_busy(samples: Samples) -> bool:
-    return _grows(samples, lambda sample: sample.children_cpu_s, BUSY_S)
+    return _grows(samples, lambda sample: sample.children_cpu_s, BUSY_S) or _grows(
+        samples, lambda sample: sample.children_wanted_s, WANTED_S
+    )
 
 
 def copies(samples: Samples) -> bool:

@@ -264,7 +264,7 @@ class Watch:
                 rank=pace.rank,
                 host=pace.host,
                 local_rank=pace.local_rank,
-                age_s=now - (pace.stage_since_s if suspicion.store else pace.newest_s),
+                age_s=now - (pace.stage_since_s if suspicion.store else max(pace.newest_s, pace.stage_since_s)),
                 samples=tuple(samples) if len(samples := suspicion.samples.get(pace.rank, ())) > 1 else (),
             )
             for pace in self._paces.alive()

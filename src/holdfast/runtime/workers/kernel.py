@@ -72,6 +72,20 @@ def read_stat(pid: int | str) -> Stat | None:
     return Stat(fields[0].decode(), own / ticks, int(fields[1]), name, ended / ticks, int(fields[3]))
 
 
+def wanted_s(pid: int, *, all_threads: bool) -> float:
+    """Processor time that a process, or its main thread, has used so far, and time for which it waited for a processor: on a
+    machine that has too much to do the second is most of it. 0 where that is not known."""
+    tasks = [str(pid)]
+    if all_threads:
+        with contextlib.suppress(OSError):
+            tasks = os.listdir(f"/proc/{pid}/task")[:TASKS_MAX]
+    found_ns = 0
+    for task in tasks:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{task}/schedstat", "rb") as file:
+            found_ns += sum(map(int, file.read().split()[:2]))
+    return found_ns / 1e9
+
+
 def moved_bytes(pid: int) -> int:
     """What a process has read and written so far, as system calls count it and as disks do: one of them grows while it
     copies. 0 where that may not be known."""

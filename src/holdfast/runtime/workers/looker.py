@@ -49,6 +49,18 @@ _STOPPED = ("T", "t")
 _DEAD = ("Z", "X", "x")
 
 
+class Tally(Struct, frozen=True):
+    """What several have done together, of which some end and some are new: their numbers alone may fall."""
+
+    total: float = 0
+    of_each: dict[int, float] = {}
+    """What each that was there has done by now."""
+
+    def and_now(self, of_each: dict[int, float]) -> Tally:
+        grown = sum(max(0, done - self.of_each.get(one, 0)) for one, done in of_each.items())
+        return Tally(self.total + grown, of_each)
+
+
 class _Look(Struct):
     """One worker, while it is looked at."""
 
@@ -62,13 +74,14 @@ class _Look(Struct):
     main_cpu_s: float = 0.0
     dumped_bytes: int = 0
     """That it wrote for earlier looks."""
-    connections: dict[int, int] = {}
-    """What each of its connections had moved by then; by socket."""
-    talked_bytes: int = 0
-    """By all of them together."""
+    talked: Tally = Tally()
+    """Bytes of its connections, by socket."""
+    wanted: Tally = Tally()
+    """Seconds of the processes below it, by process."""
     moved_bytes: int = 0
     children_cpu_s: float = 0.0
     children_bytes: int = 0
+    wanted_s: float = 0.0
     disk_bytes: int = 0
     at_s: float = 0.0
     switches: int = 0
@@ -93,8 +106,8 @@ class Looker:
         self._one_at_a_time = asyncio.Lock()
         self._dumped: dict[int, int] = {}
         """By process: bytes that it wrote because we asked for its stacks."""
-        self._connections: dict[int, tuple[dict[int, int], int]] = {}
-        """By process: what each of its connections has moved, and all there were together."""
+        self._tallies: dict[int, tuple[Tally, Tally]] = {}
+        """By process: what is tallied of it."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps for longer than anybody waits."""
 
@@ -108,7 +121,7 @@ class Looker:
             looks = [self._begun(rank, pid) for rank, pid in sorted(pids.items())]
             samples = await run_detached(lambda: _collect(looks))
             self._dumped = {look.pid: look.dumped_bytes + look.size for look in looks}
-            self._connections = {look.pid: (look.connections, look.talked_bytes) for look in looks}
+            self._tallies = {look.pid: (look.talked, look.wanted) for look in looks}
             if self._at_disk:
                 return samples
             with contextlib.suppress(TimeoutError):
@@ -126,7 +139,7 @@ class Looker:
             return samples
 
     def _begun(self, local_rank: int, pid: int) -> _Look:
-        connections, talked_bytes = self._connections.get(pid, ({}, 0))
+        talked, wanted = self._tallies.get(pid, (Tally(), Tally()))
         return _Look(
             local_rank,
             pid,
@@ -134,8 +147,8 @@ class Looker:
             os.dup(self._board.stacks(local_rank)),
             f"{BOARD_VARIABLE}={self._board.address(local_rank)}".encode(),
             dumped_bytes=self._dumped.get(pid, 0),
-            connections=connections,
-            talked_bytes=talked_bytes,
+            talked=talked,
+            wanted=wanted,
         )
 
     def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
@@ -193,10 +206,11 @@ def _measure(look: _Look, below: Sequence[kernel.Child], moved_bytes: Mapping[in
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
     look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
-    look.children_bytes = sum(kernel.moved_bytes(child.pid) for child in below[:MEASURED_MAX])
-    connections = sockets.of_processes([look.pid, *(child.pid for child in below[:MEASURED_MAX])], moved_bytes)
-    look.talked_bytes += sockets.since(look.connections, connections)
-    look.connections = connections
+    pids = [child.pid for child in below[:MEASURED_MAX]]
+    look.children_bytes = sum(map(kernel.moved_bytes, pids))
+    look.wanted_s = kernel.wanted_s(look.pid, all_threads=True)
+    look.wanted = look.wanted.and_now({pid: kernel.wanted_s(pid, all_threads=False) for pid in pids})
+    look.talked = look.talked.and_now(sockets.of_processes([look.pid, *pids], moved_bytes))
     look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
     look.switches = kernel.switches(look.pid)
 
@@ -269,7 +283,9 @@ def _sample(look: _Look) -> RankSample:
         children_bytes=look.children_bytes,
         disk_bytes=look.disk_bytes,
         at_s=look.at_s,
-        talked_bytes=look.talked_bytes,
+        talked_bytes=round(look.talked.total),
+        wanted_s=look.wanted_s,
+        children_wanted_s=look.wanted.total,
     )
 
 

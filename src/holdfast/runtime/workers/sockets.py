@@ -81,7 +81,7 @@ def _aligned(length: int) -> int:
     return (length + 3) & ~3
 
 
-def of_processes(pids: Iterable[int], moved: Mapping[int, int]) -> dict[int, int]:
+def of_processes(pids: Iterable[int], moved: Mapping[int, int]) -> dict[int, float]:
     """What each connection of these processes has moved, of what all have."""
     inodes: set[int] = set()
     for pid in pids:
@@ -92,8 +92,3 @@ def of_processes(pids: Iterable[int], moved: Mapping[int, int]) -> dict[int, int
                     if kind == "socket":
                         inodes.add(int(number.strip("[]")))
     return {inode: moved[inode] for inode in inodes if inode in moved}
-
-
-def since(earlier: Mapping[int, int], now: Mapping[int, int]) -> int:
-    """What connections have moved since then, those that are new included."""
-    return sum(max(0, moved - earlier.get(inode, 0)) for inode, moved in now.items())
