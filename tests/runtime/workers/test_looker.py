@@ -20,7 +20,7 @@ from holdfast.core.stacks import RankSample
 from holdfast.runtime.workers import kernel, processes
 from holdfast.runtime.workers import looker as looker_module
 from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker
+from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker, Tally
 from holdfast.runtime.workers.spawn import BOOTSTRAP
 from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles
 from tests.support.limits import limit_s, until
@@ -217,7 +217,14 @@ def test_what_the_processes_below_it_do_is_counted(
     (later,) = seen
     assert later.cpu_s < first.cpu_s + 0.1, "it does nothing itself"
     assert later.at_s > first.at_s
+    assert later.children_wanted_s - first.children_wanted_s > 0.05, "used, or waited for"
     assert not first.note
+
+
+def test_what_has_ended_meanwhile_stays_in_the_tally() -> None:
+    first = Tally().and_now({1: 10, 2: 20})
+    assert (first.total, first.and_now({2: 25, 3: 7}).total) == (30, 42)
+    assert first.and_now({2: 5}).total == 30, "another one of that number"
 
 
 ORPHAN = """
