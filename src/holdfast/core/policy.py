@@ -94,8 +94,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     hang_report_max_s: float = 300.0
     """All these steps together count for at most so long, or for three of them (rdzv-conf hang_report_max)."""
     slow_report_s: float = 60.0
-    """The same as hang_report_s for what may only be slow: the first steps, data, rank 0 for which all wait in a barrier, a
-    rank that computes in one long call."""
+    """The same as hang_report_s for what may only be slow: the first steps, data, rank 0 for which all wait in a barrier, the
+    rank that is left when all others have ended."""
     hang_timeout_s: float = 300.0
     """Nobody has moved for so long, by looks at all stacks: the generation is ended (--hang-timeout); 0: never."""
     pause_report_s: float = 300.0

@@ -225,6 +225,7 @@ def test_what_has_ended_meanwhile_stays_in_the_tally() -> None:
     first = Tally().and_now({1: 10, 2: 20})
     assert (first.total, first.and_now({2: 25, 3: 7}).total) == (30, 42)
     assert first.and_now({2: 5}).total == 30, "another one of that number"
+    assert first.and_now({}).and_now({1: 11}).total == 31, "missed in between"
 
 
 ORPHAN = """

@@ -200,9 +200,8 @@ class Watch:
         finding = self._examine(stories)
         if suspicion.store:
             finding = self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
-        elif finding.kind is HangKind.PAUSED and finding.culprits and len(stories) < len(self._paces.ranks):
-            text = f"{finding.text}; all other ranks have ended"
-            finding = structs.replace(finding, kind=HangKind.HUNG, text=text, slow=True)
+        elif len(stories) < len(self._paces.ranks) and not suspicion.warm_up:
+            finding = _about_the_last(finding)
         if finding.kind is HangKind.MOVING or not any(story.samples for story in stories):
             return self._goes_on(now, suspicion)
         if finding.signature != suspicion.signature:
@@ -319,6 +318,14 @@ class Watch:
                 f"if nothing moves for another {timeout_s - same_s:.0f} s its workers are ended (--hang-timeout)"
             )
         return Report(finding, "\n".join(lines), still_s, files)
+
+
+def _about_the_last(finding: Finding) -> Finding:
+    """The same of a rank that stands still and that others have left alone: nobody waits for it but the job."""
+    if finding.kind is not HangKind.PAUSED or not finding.culprits:
+        return finding
+    text = f"{finding.text}; all other ranks have ended"
+    return structs.replace(finding, kind=HangKind.HUNG, text=text, slow=True)
 
 
 def _first_line(text: str) -> str:

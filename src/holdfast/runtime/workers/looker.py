@@ -54,11 +54,11 @@ class Tally(Struct, frozen=True):
 
     total: float = 0
     of_each: dict[int, float] = {}
-    """What each that was there has done by now."""
+    """What each had done when it was last seen: one that is missed in one look is not counted twice."""
 
     def and_now(self, of_each: dict[int, float]) -> Tally:
         grown = sum(max(0, done - self.of_each.get(one, 0)) for one, done in of_each.items())
-        return Tally(self.total + grown, of_each)
+        return Tally(self.total + grown, self.of_each | of_each)
 
 
 class _Look(Struct):
