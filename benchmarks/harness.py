@@ -89,11 +89,14 @@ class Row:
     """Another name by which it is selected, together with others."""
     strict: bool = False
     """Every repetition has to succeed and to keep the bounds; the table shows the smallest, the median and the largest."""
+    by_name: bool = False
+    """It takes so long that it is run only when it is named."""
     why_not: Callable[[], str] = str
     """Why this machine cannot run it; empty when it can."""
 
     def called(self, names: Collection[str]) -> bool:
-        return self.name in names or self.group in names
+        """Whether it is one of these, or belongs to one of these groups; `names` empty: all that need not be named."""
+        return self.name in names or self.group in names if names else not self.by_name
 
 
 @dataclass

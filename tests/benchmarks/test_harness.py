@@ -66,3 +66,11 @@ def test_tee_counts_a_line_once_and_only_when_whole() -> None:
 def test_rows_have_names_of_their_own() -> None:
     names = [one.name for one in ALL]
     assert sorted(names) == sorted(set(names))
+
+
+def test_a_row_that_takes_long_runs_only_by_name() -> None:
+    long, other = (
+        Row(name, "", (), lambda *_: {}, {}, group="g", by_name=name == "long") for name in ("long", "other")
+    )
+    assert [long.called(()), other.called(())] == [False, True]
+    assert [long.called({"long"}), other.called({"long"}), long.called({"g"})] == [True, False, True]

@@ -63,7 +63,7 @@ preload       none (train.py imports nothing that is built on torch)
 standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
 drain         scripts that ask should_stop(): to their next safe point within 60 s, on any of these but SIGINT and SIGQUIT
-hang          no step for 15 s and 20 steps (at most 300 s): all stacks are looked at; restarted when none moves for 300 s
+hang          no step for 12 s and 20 steps (at most 300 s): all stacks are looked at; restarted when none moves for 300 s
 logs          /l/none_<random>/attempt_0/<local rank>/
 notice        --nnode taken as --nnodes
 

@@ -70,11 +70,16 @@ class Rank:
     frames: Sequence[tuple[Frame, ...]]
     state: str = "S"
     busy: bool = False
+    starved: bool = False
+    """It waits for a processor all the while."""
+    starved_children: bool = False
     stirs: bool = False
     children: bool = False
     """Its children use the processor."""
     saves: int = 0
     """Bytes between two samples, of its own and of its children's each half."""
+    talks: int = 0
+    """Bytes between two samples, over the network."""
     disk: bool = False
     copies: bool = False
     note: str = ""
@@ -106,6 +111,9 @@ def story(number: int, rank: Rank) -> RankStory:
             children_bytes=index * rank.saves // 2,
             disk_bytes=10**12 + index * (80_000_000 if rank.disk else 0),
             at_s=100.0 + index * rank.gap_s,
+            talked_bytes=index * rank.talks,
+            wanted_s=index * (1.6 if rank.starved else 0.3),
+            children_wanted_s=index * (1.6 if rank.starved_children else 0.3),
         )
         for index, frames in enumerate(rank.frames)
     )
@@ -249,6 +257,12 @@ CASES: dict[str, tuple[Finding, HangKind, str, tuple[int, ...], str]] = {
     "a world of one in communication": (
         found({}, WAITS, world=1), HangKind.PAUSED, "", (), "rank 0 on a waits in all_reduce at train.py:42 for 71 s",
     ),
+    "a world of one that stands": (
+        found({}, SLEEPS, world=1), HangKind.PAUSED, "HF246", (0,), "rank 0 on a is in time.sleep at data.py:17 for 71 s",
+    ),
+    "a world of one that sleeps and works": (
+        found({}, replace(SLEEPS, stirs=True), world=1), HangKind.PAUSED, "", (), "nobody waits for another rank",
+    ),
     "one that waits for the device": (
         found({3: SLEEPS}, steady(PLAIN, source="total += loss.item()")), HangKind.HUNG, "HF240", (3,),
         "7 others wait in item at train.py:55",
@@ -282,6 +296,17 @@ QUIET: dict[str, tuple[Finding, HangKind, str, bool, bool]] = {
         found({0: steady(CALLS_CHILD, children=True)}, steady(BARRIER)), HangKind.MOVING, "", False, False,
     ),
     "a child that copies": (found({3: steady(CALLS_CHILD, saves=200_000)}), HangKind.MOVING, "", False, False),
+    "a slow download": (found({3: steady(CALLS_CHILD, talks=16_000)}), HangKind.MOVING, "", False, False),
+    "who only says that it is alive": (
+        found({3: steady(CALLS_CHILD, talks=1_000)}), HangKind.HUNG, "HF240", False, False,
+    ),
+    "a collective that is slow": (found({}, steady(ALL_REDUCE, talks=16_000)), HangKind.STUCK, "HF241", False, False),
+    "a busy child that gets no processor": (
+        found({3: steady(CALLS_CHILD, starved_children=True)}), HangKind.MOVING, "", False, False,
+    ),
+    "numpy that gets no processor": (
+        found({3: steady(NUMPY, "R", starved=True)}), HangKind.HUNG, "HF240", True, False,
+    ),
     "an idle child": (found({3: steady(CALLS_CHILD)}), HangKind.HUNG, "HF240", False, False),
     "all wait, and one has a busy child": (
         found({3: steady(ALL_REDUCE, children=True)}), HangKind.STUCK, "HF241", False, False,
@@ -297,6 +322,7 @@ QUIET: dict[str, tuple[Finding, HangKind, str, bool, bool]] = {
     "a loop of Python for ever": (
         found({3: steady(MAIN, "R", busy=True, source="pass")}), HangKind.HUNG, "HF240", False, False,
     ),
+    "work with pauses on all ranks": (found({}, replace(SLEEPS, stirs=True)), HangKind.PAUSED, "", True, False),
     "numpy on all ranks": (found({}, steady(NUMPY, "R", busy=True)), HangKind.PAUSED, "", True, False),
     "numpy in a world of one": (found({}, steady(NUMPY, "R", busy=True), world=1), HangKind.PAUSED, "", True, False),
     "another program, busy": (found({2: Rank([()] * 3, "R", busy=True)}), HangKind.HUNG, "HF240", True, False),
@@ -337,7 +363,7 @@ class TestPolling:
 
     def test_it_is_no_work(self) -> None:
         finding = found({3: Rank([self.LOOK, self.SLEEP, self.LOOK])})
-        assert (finding.kind, finding.code, finding.culprits, finding.slow) == (HangKind.HUNG, "HF240", (3,), True)
+        assert (finding.kind, finding.code, finding.culprits, finding.slow) == (HangKind.HUNG, "HF240", (3,), False)
         assert "rank 3 on a is in until_there at wait.py:" in finding.text
 
     def test_it_stands_where_it_stands(self) -> None:

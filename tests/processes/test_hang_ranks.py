@@ -120,7 +120,8 @@ class Job:
 
     def release(self, rank: int) -> None:
         self.send_signal(rank, signal.SIGCONT)
-        for child in kernel.descendants([self.ranks[rank].pid])[self.ranks[rank].pid]:
+        pid = self.ranks[rank].pid
+        for child in kernel.descendants({pid: b""})[pid]:
             os.kill(child.pid, signal.SIGKILL)
         self.send_signal(rank, signal.SIGUSR1)
 

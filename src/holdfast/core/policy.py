@@ -86,15 +86,16 @@ class Limits(Struct, frozen=True, kw_only=True):
     exclude_max_s: float = 3600.0
     progress_interval_s: float = 1.0
     """How often an agent tells how far its workers are."""
-    hang_report_s: float = 15.0
-    """No rank has made a step for so long, nor for hang_steps steps: every worker is looked at (rdzv-conf hang_report)."""
+    hang_report_s: float = 12.0
+    """No rank has made a step for so long, nor for hang_steps steps: every worker is looked at (rdzv-conf hang_report). The
+    looks last some 4 s, so that a hang is reported after about 15 s."""
     hang_steps: int = 20
     """Steps, each as long as the median."""
     hang_report_max_s: float = 300.0
     """All these steps together count for at most so long, or for three of them (rdzv-conf hang_report_max)."""
     slow_report_s: float = 60.0
-    """The same as hang_report_s for what may only be slow: the first steps, data, rank 0 for which all wait in a barrier, a
-    rank that computes in one long call."""
+    """The same as hang_report_s for what may only be slow: the first steps, data, rank 0 for which all wait in a barrier, the
+    rank that is left when all others have ended."""
     hang_timeout_s: float = 300.0
     """Nobody has moved for so long, by looks at all stacks: the generation is ended (--hang-timeout); 0: never."""
     pause_report_s: float = 300.0

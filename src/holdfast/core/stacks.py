@@ -55,6 +55,12 @@ class RankSample(Struct, frozen=True, array_like=True):
     """When it was taken, by its machine's monotonic clock."""
     threads: Threads = ()
     """Its other threads in which the program's own code is at work, as far as it wrote them: innermost frame first."""
+    talked_bytes: Count = 0
+    """Sent and received over TCP so far, by it and by the processes below it, as far as connections were seen."""
+    wanted_s: Seconds = 0.0
+    """Processor time that all its threads have used so far, and time for which they waited for a processor."""
+    children_wanted_s: Seconds = 0.0
+    """The same of the main threads of the processes below it, as far as they were seen."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

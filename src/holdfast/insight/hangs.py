@@ -8,6 +8,7 @@ Pure. `examine` is given to the coordinator by the command line, as the judge of
 | a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |
 | somebody works, is gone, or is in a debugger's hands             | MOVING |       |
 | rank 0 computes in one call, and the others wait in a barrier    | MOVING |       |
+| the only rank that is left stands still                          | PAUSED | HF246 |
 | nobody waits for other ranks                                     | PAUSED |       |
 | the others wait for somebody who uses a little processor time    | PAUSED | HF240 |
 | the others wait for data that is being loaded                    | PAUSED | HF243 |
@@ -15,8 +16,8 @@ Pure. `examine` is given to the coordinator by the command line, as the judge of
 | all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
 | all wait for others, at one place                                | STUCK  | HF241 |
 
-HUNG is `slow` for data, for loops of looks and sleeps, and for rank 0 when the others wait in a barrier; `busy` when
-somebody of those who do not come computes in what may be native code.
+HUNG is `slow` for data, and for rank 0 when the others wait in a barrier; `busy` when somebody of those who do not come
+computes in what may be native code, or, where nobody waits, somebody uses a little processor time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hashlib import blake2b
 from holdfast.core.hang import Finding, HangKind, Place, RankStory
 from holdfast.insight.places import Doing, Where, where_is
 
-HUNG, STUCK, STOPPED, NO_DATA, MISMATCH = "HF240", "HF241", "HF242", "HF243", "HF244"
+HUNG, STUCK, STOPPED, NO_DATA, MISMATCH, ALONE = "HF240", "HF241", "HF242", "HF243", "HF244", "HF246"
 
 RANKS_NAMED_MAX = 4
 FIRST_PLACES_MAX = 3
@@ -52,7 +53,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
         culprits=tuple(each.story.rank for each in named),
         groups=tuple(_groups(odd) + _groups(others)),
         signature=signature.hexdigest(),
-        busy=any(each.computes for each in missing),
+        busy=any(each.computes or (each.stirs and not odd) for each in missing),
         slow=kind is HangKind.HUNG and _may_be_slow(odd, others),
     )
 
@@ -69,7 +70,10 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
     if unsettled:
         return HangKind.MOVING, "", unsettled
     odd = [each for each in ranks if each.doing is not Doing.COMMUNICATING]
-    if len(odd) == len(ranks) or len(ranks) == 1:
+    if len(ranks) == 1:
+        stands = bool(odd) and not _may_work(odd) and not odd[0].computes
+        return (HangKind.PAUSED, ALONE, odd) if stands else (HangKind.PAUSED, "", [])
+    if len(odd) == len(ranks):
         return HangKind.PAUSED, "", []
     if odd:
         waiting = [each for each in ranks if each not in odd]
@@ -77,21 +81,26 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
         if computes and _is_rank_0_alone(odd, waiting):
             return HangKind.MOVING, "", odd
         only_data = all(each.doing is Doing.LOADING for each in odd)
-        # Work with sleeps in between is met in its sleep each time; it uses some processor time.
-        may_work = all(each.stirs for each in odd) or (only_data and computes)
-        return HangKind.PAUSED if may_work else HangKind.HUNG, NO_DATA if only_data else HUNG, odd
+        return HangKind.PAUSED if _may_work(odd) else HangKind.HUNG, NO_DATA if only_data else HUNG, odd
     by_place = _by_place(ranks)
     if len(by_place) > 1:
         return HangKind.HUNG, MISMATCH, min(by_place.values(), key=len)
     return HangKind.STUCK, STUCK, []
 
 
+def _may_work(odd: Sequence[Where]) -> bool:
+    """Work with sleeps in between is met in its sleep each time; it uses some processor time. So do the processes that load
+    data."""
+    loads = all(each.doing is Doing.LOADING for each in odd) and any(each.computes for each in odd)
+    return loads or all(each.stirs for each in odd)
+
+
 def _may_be_slow(odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """Whether all of them wait for data, of processes with which nothing is wrong, or look for something again and again;
-    or the others wait for rank 0 in a barrier."""
+    """Whether all of them wait for data, of processes with which nothing is wrong, or the others wait for rank 0 in a
+    barrier."""
     if not odd or _is_rank_0_alone(odd, others):
         return bool(odd)
-    return all((each.doing is Doing.LOADING and not _loader_is_broken(each.note)) or each.polls for each in odd)
+    return all(each.doing is Doing.LOADING and not _loader_is_broken(each.note) for each in odd)
 
 
 def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:

@@ -16,12 +16,17 @@ GAP_S = 2.0
 """The limits below are for two samples at most so far apart; where the gap is longer they grow with it."""
 BUSY_S = 0.15
 """Processor time between two samples that is more than what a waiting rank's idle threads need."""
+WANTED_S = 0.8
+"""The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to do."""
 STIRS_S = 0.025
 """Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
 COPIED_BYTES = 1 << 20
 """Read or written between two samples, that is more than what logs, heartbeats and data loaders' messages are."""
 SAVED_BYTES = 64 << 10
 """The same of a rank that does not wait for others, its children included: a slow save, a slow download."""
+TALKED_BYTES = 4 << 10
+"""Sent and received by a rank that does not wait for others, its children included: a download into memory, however slow.
+What clients tell their servers all the time, as that they are alive, is less."""
 
 _MAY_CALL = re.compile(r"[(@]")
 """In a line of Python that may spend its time in native code."""
@@ -40,7 +45,9 @@ def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float)
 
 def is_busy(samples: Samples) -> bool:
     """It uses the processor."""
-    return _grows(samples, lambda sample: sample.cpu_s, BUSY_S)
+    return _grows(samples, lambda sample: sample.cpu_s, BUSY_S) or _grows(
+        samples, lambda sample: sample.wanted_s, WANTED_S
+    )
 
 
 def stirs(samples: Samples) -> bool:
@@ -49,7 +56,9 @@ def stirs(samples: Samples) -> bool:
 
 
 def children_are_busy(samples: Samples) -> bool:
-    return _grows(samples, lambda sample: sample.children_cpu_s, BUSY_S)
+    return _grows(samples, lambda sample: sample.children_cpu_s, BUSY_S) or _grows(
+        samples, lambda sample: sample.children_wanted_s, WANTED_S
+    )
 
 
 def copies(samples: Samples) -> bool:
@@ -58,10 +67,12 @@ def copies(samples: Samples) -> bool:
 
 
 def saves(samples: Samples) -> bool:
-    """It or its children read or write, or it waits for a disk that does: a file is being brought to the disk."""
+    """It or its children read or write, files or the network, or it waits for a disk that does: a file is being brought to the disk."""
     waits_for_disk = all(sample.state == "D" for sample in samples)
-    return _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES) or (
-        waits_for_disk and _grows(samples, lambda sample: sample.disk_bytes, COPIED_BYTES)
+    return (
+        _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES)
+        or _grows(samples, lambda sample: sample.talked_bytes, TALKED_BYTES)
+        or (waits_for_disk and _grows(samples, lambda sample: sample.disk_bytes, COPIED_BYTES))
     )
 
 

@@ -51,8 +51,6 @@ class Where(Struct, frozen=True):
     """Its main thread does, a little: it may do work and sleep in between."""
     computes: bool = False
     """It, or a process that loads its data, uses the processor, in what may be native code: it does not stand still."""
-    polls: bool = False
-    """It goes round a loop over several functions, without processor time."""
 
     @property
     def waits(self) -> bool:
@@ -84,7 +82,7 @@ _WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
 _BARRIER = re.compile(r"in (monitored_)?barrier ")
 
 _SOURCE_SLEEPS = re.compile(r"\b((?:\w+\.)*sleep)\s*\(")
-_SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
+_SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store(?:\(\))?\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
 """In Python everything that waits has frames of its own, so these are torch's."""
 _SOURCE_COMMUNICATES = re.compile(
     r"\b(?:dist|distributed|c10d)\.((?:all|reduce|broadcast|barrier|gather|scatter|recv|send|monitored)\w*)\s*\("
@@ -118,7 +116,7 @@ def where_is(story: RankStory) -> Where:
     computes = children if doing is Doing.LOADING else busy and _may_be_native(samples, newest, doing)
     if computes:
         key += "\ncomputes"
-    return Where(story, doing, place, key, busy, not busy and movement.stirs(samples), computes, seen is not newest)
+    return Where(story, doing, place, key, busy, not busy and movement.stirs(samples), computes)
 
 
 def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: Doing) -> bool:

@@ -27,6 +27,7 @@ HUNG = Finding(
 )
 STUCK = Finding(kind=HangKind.STUCK, code="HF241", text="all wait in all_reduce", signature="s")
 PAUSED = Finding(kind=HangKind.PAUSED, code="", text="nobody waits for anybody", signature="s")
+ALONE = structs.replace(PAUSED, code="HF246", text="rank 1 on b is in _shutdown for 31 s", culprits=(1,))
 MOVING = Finding(kind=HangKind.MOVING, code="", text="rank 1 works", signature="m")
 
 
@@ -266,13 +267,38 @@ def test_what_is_told_of_a_hang() -> None:
     assert report.files == {1: "/run/rank1.txt", 0: "/run/rank0.txt"}
 
 
-@pytest.mark.parametrize("what", ["busy", "slow"])
-def test_what_may_only_be_slow_is_told_after_a_minute(what: str) -> None:
-    hall = training(finding=structs.replace(HUNG, **{what: True}), report_s=15.0, timeout_s=0.0)
+def test_what_may_only_be_slow_is_told_after_a_minute() -> None:
+    hall = training(finding=structs.replace(HUNG, slow=True), report_s=15.0, timeout_s=0.0)
     assert hall.wait(59.0) == []
     (report,) = hall.wait(5.0)
     assert isinstance(report, Report)
     assert report.still_s < 65.0
+
+
+def test_what_may_only_be_slow_is_told_before_it_is_ended() -> None:
+    hall = training(finding=structs.replace(HUNG, slow=True), report_s=15.0, timeout_s=20.0)
+    report, end = hall.wait(60.0)
+    assert isinstance(report, Report)
+    assert isinstance(end, EndHung)
+
+
+def test_one_long_call_that_computes_is_not_told_for_minutes() -> None:
+    hall = training(finding=structs.replace(HUNG, busy=True), report_s=15.0, timeout_s=300.0)
+    assert hall.wait(310.0) == []
+    (report,) = hall.wait(20.0)
+    assert isinstance(report, Report)
+
+
+def test_the_only_rank_that_is_left_is_named_and_ended() -> None:
+    hall = training(finding=ALONE, report_s=15.0, timeout_s=100.0)
+    hall.paces.enter(hall.paces.ranks[0], Stage.DONE, hall.now)
+    report, end = hall.wait(150.0)
+    assert isinstance(report, Report)
+    assert (report.finding.kind, report.still_s) == (HangKind.HUNG, pytest.approx(60.0, abs=5.0))
+    assert report.text.startswith("rank 1 on b is in _shutdown for 31 s; all other ranks have ended\n")
+    assert isinstance(end, EndHung)
+    assert end.culprit is not None
+    assert end.culprit.rank == 1
 
 
 def test_who_computes_is_told_and_not_ended_until_it_stands_still() -> None:
@@ -340,8 +366,9 @@ def test_who_moves_is_looked_at_later() -> None:
     assert hall.looks[:6] == [70.0, 72.0, 74.0, 104.5, 106.5, 108.5]
 
 
-def test_a_pause_is_not_told_until_the_time_out() -> None:
-    hall = training(finding=PAUSED, timeout_s=300.0)
+@pytest.mark.parametrize("finding", [PAUSED, ALONE], ids=["of all", "of the only rank there is"])
+def test_a_pause_is_not_told_until_the_time_out(finding: Finding) -> None:
+    hall = training(finding=finding, timeout_s=300.0)
     assert hall.wait(60.0 + 299.0) == []
     report, end = hall.wait(10.0)
     assert isinstance(report, Report)

@@ -17,10 +17,10 @@ import pytest
 
 from holdfast.core.board import BOARD_VARIABLE, LOOK_SIGNAL
 from holdfast.core.stacks import RankSample
-from holdfast.runtime.workers import kernel
+from holdfast.runtime.workers import kernel, processes
 from holdfast.runtime.workers import looker as looker_module
 from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker
+from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker, Tally
 from holdfast.runtime.workers.spawn import BOOTSTRAP
 from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles
 from tests.support.limits import limit_s, until
@@ -245,7 +245,73 @@ def test_what_the_processes_below_it_do_is_counted(
     (later,) = seen
     assert later.cpu_s < first.cpu_s + 0.1, "it does nothing itself"
     assert later.at_s > first.at_s
+    assert later.children_wanted_s - first.children_wanted_s > 0.05, "used, or waited for"
     assert not first.note
+
+
+def test_what_has_ended_meanwhile_stays_in_the_tally() -> None:
+    first = Tally().and_now({1: 10, 2: 20})
+    assert (first.total, first.and_now({2: 25, 3: 7}).total) == (30, 42)
+    assert first.and_now({2: 5}).total == 30, "another one of that number"
+    assert first.and_now({}).and_now({1: 11}).total == 31, "missed in between"
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+works = f"import os; print('up', flush=True)\\nwhile os.path.exists('/proc/{os.getpid()}'): pass"
+begin = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=SESSION)"
+subprocess.run([sys.executable, '-c', begin, works])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_a_process_whose_parent_is_gone_is_still_its(board: Board, start: Start, own_session: bool) -> None:
+    """A daemon of its own, as the agents of cloud tools are: the supervisor has adopted it."""
+    processes.become_subreaper()
+    try:
+        process = start(ORPHAN.replace("SESSION", str(own_session)))
+        other = start("import time; print('up'); time.sleep(600)", 1)
+        before = look(board, process, other)
+        seen = list(before)
+
+        def has_worked() -> bool:
+            seen[:] = look(board, process, other)
+            return bool(seen[0].children_cpu_s > before[0].children_cpu_s + 0.1)
+
+        until(has_worked, "what it has left behind to be seen at work")
+    finally:
+        processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 0)
+    assert seen[0].cpu_s < before[0].cpu_s + 0.1, "it does nothing itself"
+    assert seen[1].children_cpu_s == 0.0, "that is not the other one's"
+
+
+READS = """
+import socket, time
+server = socket.create_server(("127.0.0.1", 0))
+sender = socket.create_connection(server.getsockname())
+receiver, _ = server.accept()
+receiver.settimeout(60)
+print('up')
+while True:
+    sender.sendall(bytes(1000))
+    receiver.recv(1000)
+    time.sleep(0.01)
+"""
+
+
+def test_what_comes_from_the_network_is_counted(board: Board, start: Start) -> None:
+    """By recv(), which no other number shows."""
+    process = start(READS)
+    (first,) = look(board, process)
+    seen = [first]
+
+    def has_read() -> bool:
+        seen[:] = look(board, process)
+        return bool(seen[0].talked_bytes >= first.talked_bytes + 10_000)
+
+    until(has_read, "bytes to be seen")
+    assert seen[0].moved_bytes < first.moved_bytes + 1000
 
 
 def test_what_disks_and_network_file_systems_have_moved(tmp_path: Path) -> None:

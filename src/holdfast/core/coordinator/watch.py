@@ -10,8 +10,8 @@ An examination is LOOKS looks at all workers, of which a function that is given 
 | the finding      | what follows                                                                                        |
 |------------------|-----------------------------------------------------------------------------------------------------|
 | MOVING           | another examination later                                                                           |
-| PAUSED           | the same; reported only when nobody has moved for hang_timeout_s                                         |
-| HUNG, STUCK      | told once, then looked at again and again; if it may only be slow, or computes: after slow_report_s  |
+| PAUSED           | the same; reported only when nobody has moved for hang_timeout_s; a rank that is left alone: as if HUNG, and slow |
+| HUNG, STUCK      | told once, then looked at again and again; if it may only be slow: after slow_report_s; if it computes: as PAUSED |
 | but MOVING, and nobody has moved for hang_timeout_s since the first look that showed the same | the generation is ended  |
 
 It is not ended while somebody who does not come computes, nor for a pause before the third step: nothing says then that
@@ -221,9 +221,11 @@ class Watch:
 
     def _find(self, now: float, suspicion: _Suspicion, stories: Sequence[RankStory]) -> Finding:
         finding = self._examine(stories)
-        if not suspicion.store:
-            return finding
-        return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
+        if suspicion.store:
+            return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
+        if len(stories) < len(self._paces.ranks) and not suspicion.warm_up:
+            return _about_the_last(finding)
+        return finding
 
     def _goes_on(self, now: float, suspicion: _Suspicion) -> list[Order]:
         """Somebody works. Where no steps are counted, that is all that can tell the end of a hang that was reported."""
@@ -238,11 +240,13 @@ class Watch:
     def _silence_s(self, finding: Finding, suspicion: _Suspicion) -> float:
         """How long all must have stood where they stand before it is reported."""
         limits = self._limits
-        if finding.kind is HangKind.PAUSED:
-            return limits.hang_timeout_s or limits.pause_report_s
-        if not (finding.busy or finding.slow) or suspicion.warm_up:
+        at_the_end_s = limits.hang_timeout_s or limits.pause_report_s
+        if finding.kind is HangKind.PAUSED or finding.busy:
+            return at_the_end_s
+        if not finding.slow or suspicion.warm_up:
             return 0.0
-        return max(0.0, limits.slow_report_s - limits.hang_report_s)  # it is hang_report_s old when it is suspected
+        # It is hang_report_s old when it is suspected.
+        return min(max(0.0, limits.slow_report_s - limits.hang_report_s), at_the_end_s)
 
     def _look_again(self, now: float, suspicion: _Suspicion, finding: Finding | None) -> None:
         """One look more at a hang that was told; else a whole examination. `finding`: None when somebody works."""
@@ -266,7 +270,7 @@ class Watch:
                 rank=pace.rank,
                 host=pace.host,
                 local_rank=pace.local_rank,
-                age_s=now - (pace.stage_since_s if suspicion.store else pace.newest_s),
+                age_s=now - (pace.stage_since_s if suspicion.store else max(pace.newest_s, pace.stage_since_s)),
                 samples=tuple(samples) if len(samples := suspicion.samples.get(pace.rank, ())) > 1 else (),
             )
             for pace in self._paces.alive()
@@ -321,6 +325,14 @@ class Watch:
                 f"if nothing moves for another {timeout_s - same_s:.0f} s its workers are ended (--hang-timeout)"
             )
         return Report(finding, "\n".join(lines), still_s, files)
+
+
+def _about_the_last(finding: Finding) -> Finding:
+    """The same of a rank that stands still and that others have left alone: nobody waits for it but the job."""
+    if finding.kind is not HangKind.PAUSED or not finding.culprits:
+        return finding
+    text = f"{finding.text}; all other ranks have ended"
+    return structs.replace(finding, kind=HangKind.HUNG, text=text, slow=True)
 
 
 def _first_line(text: str) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 TASKS_MAX = 256
 """Threads of one process that are described."""
+FIRST_PID = 1
+ENVIRONMENT_BYTES_MAX = 1 << 20
 SECTOR_BYTES = 512
 """In /proc/diskstats, whatever the disk's own are."""
 
@@ -23,6 +25,7 @@ class Stat(NamedTuple):
     name: str
     ended_cpu_s: float
     """Of children that have ended and were waited for, with theirs."""
+    session: int
 
 
 class Child(NamedTuple):
@@ -66,7 +69,21 @@ def read_stat(pid: int | str) -> Stat | None:
     own, ended = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
     ticks = os.sysconf("SC_CLK_TCK")
     name = head.partition(b"(")[2].decode(errors="replace")
-    return Stat(fields[0].decode(), own / ticks, int(fields[1]), name, ended / ticks)
+    return Stat(fields[0].decode(), own / ticks, int(fields[1]), name, ended / ticks, int(fields[3]))
+
+
+def wanted_s(pid: int, *, all_threads: bool) -> float:
+    """Processor time that a process, or its main thread, has used so far, and time for which it waited for a processor: on a
+    machine that has too much to do the second is most of it. 0 where that is not known."""
+    tasks = [str(pid)]
+    if all_threads:
+        with contextlib.suppress(OSError):
+            tasks = os.listdir(f"/proc/{pid}/task")[:TASKS_MAX]
+    found_ns = 0
+    for task in tasks:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{task}/schedstat", "rb") as file:
+            found_ns += sum(map(int, file.read().split()[:2]))
+    return found_ns / 1e9
 
 
 def moved_bytes(pid: int) -> int:
@@ -132,21 +149,52 @@ def signal_thread(pid: int, task: int, signum: int) -> None:
         raise OSError(number, os.strerror(number))  # of the kind that belongs to the number
 
 
-def descendants(roots: Iterable[int]) -> dict[int, list[Child]]:
-    """The processes below each of these, the dead that nobody has waited for among them; in order of their pids."""
+def descendants(roots: Mapping[int, bytes]) -> dict[int, list[Child]]:
+    """The processes below each of these, the dead that nobody has waited for among them; in order of their pids.
+
+    With them those whose parent is gone, and that belong to a root by their session or by what the root maps to: a
+    variable as the environment has it, which its processes inherit.
+    """
     below: dict[int, list[Child]] = {}
+    orphans: dict[int, list[Child]] = {}
+    parents: dict[int, int] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         stat = read_stat(pid)
         if stat is not None:
             child = Child(pid, stat.name, stat.state, stat.parent, stat.cpu_s + stat.ended_cpu_s)
             below.setdefault(stat.parent, []).append(child)
-    found = {}
-    for root in roots:
-        family = list(below.get(root, ()))
-        for child in family:  # grows while it is gone through
-            family += below.get(child.pid, ())
-        found[root] = sorted(family)
-    return found
+            parents[pid] = stat.parent
+            if stat.session in roots and pid not in roots:
+                orphans.setdefault(stat.session, []).append(child)
+    for adopter in {FIRST_PID} | {parents[root] for root in roots if root in parents}:
+        for child in below.get(adopter, ()):
+            if child.pid not in roots and (root := _started_by(child, roots)) is not None:
+                orphans.setdefault(root, []).append(child)
+    return {root: _family(below.get(root, []) + orphans.get(root, []), below) for root in roots}
+
+
+def _family(of: list[Child], below: Mapping[int, list[Child]]) -> list[Child]:
+    """These and all that are below them, each once."""
+    found: dict[int, Child] = {}
+    todo = list(of)
+    while todo:
+        child = todo.pop()
+        if child.pid not in found:
+            found[child.pid] = child
+            todo += below.get(child.pid, ())
+    return sorted(found.values())
+
+
+def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
+    """To which of these it belongs by its environment. Reading that of a process that a disk holds may last."""
+    if child.state == "D":
+        return None
+    try:
+        with open(f"/proc/{child.pid}/environ", "rb") as file:
+            variables = set(file.read(ENVIRONMENT_BYTES_MAX).split(b"\0"))
+    except OSError:
+        return None
+    return next((root for root, variable in roots.items() if variable and variable in variables), None)
 
 
 def disk_bytes(proc: str = "/proc") -> int:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from holdfast.core.board import LOOK_MAIN_SIGNAL, LOOK_SIGNAL
+from holdfast.core.board import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame, program_threads
 from holdfast.core.locks import is_inside, wanted_at
 from holdfast.core.stacks import Frame, RankSample
 from holdfast.runtime.detached import run_detached
-from holdfast.runtime.workers import kernel
+from holdfast.runtime.workers import kernel, sockets
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.processes import is_alive
 from holdfast.runtime.workers.stack_files import StackFiles
@@ -53,6 +53,18 @@ _STOPPED = ("T", "t")
 _DEAD = ("Z", "X", "x")
 
 
+class Tally(Struct, frozen=True):
+    """What several have done together, of which some end and some are new: their numbers alone may fall."""
+
+    total: float = 0
+    of_each: dict[int, float] = {}
+    """What each had done when it was last seen: one that is missed in one look is not counted twice."""
+
+    def and_now(self, of_each: dict[int, float]) -> Tally:
+        grown = sum(max(0, done - self.of_each.get(one, 0)) for one, done in of_each.items())
+        return Tally(self.total + grown, self.of_each | of_each)
+
+
 class _Look(Struct):
     """One worker, while it is looked at."""
 
@@ -60,13 +72,20 @@ class _Look(Struct):
     pid: int
     fd: int
     """Of the file into which it writes; a duplicate of ours."""
+    variable: bytes
+    """In its environment, and in no other worker's."""
     stat: kernel.Stat | None = None
     main_cpu_s: float = 0.0
     dumped_bytes: int = 0
     """That it wrote for earlier looks."""
+    talked: Tally = Tally()
+    """Bytes of its connections, by socket."""
+    wanted: Tally = Tally()
+    """Seconds of the processes below it, by process."""
     moved_bytes: int = 0
     children_cpu_s: float = 0.0
     children_bytes: int = 0
+    wanted_s: float = 0.0
     disk_bytes: int = 0
     at_s: float = 0.0
     switches: int = 0
@@ -91,6 +110,8 @@ class Looker:
         self._one_at_a_time = asyncio.Lock()
         self._dumped: dict[int, int] = {}
         """By process: bytes that it wrote because we asked for its stacks."""
+        self._tallies: dict[int, tuple[Tally, Tally]] = {}
+        """By process: what is tallied of it."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps for longer than anybody waits."""
 
@@ -101,13 +122,10 @@ class Looker:
         """
         async with self._one_at_a_time:
             await self._files.pause()
-            # Duplicates: the board may be closed meanwhile, and its numbers used for something else.
-            looks = [
-                _Look(rank, pid, os.dup(self._board.stacks(rank)), dumped_bytes=self._dumped.get(pid, 0))
-                for rank, pid in sorted(pids.items())
-            ]
+            looks = [self._begun(rank, pid) for rank, pid in sorted(pids.items())]
             samples = await run_detached(lambda: _collect(looks))
             self._dumped = {look.pid: look.dumped_bytes + look.size for look in looks}
+            self._tallies = {look.pid: (look.talked, look.wanted) for look in looks}
             if self._at_disk:
                 return samples
             with contextlib.suppress(TimeoutError):
@@ -123,6 +141,19 @@ class Looker:
                 return samples
             self._files.spy(samples)
             return samples
+
+    def _begun(self, local_rank: int, pid: int) -> _Look:
+        talked, wanted = self._tallies.get(pid, (Tally(), Tally()))
+        return _Look(
+            local_rank,
+            pid,
+            # A duplicate: the board may be closed meanwhile, and its number used for something else.
+            os.dup(self._board.stacks(local_rank)),
+            f"{BOARD_VARIABLE}={self._board.address(local_rank)}".encode(),
+            dumped_bytes=self._dumped.get(pid, 0),
+            talked=talked,
+            wanted=wanted,
+        )
 
     def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
         with self._disk():
@@ -149,10 +180,10 @@ class Looker:
 def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
     """Blocks; closes the looks' files."""
     try:
-        below = kernel.descendants(look.pid for look in looks)
-        disk_bytes = kernel.disk_bytes()
+        below = kernel.descendants({look.pid: look.variable for look in looks})
+        disk_bytes, moved_bytes = kernel.disk_bytes(), sockets.moved_bytes()
         for look in looks:
-            _measure(look, below[look.pid])
+            _measure(look, below[look.pid], moved_bytes)
             look.disk_bytes = disk_bytes
         time.sleep(QUIET_S)
         for look in looks:
@@ -170,7 +201,7 @@ def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
             os.close(look.fd)
 
 
-def _measure(look: _Look, below: Sequence[kernel.Child]) -> None:
+def _measure(look: _Look, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
     """What it and the processes below it have done so far."""
     look.at_s = time.monotonic()
     look.stat = kernel.read_stat(look.pid)
@@ -179,7 +210,11 @@ def _measure(look: _Look, below: Sequence[kernel.Child]) -> None:
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
     look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
-    look.children_bytes = sum(kernel.moved_bytes(child.pid) for child in below[:MEASURED_MAX])
+    pids = [child.pid for child in below[:MEASURED_MAX]]
+    look.children_bytes = sum(map(kernel.moved_bytes, pids))
+    look.wanted_s = kernel.wanted_s(look.pid, all_threads=True)
+    look.wanted = look.wanted.and_now({pid: kernel.wanted_s(pid, all_threads=False) for pid in pids})
+    look.talked = look.talked.and_now(sockets.of_processes([look.pid, *pids], moved_bytes))
     look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
     look.switches = kernel.switches(look.pid)
 
@@ -253,6 +288,9 @@ def _sample(look: _Look) -> RankSample:
         disk_bytes=look.disk_bytes,
         at_s=look.at_s,
         threads=program_threads(look.text),
+        talked_bytes=round(look.talked.total),
+        wanted_s=look.wanted_s,
+        children_wanted_s=look.wanted.total,
     )
 
 
