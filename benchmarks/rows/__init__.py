@@ -19,6 +19,7 @@ from benchmarks.rows import (
     tee,
     train_samples,
     train_save,
+    tutorial,
     warm,
 )
 
@@ -39,4 +40,5 @@ ALL: tuple[Row, ...] = (
     *train_save.ROWS,
     train_samples.ROW,
     *hangs.ROWS,
+    tutorial.ROW,
 )
