@@ -93,7 +93,7 @@ def intel_gpus(sys: Path, dev: Path, *, by_card: bool) -> tuple[str, ...]:
         if _text(device / "vendor") == INTEL
         and any((dev / "dri" / node.name).exists() for node in device.glob("drm/renderD*"))
     ]
-    cards = [device for device in found if not device.name.startswith("0000:00:")]
+    cards = [device for device in found if not device.name.startswith("0000:00:")]  # bus 0: inside the processor
     if not cards:
         return tuple(device.name for device in found)
     return tuple(card.name for card in cards for _ in range(1 if by_card else _tiles(card)))
