@@ -6,6 +6,7 @@ arguments, environment, folder and streams of its own, and ends as warm_program.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -110,6 +111,7 @@ def serve() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()  # else each program's first collection copies every page that it looks at
+    atexit.register(gc.unfreeze)  # libraries print what the interpreter cannot free in the end
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

@@ -21,6 +21,7 @@ from benchmarks.rows import (
     tee,
     train_samples,
     train_save,
+    tutorial,
     verdicts,
     warm,
 )
@@ -45,4 +46,5 @@ ALL: tuple[Row, ...] = (
     train_samples.ROW,
     *hangs.ROWS,
     *verdicts.ROWS,
+    tutorial.ROW,
 )

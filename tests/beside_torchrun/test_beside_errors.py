@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.beside_torchrun.beside import PROBE, SCRIPTS, Launchers, Line, Side
+from tests.support.limits import limit_s
 
 FAILS = str(SCRIPTS / "fails.py")
 
@@ -72,7 +73,7 @@ def assert_same_error(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     left, right = theirs["message"], ours["message"]
     assert left["message"] == right["message"] == "WrongError: it is wrong:\nähm"
     assert left.get("errorCode") == right.get("errorCode")
-    assert abs(int(right["extraInfo"]["timestamp"]) - time.time()) < 60
+    assert abs(int(right["extraInfo"]["timestamp"]) - time.time()) < limit_s(60)
     for side in (left, right):
         stack = side["extraInfo"]["py_callstack"]
         assert stack.startswith("Traceback (most recent call last):\n")

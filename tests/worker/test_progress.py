@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -347,27 +348,41 @@ def test_no_traceback_shows_a_frame_of_ours(warm: Warm, board: Board, tmp_path: 
     assert "program.py" in shown
 
 
-@pytest.mark.parametrize(
-    "names_it",
-    ['init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1', "rank=0, world_size=1"],
-    ids=["tcp", "env"],
-)
-def test_a_store_at_another_address_than_the_agents_is_the_programs_own(
-    warm: Warm, board: Board, tmp_path: Path, names_it: str
-) -> None:
-    source = f"""
-import os, socket
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-os.environ["MASTER_ADDR"], before = "127.0.0.1", os.environ["MASTER_PORT"]
-if "tcp" not in {names_it!r}:
-    os.environ["MASTER_PORT"] = str(port)
-import datetime
+MEETS = """
+import datetime, os
 import torch.distributed as dist
-dist.init_process_group("gloo", {names_it}, timeout=datetime.timedelta(seconds=20))
+{before}
+dist.init_process_group("gloo", {named}, timeout=datetime.timedelta(seconds=20))
 dist.barrier()
 print("met", os.environ["TORCHELASTIC_USE_AGENT_STORE"])
 """
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+BY_TCP = 'init_method="tcp://{host}:{port}", rank=0, world_size=1'
+
+
+@pytest.mark.parametrize(
+    ("agents", "before", "named"),
+    [
+        ("127.0.0.1:1", "", BY_TCP.format(host="127.0.0.1", port="<port>")),
+        ("127.0.0.1:1", 'os.environ["MASTER_PORT"] = "<port>"', "rank=0, world_size=1"),
+        ("192.0.2.1:<port>", "", BY_TCP.format(host="127.0.0.1", port="<port>")),
+    ],
+    ids=["port by tcp", "port by env", "host"],
+)
+def test_a_store_at_another_address_than_the_agents_is_the_programs_own(
+    warm: Warm, board: Board, tmp_path: Path, free_port: Callable[[], int], agents: str, before: str, named: str
+) -> None:
+    number = str(free_port())
+    host, port = agents.replace("<port>", number).split(":")
+    source = MEETS.format(before=before, named=named).replace("<port>", number)
+    env = {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert run(board, tmp_path, source, warm, **env) == "met True\n"
+
+
+def test_another_name_of_the_agents_host_is_its_store(
+    warm: Warm, board: Board, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    port = free_port()
+    served = f'served = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)'
+    source = MEETS.format(before=served, named=BY_TCP.format(host="localhost", port=port))
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert run(board, tmp_path, source, warm, **env) == "met True\n"

@@ -26,7 +26,7 @@ class Option(NamedTuple):
     choices: tuple[str, ...] = ()
     ours: bool = False
     newer: bool = False
-    """torchrun has it since 2.15: a beginning that meant another option before still means that one."""
+    """torchrun has it since 2.14: a beginning that meant another option before still means that one."""
     many: bool = False
     """May be said several times: the texts are joined."""
     joiner: str = ","

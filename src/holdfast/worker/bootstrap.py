@@ -280,6 +280,13 @@ def _limit_the_end() -> None:
     os._exit(1)
 
 
+def _unfreeze() -> None:
+    """Let the interpreter's last phase free what the nursery has frozen: some libraries print what is left then."""
+    import gc
+
+    gc.unfreeze()
+
+
 def _leave(code: int) -> None:
     """Do what the interpreter does before its last phase, in its order, then end: threads, atexit, buffers."""
     import atexit
@@ -390,7 +397,8 @@ def _load(path: str, **given: Any) -> Any:
 
 def main() -> None:
     """Turn into the program that the arguments name."""
-    if sys.argv[1] == "nursery":
+    forked = sys.argv[1] == "nursery"
+    if forked:
         _serve_as_nursery()
     recorder = _Recorder()
     mode, target = sys.argv[1:3]
@@ -418,6 +426,9 @@ def main() -> None:
             recorder.record(error)
         _hide_own_frames(tell_agent)
         raise
+    finally:
+        if forked:
+            _unfreeze()
     if _ends_abruptly():
         _leave(0)
 

@@ -42,18 +42,18 @@ BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "gr
 def begin(address: str) -> None:
     """Mark what comes, as it comes. `address`: the value of HOLDFAST_BOARD; never raises."""
     missing = set(HOOKS)
-    agents_port = os.environ.get("MASTER_PORT", "")
+    agents_store = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     if missing & sys.modules.keys():
-        marks = open_marks(address, agents_port)
+        marks = open_marks(address, agents_store)
         for name in missing & sys.modules.keys():
             if marks is not None:
                 HOOKS[name](marks, sys.modules[name])
             missing.discard(name)
     if missing:
-        sys.meta_path.insert(0, _WhenImported(address, missing, agents_port))
+        sys.meta_path.insert(0, _WhenImported(address, missing, agents_store))
 
 
-def open_marks(address: str, agents_port: str) -> Marks | None:
+def open_marks(address: str, agents_store: tuple[str, str]) -> Marks | None:
     """None without an agent, or when it is gone. A program without torch never comes here, and sees nothing of it."""
     import mmap
 
@@ -63,7 +63,7 @@ def open_marks(address: str, agents_port: str) -> Marks | None:
     except OSError:
         return None
     try:
-        return Marks(memoryview(mmap.mmap(fd, 0)).cast("Q"), int(slot), agents_port)
+        return Marks(memoryview(mmap.mmap(fd, 0)).cast("Q"), int(slot), agents_store)
     except (OSError, ValueError):
         return None
     finally:
@@ -139,11 +139,11 @@ class _Pace:
 class Marks:
     """The moments in this worker's slot. Its children have the memory too, but write nothing."""
 
-    def __init__(self, words: memoryview, slot: int, agents_port: str) -> None:
-        """`agents_port`: where the agent's store is served, before the program can name another."""
+    def __init__(self, words: memoryview, slot: int, agents_store: tuple[str, str]) -> None:
+        """`agents_store`: host and port where it is served, before the program can name others."""
         self._words = words
         self._slot = slot
-        self._agents_port = agents_port
+        self._agents_store = agents_store
         self._own = True
         """False in a child. A call of getpid() would cost more than all the rest that is done for a step."""
         self._pace = _Pace(words, slot)
@@ -197,16 +197,41 @@ class Marks:
         return rendezvous
 
     def _is_foreign(self, url: str) -> bool:
-        """Whether this address is not that of the agent's store, as from torch 2.15 on: rank 0 has to serve it itself. An
+        """Whether this address is not that of the agent's store, as from torch 2.14 on: rank 0 has to serve it itself. An
         older torch makes every rank a client of whatever address it is given, where nobody serves."""
-        scheme, _, rest = url.partition(":")  # torch makes `env:?rank=0` of `env://`
-        port = (
-            os.environ.get("MASTER_PORT", "")
-            if scheme == "env"
-            else rest.partition("?")[0].rpartition(":")[2].strip("/")
-        )
-        wanted = os.environ.get(USE_AGENT_STORE) == "True" and scheme in ("env", "tcp")
-        return wanted and port.isdecimal() and self._agents_port != port
+        if os.environ.get(USE_AGENT_STORE) != "True":
+            return False
+        host, port = _store_of(url)
+        if not port or (host, port) == self._agents_store:
+            return False
+        # Where the port is taken it is the agent's, by another name of this host.
+        return port != self._agents_store[1] or _is_free(int(port))
+
+
+def _store_of(url: str) -> tuple[str, str]:
+    """Host and port of the store that a process group asks for; the port is empty where the address has none."""
+    from urllib.parse import urlsplit  # torch has it loaded
+
+    try:
+        parts = urlsplit(url)  # torch makes `env:?rank=0` of `env://`
+        if parts.scheme == "env":
+            host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+            return host, port if port.isdecimal() else ""
+        return parts.hostname or "", str(parts.port or "") if parts.scheme == "tcp" else ""
+    except ValueError:
+        return "", ""
+
+
+def _is_free(port: int) -> bool:
+    import socket
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError):
+            return False
+    return True
 
 
 def _hide_this_frame(error: BaseException) -> None:
@@ -257,9 +282,9 @@ HOOKS: dict[str, Callable[[Marks, ModuleType], None]] = {
 class _WhenImported:
     """A finder that finds nothing: it has hooks called when modules have been imported, then it is gone."""
 
-    def __init__(self, address: str, names: set[str], agents_port: str) -> None:
+    def __init__(self, address: str, names: set[str], agents_store: tuple[str, str]) -> None:
         self._address = address
-        self._agents_port = agents_port
+        self._agents_store = agents_store
         self._names = names
         self._marks: Marks | None = None
         self._pid = os.getpid()
@@ -273,7 +298,7 @@ class _WhenImported:
         if not self._names:
             # We may be there no longer: a program can put something of its own around each finder.
             sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        self._marks = self._marks or open_marks(self._address, self._agents_port)
+        self._marks = self._marks or open_marks(self._address, self._agents_store)
         if self._marks is None:
             return None
         marks, hook = self._marks, HOOKS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -12,6 +13,7 @@ from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions,
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.runtime.workers.numa import (
     Machine,
+    accelerators,
     amd_gpus,
     binding_for,
     cpus_for,
@@ -123,7 +125,7 @@ def test_only_cpus_that_may_be_used(tmp_path: Path) -> None:
     ("mode", "rank", "nproc", "gpus", "allowed", "words"),
     [
         ("nodes", 0, 1, (), None, "unknown; there are: node, socket"),
-        ("node", 2, 3, (0, 1), None, "local rank 2 has no GPU"),
+        ("node", 2, 3, (0, 1), None, "local rank 2 has no accelerator of its own; workers see 2"),
         ("exclusive", 0, 20, (), None, "4 usable cores for 5 workers"),
         ("node", 0, 1, (3,), {0}, "no CPU of NUMA node 3"),
         ("socket", 0, 1, (3,), {0}, "no CPU of NUMA node 3"),
@@ -189,3 +191,93 @@ def test_amds_accelerators_are_bound_as_nvidias_are(tmp_path: Path) -> None:
         (node / "properties").write_text(f"simd_count {simd_count}\nlocation_id {location}\ndomain 1\nname gfx942\n")
     assert amd_gpus(tmp_path) == ("0001:c1:00.0", "0001:23:01.0")
     assert amd_gpus(tmp_path / "none") == ()
+
+
+class FakeDevices:
+    """Folders that look like a machine's /sys, /dev and its NVIDIA driver's list."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def add(self, address: str, what: str, *, driver: str = "", tiles: tuple[str, ...] = (), node: str = "") -> None:
+        """`what`: class and vendor; `node`: the name of its file in /dev/dri."""
+        device = self.root / "bus/pci/devices" / address
+        for path in (device, *(device / tile for tile in tiles), *([device / "drm" / node] if node else [])):
+            path.mkdir(parents=True)
+        for name, text in zip(("class", "vendor"), what.split(), strict=True):
+            (device / name).write_text(f"{text}\n")
+        if driver:
+            (self.root / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+            (device / "driver").symlink_to(self.root / "drivers" / driver)
+        if node:
+            (self.root / "dev/dri").mkdir(parents=True, exist_ok=True)
+            (self.root / "dev/dri" / node).touch()
+
+    def seen(self, **environment: str) -> tuple[str, ...]:
+        folders: dict[str, Any] = {"sys": self.root, "proc_gpus": self.root / "gpus", "dev": self.root / "dev"}
+        return accelerators(environment, **folders)
+
+
+INTEL_CARD, INTEL_INSIDE, OF_ANOTHER_MAKER = "0x038000 0x8086", "0x030000 0x8086", "0x030000 0x1a03"
+COMPUTES = "0x120000 0x1da3"
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> FakeDevices:
+    return FakeDevices(tmp_path)
+
+
+def test_intels_cards_count_once_for_each_tile(devices: FakeDevices) -> None:
+    devices.add("0000:00:02.0", INTEL_INSIDE, node="renderD128")
+    devices.add("0000:9a:00.0", INTEL_CARD, node="renderD130", tiles=("tile0", "tile1"))
+    devices.add("0000:3b:00.0", INTEL_CARD, node="renderD129", tiles=("drm/card1/gt/gt0", "drm/card1/gt/gt1"))
+    devices.add("0000:05:00.0", OF_ANOTHER_MAKER, node="renderD131")
+    devices.add("0000:9b:00.0", INTEL_CARD)  # another container's: no file in /dev/dri
+    tiles = ("0000:3b:00.0", "0000:3b:00.0", "0000:9a:00.0", "0000:9a:00.0")
+    assert devices.seen() == tiles
+    assert devices.seen(ZE_FLAT_DEVICE_HIERARCHY="FLAT", CUDA_VISIBLE_DEVICES="0") == tiles
+    assert devices.seen(ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE") == ("0000:3b:00.0", "0000:9a:00.0")
+
+
+def test_what_is_inside_the_processor_counts_where_there_is_no_card(devices: FakeDevices) -> None:
+    devices.add("0000:00:02.0", INTEL_INSIDE, node="renderD128", tiles=("drm/card0/gt/gt0", "drm/card0/gt/gt1"))
+    assert devices.seen() == ("0000:00:02.0",), "the second is for video"
+
+
+@pytest.mark.parametrize(
+    ("mask", "hierarchy", "buses"),
+    [
+        ("3,0", "FLAT", ["3b", "9a"]),  # the mask does not change the order
+        ("1", "COMPOSITE", ["9a"]),
+        ("1.0,1.1", "COMPOSITE", ["9a"]),
+        ("7", "FLAT", []),
+        ("", "FLAT", ["3b", "3b", "9a", "9a"]),
+        ("any", "FLAT", ["3b", "3b", "9a", "9a"]),
+    ],
+)
+def test_the_mask_of_level_zero(devices: FakeDevices, mask: str, hierarchy: str, buses: list[str]) -> None:
+    devices.add("0000:3b:00.0", INTEL_CARD, node="renderD128", tiles=("tile0", "tile1"))
+    devices.add("0000:9a:00.0", INTEL_CARD, node="renderD129", tiles=("tile0", "tile1"))
+    seen = devices.seen(ZE_AFFINITY_MASK=mask, ZE_FLAT_DEVICE_HIERARCHY=hierarchy)
+    assert seen == tuple(f"0000:{bus}:00.0" for bus in buses)
+
+
+def test_other_devices_that_compute(devices: FakeDevices) -> None:
+    assert devices.seen() == ()
+    devices.add("0000:b3:00.0", COMPUTES, driver="habanalabs")
+    devices.add("0000:4d:00.0", COMPUTES, driver="habanalabs")
+    devices.add("0000:4e:00.0", COMPUTES)  # given to a virtual machine
+    devices.add("0000:00:0b.0", "0x120000 0x8086", driver="intel_vpu")
+    devices.add("0000:05:00.0", OF_ANOTHER_MAKER, driver="ast")
+    assert devices.seen() == ("0000:4d:00.0", "0000:b3:00.0")
+
+
+def test_ranks_of_one_cards_tiles_share_its_node(tmp_path: Path) -> None:
+    fake, devices = FakeMachine(tmp_path), FakeDevices(tmp_path)
+    for bus, node in (("3b", 1), ("9a", 3)):
+        address = f"0000:{bus}:00.0"
+        devices.add(address, INTEL_CARD, node=f"renderD{128 + node}", tiles=("tile0", "tile1"))
+        fake.put(f"bus/pci/devices/{address}/numa_node", f"{node}\n")
+    machine = structs.replace(fake.seen(), gpus=devices.seen())
+    assert cpus_for("node", 3, 4, machine) == cpus("12-15,28-31")
+    assert [cpus_for("exclusive", rank, 4, machine) for rank in (0, 1)] == [cpus("4-5,20-21"), cpus("6-7,22-23")]

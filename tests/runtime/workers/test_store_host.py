@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
+from holdfast.runtime.workers.keeper_client import ProcessEnded
 from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.store_host import StoreHost
 from tests.support.limits import limit_s
@@ -111,6 +112,30 @@ def test_two_generations_have_nothing_in_common_but_the_server(on_bench: OnBench
         rig.host.close()
         await bench.until(lambda: not rig.servers)
         assert len(rig.lost) == 1
+
+    on_bench(scenario)
+
+
+def test_a_late_word_about_a_dead_server_does_not_end_the_next_generation(on_bench: OnBench) -> None:
+    """Its control socket is closed at once; that it was reaped is said later, on a busy machine much later."""
+
+    async def scenario(bench: Any) -> None:
+        rig = Rig(bench)
+        late: list[Any] = []
+        bench.keeper._on_event = late.append
+        with socket.socket() as probe:
+            probe.connect(("127.0.0.1", rig.host.open(1, loopback_only=True)))
+            await bench.until(lambda: bool(rig.servers))
+            os.kill(rig.servers[0], signal.SIGKILL)
+            await bench.until(lambda: bool(rig.lost))
+        port = rig.host.open(2, loopback_only=True)
+        await bench.until(lambda: any(isinstance(event, ProcessEnded) for event in late))
+        for event in late:
+            rig.host.handle(event)
+        assert [generation for generation, _ in rig.lost] == [1]
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) == 0
+        rig.host.close()
 
     on_bench(scenario)
 

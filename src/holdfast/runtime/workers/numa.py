@@ -1,8 +1,8 @@
 """Which CPUs a worker is bound to (--numa-binding), read from /sys.
 
 Pure over a folder that looks like /sys, so that tests bring their own. As torchrun, the local rank is taken as the
-index of the GPU; unlike torchrun, CUDA_VISIBLE_DEVICES is honoured where it holds indices, neither numactl nor torch is
-needed, and without GPUs the local ranks are dealt evenly over the NUMA nodes.
+index of the accelerator; unlike torchrun, variables that hide some by index are honoured, neither numactl nor torch is
+needed, and without accelerators the local ranks are dealt evenly over the NUMA nodes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ MODES = ("node", "socket", "exclusive", "core-complex")
 SYS = Path("/sys")
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 DEV = Path("/dev")
+INTEL = "0x8086"
+DISPLAY, ACCELERATOR = "0x03", "0x12"
+"""PCI base classes: GPUs of all makers are of the first, other devices that compute (Gaudi, Ascend) of the second."""
+NOT_FOR_TRAINING = frozenset(["intel_vpu", "amdxdna"])
+"""Drivers of what lies inside processors for inference; torch has no device for it."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -29,15 +34,26 @@ class Machine(Struct, frozen=True, kw_only=True):
     allowed: frozenset[int]
     """CPUs that this process may use."""
     gpus: tuple[str, ...]
-    """PCI addresses as in /sys/bus/pci/devices, by GPU index; empty: none."""
+    """PCI addresses as in /sys/bus/pci/devices, by the index of the accelerator; empty: none."""
 
     @classmethod
     def this(cls, environment: Mapping[str, str] = os.environ) -> Machine:
-        """The machine we run on, with the GPUs that CUDA_VISIBLE_DEVICES lets workers see."""
-        nvidia, amd = nvidia_gpus(PROC_GPUS, DEV), amd_gpus(SYS)
-        variable = "HIP_VISIBLE_DEVICES" if amd and "HIP_VISIBLE_DEVICES" in environment else "CUDA_VISIBLE_DEVICES"
-        gpus = visible_gpus(nvidia or amd, environment.get(variable))
+        """The machine we run on, with the accelerators that its environment lets workers see."""
+        gpus = accelerators(environment, sys=SYS, proc_gpus=PROC_GPUS, dev=DEV)
         return cls(sys=SYS, allowed=frozenset(os.sched_getaffinity(0)), gpus=gpus)
+
+
+def accelerators(environment: Mapping[str, str], *, sys: Path, proc_gpus: Path, dev: Path) -> tuple[str, ...]:
+    """PCI addresses by the index that workers use, of one maker: torch, too, is built for one."""
+    if nvidia := nvidia_gpus(proc_gpus, dev):
+        return visible_gpus(nvidia, environment.get("CUDA_VISIBLE_DEVICES"))
+    if amd := amd_gpus(sys):
+        variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environment else "CUDA_VISIBLE_DEVICES"
+        return visible_gpus(amd, environment.get(variable))
+    by_card = environment.get("ZE_FLAT_DEVICE_HIERARCHY") == "COMPOSITE"
+    if intel := intel_gpus(sys, dev, by_card=by_card):
+        return in_affinity_mask(intel, environment.get("ZE_AFFINITY_MASK"))
+    return other_accelerators(sys)
 
 
 def nvidia_gpus(folder: Path, dev: Path) -> tuple[str, ...]:
@@ -66,6 +82,52 @@ def amd_gpus(sys: Path) -> tuple[str, ...]:
     except (OSError, ValueError):
         return ()
     return tuple(found)
+
+
+def intel_gpus(sys: Path, dev: Path, *, by_card: bool) -> tuple[str, ...]:
+    """PCI addresses as torch.xpu counts: cards alone where there are any, else what is inside the processor; a card comes
+    once for each of its tiles, unless `by_card`. A container sees all of them, but device files for its own only."""
+    found = [
+        device
+        for device in _pci_devices(sys, DISPLAY)
+        if _text(device / "vendor") == INTEL
+        and any((dev / "dri" / node.name).exists() for node in device.glob("drm/renderD*"))
+    ]
+    cards = [device for device in found if not device.name.startswith("0000:00:")]  # bus 0: inside the processor
+    if not cards:
+        return tuple(device.name for device in found)
+    return tuple(card.name for card in cards for _ in range(1 if by_card else _tiles(card)))
+
+
+def _tiles(card: Path) -> int:
+    """By the driver xe, or by i915."""
+    return len(list(card.glob("tile[0-9]*"))) or len(list(card.glob("drm/card*/gt/gt[0-9]*"))) or 1
+
+
+def in_affinity_mask(gpus: Sequence[str], mask: str | None) -> tuple[str, ...]:
+    """Those that ZE_AFFINITY_MASK names by index, in their own order; of `1.0`, a part of a card, the card."""
+    items = [] if mask is None else [item.strip().partition(".")[0] for item in mask.split(",") if item.strip()]
+    if not items or not all(item.isdecimal() for item in items):
+        return tuple(gpus)
+    return tuple(gpu for index, gpu in enumerate(gpus) if str(index) in items)
+
+
+def other_accelerators(sys: Path) -> tuple[str, ...]:
+    """PCI addresses of devices that compute and that a driver has taken, in PCI order."""
+    drivers = ((device.name, device / "driver") for device in _pci_devices(sys, ACCELERATOR))
+    return tuple(name for name, driver in drivers if driver.exists() and driver.resolve().name not in NOT_FOR_TRAINING)
+
+
+def _pci_devices(sys: Path, base_class: str) -> list[Path]:
+    devices = sorted((sys / "bus" / "pci" / "devices").glob("*"))
+    return [device for device in devices if _text(device / "class").startswith(base_class)]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _has_device_file(gpu: Path, dev: Path) -> bool:
@@ -145,7 +207,8 @@ class _Layout:
     def node_of(self, local_rank: int) -> int:
         if local_rank not in self._node_by_rank:
             raise BindingError(
-                f"--numa-binding: local rank {local_rank} has no GPU of its own; workers see {len(self._machine.gpus)}."
+                f"--numa-binding: local rank {local_rank} has no accelerator of its own; "
+                f"workers see {len(self._machine.gpus)}."
             )
         return self._node_by_rank[local_rank]
 

@@ -87,6 +87,8 @@ class StoreHost:
 
     def handle(self, event: KeeperEvent) -> None:
         """Take notice of the server's end; events about other processes are ignored."""
+        if self._control is None:
+            return  # its control socket has said so before, and the next generation's socket may be open already
         if isinstance(event, ProcessEnded) and event.key == self._key:
             self._lose(f"the store's server ended with exit code {event.exit_code}")
         elif isinstance(event, SpawnFailed) and event.key == self._key:
