@@ -3,103 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import inf
 
 import pytest
 from msgspec import structs
 
-from holdfast.core.coordinator.pace import Paces
-from holdfast.core.coordinator.watch import EndHung, LookNow, Order, Over, Report, Watch
-from holdfast.core.hang import Finding, HangKind, Place, RankStory
+from holdfast.core.coordinator.watch import EndHung, Over, Report, Watch
+from holdfast.core.hang import Finding, HangKind
 from holdfast.core.policy import Limits
-from holdfast.core.progress import RankProgress, Stage
-from holdfast.core.stacks import Frame, RankSample
-
-HUNG = Finding(
-    kind=HangKind.HUNG,
-    code="HF240",
-    text="rank 1 on b is in sleep at data.py:17 for 64 s\n1 other waits in all_reduce",
-    culprits=(1,),
-    groups=(Place((1,), "in sleep"), Place((0,), "in all_reduce")),
-    signature="s",
-)
-STUCK = Finding(kind=HangKind.STUCK, code="HF241", text="all wait in all_reduce", signature="s")
-PAUSED = Finding(kind=HangKind.PAUSED, code="", text="nobody waits for anybody", signature="s")
-ALONE = structs.replace(PAUSED, code="HF246", text="rank 1 on b is in _shutdown for 31 s", culprits=(1,))
-MOVING = Finding(kind=HangKind.MOVING, code="", text="rank 1 works", signature="m")
-
-
-@dataclass
-class Hall:
-    """A watch over two ranks on two nodes, and what it was told to find."""
-
-    timeout_s: float = 300.0
-    finding: Finding = HUNG
-    now: float = 0.0
-    looks: list[float] = field(default_factory=list)
-    stories: list[Sequence[RankStory]] = field(default_factory=list)
-    orders: list[Order] = field(default_factory=list)
-    answers_after_s: float = 0.5
-    answer: tuple[int, ...] = (0, 1)
-    """Ranks that are seen."""
-    reach: tuple[str, ...] = ()
-    report_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        self.paces = Paces(1, [("a#1", "a", 1), ("b#1", "b", 1)], 0.0, 60.0)
-        limits = Limits(hang_report_s=self.report_s, look_gap_s=2.0, hang_timeout_s=self.timeout_s)
-        self.watch = Watch(limits, self.paces, self.examine)
-
-    def examine(self, stories: Sequence[RankStory]) -> Finding:
-        self.stories.append(stories)
-        return self.finding
-
-    def progress(self, stage: Stage, steps: int = 0, *, ranks: str = "ab") -> None:
-        moved = [self.paces.heard(f"{each}#1", [RankProgress(0, stage, steps)], self.now) for each in ranks]
-        if any(moved) and (over := self.watch.moved(self.now)) is not None:
-            self.orders.append(over)
-
-    def steps(self, number: int) -> None:
-        self.progress(Stage.STEPPING, number)
-
-    def wait(self, seconds: float) -> list[Order]:
-        """Time passes; looks are answered. Returns what was ordered beside looks."""
-        before, until = len(self.orders), self.now + seconds
-        while (due := self.watch.due_s()) <= until:
-            assert due < inf
-            self.now = max(self.now, due)
-            order = self.watch.advance(self.now)
-            if order is not None:
-                self._look(order)
-            else:
-                assert self.watch.due_s() > self.now, "asked for again at once"
-            if any(isinstance(each, EndHung) for each in self.orders):
-                break
-        self.now = max(self.now, until)
-        return self.orders[before:]
-
-    def _look(self, order: LookNow) -> None:
-        asked_s = self.now
-        self.looks.append(asked_s)
-        self.store = order.store
-        self.now += self.answers_after_s
-        frame = Frame("data.py", 17, "sleep")
-        samples = {
-            rank: RankSample(0, 10 + rank, "S", 0.0, (frame,), file=f"/run/rank{rank}.txt") for rank in self.answer
-        }
-        self.orders += self.watch.looked(self.now, asked_s=asked_s, samples=samples, reach=self.reach)
-
-
-def training(**options: object) -> Hall:
-    """It has made steps of 0.1 s, the newest at 10 s."""
-    hall = Hall(**options)  # type: ignore[arg-type]
-    for second in range(1, 11):
-        hall.now = float(second)
-        hall.steps(second * 10)
-    return hall
-
+from holdfast.core.progress import Stage
+from tests.core.coordinator.watch_desk import ALONE, HUNG, MOVING, PAUSED, STUCK, Hall, training
 
 # --- suspicion --------------------------------------------------------------------------------------------------------
 
@@ -449,65 +361,3 @@ def test_a_rank_seen_once_only_is_looked_at_once_more() -> None:
     assert hall.stories == []
     hall.wait(2.0)
     assert [len(story.samples) for story in hall.stories[0]] == [3, 2]
-
-
-# --- the process group ------------------------------------------------------------------------------------------------
-
-
-def test_a_process_group_that_does_not_come_to_stand_is_told_with_who_has_not_come() -> None:
-    hall = Hall(finding=STUCK, timeout_s=0.0)
-    hall.now = 20.0
-    hall.progress(Stage.MEETING, ranks="a")
-    assert hall.wait(59.0) == []
-    (report,) = hall.wait(10.0)
-    assert isinstance(report, Report)
-    assert hall.store, "the nodes try to reach the store"
-    assert report.text.splitlines()[0] == "rank 0 waits in init_process_group for 64 s; rank 1 on b has not come"
-    assert (report.finding.code, report.finding.culprits, report.finding.kind) == ("HF245", (1,), HangKind.HUNG)
-
-
-def test_the_node_that_cannot_reach_the_store_is_told() -> None:
-    hall = Hall(finding=STUCK, reach=("b cannot reach a:29500: timed out",))
-    hall.progress(Stage.MEETING)
-    (report,) = hall.wait(70.0)
-    assert isinstance(report, Report)
-    assert report.text.splitlines()[:2] == [
-        "ranks 0, 1 wait in init_process_group for 64 s",
-        "b cannot reach a:29500: timed out (firewall? wrong address?)",
-    ]
-    assert report.finding.code == "HF245"
-
-
-def test_who_works_before_it_comes_is_left_in_peace() -> None:
-    """Rank 1 unpacks a data set before it asks for the process group."""
-    hall = Hall(finding=MOVING)
-    hall.progress(Stage.MEETING, ranks="a")
-    assert hall.wait(3000.0) == []
-
-
-def test_a_rank_that_comes_further_is_progress() -> None:
-    hall = Hall(finding=STUCK)
-    hall.progress(Stage.MEETING)
-    hall.wait(50.0)
-    hall.progress(Stage.GROUPING, ranks="a")
-    hall.wait(50.0)
-    assert hall.looks == []
-    hall.progress(Stage.READY)
-    hall.wait(59.0)
-    assert hall.looks == [], "before the first step there is no hurry"
-
-
-def test_who_is_waited_for_and_pauses_may_be_slow() -> None:
-    hall = Hall(finding=PAUSED, report_s=15.0)
-    hall.progress(Stage.MEETING, ranks="a")
-    assert hall.wait(59.0) == []
-    (report,) = hall.wait(8.0)
-    assert isinstance(report, Report)
-
-
-def test_the_group_stands_at_last() -> None:
-    hall = Hall(finding=STUCK)
-    hall.progress(Stage.GROUPING)
-    hall.wait(100.0)
-    hall.progress(Stage.READY)
-    assert isinstance(hall.orders[-1], Over)

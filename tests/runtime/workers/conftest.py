@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -13,7 +15,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from holdfast.core.board import BOARD_VARIABLE
 from holdfast.runtime.workers import processes
+from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.keeper import exec_keeper
 from holdfast.runtime.workers.keeper_client import (
     KeeperClient,
@@ -26,6 +30,7 @@ from holdfast.runtime.workers.keeper_client import (
 )
 from holdfast.runtime.workers.preload import FOLDER
 from holdfast.runtime.workers.spawn import BOOTSTRAP
+from tests.runtime.workers.looks import Start, out
 from tests.support.limits import limit_s
 
 EVENT_LIMIT_S = limit_s(20.0)
@@ -183,3 +188,38 @@ def on_site(on_bench: Callable[..., None], tmp_path: Path) -> Callable[..., None
         on_bench(lambda bench: scenario(Site(bench, tmp_path)))
 
     return run
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(board: Board, tmp_path: Path) -> Iterator[Start]:
+    """Start a program as a worker, and wait until it has said `up`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(source: str, local_rank: int = 0, line: list[str] | None = None) -> subprocess.Popen[str]:
+        script = tmp_path / f"program{local_rank}.py"
+        script.write_text(source)
+        process = subprocess.Popen(
+            line or [sys.executable, "-u", BOOTSTRAP, "script", str(script)],
+            env={**os.environ, BOARD_VARIABLE: board.address(local_rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        if line is None:
+            assert out(process).readline() == "up\n"
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        out(process).close()
