@@ -149,7 +149,7 @@ $(VENV)/.dev: $(VENV)/.python $(PACKAGING)
 	@echo "installing torch $* and the development tools into .venv-torch-$* (once) ..."
 	@$(PYTHON) -m venv .venv-torch-$*
 	@grep -v -e '^torch==' -e '^sympy==' -e '^triton==' constraints.txt > .venv-torch-$*/constraints.txt
-	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy
+	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check -c .venv-torch-$*/constraints.txt -e '.[dev]' torch==$* numpy scikit-learn
 	@.venv-torch-$*/bin/python -m compileall -q src
 	@touch $@
 
