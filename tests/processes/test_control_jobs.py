@@ -58,7 +58,8 @@ def refused(*args: str | Path) -> str:
 
 @pytest.fixture(autouse=True)
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The list of running agents, this test's own."""
+    """The list of running agents and the runs that are kept, this test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
     return tmp_path / "running"
 

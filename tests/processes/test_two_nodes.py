@@ -112,24 +112,51 @@ raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
     assert f"rank {dead['rank']} " in last[0].splitlines()[0]
 
 
-def test_the_culprit_on_the_same_node(site) -> None:
-    """Its own node's other rank may complain before the agent has read what the dead one left."""
-    script = site.script(
-        """
-meet()
+CONNECTED = """
+import socket
+name = f"\\0holdfast-test-{PORT}"
 if RANK == 1:
-    sys.stderr.write("many words before the end\\n" * 20000)
-    note("killed")
-    os.kill(os.getpid(), signal.SIGKILL)
-while not notes("killed"):
-    time.sleep(0.001)
-raise RuntimeError("Connection reset by peer")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(name)
+    server.listen(WORLD)
+    meet()
+    peers = [server.accept()[0] for _ in range(WORLD - 1)]
+    leave()
+meet()
+peer = socket.socket(socket.AF_UNIX)
+peer.connect(name)
+peer.sendall(b"nobody reads this, so the end is a reset")
+peer.recv(1)
 """
-    )
+"""All ranks are connected to rank 1, which leaves in the way that a function `leave` before this says."""
+
+
+def test_the_culprit_on_the_same_node(site) -> None:
+    """Its own node's other ranks may complain before the agent has read what the dead one left."""
+    leave = """
+def leave():
+    sys.stderr.write("many words before the end\\n" * 20000)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = site.script(leave + CONNECTED)
     for _ in range(3):
         done, agent = site.run("--standalone", "--nproc-per-node", "4", "--redirects", "3", script)
         assert done == 137, agent.text
         assert agent.verdict["verdict"]["culprit"]["rank"] == 1
+
+
+def test_a_kill_that_is_seen_after_the_complaints_is_still_the_reason(site) -> None:
+    """Being stopped is SIGTERM: nobody of ours has sent SIGKILL."""
+    leave = """
+def leave():
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    for each in peers:
+        each.close()
+    hold()
+"""
+    done, agent = site.run("--standalone", "--nproc-per-node", "3", site.script(leave + CONNECTED))
+    assert done == 137, agent.text
+    assert agent.verdict["verdict"]["culprit"]["rank"] == 1
 
 
 def test_a_victim_that_dies_of_the_stop_is_not_the_culprit(site, endpoint: str) -> None:

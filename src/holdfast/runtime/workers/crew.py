@@ -332,7 +332,9 @@ class Crew:
             case kept.ProcessEnded(key, pid, exit_code):
                 ended = self._workers.pop(key, None)
                 if ended is not None:
-                    self._ended(ended, pid, exit_code, stopped=self._stopping)
+                    # Being stopped is SIGTERM: a SIGKILL that is not ours is a reason of its own, be it seen late.
+                    others = exit_code == -SIGKILL and not self._killing
+                    self._ended(ended, pid, exit_code, stopped=self._stopping and not others)
             case kept.Fenced():
                 self._stopping = True
                 self._emit(WorkersFenced())
