@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.insight.causes.find import cause_of
+from holdfast.insight.causes.words import listen
 from tests.corpus.telling import GLOO_CLOSED, fails
 
 HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
@@ -144,3 +145,25 @@ def test_a_sentence_that_is_no_exception_is_not_said_to_be_raised() -> None:
     """As a torchrun under our coordinator reports its workers."""
     failure = structs.replace(fails(1), message="its torchrun starts its workers again", error_type="", traceback="")
     assert cause_of(structs.replace(failure, stderr_tail="")).line == "failed: its torchrun starts its workers again"
+
+
+GROUP_ALONE = """  + Exception Group Traceback (most recent call last):
+  |   File "/data/job/train.py", line 8, in <module>
+  |     raise ExceptionGroup("several", errors)
+  | ExceptionGroup: several (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: bad row 7
+    +---------------- 2 ----------------
+    | KeyError: 'row'
+    +------------------------------------
+"""
+
+
+def test_a_group_of_exceptions_that_were_never_raised_has_its_own_place() -> None:
+    failure = structs.replace(fails(1), message="", error_type="", traceback=GROUP_ALONE, stderr_tail="")
+    words = listen(failure)
+    assert (words.text, words.place) == ("ValueError: bad row 7", "train.py:8")
+    raised = GROUP_ALONE.replace(
+        "    | ValueError", '    |   File "/data/job/data.py", line 3, in row\n    | ValueError'
+    )
+    assert listen(structs.replace(failure, traceback=raised)).place == "data.py:3"

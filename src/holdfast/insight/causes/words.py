@@ -155,8 +155,9 @@ class Words:
     def place(self) -> str:
         """Where in the script the root was raised, or where it crashed: "train.py:18 `assert x.shape[0] == 5`"."""
         crash = self._failure.exit_code < 0 and not self._first
-        found = PLACED.findall(self.stderr if crash else self._first)
-        own = [each for each in found if not (LIBRARY.search(each[0]) or OURS.search(each[0]))]
+        own = _in_script(self.stderr if crash else self._first)
+        if not own and self._inner:  # made and never raised by itself: the group was
+            own = _in_script(IN_GROUP.sub("", self._failure.traceback or self.stderr))
         if not own:
             return ""
         file, line, source = own[0 if crash else -1]  # a crash is told with its innermost frame first
@@ -225,6 +226,11 @@ def native_words(stderr: str) -> str:
         return ""
     what = found[2].partition("\nException raised from")[0].partition("\nframe #0")[0]
     return f"{found[1].rpartition(':')[2]}: {what.strip()}"
+
+
+def _in_script(text: str) -> list[tuple[str, str, str]]:
+    """(file, line, source) of the frames that are neither a library's nor ours."""
+    return [each for each in PLACED.findall(text) if not (LIBRARY.search(each[0]) or OURS.search(each[0]))]
 
 
 def _first_of_group(traceback: str) -> str:
