@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
+from holdfast.core.machines import Note, Tick
 from holdfast.core.agent import commands as do
 from holdfast.core.agent import events as ev
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.agent.state import Work
 from holdfast.core.coordinator import commands as cdo
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
+from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Evidence, Failure, Verdict
@@ -110,7 +111,7 @@ class Node:
     def _tick(self, deadline: float) -> None:
         if self._armed_s == deadline:
             self._armed_s = None
-            self.give(ev.Tick())
+            self.give(Tick())
 
     def _do(self, command: do.Command) -> None:
         play, generation = self.play, self._generation
@@ -133,7 +134,7 @@ class Node:
                 play.soon(lambda: self.give(ev.WorkerEnded(generation, 0, failure)))
             case do.KillTree(stopped):
                 play.soon(lambda: self.give(ev.TreeGone(stopped)))
-            case do.Say() | do.Note():
+            case do.Say() | Note():
                 pass
             case do.HoldWorkers(held):
                 # It asks for no safe point, as most scripts.
@@ -230,7 +231,7 @@ class Play:
 
     def _boot(self, number: int) -> None:
         self._nodes[number] = Node(self, number)
-        self._nodes[number].give(ev.Tick())
+        self._nodes[number].give(Tick())
 
     def _begin(self, chapter: str) -> None:
         self._chapter = chapter

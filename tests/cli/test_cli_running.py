@@ -19,7 +19,7 @@ from holdfast.core.errors import UsageError
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.runtime import running
 from holdfast.runtime.report import write_reports
-from holdfast.runtime.running import Entry
+from holdfast.runtime.running import RunningAgent
 
 VIEW = {
     "run_id": "bert",
@@ -88,7 +88,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend
     def make(name: str, run_id: str = "bert", endpoint: str = "a:1", **answers: bytes | None) -> PretendAgent:
         folder = tmp_path / "runs" / name
         agents.append(PretendAgent(folder, answers))
-        made = Entry(
+        made = RunningAgent(
             run_id=run_id,
             endpoint=endpoint,
             host="a",

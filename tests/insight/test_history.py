@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.insight.history import Doing, History, history
+from holdfast.insight.history import Activity, History, history
 
 T = 1000.0
 """The first event's time."""
@@ -55,7 +55,7 @@ def told(*journals: Journal) -> History:
 
 
 def spent(past: History) -> dict[str, float]:
-    return {doing.name: seconds for doing in Doing if (seconds := round(past.spent_s(doing), 6))}
+    return {doing.name: seconds for doing in Activity if (seconds := round(past.spent_s(doing), 6))}
 
 
 def test_a_run_that_goes_well() -> None:

@@ -17,9 +17,9 @@ SIZE = 1 << 20
 SAVES = f"""
 from holdfast.core.errors import SnapshotError
 from holdfast.snapshots.attempt import Ticket, begin
-from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
+from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
 SIZE, SNAPS = {SIZE}, os.path.join(os.path.dirname(os.environ["TRAIL"]), "snaps")
-place = Place.find()
+place = SaverAddress.find()
 own, saver = place.slots(rank=RANK, world=WORLD), SaverClient(place)
 
 def stage(step, rescue=0):

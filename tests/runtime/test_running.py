@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from holdfast.runtime import running
-from holdfast.runtime.running import Entry
+from holdfast.runtime.running import RunningAgent
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def ear(tmp_path: Path) -> Iterator[str]:
         yield path
 
 
-def entry(path: str, run_id: str = "x", began_epoch_s: float = 1.0) -> Entry:
-    return Entry(
+def entry(path: str, run_id: str = "x", began_epoch_s: float = 1.0) -> RunningAgent:
+    return RunningAgent(
         run_id=run_id,
         endpoint="e:1",
         host="h",

@@ -13,7 +13,7 @@ from holdfast.cli.plan import render
 from holdfast.cli.resolve import resolve
 from holdfast.cli.under_slurm import srun_environment, srun_line, take_in
 from holdfast.core.errors import EnvironmentValueError, NodesError, UsageError
-from holdfast.schedulers.slurm_step import Answer, Step, read_step, tasks_per_node
+from holdfast.schedulers.slurm_step import ScontrolOutput, SlurmStep, read_step, tasks_per_node
 from holdfast.schedulers.slurm_watch import over
 
 BATCH = {
@@ -172,8 +172,8 @@ def test_tasks_per_node() -> None:
     assert tasks_per_node("2(x3),1,4(x1)") == (2, 2, 2, 1, 4)
 
 
-def made(job_id: int, step_id: int = 0, restarts: int = 0) -> Step:
-    return Step(job_id, step_id, ("a", "b"), 0, (1, 1), restarts)
+def made(job_id: int, step_id: int = 0, restarts: int = 0) -> SlurmStep:
+    return SlurmStep(job_id, step_id, ("a", "b"), 0, (1, 1), restarts)
 
 
 def test_neighbours_have_ports_of_their_own() -> None:
@@ -261,6 +261,6 @@ def test_the_token_is_inherited_and_everything_else_too() -> None:
     ],
 )
 def test_when_a_life_is_over(text: str, failed: bool, said: str) -> None:
-    reason = over(Answer(text, failed), 1, 1)
+    reason = over(ScontrolOutput(text, failed), 1, 1)
     assert said in reason
     assert bool(reason) == bool(said)

@@ -15,7 +15,7 @@ from holdfast.core.errors import CallerError, ScriptError, UsageError
 from holdfast.schedulers.slurm_batch import Batch, script
 from holdfast.schedulers.slurm_job import JobState, read_job
 from holdfast.schedulers.slurm_options import Directive
-from holdfast.schedulers.slurm_step import Answer
+from holdfast.schedulers.slurm_step import ScontrolOutput
 from tests.support.limits import limit_s
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(line: str) -> submit_slurm.Request:
+def read(line: str) -> submit_slurm.BatchRequest:
     return submit_slurm.read(shlex.split(line))
 
 
@@ -133,13 +133,13 @@ RUNNING = "JobId=7 JobName=a b JobState=RUNNING Reason=None ExitCode=0:0 NodeLis
 
 
 def test_what_scontrol_says_of_a_job() -> None:
-    state = read_job(Answer(RUNNING))
+    state = read_job(ScontrolOutput(RUNNING))
     assert state == JobState("RUNNING", "None", "n[1-2]", "/a b/slurm-7.out", 1)
     assert not state.over
-    failed = read_job(Answer(RUNNING.replace("RUNNING", "FAILED").replace("0:0", "3:0")))
+    failed = read_job(ScontrolOutput(RUNNING.replace("RUNNING", "FAILED").replace("0:0", "3:0")))
     assert failed is not None
     assert (failed.over, failed.status) == (True, 3)
-    assert read_job(Answer("Invalid job id", failed=True)) is None
+    assert read_job(ScontrolOutput("Invalid job id", failed=True)) is None
 
 
 def test_a_log_is_followed_to_the_jobs_end(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.snapshots import attempt, shelf
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import Place, SaverClient
+from holdfast.snapshots.saver_client import SaverAddress, SaverClient
 from holdfast.snapshots.slots import Slot
 from tests.support.limits import limit_s, until
 
@@ -35,7 +35,7 @@ class Bench:
         self.folder = folder
         self.anchor = subprocess.Popen(["sleep", "600"])
         held = shelf.Shelf.make("bench")
-        self.place = Place(held.path, 0, 0, self.anchor.pid, held)
+        self.place = SaverAddress(held.path, 0, 0, self.anchor.pid, held)
         self.slots = self.place.slots(rank=0, world=1)
         self.client = SaverClient(self.place)
 

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.snapshots import attempt, folder, reader
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.image import Entry, Image
+from holdfast.snapshots.image import Image, TensorEntry
 
 WEIGHT_ITEMS = 300_000
 
@@ -18,7 +18,7 @@ WEIGHT_ITEMS = 300_000
 def content(step: int, rank: int, items: int = WEIGHT_ITEMS) -> bytes:
     """A rank's file: a weight of 4 × `items` bytes and two small tensors. Equal sizes for all ranks and steps."""
     image = Image.plan(
-        [Entry("weight", "F32", (items,)), Entry("bias", "F16", (3,)), Entry("step", "I64", ())],
+        [TensorEntry("weight", "F32", (items,)), TensorEntry("bias", "F16", (3,)), TensorEntry("step", "I64", ())],
         {"rank": f"{rank:06d}"},
     )
     data = bytearray(random.Random(f"{step} {rank}").randbytes(image.size_bytes))

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from holdfast.core.errors import SnapshotDamagedError
-from holdfast.snapshots.image import ALIGNMENT_BYTES, ITEM_BYTES, Entry, Image
+from holdfast.snapshots.image import ALIGNMENT_BYTES, ITEM_BYTES, Image, TensorEntry
 
 
 def filled(image: Image) -> bytes:
@@ -18,7 +18,7 @@ def filled(image: Image) -> bytes:
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
 def test_safetensors_reads_each_type(dtype: str) -> None:
     safetensors = pytest.importorskip("safetensors")
-    entries = [Entry("a", dtype, (3, 5)), Entry("b/ö", dtype, ()), Entry("none", dtype, (0, 4))]
+    entries = [TensorEntry("a", dtype, (3, 5)), TensorEntry("b/ö", dtype, ()), TensorEntry("none", dtype, (0, 4))]
     image = Image.plan(entries, {"made": "here"})
     read = {
         name: (value["dtype"], tuple(value["shape"]), len(value["data"]))
@@ -28,7 +28,7 @@ def test_safetensors_reads_each_type(dtype: str) -> None:
 
 
 def test_what_was_planned_is_read() -> None:
-    image = Image.plan([Entry("a", "F32", (1000,)), Entry("b", "U8", (7,))], {"x": "y"})
+    image = Image.plan([TensorEntry("a", "F32", (1000,)), TensorEntry("b", "U8", (7,))], {"x": "y"})
     again = Image.read(filled(image), image.size_bytes)
     assert again == image
     assert again.spans == image.spans
@@ -39,7 +39,9 @@ def test_tensors_are_aligned_and_leave_no_hole() -> None:
     chance = random.Random(1)
     for _ in range(200):
         entries = [
-            Entry(str(number), chance.choice(list(ITEM_BYTES)), tuple(chance.choices(range(9), k=chance.randrange(4))))
+            TensorEntry(
+                str(number), chance.choice(list(ITEM_BYTES)), tuple(chance.choices(range(9), k=chance.randrange(4)))
+            )
             for number in range(chance.randrange(20))
         ]
         image = Image.plan(entries)
@@ -58,14 +60,14 @@ def test_tensors_are_aligned_and_leave_no_hole() -> None:
 @pytest.mark.parametrize(
     "entries",
     [
-        [Entry("a", "F32", (1,)), Entry("a", "F32", (2,))],
-        [Entry("__metadata__", "F32", (1,))],
-        [Entry("a", "complex", (1,))],
-        [Entry("a", "F32", (-1, 2))],
-        [Entry("a", "F64", (2**40, 2**40))],
+        [TensorEntry("a", "F32", (1,)), TensorEntry("a", "F32", (2,))],
+        [TensorEntry("__metadata__", "F32", (1,))],
+        [TensorEntry("a", "complex", (1,))],
+        [TensorEntry("a", "F32", (-1, 2))],
+        [TensorEntry("a", "F64", (2**40, 2**40))],
     ],
 )
-def test_what_the_format_cannot_hold_is_refused(entries: list[Entry]) -> None:
+def test_what_the_format_cannot_hold_is_refused(entries: list[TensorEntry]) -> None:
     with pytest.raises(ValueError, match="tensor"):
         Image.plan(entries)
 
@@ -74,7 +76,9 @@ def test_a_changed_header_is_refused_or_means_the_same_to_safetensors() -> None:
     """Ten thousand headers with a few bytes changed: whatever we accept, safetensors accepts and reads alike."""
     safetensors = pytest.importorskip("safetensors")
     chance = random.Random(2)
-    image = Image.plan([Entry("a", "F32", (4,)), Entry("b", "I64", (2, 2)), Entry("c", "U8", (3,))], {"k": "v"})
+    image = Image.plan(
+        [TensorEntry("a", "F32", (4,)), TensorEntry("b", "I64", (2, 2)), TensorEntry("c", "U8", (3,))], {"k": "v"}
+    )
     whole, accepted = filled(image), 0
     for _ in range(10_000):
         data = bytearray(whole)

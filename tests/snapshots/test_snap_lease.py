@@ -18,10 +18,10 @@ import pytest
 
 from holdfast.core.errors import SnapshotBusyError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 from holdfast.snapshots import attempt, disk, folder, lease
-from holdfast.snapshots.lease import Lease, Owner, acquire
+from holdfast.snapshots.lease import FolderLease, LeaseOwner, acquire
 from tests.support.limits import limit_s
 
-ELSEWHERE = Owner("other", "far", 4711, "another boot", "1")
+ELSEWHERE = LeaseOwner("other", "far", 4711, "another boot", "1")
 HOLD = """
 import sys, time
 from holdfast.snapshots import lease
@@ -31,7 +31,7 @@ time.sleep(600)
 """
 
 
-def write(path: Path, number: int, owner: Owner, counter: int | str) -> None:
+def write(path: Path, number: int, owner: LeaseOwner, counter: int | str) -> None:
     """A lease as somebody on another machine would have it."""
     file = path / f"lease.{number:06d}"
     file.write_text(
@@ -60,7 +60,7 @@ def test_a_free_folder_is_taken_at_once_and_given_back(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         with acquire(tmp_path / "runs", "a", wait=waits) as held:
             held.check()
-            assert lease.owner(tmp_path / "runs") == Owner.me("a")
+            assert lease.owner(tmp_path / "runs") == LeaseOwner.me("a")
             assert numbers(tmp_path / "runs") == [f"lease.{number:06d}"]
         assert lease.owner(tmp_path / "runs") is None
     assert waits.count == 0
@@ -90,7 +90,7 @@ def test_the_same_run_takes_over_sooner(tmp_path: Path) -> None:
     waits = Waits(lambda count: count == 2 and write(tmp_path, 7, ELSEWHERE, 2))
     with acquire(tmp_path, "other", wait=waits):
         assert waits.count == 2 + lease.LOOKS_SAME_RUN
-    write(tmp_path, 9, replace(Owner.me("other"), pid=2**22 + 1), 1)
+    write(tmp_path, 9, replace(LeaseOwner.me("other"), pid=2**22 + 1), 1)
     waits = Waits()
     with acquire(tmp_path, "other", wait=waits):
         assert waits.count == 0
@@ -109,7 +109,7 @@ def test_the_same_run_does_not_rob_who_beats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run_id", ["mine", "other"])
 def test_a_living_process_of_this_machine_is_not_robbed(tmp_path: Path, run_id: str) -> None:
     """Stopped, it beats no more, and would write where another does when it goes on."""
-    write(tmp_path, 7, Owner.me("mine"), 1)
+    write(tmp_path, 7, LeaseOwner.me("mine"), 1)
     with pytest.raises(SnapshotBusyError, match=f"process {os.getpid()} on"):
         acquire(tmp_path, run_id, wait=Waits())
     assert numbers(tmp_path) == ["lease.000007"]
@@ -142,7 +142,7 @@ def test_a_live_and_then_killed_owner_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
-    write(tmp_path, 1, replace(Owner.me("other"), started="1"), 1)
+    write(tmp_path, 1, replace(LeaseOwner.me("other"), started="1"), 1)
     with acquire(tmp_path, "mine", wait=Waits()):
         assert numbers(tmp_path) == ["lease.000002"]
 
@@ -172,7 +172,7 @@ def until(happens: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def trouble(held: Lease) -> SnapshotError | None:
+def trouble(held: FolderLease) -> SnapshotError | None:
     try:
         held.check()
     except SnapshotError as error:
@@ -215,7 +215,7 @@ def test_one_failed_beat_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with acquire(tmp_path, "a", beat_s=0.02) as held:
         with monkeypatch.context() as patch:
-            patch.setattr(Lease, "_put", fails)
+            patch.setattr(FolderLease, "_put", fails)
             until(lambda: len(beats) >= 1)
             assert trouble(held) is None or len(beats) >= lease.BEATS_MISSED_MAX
             until(lambda: len(beats) > lease.BEATS_MISSED_MAX)
@@ -247,11 +247,11 @@ def test_of_several_contenders_one_wins(tmp_path: Path) -> None:
         for name in numbers(tmp_path):
             (tmp_path / name).unlink()
         write(tmp_path, number + 1, ELSEWHERE, lease.FREE)
-        won: list[Lease] = []
+        won: list[FolderLease] = []
         lost: list[str] = []
         barrier = threading.Barrier(6)
 
-        def contend(barrier: threading.Barrier = barrier, won: list[Lease] = won, lost: list[str] = lost) -> None:
+        def contend(barrier: threading.Barrier = barrier, won: list[FolderLease] = won, lost: list[str] = lost) -> None:
             barrier.wait()
             try:
                 won.append(acquire(tmp_path, "", beat_s=0.005, look_s=0.04, looks=100))

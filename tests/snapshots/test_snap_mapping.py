@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.snapshots.mapping import MappedFile, Mappings, huge_page_bytes
-from holdfast.snapshots.slots import Owner, Slots
+from holdfast.snapshots.slots import SlotOwner, Slots
 
 SIZE_BYTES = 3 * (2 << 20) + 5 * mmap.PAGESIZE
 
@@ -113,7 +113,7 @@ def test_no_file_no_mapping() -> None:
 @pytest.mark.skipif(not collapses(), reason="this kernel makes no huge pages on request")
 def test_slots_become_huge_and_nobody_waits_for_it_to_end() -> None:
     folder = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    slots = Slots(folder, Owner(0))
+    slots = Slots(folder, SlotOwner(0))
     try:
         slots.reserve(SIZE_BYTES)
         before = huge_kib()

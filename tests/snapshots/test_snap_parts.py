@@ -10,7 +10,7 @@ from holdfast.core.errors import SnapshotDamagedError
 from holdfast.snapshots import attempt, layout, reader
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.digest import CHUNK_BYTES
-from holdfast.snapshots.image import Entry, Image
+from holdfast.snapshots.image import Image, TensorEntry
 from tests.snapshots.saves import newest
 
 TENSORS = 5
@@ -20,7 +20,7 @@ ITEMS = 600_000
 @pytest.fixture
 def saved(tmp_path: Path) -> bytes:
     """One rank, five tensors of 2.4 MB, so that chunks of 4 MiB hold parts of two or three."""
-    image = Image.plan([Entry(f"t{number}", "F32", (ITEMS,)) for number in range(TENSORS)])
+    image = Image.plan([TensorEntry(f"t{number}", "F32", (ITEMS,)) for number in range(TENSORS)])
     data = image.header + b"".join(bytes([number + 1]) * (4 * ITEMS) for number in range(TENSORS))
     ticket = Ticket(str(tmp_path), 1, attempt.begin(tmp_path, 1), 0, 1)
     attempt.write_rank(ticket, data)

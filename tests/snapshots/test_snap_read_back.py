@@ -12,7 +12,7 @@ import pytest
 from holdfast.core.errors import SaverLostError, SnapshotDamagedError, SnapshotError, SnapshotGoneError
 from holdfast.snapshots import saving, slots
 from holdfast.snapshots.saver_client import read_back
-from holdfast.snapshots.slots import Owner, Slots
+from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
 from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench
 from tests.support.limits import until
@@ -75,7 +75,7 @@ def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
 
 def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
     path = saves.save(bench.folder, 1, 1)
-    other = Slots(bench.place.folder, Owner(1))
+    other = Slots(bench.place.folder, SlotOwner(1))
     for step in (1, 2):
         assert other.stage(step, SIZE) is not None
         other.commit()

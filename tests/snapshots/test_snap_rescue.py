@@ -8,8 +8,8 @@ from pathlib import Path
 
 from holdfast.snapshots import shelf
 from holdfast.snapshots.attempt import Ticket, begin
-from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
-from holdfast.snapshots.slots import Owner, Slots
+from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
+from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed
 from tests.support.limits import limit_s, until
 
@@ -22,8 +22,8 @@ def test_a_crash_among_saves_of_one_step_mixes_nothing(tmp_path: Path) -> None:
     anchor = subprocess.Popen(["sleep", "600"])
     clients = []
     for rank, saves in ((0, (2, 3)), (1, (1, 2))):
-        clients.append(SaverClient(Place(held.path, rank, 3, anchor.pid, held)))
-        own = Slots(held.path, Owner(rank, rank, 2, 3))
+        clients.append(SaverClient(SaverAddress(held.path, rank, 3, anchor.pid, held)))
+        own = Slots(held.path, SlotOwner(rank, rank, 2, 3))
         for save in saves:
             memory = own.stage(40, SIZE)
             assert memory is not None
@@ -58,8 +58,8 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
     anchor = subprocess.Popen(["sleep", "600"])
     clients = []
     for rank in (0, 1):
-        clients.append(SaverClient(Place(held.path, rank, 3, anchor.pid, held)))
-        own = Slots(held.path, Owner(rank, rank, 2, 3))
+        clients.append(SaverClient(SaverAddress(held.path, rank, 3, anchor.pid, held)))
+        own = Slots(held.path, SlotOwner(rank, rank, 2, 3))
         memory = own.stage(40, SIZE)
         assert memory is not None
         slot = own.commit(Ticket(str(folder), 40, number, rank, 2, {"save": 1}).to_json())
@@ -82,15 +82,15 @@ def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Pat
     anchor = subprocess.Popen(["sleep", "600"])
     first, number, slots = tmp_path / "a", rescue_attempt(), []
     first.mkdir()
-    clients = [SaverClient(Place(held.path, rank, 0, anchor.pid, held)) for rank in (0, 1)]
+    clients = [SaverClient(SaverAddress(held.path, rank, 0, anchor.pid, held)) for rank in (0, 1)]
     for rank in (0, 1):
-        slots.append(Slots(held.path, Owner(rank, rank, 2, 0)))
+        slots.append(Slots(held.path, SlotOwner(rank, rank, 2, 0)))
         assert slots[-1].stage(40, SIZE) is not None
         slots[-1].commit(Ticket(str(first), 40, number, rank, 2).to_json())
     again = []
     for rank, client in enumerate(clients):
         client.close(ahead=True)
-        again.append(SaverClient(Place(held.path, rank, 0, anchor.pid, held)))
+        again.append(SaverClient(SaverAddress(held.path, rank, 0, anchor.pid, held)))
     until(lambda: list(committed(first)) == [40], "the newest of the first folder is saved")
     for client in again:
         client.close()

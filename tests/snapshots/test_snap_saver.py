@@ -21,8 +21,8 @@ from holdfast.core.errors import (
 from holdfast.snapshots import attempt, packets, shelf, slots
 from holdfast.snapshots import folder as snapshots
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
-from holdfast.snapshots.slots import Owner, Slots
+from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
+from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench, savers
 from tests.support.limits import limit_s, until
 
@@ -30,11 +30,11 @@ WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 from holdfast.snapshots.attempt import Ticket, begin
-from holdfast.snapshots.saver_client import Place, SaverClient
+from holdfast.snapshots.saver_client import SaverAddress, SaverClient
 
 FOLDER, SIZE = sys.argv[1], 2 << 20
 LIMIT_S = 20 * float(os.environ["TEST_SLOWNESS"])
-place = Place.find()
+place = SaverAddress.find()
 own, saver = place.slots(rank=0, world=1), SaverClient(place)
 
 def stage(step, rescue=0):
@@ -304,9 +304,9 @@ def test_a_crash_of_two_ranks_saves_the_step_that_both_have(tmp_path: Path) -> N
     anchor = subprocess.Popen(["sleep", "600"])
     clients = []
     for rank, steps in ((0, (20, 40)), (1, (40, 60))):
-        place = Place(held.path, rank, 3, anchor.pid, held)
+        place = SaverAddress(held.path, rank, 3, anchor.pid, held)
         clients.append(SaverClient(place))
-        own = Slots(held.path, Owner(rank, rank, 2, 3))
+        own = Slots(held.path, SlotOwner(rank, rank, 2, 3))
         for step in steps:
             memory = own.stage(step, SIZE)
             assert memory is not None
@@ -394,10 +394,10 @@ saver.close()
 
 def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
     with pytest.raises(SnapshotMemoryError, match="cannot be used"):
-        Place.find({}, tmp_path / "no")
+        SaverAddress.find({}, tmp_path / "no")
     with pytest.raises(SnapshotMemoryError, match="the agent's saver cannot be reached"):
-        SaverClient(Place.find({packets.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
-    place = Place.find({packets.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
+        SaverClient(SaverAddress.find({packets.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
+    place = SaverAddress.find({packets.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
     assert (place.folder, place.generation, place.local_rank) == (Path("/dev/shm/a@b"), 4, 2)
 
 

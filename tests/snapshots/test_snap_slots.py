@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.core.errors import SnapshotMemoryError
 from holdfast.snapshots import shelf, slots
-from holdfast.snapshots.slots import HEADER_BYTES, Owner, Slots
+from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
 
 SIZE = 3 * (1 << 20) + 17
@@ -29,24 +29,24 @@ def put(own: Slots, step: int, byte: int, size: int = SIZE) -> slots.Slot:
 
 
 def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
-    first = Slots(tmp_path, Owner(local_rank=1, rank=5, world=8, generation=3))
+    first = Slots(tmp_path, SlotOwner(local_rank=1, rank=5, world=8, generation=3))
     put(first, 20, 1)
     put(first, 40, 2)
     first.close()
-    second = Slots(tmp_path, Owner(local_rank=1, rank=0, world=2, generation=4))
+    second = Slots(tmp_path, SlotOwner(local_rank=1, rank=0, world=2, generation=4))
     found = second.newest()
     assert found is not None
     assert (found.step, found.rank, found.world, found.generation, found.local_rank) == (40, 5, 8, 3, 1)
     assert bytes(found.data) == b"\2" * SIZE
     assert (found.ticket, found.metadata) == ({"folder": "x", "step": 40}, {"loss": 0.5})
     assert [slot.step for slot in second.committed()] == [40, 20]
-    assert Slots(tmp_path, Owner(0)).newest() is None
+    assert Slots(tmp_path, SlotOwner(0)).newest() is None
     assert slots.local_ranks(tmp_path) == [1]
     second.close()
 
 
 def test_the_older_slot_is_the_one_that_is_staged_into(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     for step in range(1, 6):
         put(own, step, step)
         assert [slot.step for slot in own.committed()] == [step, step - 1][: min(step, 2)]
@@ -54,7 +54,7 @@ def test_the_older_slot_is_the_one_that_is_staged_into(tmp_path: Path) -> None:
 
 
 def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     put(own, 1, 1)
     put(own, 2, 2)
     memory = own.stage(3, SIZE)
@@ -69,7 +69,7 @@ def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path)
 
 @pytest.mark.parametrize("where", [0, 64 * -(-SIZE // slots.SAMPLES), SIZE - 1])
 def test_a_body_that_was_written_after_commit_is_refused(tmp_path: Path, where: int) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     memory = own.stage(1, SIZE)
     assert memory is not None
     own.commit()
@@ -80,7 +80,7 @@ def test_a_body_that_was_written_after_commit_is_refused(tmp_path: Path, where: 
 
 @pytest.mark.parametrize("where", [0, 8, 16, 24, 40])
 def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, where: int) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     put(own, 1, 1)
     own.close()
     path = slots.slot_path(tmp_path, 0, 0)
@@ -93,7 +93,7 @@ def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, where: int) -> N
 
 
 def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     put(own, 1, 1)
     own.close()
     path = slots.slot_path(tmp_path, 0, 0)
@@ -103,7 +103,7 @@ def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path
 
 
 def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     lent = slots.lend(tmp_path, put(own, 1, 1))
     put(own, 2, 2)
     put(own, 3, 3)  # over 2: slot 1 is still being read
@@ -118,7 +118,7 @@ def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path) -> None:
 
 
 def test_an_overwritten_slot_is_not_lent(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     old = put(own, 1, 1)
     put(own, 2, 2)
     put(own, 3, 3)
@@ -128,7 +128,7 @@ def test_an_overwritten_slot_is_not_lent(tmp_path: Path) -> None:
 
 
 def test_a_history_that_was_given_up_is_forgotten(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     put(own, 20, 1)
     put(own, 40, 2)
     own.forget(above_step=20)
@@ -139,7 +139,7 @@ def test_a_history_that_was_given_up_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_slots_grow_and_are_used_again(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     own.reserve(SIZE)
     room = [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)]
     put(own, 1, 1, SIZE // 2)
@@ -152,7 +152,7 @@ def test_slots_grow_and_are_used_again(tmp_path: Path) -> None:
 
 
 def test_too_long_a_note_is_refused_and_harms_nothing(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     put(own, 1, 1)
     own.stage(2, SIZE)
     with pytest.raises(ValueError, match="at most"):
@@ -168,8 +168,8 @@ def test_too_long_a_note_is_refused_and_harms_nothing(tmp_path: Path) -> None:
 STAGER = """
 import sys
 from pathlib import Path
-from holdfast.snapshots.slots import Owner, Slots
-own = Slots(Path(sys.argv[1]), Owner(0))
+from holdfast.snapshots.slots import SlotOwner, Slots
+own = Slots(Path(sys.argv[1]), SlotOwner(0))
 size = 8 << 20
 own.reserve(size)
 for step in range(1, 1000000):
@@ -199,14 +199,14 @@ def test_a_worker_killed_while_staging_leaves_a_whole_slot(tmp_path: Path) -> No
         for slot in found:
             assert bytes(slot.data) == bytes([slot.step % 251]) * len(slot.data)
         torn += len(found) == 1
-        successor = Slots(folder, Owner(0))
+        successor = Slots(folder, SlotOwner(0))
         assert successor.stage(1, 100) is not None  # no lock is left
         successor.close()
     assert torn, "no kill hit a staging: the test proves nothing"
 
 
 def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     put(own, 1, 1)
     read_end, write_end = os.pipe()
     pid = os.fork()  # a data loader's worker
@@ -216,7 +216,7 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> 
         os._exit(0)
     own.stage(2, SIZE)
     slots._claimed.clear()  # as if it were another process, whose predecessor is dead
-    successor = Slots(tmp_path, Owner(0))
+    successor = Slots(tmp_path, SlotOwner(0))
     assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
     own.abandon()
     put(successor, 4, 4)
@@ -229,7 +229,7 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> 
 
 
 def test_two_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    first, second = Slots(tmp_path, Owner(0)), Slots(tmp_path, Owner(0))
+    first, second = Slots(tmp_path, SlotOwner(0)), Slots(tmp_path, SlotOwner(0))
     put(first, 1, 1)
     for ask in (second.reserve, lambda size: second.stage(2, size)):
         with pytest.raises(SnapshotMemoryError, match="other snapshots of this process"):
@@ -237,7 +237,7 @@ def test_two_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -> None:
     second.close()
     put(first, 3, 3)
     first.close()
-    again = Slots(tmp_path, Owner(0))
+    again = Slots(tmp_path, SlotOwner(0))
     assert [slot.step for slot in again.committed()] == [3, 1]
     put(again, 4, 4)
     again.close()
@@ -245,13 +245,13 @@ def test_two_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -> None:
 
 def test_a_second_process_of_the_same_local_rank_is_refused(tmp_path: Path) -> None:
     """And a forked child of the first does not count as one that lives on."""
-    first = Slots(tmp_path, Owner(0))
+    first = Slots(tmp_path, SlotOwner(0))
     put(first, 1, 1)
     program = """
 import sys
 from pathlib import Path
-from holdfast.snapshots.slots import Owner, Slots
-own = Slots(Path(sys.argv[1]), Owner(0))
+from holdfast.snapshots.slots import SlotOwner, Slots
+own = Slots(Path(sys.argv[1]), SlotOwner(0))
 print(own.newest().step)
 try:
     print(own.stage(2, 100) is not None)
@@ -281,10 +281,10 @@ FULL = """
 import os, sys
 from pathlib import Path
 from holdfast.core.errors import SnapshotMemoryError
-from holdfast.snapshots.slots import Owner, Slots, committed_slots
+from holdfast.snapshots.slots import SlotOwner, Slots, committed_slots
 from holdfast.snapshots import shelf
 made = shelf.Shelf.make("run")
-own = Slots(made.path, Owner(0))
+own = Slots(made.path, SlotOwner(0))
 own.reserve(1 << 20)
 for step in (1, 2):
     own.stage(step, 1 << 20)[:] = bytes([step]) * (1 << 20)
@@ -326,7 +326,7 @@ def test_a_full_shm_is_an_error_and_harms_no_slot() -> None:
 
 
 def test_more_than_there_is_memory_is_refused_before_it_is_taken(tmp_path: Path) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
         own.reserve(1 << 50)
     assert own.newest() is None
@@ -334,7 +334,7 @@ def test_more_than_there_is_memory_is_refused_before_it_is_taken(tmp_path: Path)
 
 
 def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Slots(tmp_path, Owner(0))
+    own = Slots(tmp_path, SlotOwner(0))
     put(own, 1, 1)
     before = [os.stat(slots.slot_path(tmp_path, 0, 0)).st_size, 0]
     left = iter((3 * SIZE, 0))
@@ -380,7 +380,7 @@ def test_a_shelf_is_ours_alone_and_its_name_is_plain(made: Callable[[str], shelf
 def test_only_what_dead_runs_left_is_cleaned(tmp_path: Path, made: Callable[[str], shelf.Shelf]) -> None:
     dead, living, shared = made("dead"), made("living"), made("shared")
     for each in (dead, living, shared):
-        own = Slots(each.path, Owner(0))
+        own = Slots(each.path, SlotOwner(0))
         own.reserve(100)
         own.close()
     second = shelf.Shelf.at(shared.path.name, tmp_path)

@@ -13,7 +13,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.hosts import make_order, read_hosts
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
 from holdfast.core.errors import UsageError
-from holdfast.ssh.orders import Order
+from holdfast.ssh.orders import LaunchSpec
 from holdfast.ssh.session import client_line
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def order(line: str, **environ: str) -> Order:
+def order(line: str, **environ: str) -> LaunchSpec:
     parsed = parse(shlex.split(line), environ, OPTIONS)
     return make_order(parsed, "run", read_hosts(parsed), environ)[0]
 

@@ -6,10 +6,10 @@ import pytest
 
 from holdfast.core.errors import HostsError
 from holdfast.ssh.complaints import explain, is_turned_away, last_words, parting_words
-from holdfast.ssh.facts import Facts, expected_from, meeting_address, problems, remarks, same_machine
+from holdfast.ssh.facts import HostFacts, expected_from, meeting_address, problems, remarks, same_machine
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
 from holdfast.ssh.launcher import chosen_end
-from holdfast.ssh.orders import End, Expected
+from holdfast.ssh.orders import AgentExit, Expected
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_words_of_ssh() -> None:
 SAME = Expected(
     python="3.11.7", holdfast="1", torch="2.13", script="ab" * 32, path="train.py", cwd="/w", interpreter="/p"
 )
-FACTS = Facts(host="b", python="3.11.7", holdfast="1", torch="2.13", script="ab" * 32, cores=4, machine="m")
+FACTS = HostFacts(host="b", python="3.11.7", holdfast="1", torch="2.13", script="ab" * 32, cores=4, machine="m")
 
 
 def differing(**changes: object) -> list[str]:
     return problems(
-        B, Facts(**{**{name: getattr(FACTS, name) for name in FACTS.__struct_fields__}, **changes}), SAME, 2
+        B, HostFacts(**{**{name: getattr(FACTS, name) for name in FACTS.__struct_fields__}, **changes}), SAME, 2
     )
 
 
@@ -170,7 +170,7 @@ def test_what_differs_is_one_line_with_the_host(changes: dict[str, object], said
 
 def test_hosts_that_are_alike() -> None:
     assert differing() == []
-    assert remarks(B, Facts(host="b", python="", gpus=1), 2) == ["host b: 2 workers, but 1 GPU there"]
+    assert remarks(B, HostFacts(host="b", python="", gpus=1), 2) == ["host b: 2 workers, but 1 GPU there"]
     assert remarks(B, FACTS, 2) == []
 
 
@@ -180,7 +180,7 @@ def test_what_this_machine_does_not_know_the_first_host_says() -> None:
 
 
 def test_two_names_of_one_machine() -> None:
-    other = Facts(host="c", python="", machine="n")
+    other = HostFacts(host="c", python="", machine="n")
     assert same_machine([(HostSpec("a"), FACTS), (HostSpec("c"), other)]) == []
     ((spec, line),) = same_machine([(HostSpec("a"), FACTS), (HostSpec("c"), other), (B, FACTS)])
     assert spec == B
@@ -188,8 +188,8 @@ def test_two_names_of_one_machine() -> None:
 
 
 def test_where_they_meet() -> None:
-    far = Facts(host="a", python="", address="10.0.0.1", client="10.0.0.9")
-    here = Facts(host="h", python="", address="127.0.0.1", client="127.0.0.1")
+    far = HostFacts(host="a", python="", address="10.0.0.1", client="10.0.0.9")
+    here = HostFacts(host="h", python="", address="127.0.0.1", client="127.0.0.1")
     assert meeting_address(far, [here]) == "10.0.0.1"
     assert meeting_address(here, [far]) == "10.0.0.9"
     assert meeting_address(here, []) == "127.0.0.1"
@@ -198,10 +198,10 @@ def test_where_they_meet() -> None:
 
 def test_whose_end_is_the_jobs() -> None:
     a, b, c = HostSpec("a"), HostSpec("b"), HostSpec("c")
-    left = (a, End(code=143, kind="signalled"))
-    done = (b, End(code=0, kind="succeeded"))
-    failed = (c, End(code=7, kind="failed"))
+    left = (a, AgentExit(code=143, kind="signalled"))
+    done = (b, AgentExit(code=0, kind="succeeded"))
+    failed = (c, AgentExit(code=7, kind="failed"))
     assert chosen_end([left, done], ["a", "b"]) == done
     assert chosen_end([left, failed], ["a", "b", "c"]) == failed
-    assert chosen_end([(b, End(code=2)), left], ["a", "b"]) == left
+    assert chosen_end([(b, AgentExit(code=2)), left], ["a", "b"]) == left
     assert chosen_end([], ["a"]) is None

@@ -7,7 +7,7 @@ import pytest
 from holdfast.testing import sweep
 from holdfast.testing.checkers import BrokenPromiseError
 from holdfast.testing.cluster import SimOptions
-from holdfast.testing.sweep import Draw, Tally, main, parse_seeds, report, run_seed, run_seeds
+from holdfast.testing.sweep import Draw, SweepResult, main, parse_seeds, report, run_seed, run_seeds
 
 
 def hopeless(seed: int) -> Draw:
@@ -47,7 +47,7 @@ def test_many_seeds_on_all_cores(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_tallies_add_up() -> None:
-    total, one = Tally(), run_seeds(0, 3)
+    total, one = SweepResult(), run_seeds(0, 3)
     total.add(one)
     total.add(run_seeds(3, 5))
     assert total.jobs == 5

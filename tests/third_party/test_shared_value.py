@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.core.errors import BackendError, BackendUnreachableError, HoldfastError
 from holdfast.rendezvous.etcd import Leader, Memory
-from holdfast.rendezvous.shared_value import ValueApi, ValueTenure, Watch
+from holdfast.rendezvous.shared_value import ValueApi, ValueTenure, ValueWatch
 from holdfast.rendezvous.third_party import SharedValue
 
 LEASE_S = 5.0
@@ -38,7 +38,7 @@ class Node:
     def __init__(self, storage: SharedValue, name: str, run_id: str = "job") -> None:
         self.now_s = 100.0
         self.me = Leader(run_id=run_id, address="127.0.0.1", port=1, identity=name)
-        self.api = ValueApi("mine", storage, run_id, Watch(LEASE_S, lambda: self.now_s))
+        self.api = ValueApi("mine", storage, run_id, ValueWatch(LEASE_S, lambda: self.now_s))
 
     def take(self) -> ValueTenure | None:
         return self.api.take(self.me)

@@ -95,6 +95,16 @@ def test_functions_are_short() -> None:
     assert not long
 
 
+def test_a_name_means_one_class() -> None:
+    """Who reads a class's name in one package finds no other class of that name elsewhere."""
+    found: dict[str, list[str]] = {}
+    for path in python_files("src"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(place(path, node.lineno))
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
 def test_modules_say_what_they_know() -> None:
     silent = [
         place(path)

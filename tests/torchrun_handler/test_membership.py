@@ -12,7 +12,7 @@ import pytest
 from holdfast.core.errors import RendezvousConfigError
 from holdfast.core.outcome import OutcomeKind
 from holdfast.torchrun_handler.member import Formed, OverError
-from holdfast.torchrun_handler.membership import Membership
+from holdfast.torchrun_handler.membership import HandlerMembership
 from holdfast.torchrun_handler.settings import options_from
 from tests.support.limits import limit_s, until
 
@@ -38,7 +38,7 @@ class Torchrun:
 
     def __init__(self, endpoint: str, nodes: str, conf: dict[str, Any]) -> None:
         self.said: list[str] = []
-        self.membership = Membership(options_from(Parameters(endpoint, nodes, conf)), self.said.append)
+        self.membership = HandlerMembership(options_from(Parameters(endpoint, nodes, conf)), self.said.append)
         self.generations: list[Formed] = []
 
     def next(self) -> Future[Formed]:

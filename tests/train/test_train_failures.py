@@ -8,14 +8,14 @@ from holdfast.core.errors import (
     SnapshotIncompleteError,
     SnapshotWriteError,
 )
-from holdfast.train.failures import FailedSaves, Failure
+from holdfast.train.failures import FailedSaves, RankFailure
 
 NOTHING: list[list[str]] = []
 FULL = [[SnapshotWriteError.code, "No space left"]]
 NOT_COME = [[SnapshotIncompleteError.code, "rank 1: No space left"]]
 
 
-def fail(saves: FailedSaves) -> Failure | None:
+def fail(saves: FailedSaves) -> RankFailure | None:
     saves.handed_over()
     return saves.reported([NOTHING, FULL], busy=True)
 
@@ -67,7 +67,7 @@ def test_trouble_between_saves_is_a_warning_and_another_job_is_the_end() -> None
     assert between is not None
     assert not between.fatal
     busy = FailedSaves(9).reported([[*FULL, [SnapshotBusyError.code, "taken over"]], NOTHING], busy=False)
-    assert busy == Failure(SnapshotBusyError.code, "taken over", fatal=True)
+    assert busy == RankFailure(SnapshotBusyError.code, "taken over", fatal=True)
 
 
 def test_a_save_that_cannot_begin_counts() -> None:

@@ -116,7 +116,7 @@ class BrokenStore:
 
 
 def test_a_store_that_is_gone_is_no_reason_to_stop() -> None:
-    board = mistakes.Board(0, 2, BrokenStore())
+    board = mistakes.SharedFacts(0, 2, BrokenStore())
     loss = mistakes.LossDiffers(lambda mistake, text: pytest.fail(text), board)
     for _ in range(5):
         loss.told(1.0)
@@ -130,7 +130,9 @@ def test_a_store_that_is_gone_is_no_reason_to_stop() -> None:
 def test_which_losses_differ(first: float, second: float, same: bool) -> None:
     store = torch.distributed.HashStore()
     told: list[str] = []
-    zero, one = (mistakes.LossDiffers(lambda m, text: told.append(text), mistakes.Board(r, 2, store)) for r in (0, 1))
+    zero, one = (
+        mistakes.LossDiffers(lambda m, text: told.append(text), mistakes.SharedFacts(r, 2, store)) for r in (0, 1)
+    )
     for _ in range(2):
         zero.told(first)
         one.told(second)

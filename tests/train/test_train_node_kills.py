@@ -14,8 +14,8 @@ import pytest
 
 from holdfast.snapshots import folder, shelf
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import Place, SaverClient, rescue_attempt
-from holdfast.snapshots.slots import Owner, Slots
+from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
+from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.conftest import alive
 from tests.support.limits import until
 from tests.warm import Warm
@@ -51,8 +51,8 @@ class Nodes:
         clients = []
         numbers = {path: rescue_attempt() for each in states for path, _ in each}
         for rank, (held, its_states) in enumerate(zip(self.shelves, states, strict=True)):
-            clients.append(SaverClient(Place(held.path, 0, 1, self.anchor.pid, held)))
-            own = Slots(held.path, Owner(0, rank, 2, 1))
+            clients.append(SaverClient(SaverAddress(held.path, 0, 1, self.anchor.pid, held)))
+            own = Slots(held.path, SlotOwner(0, rank, 2, 1))
             for path, step in its_states:
                 memory = own.stage(step, 4096)
                 assert memory is not None

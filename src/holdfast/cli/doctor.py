@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.cli.meeting import Meeting
-    from holdfast.core.doctor import Finding, LocalFacts
+    from holdfast.cli.meeting import RendezvousOptions
+    from holdfast.core.doctor import DoctorFinding, LocalFacts
     from holdfast.core.options import Endpoint
-    from holdfast.runtime.doctor.visit import Asked, Visited
+    from holdfast.runtime.doctor.visit import Visited, VisitOptions
 
 OWN = (
     Option(
@@ -65,7 +65,7 @@ BUSY_S = 2.0
 class Found(NamedTuple):
     """What there is to print."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
     facts: LocalFacts
     visited: Visited | None
 
@@ -136,13 +136,13 @@ def look(parsed: Parsed) -> Found:
     return asyncio.run(examine(parsed, place, together=together))
 
 
-async def examine(parsed: Parsed, place: Meeting, *, together: bool) -> Found:
+async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -> Found:
     import asyncio
 
     from holdfast.cli.program import interpreter
     from holdfast.insight.doctor.local import examine as examine_facts
     from holdfast.insight.doctor.together import examine_together
-    from holdfast.runtime.doctor.facts import Asked as FactsAsked
+    from holdfast.runtime.doctor.facts import FactsRequest as FactsAsked
     from holdfast.runtime.doctor.facts import gather_facts
     from holdfast.runtime.doctor.visit import pay_visit
 
@@ -190,13 +190,13 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
             say(f"looking at this node for {now - began:.0f} s; importing torch takes longest")
 
 
-def visit_asked(parsed: Parsed, place: Meeting, python: str) -> Asked:
-    from holdfast.runtime.doctor.visit import Asked
+def visit_asked(parsed: Parsed, place: RendezvousOptions, python: str) -> VisitOptions:
+    from holdfast.runtime.doctor.visit import VisitOptions
 
     is_host = place.is_host
     if is_host is None and place.job.fixed_ranks and place.node_rank:
         is_host = False  # static: the endpoint is node 0's
-    return Asked(
+    return VisitOptions(
         endpoint=place.endpoint,
         run_id=place.job.run_id,
         nodes=(place.job.min_nodes, place.job.max_nodes),
@@ -209,7 +209,7 @@ def visit_asked(parsed: Parsed, place: Meeting, python: str) -> Asked:
     )
 
 
-def endpoint_of(place: Meeting) -> Endpoint | None:
+def endpoint_of(place: RendezvousOptions) -> Endpoint | None:
     return None if place.standalone or not place.endpoint.port else place.endpoint
 
 

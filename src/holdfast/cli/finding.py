@@ -17,14 +17,14 @@ from holdfast.core.spoken import spoken
 from holdfast.insight.numbers import duration
 from holdfast.runtime import running
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
-from holdfast.runtime.running import Entry
+from holdfast.runtime.running import RunningAgent
 from holdfast.runtime.workers.log_layout import default_log_dir, safe_name
 
 LISTED_MAX = 20
 KEPT_LISTED_MAX = 8
 
 
-def running_job(run: str | None) -> list[Entry]:
+def running_job(run: str | None) -> list[RunningAgent]:
     """The agents on this host of the one job that is meant, oldest first. Raises NoRunError, ControlRefusedError."""
     entries = running.entries()
     if run is not None and is_folder(run):
@@ -75,13 +75,13 @@ def is_folder(run: str) -> bool:
     return os.sep in run or os.path.exists(os.path.join(run, JOURNAL))
 
 
-def matching(entries: Sequence[Entry], run: str) -> list[Entry]:
+def matching(entries: Sequence[RunningAgent], run: str) -> list[RunningAgent]:
     """Exactly so, or else beginning so."""
     exact = [entry for entry in entries if run in (entry.run_id, entry.name)]
     return exact or [entry for entry in entries if entry.run_id.startswith(run) or entry.name.startswith(run)]
 
 
-def by_folder(folder: Path, entries: Sequence[Entry]) -> list[Entry]:
+def by_folder(folder: Path, entries: Sequence[RunningAgent]) -> list[RunningAgent]:
     """All agents of the job that this folder belongs to, its own first."""
     own = [entry for entry in entries if entry.folder and os.path.realpath(entry.folder) == os.path.realpath(folder)]
     if own:
@@ -109,9 +109,9 @@ def check_folder(folder: Path) -> None:
         raise NoRunError(f"{folder} is no run folder: there is no {JOURNAL} in it")
 
 
-def unlisted(folder: Path) -> Entry:
+def unlisted(folder: Path) -> RunningAgent:
     """An agent that wrote its entry where we do not look: it had another XDG_RUNTIME_DIR or TMPDIR."""
-    return Entry(
+    return RunningAgent(
         run_id=folder.name,
         endpoint="",
         host="",
@@ -151,7 +151,7 @@ def run_id_of(folder: Path) -> str:
         return ""
 
 
-def nothing(run: str | None, entries: Sequence[Entry]) -> str:
+def nothing(run: str | None, entries: Sequence[RunningAgent]) -> str:
     if run is None:
         ended = newest_ended(None)
         last = f"; the newest run here, {ended[0]}, has ended{in_words(ended[0])}" if ended else ""
@@ -178,7 +178,7 @@ def several(run: str | None, number: int) -> str:
     return f"{number} jobs run on this host" if run is None else f"{run!r} is {number} jobs on this host"
 
 
-def listed(entries: Sequence[Entry]) -> str:
+def listed(entries: Sequence[RunningAgent]) -> str:
     lines = [
         f"  {entry.name}  for {duration(max(0.0, time.time() - entry.began_epoch_s))}, pid {entry.pid}  {entry.script}"
         for entry in entries[:LISTED_MAX]

@@ -76,7 +76,7 @@ ELSEWHERE = {
 """What other launchers (accelerate, deepspeed, mpirun, Lightning) call an option, where the spelling is not near ours."""
 
 
-class Line(NamedTuple):
+class CommandLine(NamedTuple):
     """A command line, cut at the script. Values are texts still."""
 
     values: dict[str, str | bool]
@@ -188,7 +188,7 @@ def parse(
     return Parsed(namespace, sources, tuple(notices))
 
 
-def check_spaces(line: Line) -> None:
+def check_spaces(line: CommandLine) -> None:
     """Raises UsageError for a word of nothing but a space, or a script that begins with one: what a shell makes of a
     backslash that does not end its line."""
     bare = [
@@ -201,7 +201,7 @@ def check_spaces(line: Line) -> None:
         )
 
 
-def swallowed(line: Line) -> str:
+def swallowed(line: CommandLine) -> str:
     """Which option has taken the script for its value, if one has; else how a line looks."""
     for dest, value in line.values.items():
         if isinstance(value, str) and value.endswith(".py"):
@@ -231,7 +231,7 @@ def stem(variable: str) -> str:
     return variable.partition("_")[2]
 
 
-def say_late(line: Line, spellings: Mapping[str, Option]) -> list[str]:
+def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
     """One hint for options of the launcher that stand after the script, and so are the script's."""
     late = [word for word in line.args if spellings.get(word.partition("=")[0].strip(), None) is not None]
     late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in SURELY_OURS]
@@ -242,10 +242,10 @@ def say_late(line: Line, spellings: Mapping[str, Option]) -> list[str]:
     ]
 
 
-def read_line(argv: Sequence[str], table: Sequence[Option]) -> Line:
+def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
     """Pairs options with values up to the script. Raises UsageError for an option that is unknown, ambiguous or bare."""
     spellings = {spelling: option for option in table for spelling in option.spellings}
-    line = Line({}, None, [], [])
+    line = CommandLine({}, None, [], [])
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -269,7 +269,7 @@ def read_line(argv: Sequence[str], table: Sequence[Option]) -> Line:
     return line
 
 
-def take(line: Line, option: Option, text: str) -> None:
+def take(line: CommandLine, option: Option, text: str) -> None:
     """The last value wins, but where several are meant to be said."""
     before = line.values.get(option.dest) if option.many else None
     line.values[option.dest] = f"{before}{option.joiner}{text}" if before else text

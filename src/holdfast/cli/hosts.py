@@ -28,7 +28,7 @@ from holdfast.core.options import CommandKind
 from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
 from holdfast.ssh.facts import is_loopback
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
-from holdfast.ssh.orders import Expected, Order
+from holdfast.ssh.orders import Expected, LaunchSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,7 +123,7 @@ def read_file(path: str) -> str:
 
 def make_order(
     parsed: Parsed, command: str, hosts: Sequence[HostSpec], environ: Mapping[str, str]
-) -> tuple[Order, RunOptions]:
+) -> tuple[LaunchSpec, RunOptions]:
     """The order, and the options of the first host's agent. Raises CallerError."""
     check_line(parsed)
     least, most = node_limits(parsed, len(hosts))
@@ -154,7 +154,7 @@ def make_order(
     if most > 1 and elastic == "c10d" and options.endpoint is not None and is_loopback(options.endpoint.host):
         raise parsed.error("rdzv_endpoint", EndpointError, "is another machine on each host; leave it out, or name one")
     nproc = parsed.values.nproc_per_node
-    order = Order(
+    order = LaunchSpec(
         hosts=tuple(hosts),
         discovery=program_path(parsed.values.host_discovery),
         min_nodes=least,
@@ -307,7 +307,7 @@ def program_path(name: str) -> str:
     return os.path.abspath(name)
 
 
-def plan(parsed: Parsed, order: Order, options: RunOptions) -> str:
+def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
     """Who would be started where, in words."""
     run_id = options.job.run_id if options.job.run_id == parsed.values.rdzv_id else "<random>"
     hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in order.hosts]

@@ -39,7 +39,7 @@ class LogFile(NamedTuple):
     path: Path
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     file: LogFile
     text: str
 
@@ -163,7 +163,7 @@ class Printer:
         self._json = as_json
         self._alone = alone
 
-    def __call__(self, line: Line) -> None:
+    def __call__(self, line: LogLine) -> None:
         file, text = line
         if self._json:
             fields = {"rank": file.rank, "stream": file.stream, "generation": file.generation, "line": text}
@@ -175,7 +175,7 @@ class Printer:
         sys.stdout.flush()
 
 
-def whole_lines(file: LogFile) -> Iterator[Line]:
+def whole_lines(file: LogFile) -> Iterator[LogLine]:
     """All there are now; of one that overwrites itself the last state, and the unfinished last one too."""
     tail = Tail(file)
     try:
@@ -196,19 +196,19 @@ class Tail:
         except OSError as error:
             raise NoRunError(f"{file.path}: {error.strerror}") from error
 
-    def read(self) -> Iterator[Line]:
+    def read(self) -> Iterator[LogLine]:
         while chunk := os.read(self._fd, CHUNK_BYTES):
             yield from self._lines(self._cutter.feed(chunk))
 
-    def rest(self) -> Iterator[Line]:
+    def rest(self) -> Iterator[LogLine]:
         yield from self._lines(self._cutter.flush())
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _lines(self, data: bytes) -> Iterator[Line]:
+    def _lines(self, data: bytes) -> Iterator[LogLine]:
         for line in data.split(b"\n")[:-1]:
-            yield Line(self.file, line.decode(errors="replace"))
+            yield LogLine(self.file, line.decode(errors="replace"))
 
 
 def follow(folders: list[Path], wanted: Wanted, show: Printer, lines: int) -> None:

@@ -28,7 +28,7 @@ STATIC_PORT = 29500
 LOOPBACK = "localhost"
 
 
-class Meeting(NamedTuple):
+class RendezvousOptions(NamedTuple):
     """The part of RunOptions that is about other nodes."""
 
     job: JobSpec
@@ -42,7 +42,7 @@ class Meeting(NamedTuple):
     third_party: ThirdPartyOptions | None = None
 
 
-def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> Meeting:
+def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> RendezvousOptions:
     """Raises NodesError, EndpointError, RendezvousConfigError or EnvironmentValueError."""
     least, most = nodes(parsed)
     check_backend_name(parsed)
@@ -76,7 +76,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
     token = read_token(conf.get("token_file"), environ)
     if token is not None and (weak := weakness(token)):
         notices.append(weak)
-    return Meeting(
+    return RendezvousOptions(
         job=JobSpec(
             run_id=job_id,
             min_nodes=most if fixed else least,

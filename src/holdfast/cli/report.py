@@ -21,7 +21,7 @@ from holdfast.cli.ended import outcome_of, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
 from holdfast.core.outcome import Outcome
-from holdfast.insight.history import Doing, History, history
+from holdfast.insight.history import Activity, History, history
 from holdfast.insight.numbers import duration, plural
 from holdfast.insight.timeline import PHASES, Generation, Timeline, timeline
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
@@ -137,7 +137,7 @@ def history_as_json(past: History | None) -> dict[str, Any] | None:
         return None
     return {
         "total_s": round(past.total_s, 3),
-        **{f"{doing.name.lower()}_s": round(past.spent_s(doing), 3) for doing in Doing},
+        **{f"{doing.name.lower()}_s": round(past.spent_s(doing), 3) for doing in Activity},
         "effective": round(past.effective, 4) if past.effective is not None else None,
         "lost_steps": past.lost_steps,
         "stretches": [
@@ -161,12 +161,12 @@ def write_page(
 ) -> None:
     """Raises UsageError when the file cannot be written."""
     from holdfast.insight.incidents import incidents
-    from holdfast.insight.page import Report, render
+    from holdfast.insight.page import PageContent, render
 
     end = first_outcome(folders)
     verdict = msgspec.to_builtins(end[1].verdict) if end is not None else None
     page = render(
-        Report(told=told, history=past, incidents=incidents(journals), verdict=verdict, made_epoch_s=time.time())
+        PageContent(told=told, history=past, incidents=incidents(journals), verdict=verdict, made_epoch_s=time.time())
     )
     if place == "-":
         print(page, end="")
@@ -179,7 +179,7 @@ def write_page(
 
 
 def print_history(past: History) -> None:
-    parts = [f"{doing.value} {duration(seconds)}" for doing in Doing if (seconds := past.spent_s(doing)) > 0]
+    parts = [f"{doing.value} {duration(seconds)}" for doing in Activity if (seconds := past.spent_s(doing)) > 0]
     effective = f"; effective training time {past.effective:.1%}" if past.effective is not None else ""
     print(f"{duration(past.total_s)}: {', '.join(parts)}{effective}")
     if past.lost_steps:

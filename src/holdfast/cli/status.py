@@ -24,7 +24,7 @@ from holdfast.core.progress import JobView
 from holdfast.core.protocol import Question
 from holdfast.insight.status import status_lines
 from holdfast.runtime.control_client import ask_any
-from holdfast.runtime.running import Entry
+from holdfast.runtime.running import RunningAgent
 
 WATCH_S = "2"
 WATCH_S_MIN = 0.1
@@ -81,7 +81,7 @@ def watch_interval(chosen: argparse.Namespace) -> float | None:
     return interval_s
 
 
-def look(entries: list[Entry]) -> tuple[JobView, bool]:
+def look(entries: list[RunningAgent]) -> tuple[JobView, bool]:
     """What is known of the job, and whether that is all of it."""
     _, reply = ask_any(entries, Question.STATUS)
     return reply.read(JobView), reply.whole
@@ -102,7 +102,7 @@ def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None
         print(end_of(folder, outcome))
 
 
-def watch(entries: list[Entry], interval_s: float, chosen: argparse.Namespace) -> None:
+def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Namespace) -> None:
     """Until the job ends or somebody presses Ctrl-C, which is how one leaves this."""
     live = sys.stdout.isatty() and not chosen.json
     text = ""
@@ -130,7 +130,7 @@ def watch(entries: list[Entry], interval_s: float, chosen: argparse.Namespace) -
         print(text if live or text.startswith("run ") else "", flush=True)
 
 
-def end_of_any(entries: list[Entry]) -> str:
+def end_of_any(entries: list[RunningAgent]) -> str:
     """How the run that was watched ended, from the first of its folders here that tells."""
     for folder in [Path(entry.folder) for entry in entries if entry.folder]:
         outcome = outcome_of(folder)

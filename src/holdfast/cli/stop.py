@@ -17,7 +17,7 @@ from holdfast.core.protocol import Question
 from holdfast.insight.numbers import plural
 from holdfast.insight.screen import how_it_ended
 from holdfast.runtime.control_client import Call, Reply, ask
-from holdfast.runtime.running import Entry
+from holdfast.runtime.running import RunningAgent
 
 EXIT_NOT_STOPPED = 1
 SAY_S = 60.0
@@ -33,7 +33,7 @@ class End(msgspec.Struct, frozen=True):
     cause: str = ""
 
 
-class Told(msgspec.Struct, frozen=True):
+class StopReply(msgspec.Struct, frozen=True):
     nodes: int
 
 
@@ -62,7 +62,7 @@ def run(made: Parser, argv: Sequence[str], question: Question) -> int:
     entry, waiting = hold(running_job(chosen.run))
     with waiting:
         reply = ask(entry, question)
-        nodes = reply.read(Told).nodes
+        nodes = reply.read(StopReply).nodes
         whole = reply.whole
         if chosen.no_wait:
             tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": False})
@@ -78,7 +78,7 @@ def run(made: Parser, argv: Sequence[str], question: Question) -> int:
     return 0
 
 
-def wait(entry: Entry, waiting: Call) -> Reply | None:
+def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
     """How it ended, whenever that is; None: it does not say. Whoever waits learns that he does."""
     while True:
         try:
@@ -87,7 +87,7 @@ def wait(entry: Entry, waiting: Call) -> Reply | None:
             print(f"holdfast: {entry.name} (pid {entry.pid}) has not ended yet; Ctrl-C leaves", file=sys.stderr)
 
 
-def hold(entries: list[Entry]) -> tuple[Entry, Call]:
+def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
     """The first agent of the job that answers, and a connection on which it will say how the job ended: made before the job
     is told to end, so that the end is not missed. Raises what the last one's silence is."""
     for entry in entries[:-1]:

@@ -47,7 +47,7 @@ from holdfast.snapshots.packets import FINISH_LIMIT_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from holdfast.cli.grammar import Line, Parsed
+    from holdfast.cli.grammar import CommandLine, Parsed
 
 T = TypeVar("T")
 K8S, POD = "Kubernetes", "each pod (a node of the job)"
@@ -113,7 +113,7 @@ OF_A_RUN = tuple(option for option in OPTIONS if option.group != HOSTS and optio
 TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest for each in OWN}))
 
 
-def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
+def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> KubernetesJob:
     """Raises CallerError for the first thing that cannot be."""
     given = parsed.values
     check_text(line)
@@ -170,7 +170,7 @@ def read_job(parsed: Parsed, line: Line, notices: list[str]) -> KubernetesJob:
     return job
 
 
-def check_text(line: Line) -> None:
+def check_text(line: CommandLine) -> None:
     """Raises UsageError for what no manifest can hold."""
     for word in (*line.values.values(), line.script, *line.args):
         if isinstance(word, str) and not word.isascii():
@@ -245,7 +245,7 @@ def job_name(parsed: Parsed, most: int) -> str:
     return words.job_name(words.name_from(parsed.values.training_script), end)
 
 
-def run_words(parsed: Parsed, line: Line, processes: str, *, alone: bool) -> tuple[str, ...]:
+def run_words(parsed: Parsed, line: CommandLine, processes: str, *, alone: bool) -> tuple[str, ...]:
     """What the pods' line has of this one."""
     own = {option.dest for option in OWN}
     found = [f"--nproc-per-node={processes}"]

@@ -45,7 +45,7 @@ Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves
   --help                    print this text, and exit"""
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     batch: Batch
     dry_run: bool
     follow: bool
@@ -78,7 +78,7 @@ def wants_help(argv: Sequence[str]) -> bool:
     return any(word in ("-h", "--help") for word in argv[:1])
 
 
-def read(argv: Sequence[str]) -> Request:
+def read(argv: Sequence[str]) -> BatchRequest:
     """Sorts the words into sbatch's, ours and the script's. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
     chosen = {"--dry-run": False, "--no-follow": False}
@@ -102,7 +102,7 @@ def read(argv: Sequence[str]) -> Request:
     run = ("-m", "holdfast", "run", "--slurm", *own, *words)
     check_script(parsed, directives)
     name = job_name(parsed.values.training_script)
-    return Request(
+    return BatchRequest(
         Batch(tuple(directives), (sys.executable, *run), name), chosen["--dry-run"], not chosen["--no-follow"]
     )
 

@@ -17,7 +17,7 @@ from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.values import node_range
 from holdfast.core.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
 from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
-from holdfast.schedulers.slurm_step import Step, address_of, number, read_step
+from holdfast.schedulers.slurm_step import SlurmStep, address_of, number, read_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ NOTICE = "USR1"
 
 def take_in(
     parsed: Parsed, environ: Mapping[str, str], *, address: Callable[[str], str] = address_of
-) -> tuple[Parsed, Step | None]:
+) -> tuple[Parsed, SlurmStep | None]:
     """The same line, completed by what the step says. Raises NodesError or EnvironmentValueError."""
     step = read_step(environ)
     if step is None:
@@ -78,7 +78,7 @@ def is_one(parsed: Parsed) -> bool:
     return most_nodes(parsed, None) == 1
 
 
-def most_nodes(parsed: Parsed, step: Step | None) -> int:
+def most_nodes(parsed: Parsed, step: SlurmStep | None) -> int:
     """As given, else as many as the step has. A malformed number is complained about later, as ever."""
     if step is not None and not parsed.given("nnodes"):
         return len(step.nodes)
@@ -88,7 +88,7 @@ def most_nodes(parsed: Parsed, step: Step | None) -> int:
         return 0
 
 
-def meeting(parsed: Parsed, step: Step, address: Callable[[str], str]) -> dict[str, object]:
+def meeting(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
     """How the tasks of this step find each other, as far as nobody said it. Raises NodesError."""
     if stands_alone(parsed):
         return {}
@@ -106,7 +106,7 @@ def meeting(parsed: Parsed, step: Step, address: Callable[[str], str]) -> dict[s
     return {**found, **place(parsed, step, address)} if several and not elsewhere else found
 
 
-def place(parsed: Parsed, step: Step, address: Callable[[str], str]) -> dict[str, object]:
+def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
     """The step's first node, which hosts whatever its name resolves to there; another one never meets itself."""
     host = address(step.nodes[0])
     found: dict[str, object] = {"rdzv_endpoint": f"[{host}]:{step.port}" if ":" in host else f"{host}:{step.port}"}
@@ -116,7 +116,7 @@ def place(parsed: Parsed, step: Step, address: Callable[[str], str]) -> dict[str
     return found
 
 
-def guard(step: Step, environ: Mapping[str, str]) -> None:
+def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
     """Ends this process when Slurm has ended this life of the job and could not end its tasks."""
     from holdfast.schedulers.slurm_watch import CHECK_S, watch
 

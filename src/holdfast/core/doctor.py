@@ -27,7 +27,7 @@ class Level(Enum):
         return list(Level).index(self) * 10
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class DoctorFinding(Struct, frozen=True, kw_only=True):
     code: str
     """HF5xx; what passes carries the code of what could have failed."""
     level: Level
@@ -189,7 +189,7 @@ class Reached(Enum):
     """It was there, and broke off in the middle."""
 
 
-class Link(Struct, frozen=True, kw_only=True):
+class NodePath(Struct, frozen=True, kw_only=True):
     """The way from one node to another, seen from its beginning."""
 
     to: int
@@ -215,8 +215,8 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     summary: Summary
     address: str = ""
     """As the meeting point sees it."""
-    links: tuple[Link, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    links: tuple[NodePath, ...] = ()
+    findings: tuple[DoctorFinding, ...] = ()
     """Local ones that are not a pass."""
 
 

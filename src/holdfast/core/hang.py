@@ -37,7 +37,7 @@ class RankStory(Struct, frozen=True):
     """Oldest first."""
 
 
-class Place(Struct, frozen=True, array_like=True):
+class RanksAtPlace(Struct, frozen=True, array_like=True):
     """Ranks that were found at one place, and the place in words."""
 
     ranks: tuple[Rank, ...]
@@ -52,7 +52,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """One or two lines."""
     culprits: tuple[Rank, ...] = ()
     """Ranks."""
-    groups: tuple[Place, ...] = ()
+    groups: tuple[RanksAtPlace, ...] = ()
     """The odd ones first, then by size."""
     signature: str = ""
     """Equal in two findings if and only if every rank stands where it stood."""

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeGuard
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What a value is in JSON, in the words of the page."""
 
     TEXT = "text"
@@ -27,7 +27,7 @@ class Kind(Enum):
 
 class Field(NamedTuple):
     name: str
-    kind: Kind
+    kind: ValueKind
     words: str
     """What it tells, with its unit."""
     optional: bool = False
@@ -42,8 +42,14 @@ class EventKind(NamedTuple):
     fields: tuple[Field, ...] = ()
 
 
-TEXT, WHOLE, NUMBER, FLAG = Kind.TEXT, Kind.WHOLE, Kind.NUMBER, Kind.FLAG
-TEXTS, WHOLES, NUMBERS, ITEMS, TABLE = Kind.TEXTS, Kind.WHOLES, Kind.NUMBERS, Kind.ITEMS, Kind.TABLE
+TEXT, WHOLE, NUMBER, FLAG = ValueKind.TEXT, ValueKind.WHOLE, ValueKind.NUMBER, ValueKind.FLAG
+TEXTS, WHOLES, NUMBERS, ITEMS, TABLE = (
+    ValueKind.TEXTS,
+    ValueKind.WHOLES,
+    ValueKind.NUMBERS,
+    ValueKind.ITEMS,
+    ValueKind.TABLE,
+)
 
 ALWAYS = (
     Field("time", NUMBER, "seconds since 1970, by this node's clock"),
@@ -400,20 +406,22 @@ def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def fits(value: object, kind: Kind) -> bool:
+def fits(value: object, kind: ValueKind) -> bool:
     """JSON's true is no number."""
     match kind:
-        case Kind.TEXT:
+        case ValueKind.TEXT:
             return isinstance(value, str)
-        case Kind.WHOLE:
+        case ValueKind.WHOLE:
             return isinstance(value, int) and not isinstance(value, bool)
-        case Kind.NUMBER:
+        case ValueKind.NUMBER:
             return isinstance(value, int | float) and not isinstance(value, bool)
-        case Kind.FLAG:
+        case ValueKind.FLAG:
             return isinstance(value, bool)
-        case Kind.ITEMS:
+        case ValueKind.ITEMS:
             return isinstance(value, list)
-        case Kind.TABLE:
+        case ValueKind.TABLE:
             return isinstance(value, dict)
-    part = {Kind.TEXTS: Kind.TEXT, Kind.WHOLES: Kind.WHOLE, Kind.NUMBERS: Kind.NUMBER}[kind]
+    part = {ValueKind.TEXTS: ValueKind.TEXT, ValueKind.WHOLES: ValueKind.WHOLE, ValueKind.NUMBERS: ValueKind.NUMBER}[
+        kind
+    ]
     return isinstance(value, list) and all(fits(each, part) for each in value)

@@ -25,22 +25,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from holdfast.core.hang import Finding, HangKind, Place, RankStory
-from holdfast.insight.places import Doing, Where, where_is
+from holdfast.core.hang import Finding, HangKind, RanksAtPlace, RankStory
+from holdfast.insight.places import RankActivity, Where, where_is
 
 HUNG, STUCK, STOPPED, NO_DATA, MISMATCH, ALONE = "HF240", "HF241", "HF242", "HF243", "HF244", "HF246"
 
 RANKS_NAMED_MAX = 4
 FIRST_PLACES_MAX = 3
 OTHER_PLACES_MAX = 2
-_UNSETTLED = (Doing.WORKING, Doing.GONE, Doing.HELD)
+_UNSETTLED = (RankActivity.WORKING, RankActivity.GONE, RankActivity.HELD)
 
 
 def examine(stories: Sequence[RankStory]) -> Finding:
     """The finding of these stories, one of each rank that has not ended."""
     all_of_them = [where_is(story) for story in sorted(stories, key=lambda story: story.rank)]
     kind, code, odd = _judge(all_of_them)
-    missing = odd or [each for each in all_of_them if each.doing is not Doing.COMMUNICATING]
+    missing = odd or [each for each in all_of_them if each.doing is not RankActivity.COMMUNICATING]
     others = [each for each in all_of_them if each not in odd]
     signature = blake2b(digest_size=12)
     for each in all_of_them:
@@ -60,16 +60,16 @@ def examine(stories: Sequence[RankStory]) -> Finding:
 
 def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
     """Kind, code, and those who are told of first."""
-    stopped = [each for each in ranks if each.doing is Doing.STOPPED]
+    stopped = [each for each in ranks if each.doing is RankActivity.STOPPED]
     if stopped:
         return HangKind.HUNG, STOPPED, stopped
-    starved = [each for each in ranks if each.doing is Doing.LOADING and _loader_is_broken(each.note)]
+    starved = [each for each in ranks if each.doing is RankActivity.LOADING and _loader_is_broken(each.note)]
     if starved:
         return HangKind.HUNG, NO_DATA, starved
     unsettled = [each for each in ranks if each.doing in _UNSETTLED]
     if unsettled:
         return HangKind.MOVING, "", unsettled
-    odd = [each for each in ranks if each.doing is not Doing.COMMUNICATING]
+    odd = [each for each in ranks if each.doing is not RankActivity.COMMUNICATING]
     if len(ranks) == 1:
         stands = bool(odd) and not _may_work(odd) and not odd[0].computes
         return (HangKind.PAUSED, ALONE, odd) if stands else (HangKind.PAUSED, "", [])
@@ -80,7 +80,7 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
         computes = any(each.computes for each in odd)
         if computes and _is_rank_0_alone(odd, waiting):
             return HangKind.MOVING, "", odd
-        only_data = all(each.doing is Doing.LOADING for each in odd)
+        only_data = all(each.doing is RankActivity.LOADING for each in odd)
         return HangKind.PAUSED if _may_work(odd) else HangKind.HUNG, NO_DATA if only_data else HUNG, odd
     by_place = _by_place(ranks)
     if len(by_place) > 1:
@@ -91,7 +91,7 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
 def _may_work(odd: Sequence[Where]) -> bool:
     """Work with sleeps in between is met in its sleep each time; it uses some processor time. So do the processes that load
     data."""
-    loads = all(each.doing is Doing.LOADING for each in odd) and any(each.computes for each in odd)
+    loads = all(each.doing is RankActivity.LOADING for each in odd) and any(each.computes for each in odd)
     return loads or all(each.stirs for each in odd)
 
 
@@ -100,13 +100,13 @@ def _may_be_slow(odd: Sequence[Where], others: Sequence[Where]) -> bool:
     barrier."""
     if not odd or _is_rank_0_alone(odd, others):
         return bool(odd)
-    return all(each.doing is Doing.LOADING and not _loader_is_broken(each.note) for each in odd)
+    return all(each.doing is RankActivity.LOADING and not _loader_is_broken(each.note) for each in odd)
 
 
 def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:
     """Whether all others wait for rank 0 in a barrier: by that line a program says that it will take long, for rank 0
     evaluates, or writes a file."""
-    runs = all(each.doing is Doing.STANDING for each in odd)
+    runs = all(each.doing is RankActivity.STANDING for each in odd)
     return runs and [each.story.rank for each in odd] == [0] and all(each.in_barrier for each in others)
 
 
@@ -134,9 +134,9 @@ def _by_size(ranks: Sequence[Where]) -> list[list[Where]]:
     return sorted(_by_place(ranks).values(), key=len, reverse=True)
 
 
-def _groups(ranks: Sequence[Where]) -> list[Place]:
+def _groups(ranks: Sequence[Where]) -> list[RanksAtPlace]:
     return [
-        Place(tuple(each.story.rank for each in group), _verb(group[0], 1) + group[0].place)
+        RanksAtPlace(tuple(each.story.rank for each in group), _verb(group[0], 1) + group[0].place)
         for group in _by_size(ranks)
     ]
 
@@ -167,7 +167,7 @@ def _told(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
     text = f"{who} {_verb(where, len(group))}{where.place}"
     if not detail:
         return text
-    note = f" ({where.note})" if where.note and where.doing is not Doing.STOPPED else ""
+    note = f" ({where.note})" if where.note and where.doing is not RankActivity.STOPPED else ""
     how = ", using the processor" if where.busy and not where.waits else ""
     if where.computes:
         how = ", busy outside Python" if not where.waits else ", and that is at work"

@@ -17,7 +17,7 @@ from msgspec import Struct
 Event = Mapping[str, Any]
 
 
-class Doing(Enum):
+class Activity(Enum):
     """What a stretch of time was spent on."""
 
     STARTUP = "start-up"
@@ -34,7 +34,7 @@ class Doing(Enum):
 
 
 class Stretch(Struct, frozen=True):
-    doing: Doing
+    doing: Activity
     from_s: float
     """Epoch seconds, as all times here."""
     to_s: float
@@ -107,13 +107,13 @@ class History(Struct):
     def total_s(self) -> float:
         return self.stretches[-1].to_s - self.stretches[0].from_s if self.stretches else 0.0
 
-    def spent_s(self, doing: Doing) -> float:
+    def spent_s(self, doing: Activity) -> float:
         return sum(each.to_s - each.from_s for each in self.stretches if each.doing is doing)
 
     @property
     def effective(self) -> float | None:
         """The part of the time in which training went on that was kept; None: no time has passed."""
-        return self.spent_s(Doing.TRAINING) / self.total_s if self.total_s > 0 else None
+        return self.spent_s(Activity.TRAINING) / self.total_s if self.total_s > 0 else None
 
 
 def history(journals: Iterable[Iterable[Event]]) -> History | None:
@@ -139,7 +139,7 @@ def history(journals: Iterable[Iterable[Event]]) -> History | None:
 
 def stretched(lives: list[Life], began_s: float, ended_s: float) -> Iterable[Stretch]:
     """The time from the first event to the last, cut into stretches without gaps."""
-    at_s, waiting, number = began_s, Doing.STARTUP, 0
+    at_s, waiting, number = began_s, Activity.STARTUP, 0
     for life in lives:
         number = life.number
         if life.ready_s is None:
@@ -149,16 +149,16 @@ def stretched(lives: list[Life], began_s: float, ended_s: float) -> Iterable[Str
         yield Stretch(waiting, at_s, ready_s, number)
         moved_s = over_s if life.hung_s is None else min(over_s, max(ready_s, life.hung_s))
         kept_s = max(ready_s, moved_s - life.lost_s)
-        yield Stretch(Doing.TRAINING, ready_s, kept_s, number)
+        yield Stretch(Activity.TRAINING, ready_s, kept_s, number)
         if kept_s < moved_s:
-            yield Stretch(Doing.LOST, kept_s, moved_s, number)
+            yield Stretch(Activity.LOST, kept_s, moved_s, number)
         if moved_s < over_s:
-            yield Stretch(Doing.HUNG, moved_s, over_s, number)
-        at_s, waiting = over_s, Doing.DOWN
+            yield Stretch(Activity.HUNG, moved_s, over_s, number)
+        at_s, waiting = over_s, Activity.DOWN
     if ended_s > at_s:
         last = lives[-1]
-        if waiting is Doing.DOWN and last.ready_s is not None:
-            waiting = Doing.END
+        if waiting is Activity.DOWN and last.ready_s is not None:
+            waiting = Activity.END
         yield Stretch(waiting, at_s, ended_s, number)
 
 

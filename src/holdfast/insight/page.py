@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast.core.spans import spans
-from holdfast.insight.history import Doing, History, Life, NodeHistory
+from holdfast.insight.history import Activity, History, Life, NodeHistory
 from holdfast.insight.incidents import Incident
 from holdfast.insight.numbers import duration, plural
 from holdfast.insight.page_style import STYLE
@@ -21,12 +21,12 @@ from holdfast.insight.pictures import Block, Curve, bar, lines
 from holdfast.insight.timeline import PHASES, Timeline
 
 COLOURS = {
-    Doing.STARTUP: "startup",
-    Doing.TRAINING: "training",
-    Doing.LOST: "lost",
-    Doing.HUNG: "hung",
-    Doing.DOWN: "down",
-    Doing.END: "end",
+    Activity.STARTUP: "startup",
+    Activity.TRAINING: "training",
+    Activity.LOST: "lost",
+    Activity.HUNG: "hung",
+    Activity.DOWN: "down",
+    Activity.END: "end",
 }
 COLOURS_OF_LINES = 8
 NODES_MAX = 64
@@ -39,7 +39,7 @@ GENERATIONS_MAX = 200
 LONG, SHORT = "%Y-%m-%d %H:%M:%S", "%m-%d %H:%M:%S"
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class PageContent(Struct, frozen=True, kw_only=True):
     """All that the page shows."""
 
     told: Timeline
@@ -50,7 +50,7 @@ class Report(Struct, frozen=True, kw_only=True):
     made_epoch_s: float
 
 
-def render(report: Report) -> str:
+def render(report: PageContent) -> str:
     """The whole page."""
     title = f"holdfast: run {report.told.run_id}"
     parts = [
@@ -72,7 +72,7 @@ def render(report: Report) -> str:
     )
 
 
-def head(report: Report) -> str:
+def head(report: PageContent) -> str:
     told, history = report.told, report.history
     facts = [("run", told.run_id), ("nodes", ", ".join(told.nodes)), ("ended", told.end or "not yet")]
     if history is not None:
@@ -122,7 +122,7 @@ def timeline(history: History | None) -> str:
     totals = "".join(
         f"<tr><td>{key(COLOURS[doing])}{doing.value}</td><td>{duration(seconds)}</td>"
         f"<td>{seconds / history.total_s if history.total_s else 0:.1%}</td></tr>"
-        for doing in Doing
+        for doing in Activity
         if (seconds := history.spent_s(doing)) > 0
     )
     axis = f'<div class="axis"><span>{clock(from_s)}</span><span>{clock(to_s)}</span></div>'

@@ -22,7 +22,7 @@ FED_S = 0.1
 """Processor time of the main thread, in steps of which a rank that is met waiting for data is seen to have got some."""
 
 
-class Doing(Enum):
+class RankActivity(Enum):
     COMMUNICATING = "communicating"
     """It waits for other ranks, or for a device that may."""
     LOADING = "loading"
@@ -40,7 +40,7 @@ class Doing(Enum):
 
 class Where(Struct, frozen=True):
     story: RankStory
-    doing: Doing
+    doing: RankActivity
     place: str
     """Behind "is" or "waits": `in all_reduce at train.py:42`."""
     key: str
@@ -54,18 +54,24 @@ class Where(Struct, frozen=True):
 
     @property
     def waits(self) -> bool:
-        return self.doing in (Doing.COMMUNICATING, Doing.LOADING)
+        return self.doing in (RankActivity.COMMUNICATING, RankActivity.LOADING)
 
     @property
     def in_barrier(self) -> bool:
-        return self.doing is Doing.COMMUNICATING and _BARRIER.match(self.place) is not None
+        return self.doing is RankActivity.COMMUNICATING and _BARRIER.match(self.place) is not None
 
     @property
     def note(self) -> str:
         return self.story.samples[-1].note if self.story.samples else ""
 
 
-_STATES = {"T": Doing.STOPPED, "t": Doing.HELD, "Z": Doing.GONE, "X": Doing.GONE, "": Doing.GONE}
+_STATES = {
+    "T": RankActivity.STOPPED,
+    "t": RankActivity.HELD,
+    "Z": RankActivity.GONE,
+    "X": RankActivity.GONE,
+    "": RankActivity.GONE,
+}
 _TRANSPARENT = re.compile(
     r"/(selectors|threading|queue|contextlib|socket|ssl)\.py$|/multiprocessing/(connection|resource_sharer|synchronize|popen_\w+|process)\.py$"
     r"|/torch/(_ops|_tensor|_compile|utils/_contextlib|distributed/c10d_logger|multiprocessing/reductions)\.py$"
@@ -93,36 +99,36 @@ _SOURCE_SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|synchronize)\s*\(")
 def where_is(story: RankStory) -> Where:
     samples = story.samples
     if not samples:
-        return Where(story, Doing.STANDING, "not heard of (its node did not answer)", "silent")
+        return Where(story, RankActivity.STANDING, "not heard of (its node did not answer)", "silent")
     newest = samples[-1]
     if (state := _STATES.get(newest.state)) is not None:
         return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)
     busy = movement.is_busy(samples)
     seen = _shared(samples)
     if seen is None or movement.copies(samples) or _computes_in_torch(seen, busy=busy):
-        return Where(story, Doing.WORKING, _place(newest), "working")
+        return Where(story, RankActivity.WORKING, _place(newest), "working")
     if not newest.frames:
         works = movement.children_are_busy(samples) or movement.saves(samples)
-        return Where(story, Doing.WORKING, "", "working") if works else _without_frames(story, newest, busy=busy)
+        return Where(story, RankActivity.WORKING, "", "working") if works else _without_frames(story, newest, busy=busy)
     doing, place = _doing(seen, busy=busy)
-    if doing is not Doing.COMMUNICATING and movement.saves(samples):
-        return Where(story, Doing.WORKING, place, "working")
+    if doing is not RankActivity.COMMUNICATING and movement.saves(samples):
+        return Where(story, RankActivity.WORKING, place, "working")
     children = movement.children_are_busy(samples)
-    if doing is Doing.STANDING and children:
-        return Where(story, Doing.WORKING, place, "working")
+    if doing is RankActivity.STANDING and children:
+        return Where(story, RankActivity.WORKING, place, "working")
     key = _key(seen)
-    if doing is Doing.LOADING:  # slow data: it is waited for at one place, whatever has come in between
+    if doing is RankActivity.LOADING:  # slow data: it is waited for at one place, whatever has come in between
         key += f"\n{newest.main_cpu_s // FED_S:.0f}"
-    computes = children if doing is Doing.LOADING else busy and _may_be_native(samples, newest, doing)
+    computes = children if doing is RankActivity.LOADING else busy and _may_be_native(samples, newest, doing)
     if computes:
         key += "\ncomputes"
     return Where(story, doing, place, key, busy, not busy and movement.stirs(samples), computes)
 
 
-def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: Doing) -> bool:
+def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: RankActivity) -> bool:
     """Not what waits for a device: that uses the processor all the while."""
     on_device = program_frame(newest.frames) == 0 and _SOURCE_SYNCHRONIZES.search(newest.source)
-    return doing is Doing.STANDING and not on_device and movement.may_be_outside_python(samples)
+    return doing is RankActivity.STANDING and not on_device and movement.may_be_outside_python(samples)
 
 
 def _shared(samples: Sequence[RankSample]) -> RankSample | None:
@@ -139,9 +145,9 @@ def _shared(samples: Sequence[RankSample]) -> RankSample | None:
 
 
 _STATE_WORDS = {
-    Doing.STOPPED: "stopped by a signal (kill -CONT {pid} lets it go on)",
-    Doing.HELD: "held by a debugger (process {pid})",
-    Doing.GONE: "gone (process {pid})",
+    RankActivity.STOPPED: "stopped by a signal (kill -CONT {pid} lets it go on)",
+    RankActivity.HELD: "held by a debugger (process {pid})",
+    RankActivity.GONE: "gone (process {pid})",
 }
 
 
@@ -152,7 +158,7 @@ def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Wher
         words = f"busy without a Python stack (process {newest.pid})"
     else:
         words = f"asleep without a Python stack (process {newest.pid})"
-    return Where(story, Doing.STANDING, words, f"{newest.state == 'D'} {busy}", computes=busy)
+    return Where(story, RankActivity.STANDING, words, f"{newest.state == 'D'} {busy}", computes=busy)
 
 
 # --- does it move? ----------------------------------------------------------------------------------------------------
@@ -190,34 +196,34 @@ def _decisive(frames: Sequence[Frame]) -> Frame | None:
     return next((frame for frame in _called(frames) if not _TRANSPARENT.search(frame.file)), None)
 
 
-def _doing(sample: RankSample, *, busy: bool) -> tuple[Doing, str]:
+def _doing(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
     decisive, at = _decisive(sample.frames), _at(sample.frames)
     if decisive is None:
         if _called(sample.frames):
-            return Doing.STANDING, _place(sample)
+            return RankActivity.STANDING, _place(sample)
         return _doing_by_source(sample, busy=busy)
     if _LOADS.search(decisive.file):
         loader = any(_LOADER.search(frame.file) for frame in _called(sample.frames))
-        return Doing.LOADING, f"for {'its data loader' if loader else 'another process'} {at}"
+        return RankActivity.LOADING, f"for {'its data loader' if loader else 'another process'} {at}"
     if _COMMUNICATES.search(decisive.file):
-        return Doing.COMMUNICATING, f"in {_interface(sample.frames)} {at}"
+        return RankActivity.COMMUNICATING, f"in {_interface(sample.frames)} {at}"
     if decisive.function == "_engine_run_backward" and not busy:
-        return Doing.COMMUNICATING, f"in backward {at}"
+        return RankActivity.COMMUNICATING, f"in backward {at}"
     if decisive.function == "synchronize" and "/torch/" in decisive.file:
-        return Doing.COMMUNICATING, f"in synchronize {at}"
-    return Doing.STANDING, _place(sample)
+        return RankActivity.COMMUNICATING, f"in synchronize {at}"
+    return RankActivity.STANDING, _place(sample)
 
 
-def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[Doing, str]:
+def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
     """The program's own frame is the innermost: it runs itself, or a function in C that its line calls."""
     at, source = _at(sample.frames), sample.source
     if not busy:
         for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):
             if match := pattern.search(source):
-                return Doing.COMMUNICATING, f"in {match[1]} {at}"
+                return RankActivity.COMMUNICATING, f"in {match[1]} {at}"
         if match := _SOURCE_SLEEPS.search(source):
-            return Doing.STANDING, f"in {match[1]} {at}"
-    return Doing.STANDING, _place(sample)
+            return RankActivity.STANDING, f"in {match[1]} {at}"
+    return RankActivity.STANDING, _place(sample)
 
 
 def _interface(frames: Sequence[Frame]) -> str:

@@ -94,8 +94,10 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
 def report(fd: int, outcome: Outcome | None, folder: str, error: HoldfastError | None) -> None:
     from msgspec import json
 
-    from holdfast.launching.session import Report
+    from holdfast.launching.session import AgentReport
 
-    told = Report(outcome=outcome, folder=folder, code=error.code if error else "", message=str(error) if error else "")
+    told = AgentReport(
+        outcome=outcome, folder=folder, code=error.code if error else "", message=str(error) if error else ""
+    )
     with os.fdopen(os.dup(fd), "wb") as pipe:
         pipe.write(json.encode(told))

@@ -27,7 +27,7 @@ from holdfast.core.errors import (
 )
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.launching import payload
-from holdfast.launching.session import Report, Session
+from holdfast.launching.session import AgentReport, AgentSession
 from holdfast.worker import call
 
 R = TypeVar("R")
@@ -169,7 +169,7 @@ def run(
             files.callback(os.close, fd)
         payload.write_call(call_fd, fn, args)
         line = [*argv, f"--nproc-per-node={nproc}", "--", script]
-        with closing(Session(line, variables, call_fd, answer_fds)) as session:
+        with closing(AgentSession(line, variables, call_fd, answer_fds)) as session:
             try:
                 session.serve(timeout)
             except LaunchTimeoutError:
@@ -194,7 +194,7 @@ def result(local_rank: int, answer: payload.Answered | None) -> tuple[int, Any]:
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def fail(report: Report, answer_fds: Sequence[int]) -> Never:
+def fail(report: AgentReport, answer_fds: Sequence[int]) -> Never:
     """Raises what the agent reported."""
     outcome = report.outcome
     if outcome is None:

@@ -33,7 +33,7 @@ PROGRAM = (
 )
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class AgentReport(Struct, frozen=True, kw_only=True):
     """The agent's last word: how the job ended, or the error that kept it from beginning."""
 
     outcome: Outcome | None = None
@@ -64,7 +64,7 @@ def descriptor_of(stream: Any) -> int | None:
         return None
 
 
-class Session:
+class AgentSession:
     """One agent, from start to end. `serve` until it has ended, then `close`; `end` it for anything else."""
 
     def __init__(
@@ -160,10 +160,10 @@ class Session:
             os.close(key.fd)
         self._selector.close()
 
-    def report(self) -> Report:
+    def report(self) -> AgentReport:
         """After `serve`. Raises StoppedError or InternalError when the agent ended without a report."""
         if self._report:
-            return json.decode(self._report, type=Report)
+            return json.decode(self._report, type=AgentReport)
         code = self._process.returncode
         if code < 0:
             error = StoppedError(f"the agent of this node was ended by {signal.Signals(-code).name}")

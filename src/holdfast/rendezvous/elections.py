@@ -64,12 +64,12 @@ class EtcdElection:
 
 class ValueElection:
     def __init__(self, name: str, backend: Backend, options: ThirdPartyOptions, run_id: str) -> None:
-        from holdfast.rendezvous.shared_value import Watch
+        from holdfast.rendezvous.shared_value import ValueWatch
 
         self._name = name
         self._backend = backend
         self._place = Place(options.endpoint, run_id, options.conf)
-        self._watch = Watch(options.lease_ttl_s)
+        self._watch = ValueWatch(options.lease_ttl_s)
         self.lease_ttl_s: float = options.lease_ttl_s
         self.by_loopback = "no route leads out of this machine"
 

@@ -19,16 +19,16 @@ GROUP = "holdfast.rendezvous"
 """Entry points of this group are backends; contract: third_party.py."""
 
 
-class Backend(NamedTuple):
+class RegisteredBackend(NamedTuple):
     default_port: int | None
     """None: the endpoint must name one."""
 
 
 BACKENDS = {
-    "c10d": Backend(default_port=29400),
-    "static": Backend(default_port=None),
-    "etcd": Backend(default_port=2379),
-    "etcd-v2": Backend(default_port=2379),
+    "c10d": RegisteredBackend(default_port=29400),
+    "static": RegisteredBackend(default_port=None),
+    "etcd": RegisteredBackend(default_port=2379),
+    "etcd-v2": RegisteredBackend(default_port=2379),
 }
 """The built-in ones. Nobody can take their names."""
 

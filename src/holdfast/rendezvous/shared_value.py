@@ -42,7 +42,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tail_s: float = 0.0
 
 
-class Watch:
+class ValueWatch:
     """Since when one has seen the value that is there. Shared by all clients of one agent; may be asked by any thread."""
 
     def __init__(self, lease_ttl_s: float, clock: Callable[[], float] | None = None) -> None:
@@ -66,7 +66,7 @@ class ValueApi:
 
     notice = ""
 
-    def __init__(self, name: str, value: SharedValue, run_id: str, watch: Watch) -> None:
+    def __init__(self, name: str, value: SharedValue, run_id: str, watch: ValueWatch) -> None:
         """`name`: of the backend, for messages."""
         self._name = name
         self._value = value

@@ -27,7 +27,6 @@ from holdfast.core.agent.commands import (
     HoldWorkers,
     KillTree,
     LookAtWorkers,
-    Note,
     Prepare,
     ReleaseWorkers,
     Say,
@@ -35,10 +34,11 @@ from holdfast.core.agent.commands import (
     SignalWorkers,
     StartWorkers,
 )
-from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled, Tick
+from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.hang import Examine
+from holdfast.core.machines import Note, Tick
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome, fault_outcome
 from holdfast.core.policy import NodeSpec
@@ -50,7 +50,7 @@ from holdfast.runtime.driver import Driver
 from holdfast.runtime.faults import Troubles, as_error, fault_of
 from holdfast.runtime.inquiry import Inquiry
 from holdfast.runtime.journal import FILE_NAME, Journal
-from holdfast.runtime.meeting import Link, Meeting
+from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
 from holdfast.runtime.observing import observing
 from holdfast.runtime.own_node import OwnNode
 from holdfast.runtime.report import write_reports
@@ -210,8 +210,8 @@ class AgentService:
         """None: it was called."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
-        self._meeting = Meeting(options, judge, journal, console.say, examine)
-        self._link: Link | None = None
+        self._meeting = RendezvousClient(options, judge, journal, console.say, examine)
+        self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
         self._crew: Crew | None = None
         self._inquiry: Inquiry | None = None
@@ -339,7 +339,7 @@ class AgentService:
         self._link.send(message)
         return True
 
-    def _link_lost(self, link: Link, reason: str) -> None:
+    def _link_lost(self, link: CoordinatorLink, reason: str) -> None:
         if self._link is link:
             self._link = None
             assert self._inquiry is not None

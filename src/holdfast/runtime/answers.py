@@ -30,11 +30,11 @@ FIRST_LOOK = 1 << 40
 """The machine's own looks are numbered from 1."""
 
 
-class Link(Protocol):
+class MemberLink(Protocol):
     def send(self, message: FromCoordinator) -> None: ...
 
 
-class _Look(Struct):
+class _JobLook(Struct):
     """One look at all nodes that is under way."""
 
     link: int
@@ -53,7 +53,7 @@ class Answers:
     def __init__(
         self,
         machine: CoordinatorMachine,
-        links: Mapping[int, Link],
+        links: Mapping[int, MemberLink],
         feed: Callable[[QuitAsked], None],
         fault: Callable[[str, Exception], None],
     ) -> None:
@@ -64,7 +64,7 @@ class Answers:
         self._fault = fault
         self._loop = asyncio.get_running_loop()
         self._number = FIRST_LOOK
-        self._looks: dict[int, _Look] = {}
+        self._looks: dict[int, _JobLook] = {}
 
     def asked(self, link: int, ask: Ask) -> None:
         """Only a member learns anything of the job, or may end it: any other link gets an empty answer."""
@@ -112,7 +112,7 @@ class Answers:
                 awaited[member.link] = (member.node.host, base)
             base += world.nproc[name]
         timer = self._loop.call_later(LOOK_S_MAX, self._finish, number)
-        self._looks[number] = _Look(link, ask, machine.generation, base, awaited, timer)
+        self._looks[number] = _JobLook(link, ask, machine.generation, base, awaited, timer)
         for to in list(awaited):
             self._links[to].send(Look(machine.generation, number))
         self._finish_if_complete(number)

@@ -39,14 +39,14 @@ FAREWELL_S_MAX = 1.0
 CREDENTIALS = struct.Struct("3i")
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A closed set of questions."""
 
     ask: Question | None = None
     """None: how it ends, to be answered when it has."""
 
 
-class End(msgspec.Struct, frozen=True):
+class NodeEnd(msgspec.Struct, frozen=True):
     """How this node's part of the job ended."""
 
     kind: str
@@ -90,7 +90,7 @@ class Control:
             return
         more: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
         self._server = await asyncio.start_unix_server(self._serve, sock=listening, limit=REQUEST_BYTES_MAX, **more)
-        entry = running.Entry(
+        entry = running.RunningAgent(
             run_id=options.job.run_id,
             endpoint=options.meeting_point,
             host=host,
@@ -184,7 +184,7 @@ class Control:
         if len(self._tasks) > CLIENTS_MAX:
             return Reply(code=ControlSilentError.code, text=f"{CLIENTS_MAX} clients are being answered; try again")
         try:
-            request = msgspec.json.decode(line, type=Request)
+            request = msgspec.json.decode(line, type=ControlRequest)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return Reply(code=ControlRefusedError.code, text=f"not a question: {error}")
         if request.ask is None:
@@ -207,7 +207,7 @@ class Control:
         if outcome is None:
             return Reply(code="HF900", text="the agent ended by a fault of its own")
         cause = outcome.verdict.cause if outcome.verdict is not None else ""
-        end = End(outcome.kind.value, outcome.exit_code, outcome.message, cause)
+        end = NodeEnd(outcome.kind.value, outcome.exit_code, outcome.message, cause)
         return Reply(body=msgspec.Raw(msgspec.json.encode(end)))
 
 

@@ -17,7 +17,7 @@ import msgspec
 from holdfast.core.errors import ControlRefusedError, ControlSilentError, NoRunError
 from holdfast.core.protocol import Question
 from holdfast.runtime import running
-from holdfast.runtime.running import Entry
+from holdfast.runtime.running import RunningAgent
 from holdfast.wire.words import clean
 
 ANSWER_S_MAX = 5.0
@@ -50,7 +50,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 class Call:
     """One connection to an agent, with the question asked. A context manager."""
 
-    def __init__(self, entry: Entry, ask: Question | None) -> None:
+    def __init__(self, entry: RunningAgent, ask: Question | None) -> None:
         """`ask` None: how does it end? Raises NoRunError, ControlRefusedError, ControlSilentError."""
         self._entry = entry
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -117,7 +117,7 @@ class Call:
         return ControlSilentError(f"the agent of {entry.name} cannot be asked: {error.strerror or error}")
 
 
-def ask(entry: Entry, question: Question) -> Reply:
+def ask(entry: RunningAgent, question: Question) -> Reply:
     """One question. Raises NoRunError, ControlRefusedError, ControlSilentError."""
     with Call(entry, question) as call:
         reply = call.answer()
@@ -126,7 +126,7 @@ def ask(entry: Entry, question: Question) -> Reply:
     return reply
 
 
-def ask_any(entries: list[Entry], question: Question) -> tuple[Entry, Reply]:
+def ask_any(entries: list[RunningAgent], question: Question) -> tuple[RunningAgent, Reply]:
     """Of the first agent of a job that answers. Raises what the last one's silence is."""
     *others, last = entries
     for entry in others:

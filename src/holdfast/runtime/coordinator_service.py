@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
+from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Tell
+from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.errors import HoldfastError
+from holdfast.core.machines import Note, Tick
 from holdfast.core.outcome import fault_outcome
 from holdfast.core.protocol import Ask, Finish, FromAgent, FromCoordinator, Looked
 from holdfast.runtime.answers import Answers

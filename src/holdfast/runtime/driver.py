@@ -26,7 +26,7 @@ STORY_EVENTS_MAX = 40
 """A crash of a machine tells this many events before it."""
 
 
-class Machine(Protocol[In_contra, Out_co]):
+class StateMachine(Protocol[In_contra, Out_co]):
     def handle(self, now: float, event: In_contra) -> Iterable[Out_co]: ...
 
     def next_deadline(self) -> float | None: ...
@@ -37,7 +37,7 @@ class Driver(Generic[Event, Command]):
 
     def __init__(
         self,
-        machine: Machine[Event, Command],
+        machine: StateMachine[Event, Command],
         tick: Event,
         execute: Callable[[Command], None],
         after: Callable[[], None] | None = None,

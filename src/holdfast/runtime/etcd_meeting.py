@@ -30,7 +30,7 @@ from holdfast.runtime.etcd_service import ElectedService
 from holdfast.runtime.journal import Journal
 
 if TYPE_CHECKING:
-    from holdfast.runtime.meeting import Link
+    from holdfast.runtime.meeting import CoordinatorLink
 
 WATCH_INTERVAL_S = (0.15, 0.35)
 """Between two looks at the key while its holder does not answer; drawn anew each time, so that agents do not march in step."""
@@ -75,7 +75,7 @@ class ElectedMeeting:
         self._met = False
         """This node has had a link to some coordinator: the line and the storage are as they must be."""
 
-    async def reach(self, node: NodeSpec) -> Link:
+    async def reach(self, node: NodeSpec) -> CoordinatorLink:
         """One attempt. Raises HoldfastError; once the job was reached, what the storage refuses is no reason to end."""
         try:
             link = await self._reach(node)
@@ -86,7 +86,7 @@ class ElectedMeeting:
         self._met = True
         return link
 
-    async def _reach(self, node: NodeSpec) -> Link:
+    async def _reach(self, node: NodeSpec) -> CoordinatorLink:
         if self._leaving is not None:
             await asyncio.shield(self._leaving)
         for _ in range(TURNS_MAX):
@@ -158,7 +158,7 @@ class ElectedMeeting:
 
     # ---------------------------------------------------------------- following
 
-    async def _dial_while_in_charge(self, leader: Leader, node: NodeSpec) -> Link | None:
+    async def _dial_while_in_charge(self, leader: Leader, node: NodeSpec) -> CoordinatorLink | None:
         """The link; None when somebody else is in charge meanwhile, or nobody. Raises HoldfastError."""
         from holdfast.runtime.connection import dial
 

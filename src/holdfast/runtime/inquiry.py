@@ -16,7 +16,7 @@ ANSWER_S_MAX = {Question.STATUS: 3.0, Question.STACKS: 8.0, Question.STOP: 3.0, 
 """So long the coordinator is waited for; stacks are collected on all nodes first."""
 
 
-class OwnNode(Protocol):
+class LocalNode(Protocol):
     """This node's agent, when nobody else can be asked."""
 
     def view(self) -> JobView: ...
@@ -30,7 +30,7 @@ class OwnNode(Protocol):
 class Inquiry:
     """One per agent. `send` puts a message on the link to the coordinator, and is False where there is none."""
 
-    def __init__(self, send: Callable[[FromAgent], bool], own: OwnNode, host: str) -> None:
+    def __init__(self, send: Callable[[FromAgent], bool], own: LocalNode, host: str) -> None:
         self._send = send
         self._own = own
         self._host = host

@@ -41,7 +41,7 @@ PASSING = (NoAnswerError, EtcdUnreachableError)
 """Of these another attempt may help, whatever their class."""
 
 
-class Link(Protocol):
+class CoordinatorLink(Protocol):
     """An agent's way to the coordinator."""
 
     def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None: ...
@@ -51,7 +51,7 @@ class Link(Protocol):
     def close(self, reason: str = ...) -> None: ...
 
 
-class Meeting:
+class RendezvousClient:
     """One per agent. Holds the coordinator while this process hosts it."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Meeting:
         self.coordinator: CoordinatorService | None = None
         """Bound to the endpoint, so that nobody can be in charge beside it. One that was elected is not here."""
 
-    async def reach(self, node: NodeSpec) -> Link | DialFailed:
+    async def reach(self, node: NodeSpec) -> CoordinatorLink | DialFailed:
         """One attempt. The link has to be started; a DialFailed says whether another attempt can help."""
         try:
             return await self._reach(node)
@@ -95,7 +95,7 @@ class Meeting:
         if self._elected is not None:
             await self._elected.close()
 
-    async def _reach(self, node: NodeSpec) -> Link:
+    async def _reach(self, node: NodeSpec) -> CoordinatorLink:
         options = self._options
         if options.etcd is not None or options.third_party is not None:
             return await self._meet_by_election(node)
@@ -110,7 +110,7 @@ class Meeting:
 
         return await dial(options.endpoint, options.job, node, options.token)
 
-    async def _meet_by_election(self, node: NodeSpec) -> Link:
+    async def _meet_by_election(self, node: NodeSpec) -> CoordinatorLink:
         if self._elected is None:
             from holdfast.rendezvous.elections import election_for
             from holdfast.runtime.etcd_meeting import ElectedMeeting

@@ -28,7 +28,7 @@ PROBE_S = 1.0
 MISSING = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR)
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class RunningAgent(msgspec.Struct, frozen=True, kw_only=True):
     """One agent that runs."""
 
     run_id: str
@@ -98,7 +98,7 @@ def private_folder() -> str:
     raise error
 
 
-def write(entry: Entry, folder: str) -> str:
+def write(entry: RunningAgent, folder: str) -> str:
     """Makes the entry in this private folder and returns its path. Raises OSError."""
     try:
         return _write(entry, folder)
@@ -122,7 +122,7 @@ def remove(path: str) -> None:
             os.rmdir(folder)
 
 
-def _write(entry: Entry, folder: str) -> str:
+def _write(entry: RunningAgent, folder: str) -> str:
     name = f"{entry.pid}-{os.urandom(4).hex()}.json"
     temporary, path = os.path.join(folder, f".{name}"), os.path.join(folder, name)
     # Names of files need not be text: json writes what stands for their bytes, msgspec does not.
@@ -136,9 +136,9 @@ def _write(entry: Entry, folder: str) -> str:
     return path
 
 
-def entries() -> list[Entry]:
+def entries() -> list[RunningAgent]:
     """The agents of this user that run on this host, oldest first. What dead ones have left is removed."""
-    found: list[Entry] = []
+    found: list[RunningAgent] = []
     for folder in folders():
         with contextlib.suppress(OSError):
             fd = _open_private(folder)
@@ -174,7 +174,7 @@ def reachable(path: str) -> Iterator[str]:
         os.close(fd)
 
 
-def _read_folder(folder: int) -> list[Entry]:
+def _read_folder(folder: int) -> list[RunningAgent]:
     found = []
     for name in os.listdir(folder):
         if not name.endswith(".json") or name.startswith("."):
@@ -191,14 +191,14 @@ def _read_folder(folder: int) -> list[Entry]:
     return found
 
 
-def _read_entry(folder: int, name: str) -> Entry | None:
+def _read_entry(folder: int, name: str) -> RunningAgent | None:
     """None: whatever it is, no agent wrote it."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
         return None
     try:
-        return msgspec.convert(json.loads(os.read(fd, ENTRY_BYTES_MAX)), type=Entry)
+        return msgspec.convert(json.loads(os.read(fd, ENTRY_BYTES_MAX)), type=RunningAgent)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None
     finally:

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE
-from holdfast.schedulers.slurm_step import Answer
+from holdfast.schedulers.slurm_step import ScontrolOutput
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED")
@@ -32,7 +32,7 @@ class JobState(NamedTuple):
         return self.state not in (*WAITING, *LIVING)
 
 
-def read_job(answer: Answer) -> JobState | None:
+def read_job(answer: ScontrolOutput) -> JobState | None:
     """None where the answer tells of no job."""
     fields = dict(_FIELD.findall(answer.text))
     if answer.failed or "JobState" not in fields:

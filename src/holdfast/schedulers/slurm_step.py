@@ -30,7 +30,7 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
-class Step(NamedTuple):
+class SlurmStep(NamedTuple):
     """One step of a job, as one of its tasks sees it."""
 
     job_id: int
@@ -96,7 +96,7 @@ def is_inherited(environ: Mapping[str, str], title: str) -> bool:
     return step != environ["SLURM_STEP_ID"] or (one_job and job != environ.get("SLURM_JOB_ID"))
 
 
-def read_step(environ: Mapping[str, str], title_of: Callable[[str], str] = title_of_starter) -> Step | None:
+def read_step(environ: Mapping[str, str], title_of: Callable[[str], str] = title_of_starter) -> SlurmStep | None:
     """The step that this process is a task of; None in a batch script, in an interactive shell and outside of Slurm.
 
     Raises EnvironmentValueError when a variable does not hold what Slurm writes into it.
@@ -115,7 +115,7 @@ def read_step(environ: Mapping[str, str], title_of: Callable[[str], str] = title
             f"but SLURM_STEP_NUM_NODES is {told} and SLURM_NODEID {node_rank}"
         )
     array = "SLURM_ARRAY_TASK_ID"
-    return Step(
+    return SlurmStep(
         job_id=number(environ, "SLURM_JOB_ID"),
         step_id=step_id,
         nodes=nodes,
@@ -165,18 +165,18 @@ def address_of(host: str) -> str:
     return host
 
 
-class Answer(NamedTuple):
+class ScontrolOutput(NamedTuple):
     """What scontrol said; `failed` when it could not say anything."""
 
     text: str
     failed: bool = False
 
 
-def ask_scontrol(*words: str) -> Answer:
+def ask_scontrol(*words: str) -> ScontrolOutput:
     """Runs it, for at most ANSWER_LIMIT_S; both its streams."""
     program = shutil.which("scontrol")
     if program is None:
-        return Answer("scontrol is not on the PATH", failed=True)
+        return ScontrolOutput("scontrol is not on the PATH", failed=True)
     try:
         done = subprocess.run(
             [program, "--oneliner", *words],
@@ -187,5 +187,5 @@ def ask_scontrol(*words: str) -> Answer:
             check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return Answer(str(error), failed=True)
-    return Answer(done.stdout.decode(errors="replace"), failed=done.returncode != 0)
+        return ScontrolOutput(str(error), failed=True)
+    return ScontrolOutput(done.stdout.decode(errors="replace"), failed=done.returncode != 0)

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable
 
-from holdfast.schedulers.slurm_step import Answer, ask_scontrol
+from holdfast.schedulers.slurm_step import ScontrolOutput, ask_scontrol
 
 CHECK_S = 30.0
 """Well below the two minutes for which Slurm holds a requeued job back; one question per job, not per node."""
@@ -28,7 +28,7 @@ OVER = (
 """Not COMPLETING: then Slurm is ending the tasks itself, and gives them time to save."""
 
 
-def over(answer: Answer, job_id: int, restarts: int) -> str:
+def over(answer: ScontrolOutput, job_id: int, restarts: int) -> str:
     """Why this life of the job is over, in words; empty while it is not, or where nobody can say."""
     if answer.failed:
         return "Slurm knows it no more" if _GONE in answer.text else ""
@@ -48,7 +48,7 @@ def watch(
     end: Callable[[str], None],
     *,
     check_s: float = CHECK_S,
-    ask: Callable[..., Answer] = ask_scontrol,
+    ask: Callable[..., ScontrolOutput] = ask_scontrol,
 ) -> None:
     """Calls `end` with the reason once, from a thread of its own that lives as long as the process."""
 

@@ -32,7 +32,7 @@ from holdfast.core.errors import (
 )
 from holdfast.snapshots import digest, disk, layout
 from holdfast.snapshots.folder import rename_aside
-from holdfast.snapshots.layout import Key, Kind
+from holdfast.snapshots.layout import FolderKind, Key
 from holdfast.snapshots.manifest import RECORD_BYTES_MAX, Manifest, RankEntry, RankRecord
 
 PHASES = (
@@ -201,7 +201,7 @@ def commit(
 def abandon(ticket: Ticket) -> None:
     """Remove the attempt, as far as the disk lets us. Ranks that still write to it get a SnapshotIncompleteError."""
     # Renamed first: what is half deleted must not look like an attempt that somebody may still complete.
-    doomed = rename_aside(ticket.attempt_path, ticket.key, Kind.GONE)
+    doomed = rename_aside(ticket.attempt_path, ticket.key, FolderKind.GONE)
     if doomed is not None:
         shutil.rmtree(doomed, ignore_errors=True)
 

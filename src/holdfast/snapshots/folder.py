@@ -22,7 +22,7 @@ from holdfast.core.errors import (
     SnapshotGoneError,
 )
 from holdfast.snapshots import disk, layout
-from holdfast.snapshots.layout import Key, Kind
+from holdfast.snapshots.layout import FolderKind, Key
 from holdfast.snapshots.manifest import MANIFEST_BYTES_MAX, Manifest
 
 WHY = "WHY.txt"
@@ -95,7 +95,7 @@ def survey(folder: str | os.PathLike[str]) -> Survey:
     ours = sorted((named.key, name, named.kind) for name in names if (named := layout.parse(name)))
     committed, problems = [], []
     for key, name, kind in ours:
-        if kind is not Kind.COMMITTED:
+        if kind is not FolderKind.COMMITTED:
             continue
         try:
             committed.append(inspect(path / name))
@@ -107,8 +107,8 @@ def survey(folder: str | os.PathLike[str]) -> Survey:
         path,
         committed=tuple(committed),
         problems=tuple(problems),
-        debris=tuple(path / name for _, name, kind in ours if kind in (Kind.ATTEMPT, Kind.GONE)),
-        quarantined=tuple(path / name for _, name, kind in ours if kind is Kind.BAD),
+        debris=tuple(path / name for _, name, kind in ours if kind in (FolderKind.ATTEMPT, FolderKind.GONE)),
+        quarantined=tuple(path / name for _, name, kind in ours if kind is FolderKind.BAD),
     )
 
 
@@ -169,9 +169,9 @@ def quarantine(path: Path, why: str) -> Path | None:
     None when that cannot be done (read-only, or somebody else was faster): then the caller has to pass it over.
     """
     named = layout.parse(path.name)
-    if named is None or named.kind is not Kind.COMMITTED:
+    if named is None or named.kind is not FolderKind.COMMITTED:
         raise ValueError(f"{path} is no committed snapshot")
-    aside = rename_aside(path, named.key, Kind.BAD)
+    aside = rename_aside(path, named.key, FolderKind.BAD)
     if aside is not None:
         with contextlib.suppress(OSError):
             disk.write_atomically(aside / WHY, f"{path.name} was set aside: {why}\n")
@@ -179,7 +179,7 @@ def quarantine(path: Path, why: str) -> Path | None:
     return aside
 
 
-def rename_aside(path: Path, key: Key, kind: Kind) -> Path | None:
+def rename_aside(path: Path, key: Key, kind: FolderKind) -> Path | None:
     """Give a folder the name of this kind (a free one); None when the disk does not let us."""
     for number in range(1, SUFFIX_MAX):
         target = path.with_name(key.named(kind) + (f".{number}" if number > 1 else ""))
@@ -234,7 +234,9 @@ def clear_debris(found: Survey) -> list[Path]:
     cleared = []
     for path in found.debris:
         named = layout.parse(path.name)
-        doomed = path if named is None or named.kind is Kind.GONE else rename_aside(path, named.key, Kind.GONE)
+        doomed = (
+            path if named is None or named.kind is FolderKind.GONE else rename_aside(path, named.key, FolderKind.GONE)
+        )
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
             with contextlib.suppress(OSError):

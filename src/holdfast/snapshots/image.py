@@ -37,7 +37,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor: its name, safetensors' code of its type ("F32", "BF16" …), its shape."""
 
     name: str
@@ -56,12 +56,12 @@ class Image:
 
     header: bytes
     """All bytes before the first tensor."""
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     """In the order of the file."""
     metadata: Mapping[str, str]
 
     @classmethod
-    def plan(cls, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> Image:
+    def plan(cls, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> Image:
         """The image of these tensors. ValueError for a bad name, type or shape."""
         placed = sorted(entries, key=_place)
         names = {entry.name for entry in placed}
@@ -131,14 +131,14 @@ def head_bytes(length: bytes | memoryview, size_bytes: int) -> int:
     return header_bytes
 
 
-def _place(entry: Entry) -> tuple[bool, int]:
+def _place(entry: TensorEntry) -> tuple[bool, int]:
     """Multiples of the alignment first, then by size of the item: each keeps the next one aligned."""
     if entry.dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {entry.name!r}: {entry.dtype!r} is no type of safetensors")
     return (entry.nbytes % ALIGNMENT_BYTES != 0, -ITEM_BYTES[entry.dtype])
 
 
-def _check(entry: Entry) -> None:
+def _check(entry: TensorEntry) -> None:
     shape = entry.shape
     sound = len(shape) <= DIMENSIONS_MAX and all(type(each) is int and each >= 0 for each in shape)
     if not sound or entry.nbytes > SIZE_BYTES_MAX:
@@ -167,11 +167,11 @@ def _is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
-def _entry(name: str, value: Any) -> tuple[Entry, int, int]:
+def _entry(name: str, value: Any) -> tuple[TensorEntry, int, int]:
     """One described tensor and its claimed bytes, or SnapshotDamagedError."""
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        entry = Entry(name, dtype, tuple(shape))
+        entry = TensorEntry(name, dtype, tuple(shape))
         _place(entry)
         _check(entry)
         numbers = type(begin) is int and type(end) is int

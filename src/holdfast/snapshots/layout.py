@@ -28,7 +28,7 @@ RANK_MAX = 10**6 - 1
 _NAME = re.compile(r"(?:(attempt|bad|gone)\.)?step_([0-9]{9,18})\.([0-9]{4,9})(\.[0-9]+)?")
 
 
-class Kind(Enum):
+class FolderKind(Enum):
     """What a folder is, by its name."""
 
     COMMITTED = ""
@@ -48,7 +48,7 @@ class Key(NamedTuple):
         """Name of the committed folder."""
         return f"step_{self.step:09d}.{self.attempt:04d}"
 
-    def named(self, kind: Kind) -> str:
+    def named(self, kind: FolderKind) -> str:
         """Name of the folder while it is of this kind."""
         return f"{kind.value}.{self.name}" if kind.value else self.name
 
@@ -56,7 +56,7 @@ class Key(NamedTuple):
 class Named(NamedTuple):
     """What a folder's name tells."""
 
-    kind: Kind
+    kind: FolderKind
     key: Key
 
 
@@ -65,10 +65,10 @@ def parse(name: str) -> Named | None:
     found = _NAME.fullmatch(name)
     if found is None:
         return None
-    key, kind = Key(int(found[2]), int(found[3])), Kind(found[1] or "")
+    key, kind = Key(int(found[2]), int(found[3])), FolderKind(found[1] or "")
     # One snapshot has one name: with zeros too many, or a suffix on what may be in use, it is somebody else's folder.
     suffix = found[4] or ""
-    if name != key.named(kind) + suffix or (suffix and kind not in (Kind.BAD, Kind.GONE)):
+    if name != key.named(kind) + suffix or (suffix and kind not in (FolderKind.BAD, FolderKind.GONE)):
         return None
     return Named(kind, key)
 
@@ -81,7 +81,7 @@ def check_step(step: int) -> None:
 
 def attempt_path(folder: Path, key: Key) -> Path:
     """Where a snapshot is while it is written."""
-    return folder / key.named(Kind.ATTEMPT)
+    return folder / key.named(FolderKind.ATTEMPT)
 
 
 def committed_path(folder: Path, key: Key) -> Path:

@@ -51,7 +51,7 @@ _NAME = re.compile(r"lease\.([0-9]{6,18})")
 
 
 @dataclass(frozen=True)
-class Owner:
+class LeaseOwner:
     """Who has a lease, as far as others can tell."""
 
     run_id: str = ""
@@ -63,11 +63,11 @@ class Owner:
     """When the process started, in the kernel's ticks: a pid is used again, a pid and its start are not."""
 
     @classmethod
-    def me(cls, run_id: str) -> Owner:
+    def me(cls, run_id: str) -> LeaseOwner:
         """This process."""
         return cls(run_id, os.uname().nodename, os.getpid(), _machine(), _started(os.getpid()))
 
-    def same_run(self, other: Owner) -> bool:
+    def same_run(self, other: LeaseOwner) -> bool:
         """Whether both are of one run that has an identity."""
         return self.run_id == other.run_id and self.run_id not in NO_IDENTITY
 
@@ -99,19 +99,19 @@ class _Seen(NamedTuple):
     text: str
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> LeaseOwner:
         """Whoever wrote it; nobody in particular when that cannot be read (it was being written)."""
         try:
-            return Owner(**json.loads(self.text.partition("\n")[0]))
+            return LeaseOwner(**json.loads(self.text.partition("\n")[0]))
         except (ValueError, TypeError):
-            return Owner()
+            return LeaseOwner()
 
     @property
     def free(self) -> bool:
         return self.text.partition("\n")[2].startswith(FREE)
 
 
-class Lease:
+class FolderLease:
     """The lease of a folder, held until `release`; a thread of its own advances the counter. See `acquire`."""
 
     def __init__(self, folder: Path, number: int, file: int, counter_at: int, beat_s: float) -> None:
@@ -166,7 +166,7 @@ class Lease:
                     self._put(FREE)
             os.close(self._file)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> FolderLease:
         return self
 
     def __exit__(
@@ -207,14 +207,14 @@ def acquire(
     look_s: float = LOOK_S,
     looks: int = LOOKS,
     wait: Callable[[float], object] = time.sleep,
-) -> Lease:
+) -> FolderLease:
     """Take the folder for the job with this run id; only its rank 0 does.
 
     Waits up to `looks` × `look_s` seconds for the counter of an owner that may be dead.
     SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written.
     """
     path = Path(folder)
-    me = Owner.me(run_id)
+    me = LeaseOwner.me(run_id)
     try:
         disk.make_folder(path)
         while True:
@@ -227,13 +227,15 @@ def acquire(
         raise disk.write_error(error, path) from error
 
 
-def owner(folder: str | os.PathLike[str]) -> Owner | None:
+def owner(folder: str | os.PathLike[str]) -> LeaseOwner | None:
     """Who has the folder, or had it last without giving it back; None when nobody has."""
     seen = _newest(Path(folder))
     return None if seen is None or seen.free else seen.owner
 
 
-def _await_turn(folder: Path, me: Owner, look_s: float, looks: int, wait: Callable[[float], object]) -> _Seen | None:
+def _await_turn(
+    folder: Path, me: LeaseOwner, look_s: float, looks: int, wait: Callable[[float], object]
+) -> _Seen | None:
     """The lease that may be taken over now; None when there is none. SnapshotBusyError."""
     before, stood, moves = None, 0, 0
     while True:
@@ -253,12 +255,12 @@ def _await_turn(folder: Path, me: Owner, look_s: float, looks: int, wait: Callab
         wait(look_s)
 
 
-def _busy(folder: Path, owner: Owner, *, same_run: bool) -> SnapshotBusyError:
+def _busy(folder: Path, owner: LeaseOwner, *, same_run: bool) -> SnapshotBusyError:
     other = ", another one with the same --rdzv-id" if same_run else ""
     return SnapshotBusyError(f"{folder} is in use by {owner}{other}; give each job a folder of its own")
 
 
-def _claim(folder: Path, number: int, me: Owner, beat_s: float) -> Lease | None:
+def _claim(folder: Path, number: int, me: LeaseOwner, beat_s: float) -> FolderLease | None:
     """Make the lease with this number; None when somebody else was faster."""
     path = folder / _name(number)
     try:
@@ -283,7 +285,7 @@ def _claim(folder: Path, number: int, me: Owner, beat_s: float) -> Lease | None:
         if name < number:
             with contextlib.suppress(OSError):
                 (folder / _name(name)).unlink()
-    return Lease(folder, number, file, len(line), beat_s)
+    return FolderLease(folder, number, file, len(line), beat_s)
 
 
 def _lost(folder: Path, newest: _Seen) -> SnapshotBusyError:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from holdfast.core.errors import SnapshotDamagedError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, layout, slots
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.layout import Key, Kind
+from holdfast.snapshots.layout import FolderKind, Key
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
 """Numbers of the attempts in which memory steps are written; nothing else has them."""
@@ -38,7 +38,7 @@ LOOK_AGAIN_S = 0.02
 OFFER_BYTES_MAX = 1 << 16
 
 
-class Step(NamedTuple):
+class StepInMemory(NamedTuple):
     """What a rank has in memory; ranks count their saves alike, and several may be of one step."""
 
     step: int
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 class Offer:
     """What one rank brings."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepInMemory, ...]
     """That it, and all others of its node, could write."""
     asked: int
     """The newest step that it has handed over to be written before the crash; -1: none."""
@@ -64,13 +64,13 @@ class Offer:
         """SnapshotDamagedError."""
         try:
             found = json.loads(text)
-            steps = tuple(Step(int(step), int(save)) for step, save in found["steps"])
+            steps = tuple(StepInMemory(int(step), int(save)) for step, save in found["steps"])
             return cls(steps, int(found["asked"]), int(found["on_disk"]))
         except (ValueError, TypeError, KeyError) as error:
             raise SnapshotDamagedError(f"what a rank has left for the others is not readable: {error}") from None
 
 
-def choose(offers: Sequence[Offer]) -> Step | None:
+def choose(offers: Sequence[Offer]) -> StepInMemory | None:
     """The newest that all have; None: there is none, or it is on the disk, or on its way there from every rank."""
     newest = max(set.intersection(*(set(each.steps) for each in offers)), default=None)
     if newest is None or newest.step <= max(each.on_disk for each in offers):
@@ -83,10 +83,10 @@ class Stranded:
     """One rank's states of one snapshot folder, whose workers have all died."""
 
     shelf: Path
-    held: Mapping[Step, tuple[slots.Slot, Ticket]]
+    held: Mapping[StepInMemory, tuple[slots.Slot, Ticket]]
     """Those that all ranks of the node have. There is at least one."""
     offer: Offer
-    alone: Step | None = None
+    alone: StepInMemory | None = None
     """What is written, where all ranks are on this node: nobody has to be met."""
 
     @property
@@ -94,7 +94,7 @@ class Stranded:
         """Of the newest."""
         return self.held[max(self.held)][1]
 
-    def meet(self, patience_s: float = PATIENCE_S) -> Step | None:
+    def meet(self, patience_s: float = PATIENCE_S) -> StepInMemory | None:
         """What all ranks of the job write now; None: nothing. SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
@@ -104,7 +104,7 @@ class Stranded:
             self._meet(min(patience_s, LINGER_S))
         return None
 
-    def _meet(self, patience_s: float) -> Step | None:
+    def _meet(self, patience_s: float) -> StepInMemory | None:
         ticket, deadline = self.ticket, time.monotonic() + patience_s
         try:
             place = _meeting_place(ticket, deadline)
@@ -138,7 +138,7 @@ def _meeting_place(ticket: Ticket, deadline: float) -> Path:
     while True:
         for name in os.listdir(ticket.folder):
             named = layout.parse(name)
-            if named and named.kind is Kind.ATTEMPT and named.key.attempt == ticket.attempt - MEETING_BELOW:
+            if named and named.kind is FolderKind.ATTEMPT and named.key.attempt == ticket.attempt - MEETING_BELOW:
                 return Path(ticket.folder) / name
         if time.monotonic() > deadline:
             raise SnapshotWriteError(f"step {ticket.step}: rank 0 has not begun to save it")
@@ -175,7 +175,7 @@ def newest_on_disk(folder: str) -> int:
         found = [named for name in os.listdir(folder) if (named := layout.parse(name)) is not None]
     except OSError:
         return -1
-    return max((named.key.step for named in found if named.kind is Kind.COMMITTED), default=-1)
+    return max((named.key.step for named in found if named.kind is FolderKind.COMMITTED), default=-1)
 
 
 def stranded(
@@ -190,7 +190,7 @@ def stranded(
     for life in sorted(lives):
         held = {
             local_rank: {
-                Step(ticket.step, _save_of(ticket)): (slot, ticket)
+                StepInMemory(ticket.step, _save_of(ticket)): (slot, ticket)
                 for slot, ticket in theirs
                 if (ticket.folder, ticket.attempt, ticket.world) == life
             }

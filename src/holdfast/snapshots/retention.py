@@ -19,7 +19,7 @@ from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotE
 from holdfast.snapshots import disk, folder, reader
 from holdfast.snapshots.attempt import At, nowhere
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import Key, Kind
+from holdfast.snapshots.layout import FolderKind, Key
 
 UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -158,7 +158,7 @@ def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snap
     """Oldest first; returns what the disk let go. All names are gone for good before the first byte is deleted."""
     going = {}
     for snapshot in doomed:
-        aside = folder.rename_aside(snapshot.path, snapshot.key, Kind.GONE)
+        aside = folder.rename_aside(snapshot.path, snapshot.key, FolderKind.GONE)
         if aside is not None:
             verified.forget(snapshot.path)
             going[aside] = snapshot

@@ -50,7 +50,7 @@ a save that does not keep up makes the next one wait for a slot."""
 
 
 @dataclass(eq=False)
-class Worker:
+class SaverConnection:
     """A connection."""
 
     sock: socket.socket
@@ -101,7 +101,7 @@ class Saver:
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Calls for this thread, from those that save."""
         self._woken, self._wake = socket.socketpair()
-        self._workers: set[Worker] = set()
+        self._workers: set[SaverConnection] = set()
         self._gone: dict[int, int] = {}
         """Local rank -> generation, of those that left or died since the last rescue."""
         self._crashed = False
@@ -177,7 +177,7 @@ class Saver:
             sock.close()
             return True
         sock.setblocking(False)
-        worker = Worker(sock)
+        worker = SaverConnection(sock)
         self._workers.add(worker)
         self._watch(sock, partial(self._read, worker))
         if pid:
@@ -189,7 +189,7 @@ class Saver:
                 self._watch(worker.pidfd, partial(self._worker_gone, worker))
         return True
 
-    def _read(self, worker: Worker) -> bool:
+    def _read(self, worker: SaverConnection) -> bool:
         """One packet. False: there will be no more, or none is there now."""
         if worker not in self._workers:
             return False  # dropped by another event of the same round
@@ -205,7 +205,7 @@ class Saver:
         self._drop(worker)
         return False
 
-    def _serve(self, worker: Worker, packet: packets.Packet, fds: list[int]) -> None:
+    def _serve(self, worker: SaverConnection, packet: packets.Packet, fds: list[int]) -> None:
         try:
             match packet.get("do"):
                 case "hello":
@@ -229,7 +229,7 @@ class Saver:
             for fd in fds:
                 os.close(fd)
 
-    def _persist(self, worker: Worker, packet: packets.Packet, fds: list[int]) -> None:
+    def _persist(self, worker: SaverConnection, packet: packets.Packet, fds: list[int]) -> None:
         number = packets.field(packet, "id", int)
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
@@ -238,7 +238,7 @@ class Saver:
         save = Save(fds.pop(), sequence, ticket, metadata, patience_s, worker.local_rank, self._mappings)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
-    def _answer(self, worker: Worker, save: Save, answer: packets.Packet) -> None:
+    def _answer(self, worker: SaverConnection, save: Save, answer: packets.Packet) -> None:
         if worker in self._workers:
             _send(worker, answer)
             if answer["is"] == "failed":
@@ -246,14 +246,14 @@ class Saver:
         elif answer["is"] == "failed" and not answer["made_good"]:
             self._report(save, answer["text"])
 
-    def _worker_gone(self, worker: Worker) -> None:
+    def _worker_gone(self, worker: SaverConnection) -> None:
         """It died. What it has sent before is read first."""
         while self._read(worker):
             pass
         if worker in self._workers:
             self._drop(worker)
 
-    def _drop(self, worker: Worker) -> None:
+    def _drop(self, worker: SaverConnection) -> None:
         self._workers.discard(worker)
         self._selector.unregister(worker.sock)
         worker.sock.close()
@@ -389,7 +389,7 @@ class Saver:
             if worker.local_rank == local_rank:
                 self._tell_news(worker)
 
-    def _tell_news(self, worker: Worker) -> None:
+    def _tell_news(self, worker: SaverConnection) -> None:
         for text in self._news.pop(worker.local_rank, []):
             _send(worker, {"is": "news", "text": text})
 
@@ -406,7 +406,7 @@ def _of_rank(save: Save, text: str) -> str:
     return f"rank {save.ticket.rank}, before its restart: {text}"
 
 
-def _send(worker: Worker, packet: packets.Packet) -> None:
+def _send(worker: SaverConnection, packet: packets.Packet) -> None:
     """A worker that is gone, or does not read, need not know."""
     with contextlib.suppress(OSError):
         packets.send(worker.sock, packet)

@@ -32,7 +32,7 @@ from holdfast.core import errors
 from holdfast.core.errors import SaverLostError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import packets, rescue, shelf
 from holdfast.snapshots.attempt import PATIENCE_S, Ticket
-from holdfast.snapshots.slots import Owner, Slot, Slots, lend
+from holdfast.snapshots.slots import Slot, SlotOwner, Slots, lend
 
 START_LIMIT_S = 10.0
 """For a detached saver to be on its own feet, and for another worker of this node that is starting it."""
@@ -51,7 +51,7 @@ def rescue_attempt() -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class SaverAddress:
     """Where one worker's slots and saver are."""
 
     folder: Path
@@ -63,7 +63,7 @@ class Place:
     """What keeps the folder from being cleaned away while this process lives; None: the agent does."""
 
     @classmethod
-    def find(cls, environ: Mapping[str, str] = os.environ, root: Path = shelf.ROOT) -> Place:
+    def find(cls, environ: Mapping[str, str] = os.environ, root: Path = shelf.ROOT) -> SaverAddress:
         """By the environment. Raises SnapshotMemoryError when there is no memory to keep anything in."""
         address = environ.get(packets.SAVER_VARIABLE, "")
         if address:
@@ -84,7 +84,7 @@ class Place:
 
     def slots(self, *, rank: int, world: int) -> Slots:
         """This worker's, under its rank of today."""
-        return Slots(self.folder, Owner(self.local_rank, rank, world, self.generation))
+        return Slots(self.folder, SlotOwner(self.local_rank, rank, world, self.generation))
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -101,7 +101,7 @@ class _Asked:
 class SaverClient:
     """A connection to the node's saver, made anew when the saver has died."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SaverAddress) -> None:
         """Connects. Raises SnapshotMemoryError when there is no saver and none can be started."""
         self._place = place
         self._sock: socket.socket | None = None
@@ -306,7 +306,7 @@ class SaverClient:
             packets.send(self._sock, hello)
 
 
-def read_back(place: Place, path: Path, patience_s: float) -> None:
+def read_back(place: SaverAddress, path: Path, patience_s: float) -> None:
     """Have the saver read a committed snapshot and check every byte. For any thread; waits.
 
     SnapshotError as of `reader.verify`, or when it takes longer; SaverLostError: there is no saver that could.
@@ -345,7 +345,7 @@ def _connected(path: Path) -> socket.socket:
     return sock
 
 
-def _start_detached(place: Place) -> socket.socket:
+def _start_detached(place: SaverAddress) -> socket.socket:
     """Start a saver that outlives this process, unless another worker of this node just has. Raises OSError."""
     path = place.folder / shelf.SOCKET
     starting = os.open(place.folder / "starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

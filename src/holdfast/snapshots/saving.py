@@ -17,7 +17,7 @@ from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotIn
 from holdfast.snapshots import layout, packets, reader, rescue, slots
 from holdfast.snapshots.attempt import Ticket, abandon, commit, write_rank
 from holdfast.snapshots.folder import being_written, inspect, is_being_written
-from holdfast.snapshots.layout import Kind
+from holdfast.snapshots.layout import FolderKind
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.rescue import LOOK_AGAIN_S, Stranded, newest_on_disk
 
@@ -142,7 +142,7 @@ def _older_attempts(ticket: Ticket) -> list[Ticket]:
     return [
         Ticket(ticket.folder, *named.key, 0, ticket.world)
         for named in found
-        if named and named.kind is Kind.ATTEMPT and named.key.attempt < rescue.MEETING_MIN
+        if named and named.kind is FolderKind.ATTEMPT and named.key.attempt < rescue.MEETING_MIN
     ]
 
 

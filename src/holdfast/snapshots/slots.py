@@ -88,7 +88,7 @@ class Slot(NamedTuple):
     metadata: dict[str, Any]
 
 
-class Owner(NamedTuple):
+class SlotOwner(NamedTuple):
     """Who stages: the same in every slot of one life of a worker."""
 
     local_rank: int
@@ -100,7 +100,7 @@ class Owner(NamedTuple):
 class Slots:
     """The two slots of one local rank. For one thread; a forked child must leave them alone."""
 
-    def __init__(self, folder: Path, owner: Owner) -> None:
+    def __init__(self, folder: Path, owner: SlotOwner) -> None:
         """`folder`: the shelf. Nothing is made before the first `reserve` or `stage`."""
         self._folder = folder
         self._owner = owner

@@ -13,7 +13,7 @@ SHOWN_CHARACTERS = 12
 """Of a hash."""
 
 
-class Facts(Struct, frozen=True, kw_only=True):
+class HostFacts(Struct, frozen=True, kw_only=True):
     """One host, as far.py found it."""
 
     host: str
@@ -38,7 +38,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     """A free one, held for the coordinator."""
 
 
-def expected_from(expected: Expected, first: Facts) -> Expected:
+def expected_from(expected: Expected, first: HostFacts) -> Expected:
     """What this machine does not know (it needs no torch, and no script with --cwd) the first host says."""
     return Expected(
         python=expected.python or first.python,
@@ -51,7 +51,7 @@ def expected_from(expected: Expected, first: Facts) -> Expected:
     )
 
 
-def problems(spec: HostSpec, facts: Facts, expected: Expected, nproc: int | None) -> list[str]:
+def problems(spec: HostSpec, facts: HostFacts, expected: Expected, nproc: int | None) -> list[str]:
     """What keeps this host from taking part, each in one line that names it; `nproc`: workers there, None: it decides."""
     found = []
     if not facts.holdfast:
@@ -77,14 +77,14 @@ def problems(spec: HostSpec, facts: Facts, expected: Expected, nproc: int | None
     return [f"host {spec}: {text}" for text in found]
 
 
-def remarks(spec: HostSpec, facts: Facts, nproc: int | None) -> list[str]:
+def remarks(spec: HostSpec, facts: HostFacts, nproc: int | None) -> list[str]:
     """What is worth saying and keeps nothing from starting."""
     if nproc is not None and 0 < facts.gpus < nproc:
         return [f"host {spec}: {nproc} workers, but {facts.gpus} GPU{'s' if facts.gpus > 1 else ''} there"]
     return []
 
 
-def same_machine(hosts: Sequence[tuple[HostSpec, Facts]]) -> list[tuple[HostSpec, str]]:
+def same_machine(hosts: Sequence[tuple[HostSpec, HostFacts]]) -> list[tuple[HostSpec, str]]:
     """Further names of one machine, and what to say of them."""
     seen: dict[str, HostSpec] = {}
     found = []
@@ -96,7 +96,7 @@ def same_machine(hosts: Sequence[tuple[HostSpec, Facts]]) -> list[tuple[HostSpec
     return found
 
 
-def meeting_address(first: Facts, others: Sequence[Facts]) -> str:
+def meeting_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
     """Under which address the others reach the first host; empty: nobody knows.
 
     It is the one by which ssh reached it. Where that is the loopback, the first host is the launcher's own machine, and

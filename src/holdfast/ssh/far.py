@@ -37,7 +37,7 @@ FILE_BYTES_MAX = 1 << 20
 HEADER_BYTES_MAX = 4096
 
 
-class Words:
+class LauncherLines:
     """Lines from the launcher."""
 
     def __init__(self, fd: int) -> None:
@@ -71,7 +71,7 @@ class Words:
 
 
 def main() -> int:
-    words = Words(0)
+    words = LauncherLines(0)
     request = words.next()
     if request is None:
         return 0
@@ -251,7 +251,7 @@ def die_with(parent: int) -> None:
 class Guard:
     """Waits for the agent's end, the launcher's words, and their absence."""
 
-    def __init__(self, pid: int, words: Words, lock: socket.socket, detach: bool) -> None:
+    def __init__(self, pid: int, words: LauncherLines, lock: socket.socket, detach: bool) -> None:
         self.pid, self.words, self.lock, self.detach = pid, words, lock, detach
         self.lost = False
         self.kill_at: float | None = None

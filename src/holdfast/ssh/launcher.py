@@ -21,9 +21,9 @@ from holdfast.core.outcome import OutcomeKind
 from holdfast.ssh.discovery import ASK_EVERY_S, Discovery
 from holdfast.ssh.facts import expected_from, meeting_address, problems, remarks, same_machine
 from holdfast.ssh.hosts import HostSpec
-from holdfast.ssh.orders import End, Expected, Order
+from holdfast.ssh.orders import AgentExit, Expected, LaunchSpec
 from holdfast.ssh.screen import Screen
-from holdfast.ssh.session import BEAT_S, Session
+from holdfast.ssh.session import BEAT_S, SshSession
 
 LOGINS_MAX = 64
 """At the same time: each costs this machine some cryptography."""
@@ -40,12 +40,12 @@ JOB_ENDS = (OutcomeKind.SUCCEEDED.value, OutcomeKind.FAILED.value, OutcomeKind.N
 """Ends of the job, not of one node's part in it."""
 
 
-def run(order: Order, run_id: str) -> int:
+def run(order: LaunchSpec, run_id: str) -> int:
     """Returns the job's exit code. Raises HostsError before anything was started."""
     return asyncio.run(_run(order, run_id))
 
 
-async def _run(order: Order, run_id: str) -> int:
+async def _run(order: LaunchSpec, run_id: str) -> int:
     allow_descriptors()
     screen = Screen(f"\x1eholdfast {secrets.token_hex(8)} ")
     try:
@@ -61,14 +61,14 @@ def allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class Place:
+class RemoteHost:
     """One host of the job."""
 
     def __init__(self, spec: HostSpec, index: int | None) -> None:
         self.spec = spec
         self.index = index
         """The group rank it wishes for."""
-        self.session: Session | None = None
+        self.session: SshSession | None = None
         self.task: asyncio.Task[None] | None = None
         self.wanted = True
         """False: it has disappeared from the hosts there are."""
@@ -85,12 +85,12 @@ class Place:
 class Launcher:
     """One job."""
 
-    def __init__(self, order: Order, run_id: str, screen: Screen) -> None:
+    def __init__(self, order: LaunchSpec, run_id: str, screen: Screen) -> None:
         self._order = order
         self._run_id = run_id
         self._screen = screen
-        self._places: dict[str, Place] = {}
-        self._ends: list[tuple[HostSpec, End]] = []
+        self._places: dict[str, RemoteHost] = {}
+        self._ends: list[tuple[HostSpec, AgentExit]] = []
         self._expected: Expected = order.expected
         self._endpoint = order.endpoint
         self._meets_at = ""
@@ -102,7 +102,7 @@ class Launcher:
         self._discovery = Discovery(order.discovery, screen.say) if order.discovery else None
         self._signalled = 0
         """The first signal that is to end the job."""
-        self._cause: End | None = None
+        self._cause: AgentExit | None = None
         """The end of one agent that made us stop the others."""
         self._over = asyncio.Event()
         """The job has ended, or shall: nobody is started any more."""
@@ -135,7 +135,7 @@ class Launcher:
     async def _begin(self) -> None:
         """Log in everywhere at once, compare, tell the first host's port to all. Raises HostsError."""
         for index, spec in enumerate(self._order.hosts):
-            self._places[spec.host] = Place(spec, index)
+            self._places[spec.host] = RemoteHost(spec, index)
         while True:
             if self._discovery is not None:
                 await self._discover(first=True)
@@ -155,9 +155,9 @@ class Launcher:
             assert place.session is not None
             place.session.go(place.index, self._endpoint)
 
-    async def _log_in(self, place: Place) -> HostsError | None:
+    async def _log_in(self, place: RemoteHost) -> HostsError | None:
         for pause_s in (*TURNED_AWAY_PAUSES_S, None):
-            session = Session(place.spec, self._order, self._screen, self._run_id)
+            session = SshSession(place.spec, self._order, self._screen, self._run_id)
             try:
                 async with self._logins:
                     await session.start()
@@ -170,7 +170,7 @@ class Launcher:
                 break
         return None
 
-    def _compare(self, ready: Sequence[Place]) -> list[HostsError | None]:
+    def _compare(self, ready: Sequence[RemoteHost]) -> list[HostsError | None]:
         """What differs; hosts with trouble are let go."""
         told = [(each, each.session.facts) for each in ready if each.session is not None and each.session.facts]
         if not told:
@@ -191,12 +191,12 @@ class Launcher:
             self._let_go(place)
         return errors
 
-    def _same_machine(self, places: Sequence[Place]) -> list[tuple[Place, str]]:
+    def _same_machine(self, places: Sequence[RemoteHost]) -> list[tuple[RemoteHost, str]]:
         """Those whose host is an earlier one's, by another name: only one agent of a run can be there."""
         told = [(each.spec, each.session.facts) for each in places if each.session and each.session.facts]
         return [(self._places[spec.host], text) for spec, text in same_machine(told)]
 
-    def _let_go(self, place: Place) -> None:
+    def _let_go(self, place: RemoteHost) -> None:
         session, place.session = place.session, None
         if session is not None:
             place.task = asyncio.ensure_future(session.close())
@@ -223,7 +223,7 @@ class Launcher:
             self._said.add(line)
             self._screen.say(line)
 
-    def _choose_endpoint(self, ready: Sequence[Place]) -> None:
+    def _choose_endpoint(self, ready: Sequence[RemoteHost]) -> None:
         if self._endpoint or self._order.alone:
             return
         told = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
@@ -265,7 +265,7 @@ class Launcher:
                 running += 1
                 place.task = tasks.create_task(self._come_back(place))
 
-    async def _stay(self, place: Place) -> None:
+    async def _stay(self, place: RemoteHost) -> None:
         """Until this host's agent has ended, or the way to it."""
         session = place.session
         assert session is not None
@@ -292,11 +292,11 @@ class Launcher:
         place.task = None
         self._changed.set()
 
-    def _was_killed(self, end: End) -> bool:
+    def _was_killed(self, end: AgentExit) -> bool:
         """By somebody over there, or for want of memory: nothing that the job has decided."""
         return not self._over.is_set() and not end.kind and (end.code or 0) > EXIT_SIGNAL_BASE
 
-    async def _come_back(self, place: Place) -> None:
+    async def _come_back(self, place: RemoteHost) -> None:
         """Bring up one host while others run; another attempt follows."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), place.again_s)
@@ -324,12 +324,12 @@ class Launcher:
         place.task = None
         self._changed.set()
 
-    async def _close(self, place: Place) -> None:
+    async def _close(self, place: RemoteHost) -> None:
         session, place.session = place.session, None
         if session is not None:
             await session.close()
 
-    def _stop_if_too_few(self, spec: HostSpec, end: End) -> None:
+    def _stop_if_too_few(self, spec: HostSpec, end: AgentExit) -> None:
         """An agent that ended for a reason of its own does not come back: nobody has to wait for it."""
         able = sum(not each.over for each in self._places.values())
         if self._over.is_set() or self._discovery is not None or not 0 < able < self._order.min_nodes:
@@ -371,10 +371,10 @@ class Launcher:
         for host, spec in found.items():
             place_there = self._places.get(host)
             if place_there is None and (not first or len(self._places) < self._order.max_nodes):
-                self._places[host] = Place(spec, None)
+                self._places[host] = RemoteHost(spec, None)
         self._changed.set()
 
-    def _dismiss(self, place: Place) -> None:
+    def _dismiss(self, place: RemoteHost) -> None:
         """It is not there any more, or not as it was: its workers save and leave."""
         if not place.wanted or place.staying:
             return
@@ -464,10 +464,10 @@ class Launcher:
         return EXIT_FAILURE if code is None else code
 
 
-def chosen_end(ends: Sequence[tuple[HostSpec, End]], order: Sequence[str]) -> tuple[HostSpec, End] | None:
+def chosen_end(ends: Sequence[tuple[HostSpec, AgentExit]], order: Sequence[str]) -> tuple[HostSpec, AgentExit] | None:
     """Of all agents' ends the job's own; else the first host's that is not a success."""
 
-    def place(told: tuple[HostSpec, End]) -> tuple[bool, bool, int]:
+    def place(told: tuple[HostSpec, AgentExit]) -> tuple[bool, bool, int]:
         spec, end = told
         number = order.index(spec.host) if spec.host in order else len(order)
         return end.kind not in JOB_ENDS, not end.code, number

@@ -24,7 +24,7 @@ class Expected(Struct, frozen=True, kw_only=True):
     """Path of the Python that is started there."""
 
 
-class Order(Struct, frozen=True, kw_only=True):
+class LaunchSpec(Struct, frozen=True, kw_only=True):
     """A job on several hosts."""
 
     hosts: tuple[HostSpec, ...]
@@ -55,7 +55,7 @@ class Order(Struct, frozen=True, kw_only=True):
     """What ends the job (--signals-to-handle, --preempt-signal)."""
 
 
-class End(Struct, frozen=True, kw_only=True):
+class AgentExit(Struct, frozen=True, kw_only=True):
     """How one agent ended."""
 
     code: int | None = None

@@ -24,9 +24,9 @@ import msgspec
 from holdfast.core.errors import HostUnreachableError
 from holdfast.runtime.workers.processes import PR_SET_PDEATHSIG, prctl
 from holdfast.ssh.complaints import TOO_OLD, explain, is_turned_away, parting_words
-from holdfast.ssh.facts import Facts
+from holdfast.ssh.facts import HostFacts
 from holdfast.ssh.hosts import HostSpec
-from holdfast.ssh.orders import End, Order
+from holdfast.ssh.orders import AgentExit, LaunchSpec
 from holdfast.ssh.screen import Feed, Screen
 
 FAR = Path(__file__).with_name("far.py")
@@ -82,27 +82,27 @@ def die_with_launcher() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class Session:
+class SshSession:
     """One connection, used once."""
 
-    def __init__(self, spec: HostSpec, order: Order, screen: Screen, run_id: str) -> None:
+    def __init__(self, spec: HostSpec, order: LaunchSpec, screen: Screen, run_id: str) -> None:
         self.spec = spec
-        self.facts: Facts | None = None
+        self.facts: HostFacts | None = None
         self.turned_away = False
         """The host, or the way to it, has too many logins at once."""
         self._order = order
         self._screen = screen
         self._run_id = run_id
         self._loop = asyncio.get_running_loop()
-        self._introduced: asyncio.Future[Facts] = self._loop.create_future()
-        self._end: End | None = None
+        self._introduced: asyncio.Future[HostFacts] = self._loop.create_future()
+        self._end: AgentExit | None = None
         self._went = False
         self._process: asyncio.subprocess.Process | None = None
         self._feeds: list[Feed] = []
         self._open_feeds = 0
         self._all_read = asyncio.Event()
 
-    async def start(self) -> Facts:
+    async def start(self) -> HostFacts:
         """Log in and ask. Raises HostUnreachableError; the connection is closed then."""
         source = FAR.read_bytes()
         expected = self._order.expected
@@ -150,7 +150,7 @@ class Session:
             for (mine, _), error in zip(pipes, (False, True), strict=True)
         ]
 
-    async def _introduction(self, interpreter: str) -> Facts:
+    async def _introduction(self, interpreter: str) -> HostFacts:
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
         either: set[asyncio.Future[Any]] = {ended, self._introduced}
@@ -196,7 +196,7 @@ class Session:
         """The agent over there and all it has, at once."""
         self._write(b"kill\n")
 
-    async def wait(self) -> End:
+    async def wait(self) -> AgentExit:
         """Until the agent has ended, or the connection."""
         assert self._process is not None
         code = await self._process.wait()
@@ -205,8 +205,8 @@ class Session:
         if self._end is not None:
             return self._end
         if 0 < code < 255 and self._went:  # 0 without a last word is no success: ssh went into the background
-            return End(code=code)
-        return End(text=parting_words(self._feeds[1].last) or f"ssh ended with {code}")
+            return AgentExit(code=code)
+        return AgentExit(text=parting_words(self._feeds[1].last) or f"ssh ended with {code}")
 
     async def close(self) -> None:
         """End the ssh client, if it still runs; the far side takes that for a loss, unless it was never told to go."""
@@ -257,9 +257,9 @@ class Session:
     def _heed(self, message: dict[str, Any]) -> None:
         try:
             if "end" in message:
-                self._end = End(code=message.pop("end"), **message)
+                self._end = AgentExit(code=message.pop("end"), **message)
             elif not self._introduced.done():
-                self._introduced.set_result(msgspec.convert(message, Facts))
+                self._introduced.set_result(msgspec.convert(message, HostFacts))
         except (TypeError, msgspec.ValidationError) as error:
             if not self._introduced.done():
                 self._introduced.set_exception(HostUnreachableError(f"host {self.spec}: it talks nonsense: {error}"))

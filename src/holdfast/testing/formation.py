@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable
 
 from holdfast.core.agent import commands as do
-from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, NodePrepared, Received, Signalled, Tick
+from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, NodePrepared, Received, Signalled
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.errors import HoldfastError
+from holdfast.core.machines import Tick
 from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Assign
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
-from holdfast.runtime.meeting import Link, Meeting
+from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
 from holdfast.testing.cluster import simple_judge
 
 STORE_PORT = 1
@@ -54,8 +55,8 @@ class FormingAgent:
             node_rank=node.node_rank,
         )
         self.started: asyncio.Future[Assign] = loop.create_future()
-        self._meeting = Meeting(options, simple_judge, Journal(None), lambda _: None)
-        self._link: Link | None = None
+        self._meeting = RendezvousClient(options, simple_judge, Journal(None), lambda _: None)
+        self._link: CoordinatorLink | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._driver: Driver[Event, do.Command] = Driver(AgentMachine(node, limits, loop.time()), Tick(), self._execute)
 

@@ -11,6 +11,7 @@ from holdfast.core.agent.state import Work
 from holdfast.core.coordinator import commands as cdo
 from holdfast.core.coordinator import events as cev
 from holdfast.core.errors import CoordinatorUnreachableError
+from holdfast.core.machines import Note, Tick
 from holdfast.core.outcome import Failure
 from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import Assign, Stop, StopReason
@@ -118,10 +119,10 @@ class SimCoordinator:
                         end.close()
                 case cdo.Conclude(outcome):
                     self.cluster.log("coordinator", f"concludes {outcome.kind.value}: {outcome.message}")
-                case cdo.Note("hang", fields):
+                case Note("hang", fields):
                     self.cluster.log("coordinator", f"hang {fields}")
                     self.cluster.checker.found_hung(self.machine.generation, hangs=self._world_stalls())
-                case cdo.Note(event_name, fields):
+                case Note(event_name, fields):
                     self.cluster.log("coordinator", f"{event_name} {fields}")
         self._arm()
 
@@ -139,7 +140,7 @@ class SimCoordinator:
         def tick() -> None:
             if self._armed_s == deadline:  # else an earlier one took its place
                 self._armed_s = None
-                self._handle(cev.Tick())
+                self._handle(Tick())
 
         self.cluster.agenda.at(deadline, tick)
 
@@ -167,7 +168,7 @@ class SimAgent:
         self._armed_s: float | None = None
 
     def begin(self) -> None:
-        self.handle(ev.Tick())
+        self.handle(Tick())
 
     # ---------------------------------------------------------------- commands
 
@@ -209,7 +210,7 @@ class SimAgent:
                 self.cluster.agenda.after(0.01, lambda: self._kill_tree(generation))
             case do.Say(text):
                 self.cluster.log(self.host, f"says: {text}")
-            case do.Note(event, fields):
+            case Note(event, fields):
                 self.cluster.log(self.host, f"{event} {fields}")
             case do.Exit(outcome):
                 self.alive = False
@@ -455,6 +456,6 @@ class SimAgent:
         def tick() -> None:
             if self._armed_s == deadline:  # else an earlier one took its place
                 self._armed_s = None
-                self.handle(ev.Tick())
+                self.handle(Tick())
 
         self.cluster.agenda.at(deadline, tick)

@@ -19,6 +19,7 @@ from holdfast.core.coordinator import commands as cdo
 from holdfast.core.coordinator import events as cev
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.errors import CoordinatorUnreachableError
+from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.progress import RankProgress, Stage
@@ -100,7 +101,7 @@ class Pair:
         agent = PairAgent(host, AgentMachine(node, self.limits, self.now), nproc)
         agent.holds_prepare, agent.stubborn = holds_prepare, stubborn
         self.agents[host] = agent
-        self._to_agent(agent, ev.Tick())
+        self._to_agent(agent, Tick())
         self._settle()
         return agent
 
@@ -215,10 +216,10 @@ class Pair:
     def _next_deadline(self) -> tuple[float, Callable[[], None]] | None:
         due: list[tuple[float, int, Callable[[], None]]] = []
         if self.coordinator is not None and (when := self.coordinator.next_deadline()) is not None:
-            due.append((when, 0, lambda: self._to_coordinator(cev.Tick())))
+            due.append((when, 0, lambda: self._to_coordinator(Tick())))
         for number, agent in enumerate(self.agents.values(), 1):
             if (when := agent.machine.next_deadline()) is not None:
-                due.append((when, number, lambda agent=agent: self._to_agent(agent, ev.Tick())))  # type: ignore[misc]
+                due.append((when, number, lambda agent=agent: self._to_agent(agent, Tick())))  # type: ignore[misc]
         if not due:
             return None
         when, _, tick = min(due, key=lambda entry: entry[:2])

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from holdfast.core.agent import commands as do
 from holdfast.core.coordinator import commands as cdo
 from holdfast.core.coordinator.state import Phase
+from holdfast.core.machines import Note
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.core.progress import Stage
@@ -229,7 +230,7 @@ def _describe(who: str, what: object) -> str:
             return f"{who}: starts workers of {_place(assign)}"
         case do.SignalWorkers(signum):
             return f"{who}: {signal.Signals(signum).name} to the workers"
-        case cdo.Note(event, fields) if event.startswith(("hang", "straggler", "look")):
+        case Note(event, fields) if event.startswith(("hang", "straggler", "look")):
             return f"coordinator: {event} {' '.join(f'{name}={fields[name]}' for name in TOLD if name in fields)}"
         case do.LookAtWorkers():
             return ""
@@ -245,7 +246,7 @@ def _describe(who: str, what: object) -> str:
             return f"{who}: says: {text}"
         case do.Exit(outcome):
             return f"{who}: exits {_outcome(outcome)}"
-        case cdo.Tell() | cdo.Note() | cdo.Conclude() | do.Dial() | do.Prepare() | do.Note():
+        case cdo.Tell() | Note() | cdo.Conclude() | do.Dial() | do.Prepare() | Note():
             return ""
     return f"{who} < {text}" if (text := _message(what)) else ""
 

@@ -42,7 +42,7 @@ class Draw:
 
 
 @dataclass
-class Tally:
+class SweepResult:
     """What came of some seeds."""
 
     jobs: int = 0
@@ -51,7 +51,7 @@ class Tally:
     failures: dict[int, str] = field(default_factory=dict)
     """Seed -> the first line of what went wrong."""
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: SweepResult) -> None:
         self.jobs += other.jobs
         self.events += other.events
         self.outcomes += other.outcomes
@@ -131,9 +131,9 @@ def run_seed(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
     return cluster
 
 
-def run_seeds(first: int, end: int) -> Tally:
+def run_seeds(first: int, end: int) -> SweepResult:
     """The seeds first to end-1, one after another."""
-    tally = Tally()
+    tally = SweepResult()
     for seed in range(first, end):
         tally.jobs += 1
         try:
@@ -146,7 +146,7 @@ def run_seeds(first: int, end: int) -> Tally:
     return tally
 
 
-def report(tally: Tally) -> str:
+def report(tally: SweepResult) -> str:
     """The failing seeds, each with the command that tells its story."""
     lines = [
         f"{text}\n  python -m holdfast.testing.sweep {seed}"
@@ -182,7 +182,7 @@ def _tell_story(seed: int) -> int:
 
 def _sweep(first: int, end: int) -> int:
     began_s = time.monotonic()
-    total = Tally()
+    total = SweepResult()
     starts = range(first, end, CHUNK_SEEDS)
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         for tally in pool.map(run_seeds, starts, [min(start + CHUNK_SEEDS, end) for start in starts]):

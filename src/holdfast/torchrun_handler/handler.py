@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from holdfast.core.errors import JoinTimeoutError
 from holdfast.core.outcome import OutcomeKind
 from holdfast.torchrun_handler.member import Formed, OverError
-from holdfast.torchrun_handler.membership import Membership
+from holdfast.torchrun_handler.membership import HandlerMembership
 from holdfast.torchrun_handler.settings import BACKEND, options_from
 
 CONNECT_S = 3.0
@@ -46,7 +46,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
         for notice in options.notices:
             log.warning("holdfast: %s", notice)
         self._run_id = options.job.run_id
-        self._membership = Membership(options, lambda text: log.warning("holdfast: %s", text))
+        self._membership = HandlerMembership(options, lambda text: log.warning("holdfast: %s", text))
 
     def get_backend(self) -> str:
         return BACKEND

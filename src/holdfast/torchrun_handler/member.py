@@ -29,13 +29,13 @@ from holdfast.core.agent.events import (
     PrepareFailed,
     Received,
     Signalled,
-    Tick,
     TreeGone,
     WorkerEnded,
     WorkersHeld,
 )
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
+from holdfast.core.machines import Tick
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import NodeSpec
@@ -44,7 +44,7 @@ from holdfast.insight.verdicts import judge
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.faults import Troubles, fault_of
 from holdfast.runtime.journal import Journal
-from holdfast.runtime.meeting import Link, Meeting
+from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
 
 INCARNATION_BYTES = 4
 BACKLOG = 4096
@@ -78,7 +78,7 @@ class OverError(HoldfastError):
         self.last_stop = last_stop
 
 
-class Member:
+class HandlerMember:
     """All methods but `regroup` and `over` belong to the loop's thread."""
 
     def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
@@ -87,8 +87,8 @@ class Member:
         self._options = options
         self._say = say
         self._troubles = Troubles(say, self._loop.time)
-        self._meeting = Meeting(options, judge, Journal(None), say)
-        self._link: Link | None = None
+        self._meeting = RendezvousClient(options, judge, Journal(None), say)
+        self._link: CoordinatorLink | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
         self._listening: socket.socket | None = None
@@ -279,7 +279,7 @@ class Member:
             self._last_stop = message.text
         self._feed(Received(message))
 
-    def _link_lost(self, link: Link, reason: str) -> None:
+    def _link_lost(self, link: CoordinatorLink, reason: str) -> None:
         if self._link is link:
             self._link = None
             self._feed(LinkLost(reason))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from holdfast.core.options import RunOptions
-from holdfast.torchrun_handler.member import HOST_END_S_MAX, Formed, Member
+from holdfast.torchrun_handler.member import HOST_END_S_MAX, Formed, HandlerMember
 
 LEAVE_S_MAX = 2.0
 """At the exit of the interpreter: so long for a word to the others."""
@@ -20,13 +20,13 @@ JOIN_S_MAX = HOST_END_S_MAX + 15.0
 """Above every wait of the member's own."""
 
 
-class Membership:
+class HandlerMembership:
     """Begins with the first `next`."""
 
     def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
         self._options = options
         self._say = say
-        self._member: Member | None = None
+        self._member: HandlerMember | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -96,7 +96,7 @@ class Membership:
 
     async def _live(self, waiter: Future[Formed]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._member = Member(self._options, self._say)
+        self._member = HandlerMember(self._options, self._say)
         self._member.want(waiter)  # before the first dial: a place may be there at once
         self._ready.set()
         try:
@@ -106,7 +106,7 @@ class Membership:
                 self._gone = True
             await asyncio.sleep(0)  # for what was posted until now
 
-    def _post(self, action: Callable[[Member], None], otherwise: Callable[[], object] = lambda: None) -> None:
+    def _post(self, action: Callable[[HandlerMember], None], otherwise: Callable[[], object] = lambda: None) -> None:
         member, loop = self._member, self._loop
         if member is None or loop is None:
             otherwise()

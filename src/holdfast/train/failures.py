@@ -16,7 +16,7 @@ Reports = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """As it is reported to all ranks."""
 
     code: str
@@ -46,7 +46,7 @@ class FailedSaves:
         """Another save goes to the disk."""
         self._open = True
 
-    def reported(self, said: Sequence[Reports], *, busy: bool) -> Failure | None:
+    def reported(self, said: Sequence[Reports], *, busy: bool) -> RankFailure | None:
         """What the ranks report, by rank; `busy`: rank 0 still writes, or waits for the others' parts."""
         reports = [
             (code, text if rank == 0 else f"rank {rank}: {text}")
@@ -55,7 +55,7 @@ class FailedSaves:
         ]
         for code, text in reports:
             if code == SnapshotBusyError.code:
-                return Failure(code, text, fatal=True)
+                return RankFailure(code, text, fatal=True)
         if not reports:
             if self._open and not busy:
                 self._open, self._in_row = False, 0
@@ -65,19 +65,19 @@ class FailedSaves:
         if self._open:
             self._open = False
             return self._count(*(causes or reports)[0])
-        return Failure(*causes[0], fatal=False) if causes else None
+        return RankFailure(*causes[0], fatal=False) if causes else None
 
-    def not_begun(self, error: SnapshotError) -> Failure:
+    def not_begun(self, error: SnapshotError) -> RankFailure:
         """A save could not even begin."""
         self._open = False
         if isinstance(error, SnapshotBusyError):
-            return Failure(error.code, str(error), fatal=True)
+            return RankFailure(error.code, str(error), fatal=True)
         return self._count(error.code, str(error))
 
-    def _count(self, code: str, text: str) -> Failure:
+    def _count(self, code: str, text: str) -> RankFailure:
         self._in_row += 1
         fatal = self._in_row >= self._max
         rest = "" if fatal else "; training goes on"
-        return Failure(
+        return RankFailure(
             code, f"{text}\n{self._in_row} of {self._max} failed saves in a row (failures_max=){rest}.", fatal
         )

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
 
-from holdfast.train.mistakes import Board, LoneSave, LossDiffers, NoSync, StaleEpoch, Unused
+from holdfast.train.mistakes import LoneSave, LossDiffers, NoSync, SharedFacts, StaleEpoch, Unused
 
 VARIABLE = "HOLDFAST_GUARDS"
 
@@ -47,7 +47,7 @@ class Guards:
     """The guards of one process group. All calls come from the thread that trains."""
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
-        board = Board(rank, world, store)
+        board = SharedFacts(rank, world, store)
         self._said: set[str] = set()
         self._steps = 0
         self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()

@@ -30,7 +30,7 @@ LOSS_DIFFERENCE_MAX = 1e-5
 """Relative; larger is no rounding."""
 
 
-class Board:
+class SharedFacts:
     """Small facts for each other, through a store. Whatever goes wrong with it, training goes on."""
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
@@ -95,7 +95,7 @@ class LoneSave:
     through a store or a file (which is a false alarm then; there is no way to see it).
     """
 
-    def __init__(self, warn: Warn, board: Board) -> None:
+    def __init__(self, warn: Warn, board: SharedFacts) -> None:
         self._warn = warn
         self._board = board
         self._collectives_at_save: int | None = None
@@ -173,7 +173,7 @@ class NoSync:
 class Unused:
     """DDP with find_unused_parameters=True, and on no rank a parameter that was not used."""
 
-    def __init__(self, warn: Warn, board: Board, model: nn.Module) -> None:
+    def __init__(self, warn: Warn, board: SharedFacts, model: nn.Module) -> None:
         self._warn = warn
         self._board = board
         self._steps = 0
@@ -224,7 +224,7 @@ class LossDiffers:
     Looked at in the steps 1, 2, 4, 8 …
     """
 
-    def __init__(self, warn: Warn, board: Board) -> None:
+    def __init__(self, warn: Warn, board: SharedFacts) -> None:
         self._warn = warn
         self._board = board
         self._steps = 0

@@ -102,7 +102,7 @@ _Found = tuple[Part, str, Piece]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ReadPlan:
     """Tensors, and the plan to fill them."""
 
     saved: Saved
@@ -165,7 +165,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         piece = next(iter(pieces.values()))[2]
         return piece.whole, piece.dtype
 
-    def prepare(self, targets: Mapping[str, torch.Tensor]) -> Prepared:
+    def prepare(self, targets: Mapping[str, torch.Tensor]) -> ReadPlan:
         """Plan to fill these tensors, or this rank's shards of them. ShardingError when not all of it is at hand."""
         matching: list[tuple[torch.Tensor, _Found]] = []
         others: dict[str, torch.Tensor] = {}
@@ -177,7 +177,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
             else:
                 matching.append((local_tensor(tensor), found))
         planner, plan = self._plan(others)
-        return Prepared(self, matching, planner, plan)
+        return ReadPlan(self, matching, planner, plan)
 
     def match(self, key: str, tensor: torch.Tensor) -> _Found | None:
         """The saved piece that is just what this process holds of this tensor; None when there is no such piece."""

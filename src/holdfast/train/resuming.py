@@ -27,13 +27,13 @@ from holdfast.core.errors import (
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import layout
 from holdfast.snapshots.folder import Survey
-from holdfast.snapshots.layout import Key, Kind
+from holdfast.snapshots.layout import FolderKind, Key
 from holdfast.snapshots.reader import RankFile
 from holdfast.train.agreement import Peers
 from holdfast.train.fitting import Choice, Compared, Fit, together
-from holdfast.train.reading import FilePart, Prepared, Saved, open_files, parts_of_slot
+from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
 from holdfast.train.state import Restored, Tracker
-from holdfast.train.tiers import Held, Tier
+from holdfast.train.tiers import InheritedState, Tier
 from holdfast.train.tracked import Targets
 
 _T = TypeVar("_T")
@@ -91,7 +91,7 @@ class Resumer:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _from_memory(self) -> Resumed | None:
-        held: dict[Offer, list[Held]] = {}
+        held: dict[Offer, list[InheritedState]] = {}
         for each in self.tier.held(str(self.path)):
             held.setdefault((each.step, each.life, each.save), []).append(each)
         said = self.peers.gather(sorted(held))
@@ -102,7 +102,7 @@ class Resumer:
                 return resumed
         return None
 
-    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[Held]]) -> list[Offer]:
+    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[InheritedState]]) -> list[Offer]:
         """Rank 0: what every rank has something of, newest first, and is not older than the disk."""
         common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
         if not common:
@@ -118,7 +118,7 @@ class Resumer:
 
         return sorted((offer for offer in common if offer[0] >= newest_step), key=age, reverse=True)
 
-    def _from_slots(self, step: int, held: list[Held]) -> Resumed | None:
+    def _from_slots(self, step: int, held: list[InheritedState]) -> Resumed | None:
         """None when not every rank finds all that it needs, or something is damaged."""
         compared = self._on_all(lambda: self._compare(self._held(held)))
         if compared is None:
@@ -141,7 +141,7 @@ class Resumer:
         self.adopted = saved
         return self._resumed(step, "memory", restored, fit)
 
-    def _held(self, held: list[Held]) -> Saved:
+    def _held(self, held: list[InheritedState]) -> Saved:
         return Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
 
     def _on_all(self, work: Callable[[], _T]) -> _T | None:
@@ -269,11 +269,11 @@ class Resumer:
     def _compare(self, saved: Saved) -> tuple[Saved, Compared]:
         return saved, self.tracker.compare(saved, self.peers.rank, self.choice)
 
-    def _prepare(self, saved: Saved, fit: Fit) -> tuple[Prepared, Targets]:
+    def _prepare(self, saved: Saved, fit: Fit) -> tuple[ReadPlan, Targets]:
         targets = self.tracker.targets(saved, self.peers.rank, fit)
         return saved.prepare(targets.fill), targets
 
-    def _restore(self, prepared: Prepared, targets: Targets, fit: Fit) -> Restored:
+    def _restore(self, prepared: ReadPlan, targets: Targets, fit: Fit) -> Restored:
         prepared.load()
         return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all(), fit)
 
@@ -313,7 +313,7 @@ def _unfinished(found: Survey) -> set[tuple[str, int]]:
     files = set()
     for path in found.debris:
         named = layout.parse(path.name)
-        if named is None or named.kind is not Kind.ATTEMPT or (newest is not None and named.key < newest.key):
+        if named is None or named.kind is not FolderKind.ATTEMPT or (newest is not None and named.key < newest.key):
             continue
         files.add((str(path), 0))
         with contextlib.suppress(OSError):

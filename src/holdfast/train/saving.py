@@ -20,12 +20,12 @@ import torch
 from holdfast.core.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import attempt
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.lease import Lease
+from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.saver_client import error_of
 from holdfast.train import sharding
 from holdfast.train.agreement import Peers, node_key
 from holdfast.train.copying import step_back
-from holdfast.train.failures import FailedSaves, Failure
+from holdfast.train.failures import FailedSaves, RankFailure
 from holdfast.train.reading import Saved
 from holdfast.train.schedule import Timekeeper
 from holdfast.train.sharding import TEXT, Layout, Places
@@ -70,7 +70,7 @@ class Saving:
         rescue: int,
         clock: Timekeeper,
         failures_max: int,
-        lease: Lease | None,
+        lease: FolderLease | None,
     ) -> None:
         """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`: rank 0's."""
         self.tier = tier
@@ -164,7 +164,7 @@ class Saving:
         """What rank 0 says of failed saves; SnapshotError, on all ranks, when it is fatal."""
         if word is None:
             return ""
-        failure = Failure(**word)
+        failure = RankFailure(**word)
         if failure.fatal:
             raise error_of(failure.code, failure.message)
         if self._peers.rank == 0:

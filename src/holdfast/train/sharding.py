@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from holdfast.core.errors import ShardingError, SnapshotDamagedError
-from holdfast.snapshots.image import ALIGNMENT_BYTES, Entry, Image
+from holdfast.snapshots.image import ALIGNMENT_BYTES, Image, TensorEntry
 from holdfast.train.agreement import Peers
 from holdfast.train.copying import copy_alike
 
@@ -73,11 +73,11 @@ class Piece:
         return self.key if self.is_whole else f"{self.key}@{','.join(map(str, self.offsets))}"
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TensorEntry:
         code = CODES.get(self.dtype)
         if code is not None:
-            return Entry(self.name, code, self.sizes)
-        return Entry(self.name, "U8", (math.prod(self.sizes) * self.dtype.itemsize,))
+            return TensorEntry(self.name, code, self.sizes)
+        return TensorEntry(self.name, "U8", (math.prod(self.sizes) * self.dtype.itemsize,))
 
     @property
     def described(self) -> list[Any] | None:
@@ -104,7 +104,7 @@ class Piece:
         return cls(key, (0,) * local.dim(), tuple(local.shape), tuple(local.shape), local.dtype)
 
     @classmethod
-    def of_entry(cls, entry: Entry, described: Any) -> Piece:
+    def of_entry(cls, entry: TensorEntry, described: Any) -> Piece:
         """The piece in this entry. SnapshotDamagedError."""
         if described is None:
             return cls(entry.name, (0,) * len(entry.shape), entry.shape, entry.shape, DTYPES[entry.dtype])
@@ -177,7 +177,7 @@ class Layout:
         return views
 
 
-def _view(memory: memoryview, at: int, entry: Entry) -> torch.Tensor:
+def _view(memory: memoryview, at: int, entry: TensorEntry) -> torch.Tensor:
     dtype = DTYPES[entry.dtype]
     count = math.prod(entry.shape)
     if count == 0:
@@ -300,7 +300,7 @@ def image_of(pieces: Sequence[Piece], text_bytes: int, static: str) -> Image:
     described = {piece.name: piece.described for piece in pieces if piece.described is not None}
     entries = [piece.entry for piece in pieces]
     if text_bytes:
-        entries.append(Entry(TEXT, "U8", (text_bytes,)))
+        entries.append(TensorEntry(TEXT, "U8", (text_bytes,)))
     metadata = {PIECES: json.dumps(described, separators=(",", ":"))}
     if static:
         metadata[STATIC] = static

@@ -111,7 +111,7 @@ class Snapshots:
         self._peers: Peers | None = None
         self._opened: Tier | None = None
         self._saving: Saving | None = None
-        self._lease: leases.Lease | None = None
+        self._lease: leases.FolderLease | None = None
         self._pruner: Pruner | None = None
         self._closed = False
         self._process = 0

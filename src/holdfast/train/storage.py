@@ -291,7 +291,7 @@ def _paths(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
 def _find(path: Path, step: int | None) -> Snapshot:
     """The snapshot at, or the newest in this folder. SnapshotError."""
     named = layout.parse(path.name)
-    if named is not None and named.kind is layout.Kind.COMMITTED:
+    if named is not None and named.kind is layout.FolderKind.COMMITTED:
         return folders.inspect(path)
     found = folders.survey(path)
     fitting: Sequence[Snapshot] = [each for each in found.committed if step is None or each.step == step]

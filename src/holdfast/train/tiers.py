@@ -28,7 +28,7 @@ from holdfast.core.errors import (
 from holdfast.snapshots import attempt, reader, saver_client
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.saver_client import Place, SaverClient
+from holdfast.snapshots.saver_client import SaverAddress, SaverClient
 from holdfast.snapshots.slots import Slot, committed_slots, local_ranks
 
 PATIENCE_S = 600.0
@@ -38,7 +38,7 @@ SLOWEST_BYTES_S = 20e6
 
 
 @dataclass(frozen=True)
-class Held:
+class InheritedState:
     """A state that a predecessor has left in this node's memory: one rank's part."""
 
     step: int
@@ -85,7 +85,7 @@ class Tier(Protocol):
     def await_predecessor(self) -> None:
         """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait on."""
 
-    def held(self, folder: str) -> list[Held]:
+    def held(self, folder: str) -> list[InheritedState]:
         """What this node's memory has of this snapshot folder, of all local ranks."""
 
     def forget(self, above_step: int) -> None:
@@ -103,7 +103,7 @@ class MemoryTier:
 
     in_memory = True
 
-    def __init__(self, place: Place, *, rank: int, world: int) -> None:
+    def __init__(self, place: SaverAddress, *, rank: int, world: int) -> None:
         """SnapshotMemoryError when there is no memory or no saver."""
         self._place = place
         self.place = str(place.folder)
@@ -166,9 +166,9 @@ class MemoryTier:
         self._saver.wait_written(PATIENCE_S)
         self.check()
 
-    def held(self, folder: str) -> list[Held]:
+    def held(self, folder: str) -> list[InheritedState]:
         found = [
-            Held(
+            InheritedState(
                 slot.step,
                 slot.ticket["attempt"],
                 slot.ticket["note"].get("save", 0),
@@ -269,7 +269,7 @@ class PrivateTier:
     def await_predecessor(self) -> None:
         """It took its saves along."""
 
-    def held(self, folder: str) -> list[Held]:  # noqa: ARG002
+    def held(self, folder: str) -> list[InheritedState]:  # noqa: ARG002
         return []
 
     def forget(self, above_step: int) -> None:
@@ -287,7 +287,7 @@ def open_tier(*, rank: int, world: int, wanted: bool = True) -> Tier:
     if not wanted:
         return PrivateTier()
     try:
-        place = Place.find()
+        place = SaverAddress.find()
         try:
             return MemoryTier(place, rank=rank, world=world)
         except SnapshotMemoryError:

@@ -29,7 +29,7 @@ STANDBY_NAME = b"hf-standby"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14
 
 
-class Request:
+class ForkRequest:
     """A worker that is wanted."""
 
     def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
@@ -68,8 +68,8 @@ class Parking:
         os.close(self.answer)
 
 
-def wanted(wish: dict[str, Any], fds: list[int]) -> Request | Parking:
-    return Parking(wish, fds) if wish.get("park") else Request(wish, fds)
+def wanted(wish: dict[str, Any], fds: list[int]) -> ForkRequest | Parking:
+    return Parking(wish, fds) if wish.get("park") else ForkRequest(wish, fds)
 
 
 def refuse(answer: int, why: str) -> None:
@@ -93,7 +93,7 @@ class Newborn:
 
     def __init__(
         self,
-        request: Request,
+        request: ForkRequest,
         given: dict[str, str],
         environment: dict[str, str],
         foreign: list[int],

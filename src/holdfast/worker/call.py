@@ -26,7 +26,7 @@ TEXT_LENGTH = struct.Struct(">I")
 NOTHING, VALUE, ERROR = b"N", b"V", b"E"
 
 
-class Answer:
+class ResultFile:
     """The memory file of this worker. A restarted worker gets the same one, hence it is emptied first."""
 
     def __init__(self, fd: int) -> None:
@@ -87,7 +87,7 @@ def read_call(fd: int) -> tuple[Any, tuple[Any, ...]]:
 
 def main() -> None:
     """Make the call. Its exception goes on to the bootstrap, which records and shows it as any script's."""
-    answer = Answer(RESULT_FD)
+    answer = ResultFile(RESULT_FD)
     try:
         function, arguments = read_call(CALL_FD)
         answer.value(function(*arguments))

@@ -64,7 +64,7 @@ def serve(control_fd: int) -> None:
     """Import and serve. Returns in each worker, as the process that its command line describes; never in the nursery."""
     control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, birth.FD_MIN))
     os.close(control_fd)
-    nursery = Nursery(control)
+    nursery = ForkServer(control)
     try:
         nursery.run()
     except (BrokenPipeError, ConnectionResetError):
@@ -171,7 +171,7 @@ def check_forkable() -> None:
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
-class Nursery:
+class ForkServer:
     """One process, single-threaded: imports, then waits for requests; the rest is imported when none has come."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -257,16 +257,16 @@ class Nursery:
         wish: dict[str, Any] = json.loads(packet)
         return wish, fds
 
-    def _requests(self, poller: select.poll) -> list[birth.Request | birth.Parking]:
+    def _requests(self, poller: select.poll) -> list[birth.ForkRequest | birth.Parking]:
         """All that wait: they share the first of the two forks."""
         requests = [birth.wanted(*self._receive())]
         while poller.poll(0) and len(requests) < BATCH_MAX:
             requests.append(birth.wanted(*self._receive()))
         return requests
 
-    def _bear(self, requests: list[birth.Request | birth.Parking]) -> bool:
+    def _bear(self, requests: list[birth.ForkRequest | birth.Parking]) -> bool:
         """Fork a worker for each. True in a worker."""
-        ready: list[tuple[birth.Request | birth.Parking, birth.Newborn | None]] = []
+        ready: list[tuple[birth.ForkRequest | birth.Parking, birth.Newborn | None]] = []
         for request in requests:
             if isinstance(request, birth.Parking):
                 ready.append((request, None))
@@ -291,12 +291,12 @@ class Nursery:
         return False
 
     def _foreign(
-        self, request: birth.Request | birth.Parking, requests: list[birth.Request | birth.Parking]
+        self, request: birth.ForkRequest | birth.Parking, requests: list[birth.ForkRequest | birth.Parking]
     ) -> list[int]:
         """Descriptors of ours that this one has no business with."""
         return [self._control_fd, *(fd for other in requests if other is not request for fd in other.descriptors)]
 
-    def _newborn(self, request: birth.Request, foreign: list[int]) -> birth.Newborn | None:
+    def _newborn(self, request: birth.ForkRequest, foreign: list[int]) -> birth.Newborn | None:
         """None when it has been refused."""
         if request.argv[: len(self._start)] != self._start:
             request.refuse("another interpreter is wanted")
@@ -317,7 +317,7 @@ class Nursery:
     def _fork_from(
         self,
         between: int,
-        request: birth.Request | birth.Parking,
+        request: birth.ForkRequest | birth.Parking,
         newborn: birth.Newborn | None,
         foreign: list[int],
     ) -> bool:
@@ -338,8 +338,8 @@ class Nursery:
         return True
 
     def _parked(
-        self, between: int, parking: birth.Request | birth.Parking, foreign: list[int]
-    ) -> tuple[birth.Request, birth.Newborn]:
+        self, between: int, parking: birth.ForkRequest | birth.Parking, foreign: list[int]
+    ) -> tuple[birth.ForkRequest, birth.Newborn]:
         """Stand by until a worker is wanted, however long that takes."""
         for fd in foreign:
             os.close(fd)
@@ -347,7 +347,7 @@ class Nursery:
         packet, fds, _flags, _address = receive(answer)
         if not packet:
             os._exit(0)  # nobody will be
-        request = birth.Request(json.loads(packet), [answer.detach(), *fds])
+        request = birth.ForkRequest(json.loads(packet), [answer.detach(), *fds])
         newborn = self._newborn(request, [])
         if newborn is None:
             os._exit(0)

@@ -15,12 +15,12 @@ from holdfast.core.agent.events import (
     NodePrepared,
     Received,
     Signalled,
-    Tick,
     TreeGone,
     WorkerEnded,
     WorkersHeld,
 )
 from holdfast.core.agent.machine import AgentMachine
+from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Limits, NodeSpec
 from holdfast.core.protocol import (

@@ -6,14 +6,7 @@ import signal
 
 import pytest
 
-from holdfast.core.agent.commands import (
-    Exit,
-    HangUp,
-    KillTree,
-    Note,
-    ReleaseWorkers,
-    SignalWorkers,
-)
+from holdfast.core.agent.commands import Exit, HangUp, KillTree, ReleaseWorkers, SignalWorkers
 from holdfast.core.agent.events import (
     Dialed,
     Event,
@@ -21,7 +14,6 @@ from holdfast.core.agent.events import (
     PassSignal,
     Signalled,
     StoreDied,
-    Tick,
     TreeGone,
     WorkerEnded,
     WorkerRaised,
@@ -29,6 +21,7 @@ from holdfast.core.agent.events import (
     WorkersHeld,
 )
 from holdfast.core.agent.state import Link, Work
+from holdfast.core.machines import Note, Tick
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import (
     Abandon,

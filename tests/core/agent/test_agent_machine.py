@@ -29,7 +29,6 @@ from holdfast.core.agent.events import (
     Received,
     Signalled,
     StoreDied,
-    Tick,
     TreeGone,
     WorkerEnded,
     WorkerRaised,
@@ -40,6 +39,7 @@ from holdfast.core.agent.events import (
 )
 from holdfast.core.agent.machine import WORK_TRANSITIONS
 from holdfast.core.agent.state import Link, Work
+from holdfast.core.machines import Tick
 from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import (
     Abandon,

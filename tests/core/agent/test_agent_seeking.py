@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec import structs
 
 from holdfast.core.agent.commands import Dial, Exit, KillTree, Say
-from holdfast.core.agent.events import Dialed, DialFailed, LinkLost, Tick, TreeGone
+from holdfast.core.agent.events import Dialed, DialFailed, LinkLost, TreeGone
+from holdfast.core.machines import Tick
 from holdfast.core.outcome import OutcomeKind
 from holdfast.core.protocol import Join
 from tests.core.agent.agent_desk import LIMITS, assign, dialing, idle

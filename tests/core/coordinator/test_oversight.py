@@ -11,7 +11,7 @@ from msgspec import structs
 from holdfast.core.coordinator.events import LinkClosed
 from holdfast.core.coordinator.looking import LAST_WORDS_S, PARTING_LOOK_S
 from holdfast.core.coordinator.state import Phase
-from holdfast.core.hang import Finding, Place, RankStory
+from holdfast.core.hang import Finding, RanksAtPlace, RankStory
 from holdfast.core.outcome import Evidence, Failure, OutcomeKind
 from holdfast.core.progress import RankProgress, Stage, Standing
 from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, Stopped, StopReason, WorkerDone, WorkersFailed
@@ -80,7 +80,10 @@ def test_a_hang_is_told_to_every_node_and_stands_in_the_view() -> None:
 
 def test_in_a_hang_each_rank_is_where_it_was_found_and_its_age_grows() -> None:
     def examine(stories: Sequence[RankStory]) -> Finding:
-        places = (Place((1,), "is in sleep at data.py:17"), Place((0,), "waits in all_reduce at train.py:42"))
+        places = (
+            RanksAtPlace((1,), "is in sleep at data.py:17"),
+            RanksAtPlace((0,), "waits in all_reduce at train.py:42"),
+        )
         text = f"rank 1 is in sleep for {max(story.age_s for story in stories):.0f} s"
         return structs.replace(simple_examine(stories), text=text, groups=places)
 

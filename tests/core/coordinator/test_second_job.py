@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.coordinator.commands import DropLink, Tell
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, Tick
+from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.machines import Tick
 from holdfast.core.outcome import OutcomeKind
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import Assign, Finish, FromCoordinator, Join, Ping, Prepared, Refuse, Waiting, WorkerDone

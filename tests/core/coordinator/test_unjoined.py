@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.events import LinkOpened, Tick
+from holdfast.core.coordinator.events import LinkOpened
 from holdfast.core.coordinator.membership import LINKS_PER_ADDRESS_MAX
 from holdfast.core.coordinator.state import Phase
+from holdfast.core.machines import Tick
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import Assign, Join, Running
 from tests.core.coordinator.coordinator_desk import LIMITS, Desk, running

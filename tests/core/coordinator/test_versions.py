@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.commands import Note, Tell
+from holdfast.core.coordinator.commands import Tell
 from holdfast.core.coordinator.events import Heard, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.coordinator.versions import Versions
+from holdfast.core.machines import Note
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Join, Notice
 from holdfast.testing.cluster import simple_judge

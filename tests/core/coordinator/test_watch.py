@@ -7,7 +7,7 @@ import re
 import pytest
 from msgspec import structs
 
-from holdfast.core.coordinator.watch import EndHung, Over, Report, Watch
+from holdfast.core.coordinator.watch import EndHung, HangDetector, HangOver, ReportHang
 from holdfast.core.hang import Finding, HangKind
 from holdfast.core.policy import Limits
 from holdfast.core.progress import Stage
@@ -57,7 +57,7 @@ def test_a_hang_before_the_third_step_is_reported_and_ended_by_the_time_out(numb
     hall.progress(Stage.STEPPING if number else Stage.READY, number)
     assert hall.wait(59.0) == []
     (report,) = hall.wait(8.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert "if nothing moves for another 296 s" in report.text
     assert isinstance(hall.wait(400.0)[-1], EndHung)
 
@@ -76,10 +76,10 @@ def test_a_hang_of_a_script_that_counts_no_steps_is_over_when_somebody_works() -
     hall = Hall()
     hall.progress(Stage.READY)
     (report,) = hall.wait(70.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     hall.finding = MOVING
     (over,) = hall.wait(15.0)
-    assert isinstance(over, Over)
+    assert isinstance(over, HangOver)
     assert hall.watch.standing(hall.now) is None
     assert hall.wait(1000.0) == []
 
@@ -89,7 +89,7 @@ def test_a_pause_before_the_third_step_is_told_and_ends_nothing() -> None:
     hall = Hall(finding=PAUSED)
     hall.progress(Stage.READY)
     (report,) = hall.wait(3000.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert "it is left alone before its first steps" in report.text
 
 
@@ -124,7 +124,7 @@ def test_steps_of_a_minute_are_waited_for_five_minutes_and_not_twenty() -> None:
     hall.wait(299.0)
     assert hall.looks == []
     (report,) = hall.wait(10.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
 
 
 def test_three_steps_are_always_waited_for() -> None:
@@ -147,7 +147,7 @@ def test_one_that_still_runs_after_the_others_have_ended_is_watched() -> None:
     hall = training()
     hall.paces.enter(hall.paces.ranks[0], Stage.DONE, hall.now)
     (report,) = hall.wait(70.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert [story.rank for story in hall.stories[0]] == [1]
 
 
@@ -158,7 +158,7 @@ def test_one_that_still_runs_after_the_others_have_ended_is_watched() -> None:
 def test_a_hang_is_told_once_and_stands(finding: Finding) -> None:
     hall = training(finding=finding, timeout_s=0.0)
     (report,) = hall.wait(60.0 + 15.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert report.finding == finding
     assert report.still_s == pytest.approx(64.5)
     assert len(report.text.splitlines()) <= 4
@@ -169,7 +169,7 @@ def test_a_hang_is_told_once_and_stands(finding: Finding) -> None:
 def test_what_is_told_of_a_hang() -> None:
     hall = training()
     (report,) = hall.wait(70.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert report.text.splitlines() == [
         "rank 1 on b is in sleep at data.py:17 for 64 s",
         "1 other waits in all_reduce",
@@ -183,14 +183,14 @@ def test_what_may_only_be_slow_is_told_after_a_minute() -> None:
     hall = training(finding=structs.replace(HUNG, slow=True), report_s=15.0, timeout_s=0.0)
     assert hall.wait(59.0) == []
     (report,) = hall.wait(5.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert report.still_s < 65.0
 
 
 def test_what_may_only_be_slow_is_told_before_it_is_ended() -> None:
     hall = training(finding=structs.replace(HUNG, slow=True), report_s=15.0, timeout_s=20.0)
     report, end = hall.wait(60.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert isinstance(end, EndHung)
 
 
@@ -198,14 +198,14 @@ def test_one_long_call_that_computes_is_not_told_for_minutes() -> None:
     hall = training(finding=structs.replace(HUNG, busy=True), report_s=15.0, timeout_s=300.0)
     assert hall.wait(310.0) == []
     (report,) = hall.wait(20.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
 
 
 def test_the_only_rank_that_is_left_is_named_and_ended() -> None:
     hall = training(finding=ALONE, report_s=15.0, timeout_s=100.0)
     hall.paces.enter(hall.paces.ranks[0], Stage.DONE, hall.now)
     report, end = hall.wait(150.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert (report.finding.kind, report.still_s) == (HangKind.HUNG, pytest.approx(60.0, abs=5.0))
     assert report.text.startswith("rank 1 on b is in _shutdown for 31 s; all other ranks have ended\n")
     assert isinstance(end, EndHung)
@@ -217,7 +217,7 @@ def test_who_computes_is_told_and_not_ended_until_it_stands_still() -> None:
     busy = structs.replace(HUNG, busy=True, signature="computes")
     hall = training(finding=busy, report_s=15.0, timeout_s=20.0)
     (report,) = hall.wait(3000.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert "it is left alone while it is at work" in report.text
     hall.finding = HUNG
     (end,) = hall.wait(60.0)
@@ -226,9 +226,9 @@ def test_who_computes_is_told_and_not_ended_until_it_stands_still() -> None:
 
 def test_with_the_defaults_a_hang_is_told_within_20_seconds() -> None:
     hall = training()
-    hall.watch = Watch(Limits(), hall.paces, hall.examine)
+    hall.watch = HangDetector(Limits(), hall.paces, hall.examine)
     (report,) = hall.wait(20.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
 
 
 def test_a_hang_that_stands_is_found_again_with_ages_that_grow() -> None:
@@ -257,7 +257,7 @@ def test_a_step_ends_it() -> None:
     hall = training()
     hall.wait(100.0)
     hall.steps(101)
-    assert hall.orders[-1] == Over(HUNG, pytest.approx(100.0))  # type: ignore[arg-type]
+    assert hall.orders[-1] == HangOver(HUNG, pytest.approx(100.0))  # type: ignore[arg-type]
     assert hall.watch.standing(hall.now) is None
     assert hall.wait(59.0) == []
     hall.wait(2.0)
@@ -283,7 +283,7 @@ def test_a_pause_is_not_told_until_the_time_out(finding: Finding) -> None:
     hall = training(finding=finding, timeout_s=300.0)
     assert hall.wait(60.0 + 299.0) == []
     report, end = hall.wait(10.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert isinstance(end, EndHung)
 
 
@@ -291,7 +291,7 @@ def test_without_a_time_out_a_pause_is_told_all_the_same() -> None:
     hall = training(finding=PAUSED, timeout_s=0.0)
     assert hall.wait(60.0 + 299.0) == []
     (report,) = hall.wait(20.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert "it is left alone (--hang-timeout 0)" in report.text
     looks = len(hall.looks)
     assert hall.wait(1000.0) == []
@@ -324,7 +324,7 @@ def test_other_stacks_begin_the_time_out_anew() -> None:
     hall = training(timeout_s=100.0)
     for n in range(20):
         hall.finding = Finding(kind=HangKind.HUNG, code="HF240", text="t", culprits=(1,), signature=f"{n}")
-        assert all(isinstance(order, Report) for order in hall.wait(60.0))
+        assert all(isinstance(order, ReportHang) for order in hall.wait(60.0))
     (end,) = hall.wait(100.0)
     assert isinstance(end, EndHung)
 
@@ -347,7 +347,7 @@ def test_nobody_who_answers_is_no_reason_to_end_anything() -> None:
 def test_one_node_that_never_answers_is_told_without() -> None:
     hall = training(answer=(0,))
     (report,) = hall.wait(80.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert [len(story.samples) for story in hall.stories[0]] == [3, 0]
 
 

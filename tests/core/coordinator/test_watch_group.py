@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.watch import Over, Report
+from holdfast.core.coordinator.watch import HangOver, ReportHang
 from holdfast.core.hang import HangKind
 from holdfast.core.progress import Stage
 from tests.core.coordinator.watch_desk import MOVING, PAUSED, STUCK, Hall
@@ -14,7 +14,7 @@ def test_a_process_group_that_does_not_come_to_stand_is_told_with_who_has_not_co
     hall.progress(Stage.MEETING, ranks="a")
     assert hall.wait(59.0) == []
     (report,) = hall.wait(10.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert hall.store, "the nodes try to reach the store"
     assert report.text.splitlines()[0] == "rank 0 waits in init_process_group for 64 s; rank 1 on b has not come"
     assert (report.finding.code, report.finding.culprits, report.finding.kind) == ("HF245", (1,), HangKind.HUNG)
@@ -24,7 +24,7 @@ def test_the_node_that_cannot_reach_the_store_is_told() -> None:
     hall = Hall(finding=STUCK, reach=("b cannot reach a:29500: timed out",))
     hall.progress(Stage.MEETING)
     (report,) = hall.wait(70.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
     assert report.text.splitlines()[:2] == [
         "ranks 0, 1 wait in init_process_group for 64 s",
         "b cannot reach a:29500: timed out (firewall? wrong address?)",
@@ -56,7 +56,7 @@ def test_who_is_waited_for_and_pauses_may_be_slow() -> None:
     hall.progress(Stage.MEETING, ranks="a")
     assert hall.wait(59.0) == []
     (report,) = hall.wait(8.0)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportHang)
 
 
 def test_the_group_stands_at_last() -> None:
@@ -64,4 +64,4 @@ def test_the_group_stands_at_last() -> None:
     hall.progress(Stage.GROUPING)
     hall.wait(100.0)
     hall.progress(Stage.READY)
-    assert isinstance(hall.orders[-1], Over)
+    assert isinstance(hall.orders[-1], HangOver)

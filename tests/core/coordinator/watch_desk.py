@@ -9,8 +9,8 @@ from math import inf
 from msgspec import structs
 
 from holdfast.core.coordinator.pace import Paces
-from holdfast.core.coordinator.watch import EndHung, LookNow, Order, Watch
-from holdfast.core.hang import Finding, HangKind, Place, RankStory
+from holdfast.core.coordinator.watch import EndHung, HangDetector, LookNow, Order
+from holdfast.core.hang import Finding, HangKind, RanksAtPlace, RankStory
 from holdfast.core.policy import Limits
 from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.stacks import Frame, RankSample
@@ -20,7 +20,7 @@ HUNG = Finding(
     code="HF240",
     text="rank 1 on b is in sleep at data.py:17 for 64 s\n1 other waits in all_reduce",
     culprits=(1,),
-    groups=(Place((1,), "in sleep"), Place((0,), "in all_reduce")),
+    groups=(RanksAtPlace((1,), "in sleep"), RanksAtPlace((0,), "in all_reduce")),
     signature="s",
 )
 STUCK = Finding(kind=HangKind.STUCK, code="HF241", text="all wait in all_reduce", signature="s")
@@ -48,7 +48,7 @@ class Hall:
     def __post_init__(self) -> None:
         self.paces = Paces(1, [("a#1", "a", 1), ("b#1", "b", 1)], 0.0, 60.0)
         limits = Limits(hang_report_s=self.report_s, look_gap_s=2.0, hang_timeout_s=self.timeout_s)
-        self.watch = Watch(limits, self.paces, self.examine)
+        self.watch = HangDetector(limits, self.paces, self.examine)
 
     def examine(self, stories: Sequence[RankStory]) -> Finding:
         self.stories.append(stories)

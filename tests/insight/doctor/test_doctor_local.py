@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast.core.doctor import Finding, Folder, Gpu, Interface, Level, LocalFacts, TorchFacts, TorchState
+from holdfast.core.doctor import DoctorFinding, Folder, Gpu, Interface, Level, LocalFacts, TorchFacts, TorchState
 from holdfast.insight.doctor.codes import CODES
 from holdfast.insight.doctor.local import examine
 from holdfast.insight.doctor.network import chosen, proposed
@@ -219,8 +219,8 @@ def test_json_has_every_finding_and_the_worst_level() -> None:
 
 
 def test_a_warning_is_no_failure_unless_it_is_to_be() -> None:
-    small = Finding(code="HF510", level=Level.WARN, what="/dev/shm", why="small")
-    late = Finding(code="HF530", level=Level.RETRY, what="clock", why="off")
+    small = DoctorFinding(code="HF510", level=Level.WARN, what="/dev/shm", why="small")
+    late = DoctorFinding(code="HF530", level=Level.RETRY, what="clock", why="off")
     assert [exit_code([small], strict=strict) for strict in (False, True)] == [0, 10]
     assert [exit_code([small, late], strict=strict) for strict in (False, True)] == [20, 20]
     assert render([small]).endswith("(exit code 0)")

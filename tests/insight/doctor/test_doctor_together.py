@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast.core.doctor import Finding, Level, Link, NodeReport, Reached, Reduced, Summary, Visit
+from holdfast.core.doctor import DoctorFinding, Level, NodePath, NodeReport, Reached, Reduced, Summary, Visit
 from holdfast.insight.doctor.together import examine_together, release
 
 HOSTS = ("a", "b", "c")
@@ -16,8 +16,8 @@ SUMMARY = Summary(
 )
 
 
-def link(to: int, **changes: Any) -> Link:
-    made = Link(
+def link(to: int, **changes: Any) -> NodePath:
+    made = NodePath(
         to=to,
         reached=Reached.YES,
         address=f"10.0.0.{to}:4{to}000",
@@ -29,7 +29,9 @@ def link(to: int, **changes: Any) -> Link:
     return replace(made, **changes)
 
 
-def report(me: int, *changed: Link, number: int = 3, findings: tuple[Finding, ...] = (), **summary: Any) -> NodeReport:
+def report(
+    me: int, *changed: NodePath, number: int = 3, findings: tuple[DoctorFinding, ...] = (), **summary: Any
+) -> NodeReport:
     links = {to: link(to) for to in range(number) if to != me} | {each.to: each for each in changed}
     return NodeReport(
         summary=replace(SUMMARY, host=HOSTS[me] if me < 3 else str(me), **summary),
@@ -179,7 +181,7 @@ def test_an_all_reduce_that_fails_proposes_the_interfaces_that_work() -> None:
 
 
 def test_what_others_found_at_home_is_shown_once_and_without_our_own() -> None:
-    small = Finding(code="HF510", level=Level.WARN, what="/dev/shm", why="has only 64 MiB", fix="more")
+    small = DoctorFinding(code="HF510", level=Level.WARN, what="/dev/shm", why="has only 64 MiB", fix="more")
     told = visit(*(report(me, findings=(small,)) for me in range(3)))
     (finding,) = [each for each in examine_together(told, 1) if each.code == "HF510"]
     assert finding.node == "a, c"

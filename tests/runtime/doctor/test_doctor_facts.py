@@ -13,7 +13,7 @@ from holdfast.core.doctor import TorchFacts, TorchState
 from holdfast.core.options import Endpoint
 from holdfast.runtime.doctor import system
 from holdfast.runtime.doctor.bounded import bounded, run_bounded
-from holdfast.runtime.doctor.facts import Asked, gather_facts, try_to_bind
+from holdfast.runtime.doctor.facts import FactsRequest, gather_facts, try_to_bind
 from holdfast.runtime.doctor.programs import ask_torch, read_gpus
 
 GIB = 2**30
@@ -220,7 +220,7 @@ def test_the_endpoint_is_tried_by_binding(free_port) -> None:
 def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "torch/__init__.py", FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    asked = Asked(sys.executable, 2, 1, str(tmp_path), None, True, {"RANK": "1", "HOME": "/"}, 30.0)
+    asked = FactsRequest(sys.executable, 2, 1, str(tmp_path), None, True, {"RANK": "1", "HOME": "/"}, 30.0)
     facts = asyncio.run(gather_facts(asked))
     assert facts.torch.version == "9.9.0"
     assert facts.python == sys.version.split()[0]

@@ -11,26 +11,36 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast.core.doctor import Finding, Level, Link, LocalFacts, NodeReport, Reached, Summary, TorchFacts, TorchState
+from holdfast.core.doctor import (
+    DoctorFinding,
+    Level,
+    LocalFacts,
+    NodePath,
+    NodeReport,
+    Reached,
+    Summary,
+    TorchFacts,
+    TorchState,
+)
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.runtime.doctor import desk as desk_module
 from holdfast.runtime.doctor import probe
 from holdfast.runtime.doctor.channel import dial
 from holdfast.runtime.doctor.messages import Here, Peer, Roster, Told, encode
-from holdfast.runtime.doctor.visit import BACKEND, Asked, Visited, pay_visit
+from holdfast.runtime.doctor.visit import BACKEND, Visited, VisitOptions, pay_visit
 from tests.support.limits import limit_s
 
 KEY = b"k" * 16
 FACTS = LocalFacts(
     host="h", python="3.11.7", holdfast="0.1.0", torch=TorchFacts(state=TorchState.OK, version="2.13.0", gloo=True)
 )
-SMALL = Finding(code="HF510", level=Level.WARN, what="/dev/shm", why="small")
+SMALL = DoctorFinding(code="HF510", level=Level.WARN, what="/dev/shm", why="small")
 
 
 @asynccontextmanager
 async def listening(me: int = 1, key: bytes = KEY) -> AsyncIterator[Peer]:
-    listener = probe.Listener()
+    listener = probe.ProbeServer()
     await listener.open(["127.0.0.1"])
     listener.introduce(me, key)
     try:
@@ -108,8 +118,8 @@ def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 # --- whole visits -----------------------------------------------------------------------------------------------------
 
 
-def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> Asked:
-    made = Asked(
+def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> VisitOptions:
+    made = VisitOptions(
         endpoint=Endpoint(host="127.0.0.1", port=port),
         run_id="check",
         nodes=nodes,
@@ -123,7 +133,7 @@ def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> Aske
     return made._replace(**changes)  # type: ignore[arg-type]
 
 
-async def visit(what: Asked, facts: LocalFacts = FACTS) -> Visited:
+async def visit(what: VisitOptions, facts: LocalFacts = FACTS) -> Visited:
     async def known() -> LocalFacts:
         return facts
 
@@ -300,8 +310,8 @@ def test_an_all_reduce_whose_process_cannot_start_is_a_result(free_port) -> None
 def test_no_node_can_say_so_much_that_the_others_are_not_heard() -> None:
     chatty = NodeReport(
         summary=Summary(host="x" * 100000),
-        links=(Link(to=0, reached=Reached.SILENT, error="e" * 100000, names=("n" * 100000,)),),
-        findings=(Finding(code="HF510", level=Level.WARN, what="w", why="y" * 100000),),
+        links=(NodePath(to=0, reached=Reached.SILENT, error="e" * 100000, names=("n" * 100000,)),),
+        findings=(DoctorFinding(code="HF510", level=Level.WARN, what="w", why="y" * 100000),),
     )
     cut = desk_module.clipped(chatty)
     assert len(encode(Told(cut))) < 6 * desk_module.TEXT_CHARS_MAX

@@ -17,7 +17,7 @@ from holdfast.core.progress import JobView, NodeView, RankProgress, Stage
 from holdfast.runtime.observing.exposition import Metrics
 from holdfast.runtime.observing.health import STALL_S, health
 from holdfast.runtime.observing.torch_events import TorchEvents
-from holdfast.runtime.observing.vitals import STEP_WINDOW_S, Facts, Vitals
+from holdfast.runtime.observing.vitals import STEP_WINDOW_S, Vitals, VitalsSample
 
 GENERATION = {"restart_count": 0, "world_size": 4, "rank_base": 2, "nproc": 2}
 
@@ -26,11 +26,11 @@ def unexpected(what: str, error: Exception) -> None:
     raise AssertionError(what) from error
 
 
-def with_vitals(play: Callable[[Vitals, dict[str, Any]], None], job: JobView | None = None) -> Facts:
+def with_vitals(play: Callable[[Vitals, dict[str, Any]], None], job: JobView | None = None) -> VitalsSample:
     """`play` gets the vitals and a table by which it says how far the workers are."""
     world: dict[str, Any] = {"now": 0.0, "ranks": ()}
 
-    async def scenario() -> Facts:
+    async def scenario() -> VitalsSample:
         vitals = Vitals("run", "a", lambda: world["ranks"], lambda: job, unexpected)
         vitals._loop = type("Clock", (), {"time": staticmethod(lambda: world["now"])})()  # type: ignore[assignment]
         play(vitals, world)
@@ -88,21 +88,21 @@ def test_workers_come_and_go() -> None:
     assert facts.phases_s == {"form": 1.0, "spawn": 0.5}
 
 
-FACTS = Facts(taken_s=100.0, run_id="r", node="a", wanted=2, alive=2)
+FACTS = VitalsSample(taken_s=100.0, run_id="r", node="a", wanted=2, alive=2)
 
 
 @pytest.mark.parametrize(
     ("facts", "now_s", "status", "alive", "ready"),
     [
         (FACTS, 101.0, "ok", True, True),
-        (Facts(taken_s=100.0, run_id="r", node="a"), 101.0, "ok", True, False),
-        (Facts(taken_s=100.0, run_id="r", node="a", wanted=2, alive=1), 101.0, "ok", True, False),
+        (VitalsSample(taken_s=100.0, run_id="r", node="a"), 101.0, "ok", True, False),
+        (VitalsSample(taken_s=100.0, run_id="r", node="a", wanted=2, alive=1), 101.0, "ok", True, False),
         (FACTS, 101.0 + STALL_S, "stalled", False, False),
-        (Facts(taken_s=100.0, run_id="r", node="a", ended="failed", exit_code=1), 101.0, "failed", False, False),
-        (Facts(taken_s=100.0, run_id="r", node="a", ended="succeeded"), 101.0, "succeeded", True, False),
+        (VitalsSample(taken_s=100.0, run_id="r", node="a", ended="failed", exit_code=1), 101.0, "failed", False, False),
+        (VitalsSample(taken_s=100.0, run_id="r", node="a", ended="succeeded"), 101.0, "succeeded", True, False),
     ],
 )
-def test_health(facts: Facts, now_s: float, status: str, alive: bool, ready: bool) -> None:
+def test_health(facts: VitalsSample, now_s: float, status: str, alive: bool, ready: bool) -> None:
     told = health(facts, now_s)
     assert (told["status"], told["alive"], told["ready"]) == (status, alive, ready)
 
@@ -142,7 +142,7 @@ def test_every_metric_is_on_the_page_of_metrics() -> None:
     job = JobView(
         run_id="r", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0
     )
-    facts = Facts(taken_s=0.0, run_id="r", node="a", job=job)
+    facts = VitalsSample(taken_s=0.0, run_id="r", node="a", job=job)
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     families = text_string_to_metric_families(Metrics(lambda: facts).text().decode())
     assert [family.name for family in families if f"`{family.name}" not in page] == []
@@ -189,7 +189,7 @@ def test_torchelastics_events() -> None:
 def test_vitals_that_fail_say_so_once_and_beat_on() -> None:
     faults: list[str] = []
 
-    async def scenario() -> Facts:
+    async def scenario() -> VitalsSample:
         vitals = Vitals("run", "a", lambda: 1 / 0, lambda: None, lambda what, error: faults.append(f"{what}: {error}"))  # type: ignore[arg-type, return-value]
         before = vitals.facts
         vitals.start()

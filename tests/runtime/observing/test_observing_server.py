@@ -15,7 +15,7 @@ import pytest
 from holdfast.core.errors import PortInUseError
 from holdfast.core.options import Endpoint
 from holdfast.runtime.observing import server as module
-from holdfast.runtime.observing.server import Answer, Server, bind
+from holdfast.runtime.observing.server import HttpResponse, Server, bind
 from tests.support.limits import limit_s
 
 BIG = 50_000_000
@@ -49,8 +49,8 @@ def talk(port: int, request: bytes) -> bytes:
         return answer
 
 
-def ok() -> Answer:
-    return Answer(200, "text/plain", b"fine")
+def ok() -> HttpResponse:
+    return HttpResponse(200, "text/plain", b"fine")
 
 
 def test_get_and_head(served: Callable[[module.Pages], int]) -> None:
@@ -112,7 +112,7 @@ def test_a_reader_that_stalls_is_cut_off(
     served: Callable[[module.Pages], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_S_MAX", limit_s(0.1))
-    port = served({"/big": lambda: Answer(200, "text/plain", b"x" * BIG), "/a": ok})
+    port = served({"/big": lambda: HttpResponse(200, "text/plain", b"x" * BIG), "/a": ok})
     with socket.create_connection(("127.0.0.1", port), limit_s(5)) as stalled:
         stalled.sendall(b"GET /big HTTP/1.1\r\n\r\n")
         assert stalled.recv(1) == b"H"
@@ -135,7 +135,7 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_a_page_that_fails_is_told_to_who_asked(served: Callable[[module.Pages], int]) -> None:
-    def broken() -> module.Answer:
+    def broken() -> module.HttpResponse:
         raise KeyError("x")
 
     port = served({"/": broken})

@@ -23,7 +23,7 @@ from holdfast.runtime.workers.keeper_client import (
     ProcessEnded,
     ProcessStarted,
     SpawnFailed,
-    TreeGone,
+    TreeKilled,
     revive_keeper,
 )
 from tests.support.limits import until
@@ -217,7 +217,7 @@ def test_kill_tree_leaves_nothing_but_services(on_bench: OnBench, tmp_path: Path
         bench.keeper.kill_tree()
         ended = [await bench.next(ProcessEnded) for _ in range(2)]
         assert {event.exit_code for event in ended} == {-signal.SIGKILL}
-        assert await bench.next(TreeGone) == TreeGone(())
+        assert await bench.next(TreeKilled) == TreeKilled(())
         assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
         assert processes.is_alive(service)
         assert len(processes.descendants(service)) == 1
@@ -236,10 +236,10 @@ def test_kill_tree_of_what_ended_workers_left(on_bench: OnBench, tmp_path: Path)
         await bench.next(ProcessEnded)
         assert [pid for pid in noted(pids) if processes.is_alive(pid)]
         bench.keeper.kill_tree()
-        await bench.next(TreeGone)
+        await bench.next(TreeKilled)
         assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
         bench.keeper.kill_tree()  # with nothing to kill: answered all the same
-        assert await bench.next(TreeGone) == TreeGone(())
+        assert await bench.next(TreeKilled) == TreeKilled(())
 
     on_bench(scenario)
 
@@ -267,7 +267,7 @@ def test_kill_tree_outruns_a_tree_that_keeps_forking(on_bench: OnBench) -> None:
         await bench.until(lambda: len(processes.descendants(bench.keeper.handle.pid)) > 4)
         bench.keeper.kill_tree()
         await bench.next(ProcessEnded)
-        assert await bench.next(TreeGone) == TreeGone(())
+        assert await bench.next(TreeKilled) == TreeKilled(())
         assert not processes.descendants(bench.keeper.handle.pid)
 
     on_bench(scenario)
@@ -318,7 +318,7 @@ def test_a_keeper_whose_agent_does_not_listen_still_kills(on_bench: OnBench) -> 
         await bench.until(lambda: not processes.is_alive(pid))
         asyncio.get_running_loop().add_reader(keeper.handle.sock, keeper._readable)
         kinds = []
-        while not kinds or kinds[-1] is not TreeGone:
+        while not kinds or kinds[-1] is not TreeKilled:
             kinds.append(type(await bench.next(object)))
         # One that is killed between fork and exec has ended, and has not failed to start.
         assert kinds.count(SpawnFailed) + kinds.count(ProcessEnded) == 600

@@ -14,7 +14,7 @@ import pytest
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import (
     KeeperDied,
-    TreeGone,
+    TreeKilled,
 )
 
 OnBench = Callable[..., None]
@@ -182,7 +182,7 @@ def test_kill_tree_ends_those_that_are_not_there_yet_and_spares_the_nursery(on_s
         site.spawn("service", service=True)
         site.bench.keeper.kill_tree()
         await site.until(lambda: {"a", "b"} <= site.ended.keys())
-        assert isinstance(await site.take(), TreeGone)
+        assert isinstance(await site.take(), TreeKilled)
         go_on()
         site.spawn("c")
         assert await site.end_of("a", "b", "service", "c") == [-9, -9, 0, 0]

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import (
     KeeperDied,
-    TreeGone,
+    TreeKilled,
 )
 
 
@@ -76,7 +76,7 @@ def test_the_end_of_a_generation_spares_the_standbys_and_the_end_of_the_keeper_d
         assert site.pids["b"] == waiting[0]
         site.bench.keeper.kill_tree()
         assert await site.end_of("b") == [-9], "a standby that has become a worker is no longer spared"
-        assert isinstance(await site.take(), TreeGone)
+        assert isinstance(await site.take(), TreeKilled)
         assert processes.is_alive(waiting[1])
         os.kill(site.bench.keeper.handle.pid, signal.SIGKILL)
         while not isinstance(await site.take(), KeeperDied):

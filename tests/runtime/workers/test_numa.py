@@ -12,7 +12,7 @@ from holdfast.core.errors import BindingError
 from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.runtime.workers.numa import (
-    Machine,
+    NumaTopology,
     accelerators,
     amd_gpus,
     binding_for,
@@ -58,9 +58,9 @@ class FakeMachine:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def seen(self, allowed: set[int] | None = None) -> Machine:
+    def seen(self, allowed: set[int] | None = None) -> NumaTopology:
         cpus = frozenset(range(2 * self.cores)) if allowed is None else frozenset(allowed)
-        return Machine(sys=self.root, allowed=cpus, gpus=self.gpus)
+        return NumaTopology(sys=self.root, allowed=cpus, gpus=self.gpus)
 
 
 def cpus(text: str) -> list[int]:
@@ -180,7 +180,7 @@ def test_binding_of_all_workers(tmp_path: Path) -> None:
 
 
 def test_the_machine_we_are_on() -> None:
-    machine = Machine.this({})
+    machine = NumaTopology.this({})
     assert set(cpus_for("node", 0, 1, machine)) <= machine.allowed
 
 

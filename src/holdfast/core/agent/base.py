@@ -13,7 +13,6 @@ from holdfast.core.agent.commands import (
     HoldWorkers,
     KillTree,
     LookAtWorkers,
-    Note,
     ReleaseWorkers,
     Send,
     SignalWorkers,
@@ -23,6 +22,7 @@ from holdfast.core.agent.lease import Lease
 from holdfast.core.agent.seeking import Seeking
 from holdfast.core.agent.state import Link, Term, Work
 from holdfast.core.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
+from holdfast.core.machines import Note
 from holdfast.core.outcome import Outcome, OutcomeKind
 from holdfast.core.policy import Limits, NodeSpec
 from holdfast.core.progress import RankProgress, Stage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.core.machines import Note
 from holdfast.core.outcome import Outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import Assign, FromAgent, Start
@@ -80,13 +81,6 @@ class Say(Struct, frozen=True):
     victims: tuple[int, ...] | None = None
     """How the workers ended is known: what these ranks ended with is in their logs, and need not be shown. None: it is not
     what the line is about."""
-
-
-class Note(Struct, frozen=True):
-    """For the journal: what was decided and why."""
-
-    event: str
-    fields: dict[str, object]
 
 
 class Exit(Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure
 from holdfast.core.progress import RankProgress
 from holdfast.core.protocol import FromCoordinator
@@ -126,10 +127,6 @@ class PassSignal(Struct, frozen=True):
     """The agent got a signal that is meant for the workers (USR1, USR2)."""
 
     signum: int
-
-
-class Tick(Struct, frozen=True):
-    """A deadline given by next_deadline() has passed."""
 
 
 Event = (

@@ -35,7 +35,6 @@ from holdfast.core.agent.events import (
     Received,
     Signalled,
     StoreDied,
-    Tick,
     TreeGone,
     WorkerEnded,
     WorkerRaised,
@@ -46,6 +45,7 @@ from holdfast.core.agent.events import (
 )
 from holdfast.core.agent.seeking import Seeking
 from holdfast.core.agent.state import Link, Term, Work
+from holdfast.core.machines import Tick
 from holdfast.core.outcome import Outcome, OutcomeKind
 from holdfast.core.protocol import (
     Abandon,

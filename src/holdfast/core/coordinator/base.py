@@ -9,7 +9,7 @@ from msgspec import structs
 
 from holdfast.core.coordinator.admission import Admission
 from holdfast.core.coordinator.budget import Budget
-from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Note, Tell
+from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Tell
 from holdfast.core.coordinator.ending import Judge, plain_verdict
 from holdfast.core.coordinator.formation import Gathering
 from holdfast.core.coordinator.liveness import Liveness
@@ -19,6 +19,7 @@ from holdfast.core.coordinator.probation import Probation
 from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, names
 from holdfast.core.coordinator.versions import Versions
 from holdfast.core.errors import JoinTimeoutError, NodesError
+from holdfast.core.machines import Note
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
 from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.core.machines import Note
 from holdfast.core.outcome import Outcome
 from holdfast.core.protocol import FromCoordinator
 
@@ -24,13 +25,6 @@ class Conclude(Struct, frozen=True):
     """The job is over; everybody has been told. Emitted exactly once."""
 
     outcome: Outcome
-
-
-class Note(Struct, frozen=True):
-    """For the journal: what was decided and why."""
-
-    event: str
-    fields: dict[str, object]
 
 
 Command = Tell | DropLink | Conclude | Note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.core.machines import Tick
 from holdfast.core.protocol import FromAgent
 
 
@@ -34,10 +35,6 @@ class QuitAsked(Struct, frozen=True):
 
     drain: bool
     by: str
-
-
-class Tick(Struct, frozen=True):
-    """A deadline given by next_deadline() has passed."""
 
 
 Event = LinkOpened | LinkClosed | Heard | QuitAsked | Tick

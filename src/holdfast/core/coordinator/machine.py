@@ -18,11 +18,12 @@ from holdfast.core.coordinator.admission import Admit, Deny
 from holdfast.core.coordinator.base import TRANSITIONS
 from holdfast.core.coordinator.commands import Command, DropLink, Tell
 from holdfast.core.coordinator.ending import Again, after_stop, restart_text
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked, Tick
+from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked
 from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
 from holdfast.core.coordinator.oversight import CoordinatorOversight
 from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
 from holdfast.core.errors import NodesError
+from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind
 from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Grow

@@ -15,7 +15,7 @@ from holdfast.core.coordinator.looking import LAST_WORDS_S, PARTING_LOOK_S, Roun
 from holdfast.core.coordinator.pace import Paces, of_world
 from holdfast.core.coordinator.state import Member, Phase, World
 from holdfast.core.coordinator.stragglers import Straggler, Stragglers
-from holdfast.core.coordinator.watch import EndHung, LookNow, Order, Over, Report, Watch
+from holdfast.core.coordinator.watch import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang
 from holdfast.core.hang import Examine, Finding, HangKind, RankStory
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import JobSpec, Limits
@@ -50,7 +50,7 @@ class CoordinatorOversight(CoordinatorBase):
         self._examine = examine
         self._paces: Paces | None = None
         """Of the newest generation that was at work."""
-        self._watch: Watch | None = None
+        self._watch: HangDetector | None = None
         """None: nothing runs."""
         self._stragglers = Stragglers(limits.straggler_window_s)
         self._trained_s = 0.0
@@ -148,7 +148,7 @@ class CoordinatorOversight(CoordinatorBase):
         if self._parting:
             return self._part(now)
         if self._watch is None:
-            self._watch = Watch(self.limits, self._paces_of(self._world()), self._examined)
+            self._watch = HangDetector(self.limits, self._paces_of(self._world()), self._examined)
         asked = self._round
         if asked is not None and (not asked.awaited or now >= asked.asked_s + self.limits.look_wait_s):
             self._close_round(now, asked, self._watch)
@@ -225,7 +225,7 @@ class CoordinatorOversight(CoordinatorBase):
         for member in asked:
             self._tell(member, Look(world.generation, self._looks, store))
 
-    def _close_round(self, now: float, asked: Round, watch: Watch) -> None:
+    def _close_round(self, now: float, asked: Round, watch: HangDetector) -> None:
         self._round = None
         late = asked.awaited & self.members.keys()
         if late:
@@ -240,7 +240,7 @@ class CoordinatorOversight(CoordinatorBase):
         match order:
             case LookNow(store):
                 self._look(now, store=store)
-            case Report(finding, text, still_s, files):
+            case ReportHang(finding, text, still_s, files):
                 world.hang = finding
                 self._tell_world(world, Notice(text))
                 self._note(
@@ -254,7 +254,7 @@ class CoordinatorOversight(CoordinatorBase):
                     files=files,
                     still_s=round(still_s, 3),
                 )
-            case Over(_, still_s):
+            case HangOver(_, still_s):
                 world.hang = None
                 self._tell_world(world, Notice(f"the job goes on after {still_s:.0f} s without a step"))
                 self._note("hang_over", generation=world.generation, still_s=round(still_s, 3))

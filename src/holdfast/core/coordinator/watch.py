@@ -51,7 +51,7 @@ class LookNow(Struct, frozen=True):
     store: bool
 
 
-class Report(Struct, frozen=True):
+class ReportHang(Struct, frozen=True):
     """Tell everybody, once."""
 
     finding: Finding
@@ -62,7 +62,7 @@ class Report(Struct, frozen=True):
     """By rank: where its stacks are, on its own node."""
 
 
-class Over(Struct, frozen=True):
+class HangOver(Struct, frozen=True):
     """What was reported has passed."""
 
     finding: Finding
@@ -77,7 +77,7 @@ class EndHung(Struct, frozen=True):
     culprit: RankStory | None
 
 
-Order = LookNow | Report | Over | EndHung
+Order = LookNow | ReportHang | HangOver | EndHung
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class _Suspicion:
         return any(len(samples) == 1 for samples in self.samples.values())
 
 
-class Watch:
+class HangDetector:
     """Of one generation."""
 
     def __init__(self, limits: Limits, paces: Paces, examine: Examine) -> None:
@@ -145,13 +145,13 @@ class Watch:
         suspicion.looking = True
         return LookNow(suspicion.store)
 
-    def moved(self, now: float) -> Over | None:
+    def moved(self, now: float) -> HangOver | None:
         """A step was made, or a rank has come further."""
         suspicion, self._suspicion = self._suspicion, None
         self._patience_s = self._limits.hang_report_s
         if suspicion is None or suspicion.reported is None:
             return None
-        return Over(suspicion.reported, now - suspicion.since_s)
+        return HangOver(suspicion.reported, now - suspicion.since_s)
 
     def looked(
         self, now: float, *, asked_s: float, samples: Mapping[int, RankSample], reach: tuple[str, ...]
@@ -231,7 +231,7 @@ class Watch:
         """Somebody works. Where no steps are counted, that is all that can tell the end of a hang that was reported."""
         over: list[Order] = []
         if suspicion.warm_up and suspicion.reported is not None:
-            over.append(Over(suspicion.reported, now - suspicion.since_s))
+            over.append(HangOver(suspicion.reported, now - suspicion.since_s))
             suspicion.reported = None
         suspicion.signature = ""
         self._look_again(now, suspicion, None)
@@ -301,7 +301,7 @@ class Watch:
 
     def _report(
         self, finding: Finding, stories: Sequence[RankStory], still_s: float, same_s: float, *, endable: bool
-    ) -> Report:
+    ) -> ReportHang:
         by_rank = {story.rank: story for story in stories}
         shown = [*finding.culprits, *(place.ranks[0] for place in finding.groups if place.ranks)]
         files = {
@@ -324,7 +324,7 @@ class Watch:
             lines.append(
                 f"if nothing moves for another {timeout_s - same_s:.0f} s its workers are ended (--hang-timeout)"
             )
-        return Report(finding, "\n".join(lines), still_s, files)
+        return ReportHang(finding, "\n".join(lines), still_s, files)
 
 
 def _about_the_last(finding: Finding) -> Finding:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from holdfast.core.outcome import Failure
-from holdfast.insight.causes.words import Words, listen, unwrapped
+from holdfast.insight.causes.words import ExceptionText, listen, unwrapped
 
 
 class Blame(IntEnum):
@@ -156,7 +156,7 @@ def blame(failure: Failure) -> Blame:
     return complaint(failure, words)
 
 
-def complaint(failure: Failure, words: Words) -> Blame:
+def complaint(failure: Failure, words: ExceptionText) -> Blame:
     """OWN, LOOSE, WAITED or CUT: what it says of its peers."""
     text = unwrapped(words.text if _is_control_flow(words) else words.root)
     if not text and failure.exit_code in NATIVE_ENDS:
@@ -184,7 +184,7 @@ def complaint(failure: Failure, words: Words) -> Blame:
     return Blame.WAITED if waited and (not ended or NAMES_A_WAIT.search(text)) else Blame.CUT
 
 
-def of_peers(words: Words, text: str) -> bool:
+def of_peers(words: ExceptionText, text: str) -> bool:
     """Whether its words, its exception or the innermost frames are of what training peers talk through."""
     return bool(
         TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
@@ -202,7 +202,7 @@ def is_complaint(text: str) -> bool:
     return bool(not OWN_TROUBLE.search(text) and TRANSPORT.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
-def _late(failure: Failure, words: Words) -> Blame:
+def _late(failure: Failure, words: ExceptionText) -> Blame:
     if not words.text or (failure.exit_code in STOP_SIGNALS and not failure.message):
         return Blame.STOPPED
     if FROM_THE_STOP.search(words.text) or FROM_THE_STOP.search(words.raised):
@@ -216,7 +216,7 @@ def _late(failure: Failure, words: Words) -> Blame:
             return Blame.STOPPED
 
 
-def _is_control_flow(words: Words) -> bool:
+def _is_control_flow(words: ExceptionText) -> bool:
     """A library's own way through its code (`except KeyError: …`), and what went wrong then is the end of the chain."""
     return words.chained and words.root_type in CONTROL_FLOW and not words.in_users_code
 
@@ -231,7 +231,7 @@ def _native_complaint(stderr: str) -> str:
     return "\n".join(lines)
 
 
-def _is_no_peers(words: Words, text: str) -> bool:
+def _is_no_peers(words: ExceptionText, text: str) -> bool:
     if SERVER_TEXT.search(text) or (URL.search(text) and not TRANSPORT.search(text)):
         return True
     return any(SERVER.search(file) or OWN_CHILDREN.search(file) for file in words.frames[-6:])

@@ -19,7 +19,7 @@ from holdfast.insight.causes.blame import CONTROL_FLOW, complaint, is_complaint,
 from holdfast.insight.causes.hints import HINTS
 from holdfast.insight.causes.rule import Rule
 from holdfast.insight.causes.rules import RULES
-from holdfast.insight.causes.words import ASIDE, HANDLED, Link, Words, class_of, listen, unwrapped
+from holdfast.insight.causes.words import ASIDE, HANDLED, ChainedException, ExceptionText, class_of, listen, unwrapped
 
 SAID_CHARACTERS_MAX = 160
 LINE_CHARACTERS_MAX = 300
@@ -72,7 +72,7 @@ def cause_of(failure: Failure) -> Cause:
     return _plain(failure, words)
 
 
-def _texts(words: Words) -> list[tuple[str, str]]:
+def _texts(words: ExceptionText) -> list[tuple[str, str]]:
     """What to search, in this order, with the class of the exception it is."""
     texts: list[tuple[str, str]] = []
     for link in _telling(words.links):
@@ -83,7 +83,7 @@ def _texts(words: Words) -> list[tuple[str, str]]:
     return [(text[-TEXT_CHARACTERS_MAX:], type_) for text, type_ in texts]
 
 
-def _telling(links: Sequence[Link]) -> list[Link]:
+def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
     """Those of a chain that say what went wrong, the likeliest first.
 
     The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up (`finally:`)
@@ -100,11 +100,11 @@ def _telling(links: Sequence[Link]) -> list[Link]:
     return [root, *explained, *reversed(links[:start])]
 
 
-def _is_a_way(link: Link) -> bool:
+def _is_a_way(link: ChainedException) -> bool:
     return link.type in ATTEMPTS or (link.type in CONTROL_FLOW and link.in_library)
 
 
-def _fits(rule: Rule, failure: Failure, words: Words, text: str, type_: str) -> bool:
+def _fits(rule: Rule, failure: Failure, words: ExceptionText, text: str, type_: str) -> bool:
     if rule.stderr and not _search(rule.stderr, words.stderr + failure.traceback):
         return False
     if rule.frames and not any(_search(rule.frames, file) for file in words.frames[-8:]):
@@ -132,12 +132,12 @@ def _has_room(fact: str) -> bool:
     return free >= max(ROOM_BYTES_MIN, size / 2)
 
 
-def _own_stderr(failure: Failure, words: Words) -> str:
+def _own_stderr(failure: Failure, words: ExceptionText) -> str:
     """Where it has no words of its own its stderr speaks for it; not for a SIGKILL, which no program foresees."""
     return "" if failure.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) else words.said
 
 
-def _filled(rule: Rule, failure: Failure, words: Words, text: str) -> Cause:
+def _filled(rule: Rule, failure: Failure, words: ExceptionText, text: str) -> Cause:
     said = _first_line(text) or _telling_line(rule, words)
     line = rule.line.format(said=said, signal=signal_name(failure.exit_code)).rstrip(": ")
     found = [f"{failure.host}: {failure.facts[name]}" for name in rule.facts if failure.facts.get(name)]
@@ -145,14 +145,14 @@ def _filled(rule: Rule, failure: Failure, words: Words, text: str) -> Cause:
     return Cause(rule.code, _cut(line, LINE_CHARACTERS_MAX), advice, rule.per_node)
 
 
-def _telling_line(rule: Rule, words: Words) -> str:
+def _telling_line(rule: Rule, words: ExceptionText) -> str:
     """The line of its stderr that made the rule fit; a usage is only the preface to its error."""
     fitting = [line for line in words.said.splitlines() if rule.says and _search(rule.says, line)]
     telling = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
     return _cut(telling.strip(), SAID_CHARACTERS_MAX)
 
 
-def _plain(failure: Failure, words: Words) -> Cause:
+def _plain(failure: Failure, words: ExceptionText) -> Cause:
     """Nothing that the table knows."""
     text = words.text
     if text and not failure.message and failure.exit_code < 0:
@@ -177,7 +177,7 @@ def _plain(failure: Failure, words: Words) -> Cause:
     return Cause("HF205", line, advice)
 
 
-def _raised(words: Words) -> Cause:
+def _raised(words: ExceptionText) -> Cause:
     """An exception that the table does not know; of a chain its root and its end."""
     told = _telling(words.links)
     text = told[0].text

@@ -15,7 +15,7 @@ from holdfast.core.outcome import Evidence, Failure
 from holdfast.insight.causes.blame import Blame, blame
 from holdfast.insight.causes.find import Cause, cause_of
 from holdfast.insight.causes.words import LIBRARY, OURS, listen
-from holdfast.insight.places import Doing, Where, where_is
+from holdfast.insight.places import RankActivity, Where, where_is
 
 LOOKED_AT_MAX = 64
 """Failures that are read for comparison: enough to know, whatever the size of the job."""
@@ -68,7 +68,11 @@ def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]
     """Those that were not on their way to the others when these had waited in vain; empty where most were not: then it is
     the one who waited that did something else."""
     seen = [where_is(story) for story in survivors]
-    absent = [each for each in seen if each.doing not in (Doing.COMMUNICATING, Doing.GONE) and _in_script(each.story)]
+    absent = [
+        each
+        for each in seen
+        if each.doing not in (RankActivity.COMMUNICATING, RankActivity.GONE) and _in_script(each.story)
+    ]
     return absent if len(absent) <= complaints + len(seen) - len(absent) else []
 
 
@@ -104,7 +108,7 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
     for story in survivors:
         where = where_is(story)
         found = CALLED.match(where.place)
-        if where.doing is Doing.COMMUNICATING and found:
+        if where.doing is RankActivity.COMMUNICATING and found:
             calls.append((stopped(story), found[1], found[2]))
     counts = Counter(call for _, call, _ in calls)
     if len(counts) != 2 or counts.keys() & POINT_TO_POINT:

@@ -51,7 +51,7 @@ OURS = re.compile(r"/holdfast/\w+/|/runpy\.py")
 SOURCE_CHARACTERS_MAX = 80
 
 
-class Link(NamedTuple):
+class ChainedException(NamedTuple):
     """One exception of a chain."""
 
     text: str
@@ -65,7 +65,7 @@ class Link(NamedTuple):
         return class_of(self.text)
 
 
-class Words:
+class ExceptionText:
     """What one failure says of itself. Empty strings where it says nothing. Read as far as it is asked: a job that loses
     a node has thousands of failures, and all are looked at before anything else goes on."""
 
@@ -103,19 +103,21 @@ class Words:
         return bool(self.root) and self.root.strip() != self.text.strip()
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[ChainedException, ...]:
         """The chain, its root first; one link where nothing was chained."""
         blocks = CHAINED.split(self._traceback)
         joints = [found[0].startswith(DIRECT) for found in CHAINED.finditer(self._traceback)]
         links = [
-            Link(text, _in_library(block), direct or _innermost_line(block).startswith("raise"))
+            ChainedException(text, _in_library(block), direct or _innermost_line(block).startswith("raise"))
             for block, direct in zip(blocks, [True, *joints], strict=True)
             if (text := _exception(block))
         ]
         if not links or links[-1].text != self.text:
             links = [
                 *links[:-1],
-                Link(self.text, _in_library(blocks[-1]), not joints or links[-1:] == [] or links[-1].explains),
+                ChainedException(
+                    self.text, _in_library(blocks[-1]), not joints or links[-1:] == [] or links[-1].explains
+                ),
             ]
         return tuple(links)
 
@@ -196,9 +198,9 @@ class Words:
         return self._traceback[: chained.start()] if chained else self._traceback
 
 
-def listen(failure: Failure) -> Words:
+def listen(failure: Failure) -> ExceptionText:
     """All words of a failure."""
-    return Words(failure)
+    return ExceptionText(failure)
 
 
 def class_of(text: str) -> str:

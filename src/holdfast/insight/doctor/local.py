@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from holdfast.core.doctor import Finding, LocalFacts
+from holdfast.core.doctor import DoctorFinding, LocalFacts
 from holdfast.insight.doctor import machine, network, software
 
-Check = Callable[[LocalFacts], Iterator[Finding]]
+Check = Callable[[LocalFacts], Iterator[DoctorFinding]]
 
 CHECKS: tuple[Check, ...] = (
     software.python,
@@ -36,6 +36,6 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(facts: LocalFacts) -> tuple[Finding, ...]:
+def examine(facts: LocalFacts) -> tuple[DoctorFinding, ...]:
     """Every check's findings; each gives one at least, if it has anything to look at."""
     return tuple(finding for check in CHECKS for finding in check(facts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.core.doctor import Finding, Folder, LocalFacts
+from holdfast.core.doctor import DoctorFinding, Folder, LocalFacts
 from holdfast.insight.doctor.making import GIB, MIB, fatal, passed, retry, size, warn
 
 SHM_BYTES_MIN = 1 * GIB
@@ -19,7 +19,7 @@ MEMORY_PER_WORKER_BYTES_MIN = 1 * GIB
 FOLDER_FREE_BYTES_MIN = 1 * GIB
 
 
-def shared_memory(facts: LocalFacts) -> Iterator[Finding]:
+def shared_memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what, shm = "/dev/shm", facts.shm
     enlarge = "docker run --shm-size=16g or --ipc=host; on Kubernetes an emptyDir with medium: Memory"
     if shm.error:
@@ -33,7 +33,7 @@ def shared_memory(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF510", what, f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free")
 
 
-def open_files(facts: LocalFacts) -> Iterator[Finding]:
+def open_files(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "open files"
     if "nofile" not in facts.limits:
         return
@@ -44,7 +44,7 @@ def open_files(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF511", what, "unlimited" if limit is None else f"up to {limit} per process")
 
 
-def processes(facts: LocalFacts) -> Iterator[Finding]:
+def processes(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "processes"
     limit = facts.limits.get("nproc")
     if facts.pids_limit is not None:
@@ -60,7 +60,7 @@ def processes(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF512", what, f"up to {' and '.join(bounds)}" if bounds else "unlimited")
 
 
-def locked_memory(facts: LocalFacts) -> Iterator[Finding]:
+def locked_memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "locked memory"
     if not facts.infiniband or "memlock" not in facts.limits:
         return
@@ -72,7 +72,7 @@ def locked_memory(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF513", what, "unlimited" if limit is None else f"up to {size(limit)}")
 
 
-def core_dumps(facts: LocalFacts) -> Iterator[Finding]:
+def core_dumps(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if "core" not in facts.limits:
         return
     limit = facts.limits["core"]
@@ -83,7 +83,7 @@ def core_dumps(facts: LocalFacts) -> Iterator[Finding]:
         yield warn("HF514", "core dumps", why, "ulimit -c 0")
 
 
-def memory(facts: LocalFacts) -> Iterator[Finding]:
+def memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "memory"
     if not facts.memory_bytes:
         return
@@ -100,7 +100,7 @@ def memory(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF515", what, shown + (f", {size(facts.swap_bytes)} swap" if facts.swap_bytes else ""))
 
 
-def cpus(facts: LocalFacts) -> Iterator[Finding]:
+def cpus(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "CPUs"
     usable = min(float(facts.cpus_allowed), facts.cpu_quota or float(facts.cpus_allowed))
     shown = f"{facts.cpus_allowed} of {facts.cpus}"
@@ -112,7 +112,7 @@ def cpus(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF516", what, shown)
 
 
-def overcommit(facts: LocalFacts) -> Iterator[Finding]:
+def overcommit(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if facts.overcommit == 2:
         why = "vm.overcommit_memory=2: large reservations and forks of large processes fail"
         yield warn("HF517", "overcommit", why, "sysctl vm.overcommit_memory=0")
@@ -120,7 +120,7 @@ def overcommit(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF517", "overcommit", f"vm.overcommit_memory={facts.overcommit}")
 
 
-def tracing(facts: LocalFacts) -> Iterator[Finding]:
+def tracing(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what, scope = "ptrace", facts.ptrace_scope
     if scope is None or scope == 0 or (facts.privileged and scope < 3):
         yield passed("HF518", what, "allowed: py-spy can show native stacks")
@@ -131,12 +131,12 @@ def tracing(facts: LocalFacts) -> Iterator[Finding]:
         yield warn("HF518", what, why, "sysctl kernel.yama.ptrace_scope=1, or --cap-add SYS_PTRACE")
 
 
-def folders(facts: LocalFacts) -> Iterator[Finding]:
+def folders(facts: LocalFacts) -> Iterator[DoctorFinding]:
     for folder in facts.folders:
         yield folder_finding(folder)
 
 
-def folder_finding(folder: Folder) -> Finding:
+def folder_finding(folder: Folder) -> DoctorFinding:
     what = "folder"
     if folder.error:
         fix = "make it writable, or name another one: --log-dir for logs, TMPDIR for temporary files"
@@ -149,7 +149,7 @@ def folder_finding(folder: Folder) -> Finding:
     return passed("HF519", what, free)
 
 
-def clock(facts: LocalFacts) -> Iterator[Finding]:
+def clock(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "clock"
     if facts.clock_synchronised is False:
         yield warn("HF530", what, "not kept by NTP", "start chronyd or systemd-timesyncd")

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from holdfast.core.doctor import Finding, Level
+from holdfast.core.doctor import DoctorFinding, Level
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
-def passed(code: str, what: str, why: str) -> Finding:
-    return Finding(code=code, level=Level.PASS, what=what, why=why)
+def passed(code: str, what: str, why: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.PASS, what=what, why=why)
 
 
-def warn(code: str, what: str, why: str, fix: str) -> Finding:
-    return Finding(code=code, level=Level.WARN, what=what, why=why, fix=fix)
+def warn(code: str, what: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.WARN, what=what, why=why, fix=fix)
 
 
-def retry(code: str, what: str, why: str, fix: str) -> Finding:
-    return Finding(code=code, level=Level.RETRY, what=what, why=why, fix=fix)
+def retry(code: str, what: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.RETRY, what=what, why=why, fix=fix)
 
 
-def fatal(code: str, what: str, why: str, fix: str) -> Finding:
-    return Finding(code=code, level=Level.FATAL, what=what, why=why, fix=fix)
+def fatal(code: str, what: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.FATAL, what=what, why=why, fix=fix)
 
 
 def size(bytes_: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import ip_address
 
-from holdfast.core.doctor import Finding, Interface, LocalFacts
+from holdfast.core.doctor import DoctorFinding, Interface, LocalFacts
 from holdfast.insight.doctor.making import fatal, named, passed, retry, warn
 
 RESOLVE_SLOW_S = 2.0
@@ -19,7 +19,7 @@ BRIDGES = (
 """Beginnings of names: interfaces of containers, virtual machines and tunnels, which seldom lead to other nodes."""
 
 
-def own_name(facts: LocalFacts) -> Iterator[Finding]:
+def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
     """gloo takes the address of the host name, and loopback when that is not an address of this machine."""
     what, host = "own name", facts.host
     alone = stays_here(facts)
@@ -43,7 +43,7 @@ def own_name(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF531", what, f"{host} is {named(facts.own_addresses)}")
 
 
-def interfaces(facts: LocalFacts) -> Iterator[Finding]:
+def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "interfaces"
     able = candidates(facts)
     if not able:
@@ -63,7 +63,7 @@ def interfaces(facts: LocalFacts) -> Iterator[Finding]:
         yield warn("HF536", what, why, f"export NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
 
 
-def chosen_interfaces(facts: LocalFacts) -> Iterator[Finding]:
+def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
     """Those that the variables name."""
     for variable in CHOOSERS:
         text = facts.variables.get(variable)
@@ -84,7 +84,7 @@ def chosen_interfaces(facts: LocalFacts) -> Iterator[Finding]:
             yield passed("HF535", variable, f"{text}: {named([each.name for each in able])}")
 
 
-def ports(facts: LocalFacts) -> Iterator[Finding]:
+def ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "ports"
     if facts.ephemeral_ports is None:
         return
@@ -99,7 +99,7 @@ def ports(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF537", what, f"{first} to {last} for connections between ranks")
 
 
-def endpoint_port(facts: LocalFacts) -> Iterator[Finding]:
+def endpoint_port(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if not facts.endpoint_port or facts.endpoint_is_here is None:
         return
     what = "endpoint"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.core.doctor import Finding, LocalFacts, TorchFacts, TorchState
+from holdfast.core.doctor import DoctorFinding, LocalFacts, TorchFacts, TorchState
 from holdfast.insight.doctor.making import fatal, named, passed, warn
 
 PYTHON_MIN = (3, 11)
@@ -32,7 +32,7 @@ FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """A launcher gives these to its workers; in a shell they are left over."""
 
 
-def python(facts: LocalFacts) -> Iterator[Finding]:
+def python(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "Python"
     parts = tuple(int(part) for part in facts.python.split(".")[:2] if part.isdecimal())
     if parts < PYTHON_MIN:
@@ -41,7 +41,7 @@ def python(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF500", what, f"{facts.python}, holdfast {facts.holdfast}")
 
 
-def torch(facts: LocalFacts) -> Iterator[Finding]:
+def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what, found = "torch", facts.torch
     match found.state:
         case TorchState.ABSENT:
@@ -82,7 +82,7 @@ def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
     return why, "put the environment on a local disk"
 
 
-def cuda(facts: LocalFacts) -> Iterator[Finding]:
+def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
     """Whether torch can use what is there."""
     what, found = "CUDA", facts.torch
     seen = len(facts.gpus)
@@ -107,7 +107,7 @@ def cuda(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, CUDA {found.cuda}")
 
 
-def gpu_health(facts: LocalFacts) -> Iterator[Finding]:
+def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "GPU health"
     if facts.gpu_error:
         yield fatal("HF504", what, f"nvidia-smi: {facts.gpu_error}", "see dmesg; reset the GPU or reboot")
@@ -119,7 +119,7 @@ def gpu_health(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF504", what, f"{len(facts.gpus)} × {facts.gpus[0].name}, no uncorrected memory errors")
 
 
-def gpu_use(facts: LocalFacts) -> Iterator[Finding]:
+def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "GPU use"
     busy = [gpu for gpu in facts.gpus if gpu.users or (gpu.memory_used_mib or 0) > GPU_BUSY_MIB]
     if busy:
@@ -133,7 +133,7 @@ def gpu_use(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF505", what, "all free")
 
 
-def threads(facts: LocalFacts) -> Iterator[Finding]:
+def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
     text = facts.variables.get("OMP_NUM_THREADS")
     what = "OMP_NUM_THREADS"
     cpus = max(1, int(min(facts.cpus_allowed, facts.cpu_quota or facts.cpus_allowed)))
@@ -148,7 +148,7 @@ def threads(facts: LocalFacts) -> Iterator[Finding]:
         yield passed("HF521", what, f"{text}, for {facts.nproc} workers on {cpus} CPUs")
 
 
-def variables(facts: LocalFacts) -> Iterator[Finding]:
+def variables(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what, given = "variables", facts.variables
     before = len(given)
     odd = False

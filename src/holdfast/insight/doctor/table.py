@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.doctor import Finding, Level
+from holdfast.core.doctor import DoctorFinding, Level
 
 MARKS = {Level.PASS: "ok", Level.WARN: "WARN", Level.RETRY: "RETRY", Level.FATAL: "FATAL"}
 WHAT_WIDTH = 20
 
 
-def worst(findings: Sequence[Finding]) -> Level:
+def worst(findings: Sequence[DoctorFinding]) -> Level:
     return max((finding.level for finding in findings), key=lambda level: level.exit_code, default=Level.PASS)
 
 
-def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:
+def exit_code(findings: Sequence[DoctorFinding], *, strict: bool) -> int:
     """Of `holdfast doctor`: a warning does not keep `doctor LINE && run LINE` from running, unless it is to."""
     level = worst(findings)
     return 0 if level is Level.WARN and not strict else level.exit_code
 
 
-def render(findings: Sequence[Finding], *, strict: bool = False) -> str:
+def render(findings: Sequence[DoctorFinding], *, strict: bool = False) -> str:
     """One line for what passes; problems with their fix below. This node's first, then those of the others."""
     lines = [line for finding in findings for line in lines_of(finding)]
     return "\n".join([*lines, "", conclusion(findings, strict=strict)])
 
 
-def lines_of(finding: Finding) -> list[str]:
+def lines_of(finding: DoctorFinding) -> list[str]:
     what = f"{finding.node}: {finding.what}" if finding.node else finding.what
     code = "" if finding.level is Level.PASS else f"{finding.code} "
     lines = [f"{MARKS[finding.level]:6}{printable(what):{WHAT_WIDTH}} {code}{printable(finding.why)}"]
@@ -36,7 +36,7 @@ def lines_of(finding: Finding) -> list[str]:
     return lines
 
 
-def conclusion(findings: Sequence[Finding], *, strict: bool = False) -> str:
+def conclusion(findings: Sequence[DoctorFinding], *, strict: bool = False) -> str:
     """`2 warnings, 1 fatal problem: …`"""
     level = worst(findings)
     if level is Level.PASS:
@@ -48,7 +48,7 @@ def conclusion(findings: Sequence[Finding], *, strict: bool = False) -> str:
     return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {exit_code(findings, strict=strict)})"
 
 
-def as_json(findings: Sequence[Finding], *, strict: bool = False) -> dict[str, Any]:
+def as_json(findings: Sequence[DoctorFinding], *, strict: bool = False) -> dict[str, Any]:
     level = worst(findings)
     return {
         "level": level.value,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from holdfast.core.doctor import Finding, Link, NodeReport, Reached, Reduced, Summary, Visit
+from holdfast.core.doctor import DoctorFinding, NodePath, NodeReport, Reached, Reduced, Summary, Visit
 from holdfast.insight.doctor.making import fatal, named, passed, rate, retry, span, warn
 from holdfast.insight.doctor.network import is_loopback
 
@@ -29,19 +29,19 @@ class Way(NamedTuple):
     """A link with both its ends."""
 
     start: int
-    link: Link
+    link: NodePath
 
 
-def examine_together(visit: Visit, me: int) -> tuple[Finding, ...]:
+def examine_together(visit: Visit, me: int) -> tuple[DoctorFinding, ...]:
     """All findings of a visit; what node `me` said of itself is left out, for it shows that anyway."""
     checks = (who_came, silent_nodes, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
     found = [finding for check in checks for finding in check(visit)]
     return (*found, *local_ones(visit, me))
 
 
-def local_ones(visit: Visit, me: int) -> Iterator[Finding]:
+def local_ones(visit: Visit, me: int) -> Iterator[DoctorFinding]:
     """What the others found at home; once where several found the same."""
-    hosts: dict[Finding, list[str]] = {}
+    hosts: dict[DoctorFinding, list[str]] = {}
     for index, report in enumerate(visit.reports):
         if report is not None and index != me:
             for finding in report.findings:
@@ -50,7 +50,7 @@ def local_ones(visit: Visit, me: int) -> Iterator[Finding]:
         yield replace(finding, node=named(found_on, 4))
 
 
-def who_came(visit: Visit) -> Iterator[Finding]:
+def who_came(visit: Visit) -> Iterator[DoctorFinding]:
     what, (least, most), number = "nodes", visit.wanted, len(visit.came)
     wanted = str(most) if least == most else f"{least} to {most}"
     shown = f"{number} of {wanted} came: {named(visit.came, 16)}"
@@ -61,14 +61,14 @@ def who_came(visit: Visit) -> Iterator[Finding]:
         yield passed("HF550", what, shown)
 
 
-def silent_nodes(visit: Visit) -> Iterator[Finding]:
+def silent_nodes(visit: Visit) -> Iterator[DoctorFinding]:
     silent = [visit.came[index] for index, report in enumerate(visit.reports) if report is None]
     if silent:
         why = f"{named(silent)} came, and fell silent before the end"
         yield retry("HF554", "nodes", why, "look at what doctor said there; --timeout gives more time")
 
 
-def pairs(visit: Visit) -> Iterator[Finding]:
+def pairs(visit: Visit) -> Iterator[DoctorFinding]:
     """Each pair of which a direction fails, in both directions."""
     what = "pairs"
     by_ends = {(way.start, way.link.to): way.link for way in ways(visit)}
@@ -89,7 +89,7 @@ def pairs(visit: Visit) -> Iterator[Finding]:
         )
 
 
-def direction(ends: tuple[str, str], link: Link | None) -> str:
+def direction(ends: tuple[str, str], link: NodePath | None) -> str:
     arrow = f"{ends[0]} → {ends[1]}"
     if link is None:
         return f"{arrow}: not tried"
@@ -106,7 +106,7 @@ def direction(ends: tuple[str, str], link: Link | None) -> str:
     return f"{arrow} ({link.address}): {words[link.reached]}{detail}"
 
 
-def advice(ends: tuple[str, str], there: Link | None, back: Link | None) -> str:
+def advice(ends: tuple[str, str], there: NodePath | None, back: NodePath | None) -> str:
     failed = [(end, link) for end, link in zip(ends[::-1], (there, back), strict=True) if is_bad(link)]
     if any(link is not None and link.reached is Reached.STRANGER for _, link in failed):
         return f"another machine answers at that address: NAT, or an address given twice; see --local-addr on {failed[0][0]}"
@@ -114,7 +114,7 @@ def advice(ends: tuple[str, str], there: Link | None, back: Link | None) -> str:
     return f"a firewall or security group {where}? Ranks need all TCP ports between the nodes, not only the endpoint's"
 
 
-def is_bad(link: Link | None) -> bool:
+def is_bad(link: NodePath | None) -> bool:
     return link is not None and link.reached is not Reached.YES
 
 
@@ -124,7 +124,7 @@ def most_often(visit: Visit, bad: list[tuple[int, int]]) -> str:
     return visit.came[max(set(ends), key=ends.count)]
 
 
-def names(visit: Visit) -> Iterator[Finding]:
+def names(visit: Visit) -> Iterator[DoctorFinding]:
     """Each host's name, as the others resolve it."""
     what, odd = "names", False
     for index, host in enumerate(visit.came):
@@ -147,7 +147,7 @@ def names(visit: Visit) -> Iterator[Finding]:
         yield passed("HF561", what, "every host name resolves to the right address on every other node")
 
 
-def latency(visit: Visit) -> Iterator[Finding]:
+def latency(visit: Visit) -> Iterator[DoctorFinding]:
     what = "latency"
     measured = [(way, way.link.latency_s) for way in ways(visit) if way.link.latency_s is not None]
     if not measured:
@@ -165,7 +165,7 @@ def latency(visit: Visit) -> Iterator[Finding]:
         )
 
 
-def bandwidth(visit: Visit) -> Iterator[Finding]:
+def bandwidth(visit: Visit) -> Iterator[DoctorFinding]:
     what = "bandwidth"
     measured = [(way, way.link.bytes_s) for way in ways(visit) if way.link.bytes_s is not None]
     if not measured:
@@ -183,7 +183,7 @@ def bandwidth(visit: Visit) -> Iterator[Finding]:
         yield passed("HF564", what, why)
 
 
-def clocks(visit: Visit) -> Iterator[Finding]:
+def clocks(visit: Visit) -> Iterator[DoctorFinding]:
     """Against the first node that can say something about each."""
     what = "clocks"
     offsets: dict[int, tuple[int, float]] = {}
@@ -204,7 +204,7 @@ def clocks(visit: Visit) -> Iterator[Finding]:
         yield passed("HF565", what, f"agree within {span(worst)}")
 
 
-def versions(visit: Visit) -> Iterator[Finding]:
+def versions(visit: Visit) -> Iterator[DoctorFinding]:
     told = [(visit.came[index], report.summary) for index, report in enumerate(visit.reports) if report is not None]
     if len(told) < 2:
         return
@@ -236,7 +236,7 @@ def release(version: str) -> tuple[str, ...]:
     return tuple(version.partition("+")[0].split(".")[:2])
 
 
-def all_reduce(visit: Visit) -> Iterator[Finding]:
+def all_reduce(visit: Visit) -> Iterator[DoctorFinding]:
     what = "all-reduce"
     if visit.reduced is None:
         if visit.no_reduce:
@@ -273,7 +273,7 @@ def ways(visit: Visit) -> Iterator[Way]:
         yield from (Way(index, link) for link in links_of(report) if 0 <= link.to < len(visit.came))
 
 
-def links_of(report: NodeReport | None) -> tuple[Link, ...]:
+def links_of(report: NodeReport | None) -> tuple[NodePath, ...]:
     return report.links if report is not None else ()
 
 
@@ -281,10 +281,10 @@ def arrow(visit: Visit, way: Way) -> str:
     return f"{visit.came[way.start]} → {visit.came[way.link.to]}"
 
 
-def bare_address(link: Link) -> str:
+def bare_address(link: NodePath) -> str:
     """Without its port."""
     return link.address.rpartition(":")[0].strip("[]")
 
 
-def on_loopback(link: Link) -> bool:
+def on_loopback(link: NodePath) -> bool:
     return is_loopback(bare_address(link))

@@ -17,7 +17,7 @@ REAP_S_MAX = 2.0
 Result = TypeVar("Result")
 
 
-class Ended(NamedTuple):
+class ProcessResult(NamedTuple):
     """A process that was run."""
 
     code: int | None
@@ -35,7 +35,7 @@ async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Res
         return otherwise
 
 
-async def run_bounded(command: Sequence[str], limit_s: float) -> Ended:
+async def run_bounded(command: Sequence[str], limit_s: float) -> ProcessResult:
     """Runs a program to its end. Raises OSError when it cannot be started."""
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -47,9 +47,9 @@ async def run_bounded(command: Sequence[str], limit_s: float) -> Ended:
     try:
         async with asyncio.timeout(limit_s):
             out, err = await process.communicate()
-        return Ended(process.returncode, _text(out), _text(err))
+        return ProcessResult(process.returncode, _text(out), _text(err))
     except TimeoutError:
-        return Ended(None, "", "")
+        return ProcessResult(None, "", "")
     finally:
         await end(process)
 

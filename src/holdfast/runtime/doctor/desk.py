@@ -14,19 +14,19 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.core.doctor import Link, NodeReport, Reached, Reduced, Visit
+from holdfast.core.doctor import NodePath, NodeReport, Reached, Reduced, Visit
 from holdfast.core.errors import HoldfastError, PeerError, ProtocolError
 from holdfast.core.policy import JobSpec
 from holdfast.rendezvous.claim import Claim
 from holdfast.runtime.doctor.channel import HANDSHAKE_S_MAX, Channel
 from holdfast.runtime.doctor.messages import (
     KEY_BYTES,
+    CheckOutcome,
+    CheckOver,
     Full,
     Go,
     Here,
     Message,
-    Outcome,
-    Over,
     Peer,
     Result,
     Roster,
@@ -50,7 +50,7 @@ Kind = TypeVar("Kind", bound=Message)
 Value = TypeVar("Value")
 
 
-class Member:
+class VisitingNode:
     """A node that came."""
 
     def __init__(self, channel: Channel, here: Here) -> None:
@@ -77,7 +77,7 @@ class Desk:
         self._job, self._token, self._timeout_s = job, token, timeout_s
         self._reduce, self._say = reduce, say
         self._servers: list[asyncio.Server] = []
-        self._members: list[Member] = []
+        self._members: list[VisitingNode] = []
         self._arrivals: dict[asyncio.Task[object] | None, Channel] = {}
         self._arrivals_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._sealed = False
@@ -93,9 +93,9 @@ class Desk:
             await self._gather_nodes()
             visit = await self._gather_reports()
             visit, reduce = self._plan_reduce(visit)
-            self._send_all(Outcome(visit, reduce))
+            self._send_all(CheckOutcome(visit, reduce))
             if reduce:
-                self._send_all(Over(await self._hold_reduce()))
+                self._send_all(CheckOver(await self._hold_reduce()))
         finally:
             for server in self._servers:
                 server.close()
@@ -131,7 +131,7 @@ class Desk:
         finally:
             self._arrivals.pop(me, None)
 
-    async def _let_in(self, channel: Channel) -> Member | None:
+    async def _let_in(self, channel: Channel) -> VisitingNode | None:
         await channel.shake_hands()
         async with asyncio.timeout(HANDSHAKE_S_MAX):
             here = await channel.receive()
@@ -142,14 +142,14 @@ class Desk:
             channel.send(Full(f"the visit has begun without this node; there are {names}"))
             await channel.close()
             return None
-        member = Member(channel, clipped(here))
+        member = VisitingNode(channel, clipped(here))
         self._members.append(member)
         self._say(f"{here.host} came: {len(self._members)} of {self._job.max_nodes}")
         if len(self._members) == self._job.max_nodes:
             self._full.set()
         return member
 
-    async def _hear(self, member: Member) -> None:
+    async def _hear(self, member: VisitingNode) -> None:
         try:
             while True:
                 member.inbox.put_nowait(await member.channel.receive())
@@ -188,7 +188,7 @@ class Desk:
             for index, host in enumerate(hosts)
         )
 
-    def _address(self, of: Member, seen_by: Member) -> str:
+    def _address(self, of: VisitingNode, seen_by: VisitingNode) -> str:
         """Who came over loopback is on this machine, and reached as the desk itself is."""
         if of.here.address:
             return of.here.address
@@ -205,7 +205,7 @@ class Desk:
         )
         return Visit(wanted=(self._job.min_nodes, self._job.max_nodes), came=self._names(), reports=reports)
 
-    def _trimmed(self, member: Member, report: NodeReport) -> NodeReport:
+    def _trimmed(self, member: VisitingNode, report: NodeReport) -> NodeReport:
         number = len(self._members)
         links_max = max(1, LINKS_TOLD_MAX // number)
         findings_max = min(FINDINGS_OF_ONE_MAX, max(1, FINDINGS_TOLD_MAX // number))
@@ -216,7 +216,7 @@ class Desk:
         return clipped(msgspec.structs.replace(report, address=address, links=links, findings=findings))
 
     async def _collect(
-        self, kind: type[Kind], limit_s: float, members: Sequence[Member] | None = None
+        self, kind: type[Kind], limit_s: float, members: Sequence[VisitingNode] | None = None
     ) -> list[Kind | None]:
         """One message of each; None for whoever is gone or does not answer in time."""
         tasks = [
@@ -273,6 +273,6 @@ def clipped(value: Value) -> Value:
     return value
 
 
-def badness(link: Link) -> tuple[bool, float]:
+def badness(link: NodePath) -> tuple[bool, float]:
     """Sorts the worst first."""
     return link.reached is Reached.YES, -(link.latency_s or 0.0)

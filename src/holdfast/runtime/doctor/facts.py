@@ -32,7 +32,7 @@ MATTER_TOO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
 """Beginnings, and whole names, of variables that matter to a training job."""
 
 
-class Asked(NamedTuple):
+class FactsRequest(NamedTuple):
     """What the command line says that facts depend on."""
 
     python: str
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     torch_s_max: float
 
 
-async def gather_facts(asked: Asked) -> LocalFacts:
+async def gather_facts(asked: FactsRequest) -> LocalFacts:
     """Never raises for what a sick machine does, and ends within the longest of its bounds."""
     host = socket.gethostname()
     paths = [path for path in (asked.log_dir, tempfile.gettempdir()) if path]

@@ -61,7 +61,7 @@ class Told(Struct, frozen=True, tag=True):
     report: NodeReport
 
 
-class Outcome(Struct, frozen=True, tag=True):
+class CheckOutcome(Struct, frozen=True, tag="Outcome"):
     visit: Visit
     reduce: bool = False
     """An all-reduce follows."""
@@ -80,11 +80,11 @@ class Result(Struct, frozen=True, tag=True):
     reduced: Reduced
 
 
-class Over(Struct, frozen=True, tag=True):
+class CheckOver(Struct, frozen=True, tag="Over"):
     reduced: tuple[Reduced | None, ...]
 
 
-Message = Here | Roster | Full | Told | Outcome | StorePort | Go | Result | Over
+Message = Here | Roster | Full | Told | CheckOutcome | StorePort | Go | Result | CheckOver
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from holdfast.core.doctor import Link, Reached
+from holdfast.core.doctor import NodePath, Reached
 from holdfast.runtime.doctor.channel import connect, why
 from holdfast.runtime.doctor.messages import KEY_BYTES, Peer
 
@@ -40,7 +40,7 @@ GUESTS_MAX = 1024
 """Connections at once."""
 
 
-class Listener:
+class ProbeServer:
     """Answers probes until it is closed. Knows its index and key once the roster is there; probes wait for that."""
 
     def __init__(self) -> None:
@@ -118,10 +118,10 @@ class Broken(Exception):  # noqa: N818 - it is no error of the program but an an
 
 async def probe(
     peer: Peer, index: int, key: bytes, *, transfer_s: float, clock: Callable[[], float] = time.time
-) -> Link:
+) -> NodePath:
     """Everything about the way to one peer but names. transfer_s: seconds for the bandwidth, 0 for none. Never raises."""
     shown = f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
-    link = Link(to=index, reached=Reached.SILENT, address=shown)
+    link = NodePath(to=index, reached=Reached.SILENT, address=shown)
     try:
         sock = await connect(*numeric(peer.address, peer.port))
     except TimeoutError as error:
@@ -150,11 +150,11 @@ async def probe(
 async def _examine(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    link: Link,
+    link: NodePath,
     key: bytes,
     transfer_s: float,
     clock: Callable[[], float],
-) -> Link:
+) -> NodePath:
     writer.write(MAGIC + key)
     (index,) = INDEX.unpack(await reader.readexactly(INDEX.size))
     if index != link.to:
@@ -197,7 +197,7 @@ def numeric(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, 
     return socket.AF_INET, (address, port)
 
 
-def replaced(link: Link, **changes: object) -> Link:
+def replaced(link: NodePath, **changes: object) -> NodePath:
     from msgspec.structs import replace
 
     return replace(link, **changes)

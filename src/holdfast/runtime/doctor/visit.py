@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from holdfast.core.doctor import (
-    Finding,
+    DoctorFinding,
     Level,
-    Link,
     LocalFacts,
+    NodePath,
     NodeReport,
     Reached,
     Reduced,
@@ -46,7 +46,18 @@ from holdfast.runtime.doctor import probe, system
 from holdfast.runtime.doctor.bounded import bounded
 from holdfast.runtime.doctor.channel import Channel, dial
 from holdfast.runtime.doctor.desk import REPORT_S_MIN, Desk
-from holdfast.runtime.doctor.messages import Full, Go, Here, Message, Outcome, Over, Result, Roster, StorePort, Told
+from holdfast.runtime.doctor.messages import (
+    CheckOutcome,
+    CheckOver,
+    Full,
+    Go,
+    Here,
+    Message,
+    Result,
+    Roster,
+    StorePort,
+    Told,
+)
 from holdfast.runtime.doctor.reducing import Reducer
 
 BACKEND = "doctor"
@@ -62,7 +73,7 @@ SLACK_S = 15.0
 """What the desk may take after the last node's answer is due."""
 
 
-class Asked(NamedTuple):
+class VisitOptions(NamedTuple):
     """What the command line says."""
 
     endpoint: Endpoint
@@ -82,16 +93,16 @@ class Visited(NamedTuple):
     visit: Visit | None
     me: int = 0
     """This node's index."""
-    trouble: Finding | None = None
+    trouble: DoctorFinding | None = None
     """Why there is no visit, or no end of one."""
 
 
 Value = TypeVar("Value")
-Examine = Callable[[LocalFacts], Sequence[Finding]]
+Examine = Callable[[LocalFacts], Sequence[DoctorFinding]]
 
 
 async def pay_visit(
-    asked: Asked, facts: asyncio.Task[LocalFacts], examine: Examine, say: Callable[[str], None]
+    asked: VisitOptions, facts: asyncio.Task[LocalFacts], examine: Examine, say: Callable[[str], None]
 ) -> Visited:
     """Meets the others, tries every pair, and returns what all found. Network trouble is a finding, not an exception."""
     host = socket.gethostname()
@@ -100,7 +111,7 @@ async def pay_visit(
     node = NodeSpec(member=f"{host}#{os.urandom(4).hex()}", host=host, nproc=1)
     async with asyncio.TaskGroup() as tasks:
         met = await _meet(asked, job, node, tasks, say)
-        if isinstance(met, Finding):
+        if isinstance(met, DoctorFinding):
             return Visited(None, trouble=met)
         channel, place = met
         visitor = _Visitor(asked, host, channel, place)
@@ -115,8 +126,8 @@ async def pay_visit(
 
 
 async def _meet(
-    asked: Asked, job: JobSpec, node: NodeSpec, tasks: asyncio.TaskGroup, say: Callable[[str], None]
-) -> tuple[Channel, Claim | None] | Finding:
+    asked: VisitOptions, job: JobSpec, node: NodeSpec, tasks: asyncio.TaskGroup, say: Callable[[str], None]
+) -> tuple[Channel, Claim | None] | DoctorFinding:
     """A connection to the desk, which is opened here if the endpoint is ours."""
     loop = asyncio.get_running_loop()
     began, said_s = loop.time(), loop.time()
@@ -145,14 +156,14 @@ async def _meet(
             )
 
 
-def _nobody(asked: Asked, error: HoldfastError) -> Finding:
+def _nobody(asked: VisitOptions, error: HoldfastError) -> DoctorFinding:
     why = f"nobody answered at {asked.endpoint} within {asked.timeout_s:g} s: {error}"
     if "no answer" in str(error):
         return _trouble("HF551", Level.FATAL, why, "a firewall or security group before that node? Open the port")
     return _trouble("HF551", Level.RETRY, why, "run doctor on the node that owns the endpoint too; check its name")
 
 
-def _turned_away(asked: Asked, error: HoldfastError) -> Finding:
+def _turned_away(asked: VisitOptions, error: HoldfastError) -> DoctorFinding:
     text = str(error)
     if isinstance(error, PortInUseError) or text.count(f"backend {BACKEND!r}") == 1:
         what = "a job runs" if isinstance(error, RefusedError) else "something else listens"
@@ -162,16 +173,16 @@ def _turned_away(asked: Asked, error: HoldfastError) -> Finding:
     return _trouble("HF552", Level.FATAL, text, "run the same line, with the same token, on all nodes")
 
 
-def _trouble(code: str, level: Level, why: str, fix: str) -> Finding:
-    return Finding(code=code, level=level, what="meeting", why=why, fix=fix)
+def _trouble(code: str, level: Level, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=level, what="meeting", why=why, fix=fix)
 
 
 class _Visitor:
     """This node, from its first word at the desk to the last."""
 
-    def __init__(self, asked: Asked, host: str, channel: Channel, place: Claim | None) -> None:
+    def __init__(self, asked: VisitOptions, host: str, channel: Channel, place: Claim | None) -> None:
         self._asked, self._host, self._channel, self._place = asked, host, channel, place
-        self._listener = probe.Listener()
+        self._listener = probe.ProbeServer()
         self._reducer: Reducer | None = None
         self.visit: Visit | None = None
         self.me = 0
@@ -195,7 +206,7 @@ class _Visitor:
         report = NodeReport(summary=self._summary(known), links=links, findings=problems)
         self._channel.send(Told(report))
         outcome = await self._receive(max(timeout_s, REPORT_S_MIN) + SLACK_S)
-        if not isinstance(outcome, Outcome):
+        if not isinstance(outcome, CheckOutcome):
             raise ProtocolError("no outcome")
         self.visit = outcome.visit
         if outcome.reduce:
@@ -232,7 +243,7 @@ class _Visitor:
             has_torch=torch.state is TorchState.OK and torch.gloo,
         )
 
-    async def _reduce(self, roster: Roster) -> Over:
+    async def _reduce(self, roster: Roster) -> CheckOver:
         asked, me = self._asked, roster.me
         reduced = Reduced(ok=False, silent=True)
         try:
@@ -246,7 +257,7 @@ class _Visitor:
             reduced = await _in_time(self._reducer.result(), asked.timeout_s, reduced)
         self._channel.send(Result(reduced))
         over = await self._receive(asked.timeout_s + SLACK_S)
-        if not isinstance(over, Over):
+        if not isinstance(over, CheckOver):
             raise ProtocolError("no end of the all-reduce")
         return over
 
@@ -269,12 +280,12 @@ class _Visitor:
             return await self._channel.receive()
 
 
-async def try_all(roster: Roster) -> tuple[Link, ...]:
+async def try_all(roster: Roster) -> tuple[NodePath, ...]:
     """Every peer: first all at once, then the bandwidth of those that answer, in turns that collide little."""
     number, room = len(roster.peers), asyncio.Semaphore(AT_ONCE_MAX)
     others = [(roster.me + turn) % number for turn in range(1, number)]
 
-    async def one(index: int) -> Link:
+    async def one(index: int) -> NodePath:
         peer = roster.peers[index]
         async with room:
             late: tuple[tuple[str, ...], str] = ((), f"no answer within {NAME_S_MAX:g} s")

@@ -20,7 +20,7 @@ from holdfast.runtime.journal import Journal
 if TYPE_CHECKING:
     import socket
 
-    from holdfast.runtime.observing.server import Answer, Pages, Server
+    from holdfast.runtime.observing.server import HttpResponse, Pages, Server
     from holdfast.runtime.observing.vitals import Vitals
 
 Look = Callable[[], tuple[RankProgress, ...]]
@@ -97,23 +97,23 @@ def metrics_pages(vitals: Vitals) -> Pages:
         from holdfast.runtime.observing.exposition import CONTENT_TYPE, Metrics
     except ModuleNotFoundError as error:
         raise MissingPackageError("--metrics needs prometheus-client: pip install 'holdfast[metrics]'") from error
-    from holdfast.runtime.observing.server import Answer
+    from holdfast.runtime.observing.server import HttpResponse
 
     metrics = Metrics(lambda: vitals.facts)
-    return {"/metrics": lambda: Answer(200, CONTENT_TYPE, metrics.text())}
+    return {"/metrics": lambda: HttpResponse(200, CONTENT_TYPE, metrics.text())}
 
 
 def health_pages(vitals: Vitals) -> Pages:
     import json
 
     from holdfast.runtime.observing.health import health
-    from holdfast.runtime.observing.server import Answer
+    from holdfast.runtime.observing.server import HttpResponse
 
-    def page(key: str) -> Answer:
+    def page(key: str) -> HttpResponse:
         told = health(vitals.facts, time.monotonic())
-        return Answer(200 if told[key] else 503, "application/json", json.dumps(told).encode() + b"\n")
+        return HttpResponse(200 if told[key] else 503, "application/json", json.dumps(told).encode() + b"\n")
 
-    def alive() -> Answer:
+    def alive() -> HttpResponse:
         return page("alive")
 
     return {"/": alive, "/health": alive, "/healthz": alive, "/livez": alive, "/readyz": lambda: page("ready")}

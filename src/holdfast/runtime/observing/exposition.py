@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from holdfast.core.progress import JobView
-from holdfast.runtime.observing.vitals import Facts
+from holdfast.runtime.observing.vitals import VitalsSample
 from holdfast.version import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics(Collector):
     """Made anew from the newest facts at each scrape: nothing is kept between two."""
 
-    def __init__(self, facts: Callable[[], Facts]) -> None:
+    def __init__(self, facts: Callable[[], VitalsSample]) -> None:
         self._facts = facts
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -41,7 +41,7 @@ class Metrics(Collector):
             yield from _job(facts.job, facts.failures)
 
     @staticmethod
-    def _agent(facts: Facts) -> Iterator[Metric]:
+    def _agent(facts: VitalsSample) -> Iterator[Metric]:
         about = {"version": __version__, "run_id": facts.run_id, "node": facts.node}
         yield InfoMetricFamily("holdfast_agent", "This agent and its job.", value=about)
         yield _gauge(
@@ -65,7 +65,7 @@ class Metrics(Collector):
         yield phases
 
 
-def _ranks(facts: Facts) -> Iterator[Metric]:
+def _ranks(facts: VitalsSample) -> Iterator[Metric]:
     labels = ["rank", "local_rank"]
     steps = CounterMetricFamily("holdfast_steps", "Steps made, or beats where there are none.", labels=labels)
     own = CounterMetricFamily("holdfast_own_seconds", "What the rank itself took of its steps.", labels=labels)

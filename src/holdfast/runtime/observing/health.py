@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.runtime.observing.vitals import BEAT_S, Facts
+from holdfast.runtime.observing.vitals import BEAT_S, VitalsSample
 
 STALL_S = 15.0
 """A loop that has not come round for so long stands still: a disk, a debugger, a machine without a free core."""
 assert STALL_S > 5 * BEAT_S
 
 
-def health(facts: Facts, now_s: float) -> dict[str, object]:
+def health(facts: VitalsSample, now_s: float) -> dict[str, object]:
     """`alive`: the agent's loop turns, and its job has not failed. `ready`: every worker of this node runs as well."""
     stalled_s = max(0.0, now_s - facts.taken_s)
     failed = bool(facts.ended) and facts.exit_code != 0

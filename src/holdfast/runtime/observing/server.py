@@ -31,13 +31,13 @@ REASONS = {
 }
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     status: int
     content_type: str
     body: bytes
 
 
-Pages = Mapping[str, Callable[[], Answer]]
+Pages = Mapping[str, Callable[[], HttpResponse]]
 """By path. Called in the server's thread."""
 
 
@@ -124,7 +124,7 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     await writer.drain()
 
 
-def _answer(request: bytes, pages: Pages) -> tuple[str, Answer]:
+def _answer(request: bytes, pages: Pages) -> tuple[str, HttpResponse]:
     words = request.partition(b"\r\n")[0].decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/"):
         return "", _text(400, "not HTTP, or too long")
@@ -140,5 +140,5 @@ def _answer(request: bytes, pages: Pages) -> tuple[str, Answer]:
         return method, _text(500, f"{type(error).__name__}: {error}")
 
 
-def _text(status: int, text: str) -> Answer:
-    return Answer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+def _text(status: int, text: str) -> HttpResponse:
+    return HttpResponse(status, "text/plain; charset=utf-8", text.encode() + b"\n")

@@ -1,6 +1,6 @@
 """What this agent knows that is worth watching from outside, gathered on its own loop once a second.
 
-Each second a new `Facts` replaces the old one. Other threads read the newest and nothing else, so that they neither wait for
+Each second a new `VitalsSample` replaces the old one. Other threads read the newest and nothing else, so that they neither wait for
 the agent nor make it wait. Knows the journal's events; knows nothing of HTTP or of Prometheus.
 """
 
@@ -35,7 +35,7 @@ class RankFacts(Struct, frozen=True, kw_only=True):
     age_s: float
 
 
-class Facts(Struct, frozen=True, kw_only=True):
+class VitalsSample(Struct, frozen=True, kw_only=True):
     taken_s: float
     """When, by the loop's clock: how long the agent has stood still since is told from it."""
     run_id: str
@@ -86,7 +86,7 @@ class Vitals:
         self._seen: dict[int, RankProgress] = {}
         self._looks: deque[tuple[float, dict[int, int]]] = deque(maxlen=LOOKS_MAX)
         self._timer: asyncio.TimerHandle | None = None
-        self.facts = Facts(taken_s=self._loop.time(), run_id=run_id, node=node)
+        self.facts = VitalsSample(taken_s=self._loop.time(), run_id=run_id, node=node)
 
     def start(self) -> None:
         self._beat()
@@ -158,7 +158,7 @@ class Vitals:
         self._looks.append((now, {local_rank: each.steps for local_rank, each in self._seen.items()}))
         while len(self._looks) > 2 and now - self._looks[0][0] > STEP_WINDOW_S:
             self._looks.popleft()
-        self.facts = Facts(
+        self.facts = VitalsSample(
             taken_s=now,
             run_id=self.facts.run_id,
             node=self.facts.node,

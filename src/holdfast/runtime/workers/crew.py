@@ -30,7 +30,7 @@ from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers import keeper_client as kept
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
-from holdfast.runtime.workers.ends import EXIT_AFTER_EXCEPTION, Ended, Ends, Worker
+from holdfast.runtime.workers.ends import EXIT_AFTER_EXCEPTION, Ends, Worker, WorkerExit
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.keeper_client import KeeperClient, Revivals, revive_keeper
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
@@ -338,7 +338,7 @@ class Crew:
             case kept.Fenced():
                 self._stopping = True
                 self._emit(WorkersFenced())
-            case kept.TreeGone(leftover):
+            case kept.TreeKilled(leftover):
                 self._tree_gone(leftover)
             case kept.PreloadTold(text, trouble):
                 self._journal.write("preload", text=text, trouble=trouble)
@@ -372,10 +372,10 @@ class Crew:
             self._phases.trouble()
         self._ends.report(worker, end)
 
-    def _end(self, worker: Worker, pid: int, exit_code: int, *, stopped: bool, raised: bool = False) -> Ended:
+    def _end(self, worker: Worker, pid: int, exit_code: int, *, stopped: bool, raised: bool = False) -> WorkerExit:
         lived_s = round(self._loop.time() - worker.began_s, 3)
         step = self._board.step(worker.local_rank) if self._board is not None else 0
-        return Ended(pid, exit_code, lived_s, step, after_stop=stopped or self._told(worker), raised=raised)
+        return WorkerExit(pid, exit_code, lived_s, step, after_stop=stopped or self._told(worker), raised=raised)
 
     def _told(self, worker: Worker) -> bool:
         return self._board is not None and self._board.told(worker.local_rank)

@@ -35,7 +35,7 @@ class Worker(Struct):
     """Its program raised an exception, and that was reported before the process ended."""
 
 
-class Ended(Struct, frozen=True):
+class WorkerExit(Struct, frozen=True):
     """What is known of a worker at the moment of its end, before its files are read."""
 
     pid: int
@@ -95,7 +95,7 @@ class Ends:
         self._journal.write("worker_failed", generation=self._assign.generation, **noted(failure))
         self._emit(WorkerEnded(self._assign.generation, local_rank, failure))
 
-    def report(self, worker: Worker, end: Ended) -> None:
+    def report(self, worker: Worker, end: WorkerExit) -> None:
         """Read what this worker left, then report: WorkerRaised or WorkerEnded, after those of earlier calls."""
         assert self._assign is not None
         reading = self._tasks.create_task(self._report(worker, end, self._assign, tuple(self._reading)))
@@ -107,14 +107,14 @@ class Ends:
             await asyncio.wait(tuple(self._reading))
 
     async def _report(
-        self, worker: Worker, end: Ended, assign: Assign, earlier: tuple[asyncio.Task[None], ...]
+        self, worker: Worker, end: WorkerExit, assign: Assign, earlier: tuple[asyncio.Task[None], ...]
     ) -> None:
         event = await self._event(worker, end, assign)
         if earlier:
             await asyncio.wait(earlier)
         self._emit(event)
 
-    async def _event(self, worker: Worker, end: Ended, assign: Assign) -> Event:
+    async def _event(self, worker: Worker, end: WorkerExit, assign: Assign) -> Event:
         if end.exit_code == 0:
             left = await asyncio.to_thread(self._left, worker, end, assign)
             return WorkerEnded(assign.generation, worker.local_rank, None, left=left)
@@ -127,7 +127,7 @@ class Ends:
             return WorkerRaised(assign.generation, worker.local_rank, failure)
         return WorkerEnded(assign.generation, worker.local_rank, failure)
 
-    def _left(self, worker: Worker, end: Ended, assign: Assign) -> Failure:
+    def _left(self, worker: Worker, end: WorkerExit, assign: Assign) -> Failure:
         return left_with_zero(
             rank=assign.rank_base + worker.local_rank,
             local_rank=worker.local_rank,
@@ -139,7 +139,7 @@ class Ends:
             step=end.step,
         )
 
-    def _failure(self, worker: Worker, end: Ended, assign: Assign) -> Failure:
+    def _failure(self, worker: Worker, end: WorkerExit, assign: Assign) -> Failure:
         return failure_of_exit(
             rank=assign.rank_base + worker.local_rank,
             local_rank=worker.local_rank,

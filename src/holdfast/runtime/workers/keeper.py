@@ -215,7 +215,7 @@ class Keeper:
         self._wake = self._wake_at_child_end()
         self._poller.register(self._wake, select.POLLIN)
         self._agent_end = self._watch_agent(agent)
-        self._nursery = nursery.Nursery(self._poller, self._spawn, self._born, self._out.add)
+        self._nursery = nursery.ForkServerClient(self._poller, self._spawn, self._born, self._out.add)
 
     def _wake_at_child_end(self) -> int:
         wake_read, wake_write = os.pipe()

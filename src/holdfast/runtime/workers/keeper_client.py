@@ -71,7 +71,7 @@ class ProcessEnded(Struct, frozen=True):
     """As waitpid saw it: 0..255, or -N for signal N."""
 
 
-class TreeGone(Struct, frozen=True):
+class TreeKilled(Struct, frozen=True):
     """Answer to kill_tree: nothing but services lives below the keeper."""
 
     leftover: tuple[int, ...]
@@ -102,7 +102,7 @@ class KeeperDied(Struct, frozen=True):
     """The keeper is gone without having been asked; its workers die with it. See `revive_keeper`."""
 
 
-KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeGone | PreloadTold | StandbyTold | Fenced | KeeperDied
+KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadTold | StandbyTold | Fenced | KeeperDied
 
 
 class KeeperClient:
@@ -252,7 +252,7 @@ def _event(message: lifeline.Message) -> KeeperEvent:
         case "fenced":
             return Fenced()
         case "tree_gone":
-            return TreeGone(tuple(message["leftover"]))
+            return TreeKilled(tuple(message["leftover"]))
         case "preload":
             return PreloadTold(message["text"], message["trouble"])
         case "standby":

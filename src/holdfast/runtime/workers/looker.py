@@ -65,7 +65,7 @@ class Tally(Struct, frozen=True):
         return Tally(self.total + grown, self.of_each | of_each)
 
 
-class _Look(Struct):
+class _RankLook(Struct):
     """One worker, while it is looked at."""
 
     local_rank: int
@@ -142,9 +142,9 @@ class Looker:
             self._files.spy(samples)
             return samples
 
-    def _begun(self, local_rank: int, pid: int) -> _Look:
+    def _begun(self, local_rank: int, pid: int) -> _RankLook:
         talked, wanted = self._tallies.get(pid, (Tally(), Tally()))
-        return _Look(
+        return _RankLook(
             local_rank,
             pid,
             # A duplicate: the board may be closed meanwhile, and its number used for something else.
@@ -177,7 +177,7 @@ class Looker:
         await self._files.close()
 
 
-def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
+def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
     """Blocks; closes the looks' files."""
     try:
         below = kernel.descendants({look.pid: look.variable for look in looks})
@@ -201,7 +201,7 @@ def _collect(looks: list[_Look]) -> tuple[RankSample, ...]:
             os.close(look.fd)
 
 
-def _measure(look: _Look, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
+def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
     """What it and the processes below it have done so far."""
     look.at_s = time.monotonic()
     look.stat = kernel.read_stat(look.pid)
@@ -219,7 +219,7 @@ def _measure(look: _Look, below: Sequence[kernel.Child], moved_bytes: Mapping[in
     look.switches = kernel.switches(look.pid)
 
 
-def _ask(look: _Look) -> None:
+def _ask(look: _RankLook) -> None:
     """Send the signal to a worker that will answer it."""
     if look.stat is None or look.stat.state in _STOPPED + _DEAD:
         return  # it would answer when it goes on, once for each time that it was asked
@@ -237,7 +237,7 @@ def _ask(look: _Look) -> None:
         look.asked = True
 
 
-def _sleeps(look: _Look) -> bool:
+def _sleeps(look: _RankLook) -> bool:
     """Whether its main thread has slept since the look began, and is likely to sleep on."""
     stat = kernel.read_stat(f"{look.pid}/task/{look.pid}")
     return stat is not None and stat.state != "R" and kernel.switches(look.pid) == look.switches
@@ -259,7 +259,7 @@ def _has_open(pid: int, fd: int) -> bool:
     return False
 
 
-def _answered(look: _Look) -> bool:
+def _answered(look: _RankLook) -> bool:
     """Whether all that this worker will write has been written."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
     signals = kernel.signals(f"{look.pid}/task/{look.task}")
@@ -271,7 +271,7 @@ def _answered(look: _Look) -> bool:
     return size > 0 and now_s - look.still_since_s >= STILL_S
 
 
-def _sample(look: _Look) -> RankSample:
+def _sample(look: _RankLook) -> RankSample:
     if look.stat is None:
         return RankSample(look.local_rank, look.pid, "", 0.0)
     return RankSample(

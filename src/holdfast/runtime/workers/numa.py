@@ -27,7 +27,7 @@ NOT_FOR_TRAINING = frozenset(["intel_vpu", "amdxdna"])
 """Drivers of what lies inside processors for inference; torch has no device for it."""
 
 
-class Machine(Struct, frozen=True, kw_only=True):
+class NumaTopology(Struct, frozen=True, kw_only=True):
     """What binding has to know of a machine."""
 
     sys: Path
@@ -37,7 +37,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     """PCI addresses as in /sys/bus/pci/devices, by the index of the accelerator; empty: none."""
 
     @classmethod
-    def this(cls, environment: Mapping[str, str] = os.environ) -> Machine:
+    def this(cls, environment: Mapping[str, str] = os.environ) -> NumaTopology:
         """The machine we run on, with the accelerators that its environment lets workers see."""
         gpus = accelerators(environment, sys=SYS, proc_gpus=PROC_GPUS, dev=DEV)
         return cls(sys=SYS, allowed=frozenset(os.sched_getaffinity(0)), gpus=gpus)
@@ -154,15 +154,15 @@ def visible_gpus(gpus: Sequence[str], visible: str | None) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def binding_for(options: RunOptions, machine: Machine | None = None) -> dict[int, list[int]]:
+def binding_for(options: RunOptions, machine: NumaTopology | None = None) -> dict[int, list[int]]:
     """CPU numbers of every local rank, as --numa-binding asks; empty without it. Reads /sys. Raises BindingError."""
     if options.numa_binding is None:
         return {}
-    here = machine or Machine.this()
+    here = machine or NumaTopology.this()
     return {rank: cpus_for(options.numa_binding, rank, options.nproc, here) for rank in range(options.nproc)}
 
 
-def cpus_for(mode: str, local_rank: int, nproc: int, machine: Machine) -> list[int]:
+def cpus_for(mode: str, local_rank: int, nproc: int, machine: NumaTopology) -> list[int]:
     """CPU numbers, sorted, for one worker of `nproc` on this machine. Raises BindingError."""
     if mode not in MODES:
         raise BindingError(f"--numa-binding {mode!r} is unknown; there are: {', '.join(MODES)}.")
@@ -185,7 +185,7 @@ def cpus_for(mode: str, local_rank: int, nproc: int, machine: Machine) -> list[i
 class _Layout:
     """The questions that the modes ask of /sys. Raises OSError and ValueError where it is not as expected."""
 
-    def __init__(self, machine: Machine, nproc: int) -> None:
+    def __init__(self, machine: NumaTopology, nproc: int) -> None:
         self._machine = machine
         self._system = machine.sys / "devices" / "system"
         self._nodes = sorted(

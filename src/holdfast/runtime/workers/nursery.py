@@ -92,7 +92,7 @@ class Standby:
         self.theirs.close()
 
 
-class Nursery:
+class ForkServerClient:
     """At most one process at a time. All that it is asked for ends in `born`, in `spawn`, or in an `ended` event."""
 
     def __init__(

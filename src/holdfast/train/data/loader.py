@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import DataError
 from holdfast.train.batch import GlobalBatch, Share, Tail, in_hand, set_in_hand
-from holdfast.train.data.permutation import SEQUENTIAL, SHUFFLED, Order, order_of
+from holdfast.train.data.permutation import SEQUENTIAL, SHUFFLED, EpochOrder, order_of
 from holdfast.train.data.place import place
 from holdfast.train.data.position import Position
 from holdfast.train.data.seeds import BatchKey, Seeded, sample_seed
@@ -240,7 +240,7 @@ class _Batches:
     def __init__(self) -> None:
         self._keys: Iterator[BatchKey] = iter(())
 
-    def begin(self, epoch: int, order: Order, shares: Iterator[Share]) -> deque[Share]:
+    def begin(self, epoch: int, order: EpochOrder, shares: Iterator[Share]) -> deque[Share]:
         fetched: deque[Share] = deque()
 
         def keys() -> Iterator[BatchKey]:
@@ -271,12 +271,12 @@ def _tail(tail: Tail | None, *, drop_last: bool) -> Tail:
     return "drop" if drop_last else tail or "even"
 
 
-def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callable[[int], Order], Any]:
+def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callable[[int], EpochOrder], Any]:
     """Length, the order's name, the order of an epoch, and what is read by index."""
     if isinstance(dataset, ShardedDataset):
         sizes = shard_sizes(dataset)
 
-        def shard_order(epoch: int) -> Order:
+        def shard_order(epoch: int) -> EpochOrder:
             return ShardOrder(sizes, seed, epoch, shuffle=shuffle)
 
         return int(sizes.sum()), shard_order_name(sizes, shuffle=shuffle), shard_order, ShardReader(dataset)
@@ -287,7 +287,7 @@ def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callab
         )
     length = len(dataset)
 
-    def order(epoch: int) -> Order:
+    def order(epoch: int) -> EpochOrder:
         return order_of(length, seed, epoch, shuffle=shuffle)
 
     return length, SHUFFLED if shuffle else SEQUENTIAL, order, dataset

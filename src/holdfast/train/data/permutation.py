@@ -34,7 +34,7 @@ Integers: TypeAlias = Any
 """A numpy array of whole numbers (mypy does not read numpy)."""
 
 
-class Order(Protocol):
+class EpochOrder(Protocol):
     """An epoch's order."""
 
     name: str
@@ -109,7 +109,7 @@ class Feistel(Sequential):
         return left * self._right + right
 
 
-def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> Order:
+def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
     """The order of one epoch."""
     if not shuffle:
         return Sequential(length)
