@@ -29,7 +29,7 @@ from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Evidence, Failure, Verdict
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Assign, FromAgent, FromCoordinator
-from holdfast.testing.clock import Agenda, ManualClock
+from tests.support.simulator.clock import Agenda, ManualClock
 from holdfast.wire.codec import decode_from_agent, decode_from_coordinator, encode
 
 DELAY_S_MAX = 0.005

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.scenario import ScenarioError, inputs, play
+from tests.support.simulator.scenario import ScenarioError, inputs, play
 
 FOLDER = Path(__file__).parent
 FILES = sorted(FOLDER.glob("*.txt"))

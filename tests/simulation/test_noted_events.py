@@ -12,8 +12,8 @@ import pytest
 from holdfast.core.agent.base import AgentBase
 from holdfast.core.coordinator.base import CoordinatorBase
 from holdfast.insight.events import problems
-from holdfast.testing.scenario import inputs, play
-from holdfast.testing.sweep import run_seed
+from tests.support.simulator.scenario import inputs, play
+from tests.support.simulator.sweep import run_seed
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.txt"))
 SEEDS = 40

@@ -11,9 +11,9 @@ import os
 import pytest
 
 from holdfast.core.policy import Limits
-from holdfast.testing.cluster import SimCluster, SimOptions
-from holdfast.testing.faults import FaultOptions
-from holdfast.testing.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds
+from tests.support.simulator.cluster import SimCluster, SimOptions
+from tests.support.simulator.faults import FaultOptions
+from tests.support.simulator.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds
 
 # Read while the tests are collected: the session's own home removes HOLDFAST_ variables afterwards.
 FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:600"))

@@ -15,8 +15,8 @@ from holdfast.rendezvous.elections import ValueElection, address_of_default_rout
 from holdfast.rendezvous.third_party import Backend, Place, SharedValue
 from holdfast.runtime import etcd_meeting
 from holdfast.runtime.journal import Journal
-from holdfast.testing.cluster import simple_judge
 from tests.support.limits import limit_s
+from tests.support.simulator.cluster import simple_judge
 
 
 class Hanging(SharedValue):

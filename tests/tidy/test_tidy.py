@@ -182,9 +182,7 @@ def called_names(node: ast.AST) -> set[str]:
 def test_every_test_can_fail() -> None:
     idle = []
     tests = [path for path in python_files("tests") if path.name.startswith("test_")]
-    shared = asserting_helpers(
-        path for path in [*python_files("tests"), *python_files("src/holdfast/testing")] if path not in tests
-    )
+    shared = asserting_helpers(path for path in python_files("tests") if path not in tests)
     for path in tests:
         helpers = asserting_helpers([path], shared)
         idle += [
@@ -271,7 +269,6 @@ def test_error_page_is_up_to_date() -> None:
 
 def test_every_code_in_the_source_is_on_the_page() -> None:
     page = error_table.PATH.read_text(encoding="utf-8")
-    product = (path for path in python_files("src") if ROOT / "src/holdfast/testing" not in path.parents)
-    codes = {code for path in product for code in re.findall(r"\bHF\d{3}\b", text(path))}
+    codes = {code for path in python_files("src") for code in re.findall(r"\bHF\d{3}\b", text(path))}
     assert codes
     assert not {code for code in codes if f"| {code} |" not in page}

@@ -24,8 +24,8 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.testing.cluster import simple_judge
-from holdfast.testing.stalls import simple_examine
+from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.stalls import simple_examine
 
 LIMITS = Limits(
     join_s=60.0,

@@ -8,7 +8,7 @@ from holdfast.core.coordinator.state import LEFT_MAX, World
 from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import StopReason
-from holdfast.testing.cluster import simple_judge
+from tests.support.simulator.cluster import simple_judge
 
 
 def failure(exit_code: int, *, after_stop: bool = False) -> Failure:

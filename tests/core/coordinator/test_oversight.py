@@ -16,9 +16,9 @@ from holdfast.core.outcome import Evidence, Failure, OutcomeKind
 from holdfast.core.progress import RankProgress, Stage, Standing
 from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, Stopped, StopReason, WorkerDone, WorkersFailed
 from holdfast.core.stacks import Frame, RankSample
-from holdfast.testing.cluster import simple_judge
-from holdfast.testing.stalls import simple_examine
 from tests.core.coordinator.coordinator_desk import Desk, gathering, preparing, running, two_of_three
+from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.stalls import simple_examine
 
 
 def steps(desk: Desk, number: int, *, own_s: float = 0.0, links: tuple[int, ...] = (1, 2), generation: int = 0) -> None:

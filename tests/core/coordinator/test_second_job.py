@@ -11,8 +11,8 @@ from holdfast.core.machines import Tick
 from holdfast.core.outcome import OutcomeKind
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import Assign, Finish, FromCoordinator, Join, Ping, Prepared, Refuse, Waiting, WorkerDone
-from holdfast.testing.cluster import simple_judge
 from tests.core.coordinator.coordinator_desk import LIMITS
+from tests.support.simulator.cluster import simple_judge
 
 LINE, OTHER = {"script": "a", "arguments": "1"}, {"script": "a", "arguments": "2"}
 

@@ -9,7 +9,7 @@ from holdfast.core.coordinator.versions import Versions
 from holdfast.core.machines import Note
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Join, Notice
-from holdfast.testing.cluster import simple_judge
+from tests.support.simulator.cluster import simple_judge
 
 
 def node(name: str, **versions: str) -> NodeSpec:

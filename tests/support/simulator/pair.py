@@ -25,8 +25,8 @@ from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import Assign, FromAgent, FromCoordinator
 from holdfast.core.stacks import Frame, RankSample
-from holdfast.testing.cluster import simple_judge
-from holdfast.testing.stalls import WAITING, simple_examine
+from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.stalls import WAITING, simple_examine
 
 STEPS_MAX = 100_000
 """So many messages and ticks in one `advance`: somebody asks for a Tick again and again."""

@@ -25,7 +25,7 @@ from holdfast.core.protocol import Assign
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
-from holdfast.testing.cluster import simple_judge
+from tests.support.simulator.cluster import simple_judge
 
 STORE_PORT = 1
 """Stands for the store's port; nobody connects."""

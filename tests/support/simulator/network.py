@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from holdfast.testing.clock import Agenda
+from tests.support.simulator.clock import Agenda
 
 
 class FakeEnd:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.testing import sweep
-from holdfast.testing.checkers import BrokenPromiseError
-from holdfast.testing.cluster import SimOptions
-from holdfast.testing.sweep import Draw, SweepResult, main, parse_seeds, report, run_seed, run_seeds
+from tests.support.simulator import sweep
+from tests.support.simulator.checkers import BrokenPromiseError
+from tests.support.simulator.cluster import SimOptions
+from tests.support.simulator.sweep import Draw, SweepResult, main, parse_seeds, report, run_seed, run_seeds
 
 
 def hopeless(seed: int) -> Draw:
@@ -37,7 +37,7 @@ def test_failing_seeds_come_with_the_command_that_shows_them(monkeypatch: pytest
     assert sorted(tally.failures) == [5, 6, 7]
     told = report(tally)
     assert told.startswith("3 of 3 simulated jobs broke a promise\nseed 5 at ")
-    assert "\n  python -m holdfast.testing.sweep 7" in told
+    assert "\n  python -m tests.support.simulator.sweep 7" in told
 
 
 def test_many_seeds_on_all_cores(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

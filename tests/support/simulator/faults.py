@@ -11,8 +11,8 @@ from holdfast.core.agent.events import Signalled
 from holdfast.core.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
-    from holdfast.testing.cluster import SimCluster
-    from holdfast.testing.nodes import SimAgent
+    from tests.support.simulator.cluster import SimCluster
+    from tests.support.simulator.nodes import SimAgent
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from holdfast.core.coordinator.events import Event as CoordinatorEvent
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import Assign, Finish
-from holdfast.testing.checkers import BrokenPromiseError, WorldChecker
-from holdfast.testing.cluster import SimCluster, SimOptions, simple_judge
-from holdfast.testing.faults import FaultOptions
+from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
+from tests.support.simulator.cluster import SimCluster, SimOptions, simple_judge
+from tests.support.simulator.faults import FaultOptions
 
 QUIET = SimOptions(min_nodes=3, max_nodes=3, work_s=5.0)
 FAULTY = SimOptions(

@@ -1,7 +1,7 @@
 """Many simulated jobs, one for each seed. Draws what each one suffers; decides nothing and fixes nothing.
 
-    python -m holdfast.testing.sweep 4711       one job and its whole story
-    python -m holdfast.testing.sweep 0:20000    many, on all cores; counts, and the seeds that broke a promise
+    python -m tests.support.simulator.sweep 4711       one job and its whole story
+    python -m tests.support.simulator.sweep 0:20000    many, on all cores; counts, and the seeds that broke a promise
 
 A seed stands for one history only together with one version of the code.
 """
@@ -21,9 +21,9 @@ from msgspec import structs
 
 from holdfast.core.errors import EXIT_FAILURE, EXIT_USAGE
 from holdfast.core.policy import Grow, Limits
-from holdfast.testing.checkers import BrokenPromiseError
-from holdfast.testing.cluster import SimCluster, SimOptions
-from holdfast.testing.faults import FaultOptions
+from tests.support.simulator.checkers import BrokenPromiseError
+from tests.support.simulator.cluster import SimCluster, SimOptions
+from tests.support.simulator.faults import FaultOptions
 
 CHUNK_SEEDS = 100
 """How many seeds a process takes at a time."""
@@ -149,7 +149,7 @@ def run_seeds(first: int, end: int) -> SweepResult:
 def report(tally: SweepResult) -> str:
     """The failing seeds, each with the command that tells its story."""
     lines = [
-        f"{text}\n  python -m holdfast.testing.sweep {seed}"
+        f"{text}\n  python -m tests.support.simulator.sweep {seed}"
         for seed, text in sorted(tally.failures.items())[:FAILURES_SHOWN_MAX]
     ]
     return "\n".join([f"{len(tally.failures)} of {tally.jobs} simulated jobs broke a promise", *lines])
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
             return _sweep(*parse_seeds(text))
         return _tell_story(int(text))
     except ValueError as error:
-        sys.stderr.write(f"usage: python -m holdfast.testing.sweep SEED | FIRST:END ({error})\n")
+        sys.stderr.write(f"usage: python -m tests.support.simulator.sweep SEED | FIRST:END ({error})\n")
         return EXIT_USAGE
 
 

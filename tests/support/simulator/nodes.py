@@ -16,11 +16,11 @@ from holdfast.core.outcome import Failure
 from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import Assign, Stop, StopReason
 from holdfast.core.stacks import Frame, RankSample
-from holdfast.testing.network import FakeEnd
-from holdfast.testing.stalls import WAITING, Stall
+from tests.support.simulator.network import FakeEnd
+from tests.support.simulator.stalls import WAITING, Stall
 
 if TYPE_CHECKING:
-    from holdfast.testing.cluster import SimCluster
+    from tests.support.simulator.cluster import SimCluster
 
 SIGKILL = 9
 EXIT_FUNCTIONS_S = 3.0

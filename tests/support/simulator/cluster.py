@@ -18,12 +18,12 @@ from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
-from holdfast.testing.checkers import BrokenPromiseError, WorldChecker
-from holdfast.testing.clock import Agenda, ManualClock
-from holdfast.testing.faults import FaultOptions, plan_faults
-from holdfast.testing.network import FakeNetwork
-from holdfast.testing.nodes import SimAgent, SimCoordinator
-from holdfast.testing.stalls import Stall, simple_examine
+from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
+from tests.support.simulator.clock import Agenda, ManualClock
+from tests.support.simulator.faults import FaultOptions, plan_faults
+from tests.support.simulator.network import FakeNetwork
+from tests.support.simulator.nodes import SimAgent, SimCoordinator
+from tests.support.simulator.stalls import Stall, simple_examine
 
 STORY_LINES_MAX = 60
 STANDSTILL_EVENTS_MAX = 10_000

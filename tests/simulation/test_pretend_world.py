@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from holdfast.testing.clock import Agenda, ManualClock
-from holdfast.testing.network import FakeEnd, FakeNetwork
+from tests.support.simulator.clock import Agenda, ManualClock
+from tests.support.simulator.network import FakeEnd, FakeNetwork
 
 
 def test_time_never_goes_back() -> None:

@@ -67,7 +67,7 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.testing.pair import Pair
+from tests.support.simulator.pair import Pair
 
 INDENT = "    "
 TOLD = ("kind", "code", "culprits", "still_s", "text")
