@@ -18,7 +18,7 @@ from holdfast.cli.env import markdown, masked, variables
 from holdfast.core.errors import UsageError
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.runtime import running
-from holdfast.runtime.report import write_reports
+from holdfast.runtime.agent_service import write_reports
 from holdfast.runtime.running import RunningAgent
 
 VIEW = {

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.insight.incidents import incidents
-from holdfast.insight.pictures import POINTS_MAX, Block, bar, lines, thinned
+from holdfast.insight.page import POINTS_MAX, Block, bar, lines, thinned
 
 VOID = {"meta", "br"}
 WORKER = {"rank": 1, "local_rank": 1, "host": "a", "pid": 7, "exit_code": 1}

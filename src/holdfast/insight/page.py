@@ -1,6 +1,8 @@
 """`holdfast report --html`: one page that needs nothing else: no script, no font, no picture from elsewhere.
 
-Pure: what is known of a run in, HTML out. Every text of the run's is escaped here or in pictures.py.
+Pure: what is known of a run in, HTML out. Every text of the run's is escaped here. Pictures are plain SVG without
+text, so that they stretch to any width; words stand beside them. Colours are classes: the style says what they are, by day,
+by night, on paper.
 """
 
 from __future__ import annotations
@@ -16,9 +18,110 @@ from holdfast.core.spans import spans
 from holdfast.insight.history import Activity, History, Life, NodeHistory
 from holdfast.insight.incidents import Incident
 from holdfast.insight.numbers import duration, plural
-from holdfast.insight.page_style import STYLE
-from holdfast.insight.pictures import Block, Curve, bar, lines
 from holdfast.insight.timeline import PHASES, Timeline
+
+WIDE = 1000.0
+POINTS_MAX = 400
+"""Of a line; more are thinned out."""
+
+
+class Block(Struct, frozen=True):
+    """A part of a bar."""
+
+    from_: float
+    to: float
+    """In the bar's own unit."""
+    colour: str
+    """A class."""
+    words: str
+    """Shown when it is pointed at."""
+
+
+def bar(blocks: Iterable[Block], from_: float, to: float, label: str) -> str:
+    """One bar; what is thinner than a hair is drawn as a hair."""
+    scale = WIDE / max(to - from_, 1e-9)
+    drawn = "".join(
+        f'<rect class="{block.colour}" x="{(block.from_ - from_) * scale:.2f}" y="0" '
+        f'width="{max((block.to - block.from_) * scale, 1.0):.2f}" height="10"><title>{escape(block.words)}</title></rect>'
+        for block in blocks
+    )
+    return (
+        f'<svg class="bar" viewBox="0 0 {WIDE:g} 10" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label, quote=True)}">{drawn}</svg>'
+    )
+
+
+Curve = tuple[int, Sequence[tuple[float, float]]]
+"""A colour, of `line0` to `line7`, and points (x, y)."""
+
+
+def lines(curves: Sequence[Curve], box: tuple[float, float, float, float], label: str) -> str:
+    """Curves in a box: x from, x to, y from, y to."""
+    left, right, low, high = box
+    across, up = WIDE / max(right - left, 1e-9), 300 / max(high - low, 1e-9)
+    drawn = []
+    for colour, curve in curves:
+        points = " ".join(f"{(x - left) * across:.1f},{300 - (y - low) * up:.1f}" for x, y in thinned(curve))
+        drawn.append(f'<polyline class="line{colour}" points="{points}"/>')
+    grid = "".join(f'<line class="grid" x1="0" x2="{WIDE:g}" y1="{y}" y2="{y}"/>' for y in (1, 75, 150, 225, 299))
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDE:g} 300" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label, quote=True)}">{grid}{"".join(drawn)}</svg>'
+    )
+
+
+def thinned(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Its first and last point, and not too many between."""
+    if len(curve) <= POINTS_MAX:
+        return list(curve)
+    stride = len(curve) / (POINTS_MAX - 1)
+    return [curve[int(number * stride)] for number in range(POINTS_MAX - 1)] + [curve[-1]]
+
+
+STYLE = (
+    """
+:root{--ink:#1b1f24;--paper:#fff;--soft:#eef1f4;--line:#d0d7de;--dim:#57606a;
+--startup:#d4a72c;--training:#2da44e;--alternate:#1f883d;--lost:#cf222e;--hung:#8250df;--down:#fa8f3e;--end:#8c959f;
+--c0:#0969da;--c1:#bf3989;--c2:#8250df;--c3:#1b7c83;--c4:#9a6700;--c5:#116329;--c6:#a40e26;--c7:#57606a}
+@media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--paper:#0d1117;--soft:#161b22;--line:#30363d;--dim:#9198a1;
+--startup:#d29922;--training:#3fb950;--alternate:#2ea043;--lost:#f85149;--hung:#bc8cff;--down:#f0883e;--end:#6e7681;
+--c0:#58a6ff;--c1:#f778ba;--c2:#bc8cff;--c3:#39c5cf;--c4:#e3b341;--c5:#7ee787;--c6:#ff7b72;--c7:#b1bac4}}
+@media print{:root{--ink:#000;--paper:#fff;--soft:#fff;--line:#999;--dim:#333}
+section{break-inside:avoid}svg rect,.key{print-color-adjust:exact;-webkit-print-color-adjust:exact}details>*{display:block}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.45 system-ui,sans-serif}
+main{max-width:68rem;margin:0 auto;padding:1rem}
+h1{font-size:1.5rem;margin:.2rem 0 .8rem;overflow-wrap:anywhere}
+h2{font-size:1.15rem;margin:0 0 .6rem}h3{font-size:1rem;margin:1rem 0 .3rem}p{margin:.3rem 0 .6rem;overflow-wrap:anywhere}
+section{border-top:1px solid var(--line);padding:1rem 0}
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.6rem;margin:0 0 1rem}
+dl div{background:var(--soft);border-radius:.4rem;padding:.4rem .6rem;min-width:0}
+dt{color:var(--dim);font-size:.8rem}dd{margin:0;overflow-wrap:anywhere}
+.verdict{border:1px solid var(--lost);border-radius:.4rem;padding:.8rem}
+pre{overflow-x:auto;background:var(--soft);padding:.6rem;font-size:.8rem}
+.row{display:grid;grid-template-columns:minmax(6rem,14rem) 1fr;gap:.6rem;align-items:center;margin:.25rem 0}
+.row>span{font-size:.85rem;overflow-wrap:anywhere}
+svg{display:block;width:100%;background:var(--soft)}svg.bar{height:1.3rem}svg.chart{height:14rem}
+.axis{display:flex;justify-content:space-between;color:var(--dim);font-size:.8rem}
+.keys{display:flex;flex-wrap:wrap;gap:.3rem 1rem;font-size:.85rem}
+.key{display:inline-block;width:.8rem;height:.8rem;margin-right:.4rem;border-radius:2px;vertical-align:-1px}
+table{border-collapse:collapse;font-size:.9rem}th,td{text-align:left;vertical-align:top;padding:.25rem .8rem .25rem 0;
+border-bottom:1px solid var(--line)}th{color:var(--dim);font-weight:600}td:not(:last-child),th{white-space:nowrap}td:last-child{min-width:14rem}.totals td{min-width:0}
+.wide{overflow-x:auto}.totals{margin-top:.8rem}
+.grid{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke}
+polyline{fill:none;stroke-width:2;vector-effect:non-scaling-stroke;stroke-linejoin:round}
+@media (max-width:40rem){.row{grid-template-columns:1fr;gap:.1rem}body{font-size:15px}}
+"""
+    + "".join(
+        f".{name}{{fill:var(--{name});background:var(--{name})}}\n"
+        for name in ("startup", "training", "alternate", "lost", "hung", "down", "end")
+    )
+    + "".join(
+        f".phase{n}{{fill:var(--c{n});background:var(--c{n})}}.line{n}{{stroke:var(--c{n})}}i.line{n}{{background:var(--c{n})}}\n"
+        for n in range(8)
+    )
+)
+
 
 COLOURS = {
     Activity.STARTUP: "startup",

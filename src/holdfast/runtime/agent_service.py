@@ -5,19 +5,22 @@
                   │  └── Meeting            the link to the coordinator, and the coordinator if this process hosts it
                   └── Console, LogRouter, Journal, RunFolder
 
-Executes what the machine asks for; decides nothing.
+Executes what the machine asks for; decides nothing. At the end it writes verdict.json and the agent's own error file: in a
+thread, for a disk may stall; a full disk costs these files and never the exit code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, json
 
 from holdfast.core.agent.commands import (
     Command,
@@ -37,10 +40,11 @@ from holdfast.core.agent.commands import (
 from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
+from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.hang import Examine
 from holdfast.core.machines import Note, Tick
 from holdfast.core.options import RunOptions
-from holdfast.core.outcome import Outcome, fault_outcome
+from holdfast.core.outcome import Failure, Outcome, fault_outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import JobView, RankProgress
 from holdfast.core.protocol import Answer, FromAgent, FromCoordinator, Waiting
@@ -53,13 +57,41 @@ from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
 from holdfast.runtime.observing import observing
 from holdfast.runtime.own_node import OwnNode
-from holdfast.runtime.report import write_reports
 from holdfast.runtime.versions import node_versions
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.crew import Crew
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.log_layout import RunFolder
 from holdfast.runtime.workers.log_router import LogRouter
+
+OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def write_reports(outcome: Outcome, folder: Path | None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # ValueError: words that are no text
+        if folder is not None:
+            _write(folder / "verdict.json", json.format(json.encode(outcome), indent=2))
+    culprit = outcome.verdict.culprit if outcome.verdict is not None else None
+    own = os.environ.get(OWN_ERROR_FILE, "")
+    if culprit is not None and own:
+        with contextlib.suppress(OSError, ValueError):
+            _write(Path(own), json.encode(as_error_file(culprit)))
+
+
+def as_error_file(culprit: Failure) -> dict[str, object]:
+    """torchelastic's format, with the worker's exit code, for whoever started this agent under `record` or reads the
+    file in its place (torchrun copies the first failure's file there)."""
+    text = culprit.message or f"rank {culprit.rank} ended with exit code {culprit.exit_code}"
+    extra = {"py_callstack": culprit.traceback, "timestamp": str(culprit.timestamp)}
+    return {"message": {"message": text, "extraInfo": extra, "errorCode": culprit.exit_code or EXIT_FAILURE}}
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
 
 CONSOLE_STALL_S_MAX = 30.0
 """At the end: a console that takes nothing for this long is given up; the files are complete."""

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.core.coordinator.events import LinkClosed
-from holdfast.core.coordinator.looking import LAST_WORDS_S, PARTING_LOOK_S
+from holdfast.core.coordinator.oversight import LAST_WORDS_S, PARTING_LOOK_S
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.hang import Finding, RanksAtPlace, RankStory
 from holdfast.core.outcome import Evidence, Failure, OutcomeKind

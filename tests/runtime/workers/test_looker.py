@@ -95,7 +95,13 @@ def test_one_that_is_stopped_is_not_asked(board: Board, start: Start, tmp_path: 
 
 def test_one_that_has_become_another_program(board: Board, start: Start) -> None:
     process = start("import os\nprint('up', flush=True)\nos.execv('/bin/sleep', ['sleep', '600'])")
-    until(lambda: kernel.read_stat(process.pid).name == "sleep", "the worker to be where it stays")  # type: ignore[union-attr]
+
+    def sleeps() -> bool:
+        """Not only has its name: on a busy machine it is still being loaded then."""
+        stat = kernel.read_stat(process.pid)
+        return stat is not None and (stat.name, stat.state) == ("sleep", "S")
+
+    until(sleeps, "the worker to be where it stays")
     (sample,) = look(board, process)
     assert (sample.frames, sample.state, process.poll()) == ((), "S", None)
 

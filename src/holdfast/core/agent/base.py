@@ -18,9 +18,7 @@ from holdfast.core.agent.commands import (
     SignalWorkers,
 )
 from holdfast.core.agent.events import Signalled
-from holdfast.core.agent.lease import Lease
-from holdfast.core.agent.seeking import Seeking
-from holdfast.core.agent.state import Link, Term, Work
+from holdfast.core.agent.state import Lease, Link, Seeking, Term, Work
 from holdfast.core.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.core.machines import Note
 from holdfast.core.outcome import Outcome, OutcomeKind

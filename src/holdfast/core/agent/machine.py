@@ -43,8 +43,7 @@ from holdfast.core.agent.events import (
     WorkersProgress,
     WorkersSeen,
 )
-from holdfast.core.agent.seeking import Seeking
-from holdfast.core.agent.state import Link, Term, Work
+from holdfast.core.agent.state import Link, Seeking, Term, Work
 from holdfast.core.machines import Tick
 from holdfast.core.outcome import Outcome, OutcomeKind
 from holdfast.core.protocol import (

@@ -1,11 +1,115 @@
-"""The agent's memory. Its link and its work are two independent dimensions."""
+"""The agent's memory: its link and its work, which are independent; its lease (how long ago the coordinator provably heard of
+us, by our own clock only); its search for the coordinator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+from holdfast.core.agent.events import DialFailed
+from holdfast.core.errors import CoordinatorLostError, CoordinatorUnreachableError
+from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
+from holdfast.core.pauses import Pauses
+from holdfast.core.policy import Limits
 from holdfast.core.protocol import Assign
+
+
+@dataclass(slots=True)
+class Seeking:
+    limits: Limits
+    since_s: float
+    dial_at_s: float
+    said: Pauses
+    pause_s: float
+    error: DialFailed | None = None
+    """Why the newest attempt failed."""
+
+    @classmethod
+    def begin(cls, limits: Limits, now: float) -> Seeking:
+        return cls(limits, now, now, Pauses.begin(now, limits.say_interval_s), limits.connect_retry_s)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.since_s + self.limits.join_s
+
+    def failed(self, now: float, error: DialFailed) -> None:
+        self.error = error
+        self.dial_at_s = now + self.pause_s
+        self.pause_s = min(2 * self.pause_s, self.limits.connect_retry_max_s)
+
+    def connected(self) -> None:
+        self.error, self.pause_s = None, self.limits.connect_retry_s
+
+    def progress(self, now: float) -> str:
+        """What to tell the person at the console now; empty: nothing yet."""
+        if not self.said.due(now):
+            return ""
+        why = self.error.reason if self.error is not None else "no answer yet"
+        left_s = max(0.0, self.deadline_s - now)
+        return f"waiting for the coordinator: {why} (giving up in {left_s:.0f} s)"
+
+    def gave_up(self, *, knew_one: bool, led_by: str = "") -> Outcome:
+        """`knew_one`: there was a coordinator once. `led_by`: on this node, with these ranks."""
+        code, exit_code = CoordinatorUnreachableError.code, CoordinatorUnreachableError.exit_code
+        text = f"nobody answered within {self.limits.join_s:g} s"
+        if knew_one:
+            code = CoordinatorLostError.code
+            text = f"the coordinator did not come back within {self.limits.join_s:g} s"
+            if led_by:
+                text = f"lost {led_by}, which had the coordinator: it did not come back within {self.limits.join_s:g} s"
+                verdict = Verdict(code=code, cause=text, lost_nodes=(led_by,))
+                return Outcome(
+                    kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict
+                )
+        elif self.error is not None:
+            code, exit_code = self.error.code, self.error.exit_code
+            text = f"{self.error.reason} (tried for {self.limits.join_s:g} s)"
+        return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text)
+
+
+PINGS_OPEN_MAX = 64
+
+
+@dataclass(slots=True)
+class Lease:
+    """Pings out, answers in. What was answered had been sent before the coordinator's lease on us was renewed."""
+
+    fence_s: float
+    ping_interval_s: float
+    confirmed_s: float
+    """When the newest message that the coordinator provably got had been sent: its lease on us began no earlier."""
+    ping_at_s: float
+    _number: int = 0
+    _open: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def fence_at_s(self) -> float:
+        return self.confirmed_s + self.fence_s
+
+    def granted(self, fence_s: float, ping_interval_s: float, *, asked_s: float, now: float) -> None:
+        """Joined: the request of `asked_s` was heard."""
+        self.fence_s, self.ping_interval_s = fence_s, ping_interval_s
+        self.confirmed_s = asked_s
+        self.ping_at_s = now + ping_interval_s
+        self._open.clear()
+
+    def confirm(self, sent_s: float) -> None:
+        """The coordinator has acted on something sent then."""
+        self.confirmed_s = max(self.confirmed_s, sent_s)
+
+    def ping(self, now: float) -> int:
+        """The number of the ping to send now."""
+        self._number += 1
+        self._open[self._number] = now
+        while len(self._open) > PINGS_OPEN_MAX:
+            self._open.pop(next(iter(self._open)))
+        self.ping_at_s = now + self.ping_interval_s
+        return self._number
+
+    def answered(self, number: int) -> None:
+        sent_s = self._open.pop(number, None)
+        if sent_s is not None:
+            self.confirm(sent_s)
 
 
 class Link(Enum):

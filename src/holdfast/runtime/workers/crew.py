@@ -36,10 +36,8 @@ from holdfast.runtime.workers.keeper_client import KeeperClient, Revivals, reviv
 from holdfast.runtime.workers.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
-from holdfast.runtime.workers.observer import Observer
-from holdfast.runtime.workers.phases import Phases
+from holdfast.runtime.workers.observer import Observer, Phases, ProgressNotes
 from holdfast.runtime.workers.preload import order_for, script_argv
-from holdfast.runtime.workers.progress_notes import ProgressNotes
 from holdfast.runtime.workers.saver_host import SaverHost
 from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
