@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.agent.base import AgentBase
+from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.base import CoordinatorBase
 from holdfast.insight.events import problems
 from tests.support.simulator.scenario import inputs, play
@@ -34,7 +34,7 @@ def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(machine, "_note", note)
 
-    listening(AgentBase, "agent.")
+    listening(AgentMachine, "agent.")
     listening(CoordinatorBase, "coordinator.")
     for path in SCENARIOS:
         play(inputs(path.read_text(encoding="utf-8")))
