@@ -189,7 +189,7 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
-    """Let the interpreter report the exception that is on its way, without our frames; then the agent is told of it.
+    """Let the interpreter report the exception that is on its way, without our frames; then report it to the agent.
 
     It has to be the interpreter: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty sys.excepthook are its own
     affair. Our hook stands in for the program's from here, where no code of the program runs any more, to the report. After

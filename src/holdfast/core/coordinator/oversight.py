@@ -52,7 +52,7 @@ def waited_in_vain(failures: Iterable[Failure]) -> bool:
 
 
 def lost_a_peer(failures: Iterable[Failure]) -> bool:
-    """Whether all of these say so. Whoever closed the connection may only be cleaning up, and say then why."""
+    """Whether all of these failures say so. The rank that closed the connection may only be cleaning up, and report its reason after that."""
     return all(
         CLOSED.search(each.message[:SEARCHED_CHARACTERS]) and not each.after_stop and each.exit_code > 0
         for each in failures
