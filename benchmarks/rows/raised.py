@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import threading
 import time
@@ -28,16 +27,11 @@ from benchmarks.harness import (
     tail,
     wait_for_stamps,
 )
+from holdfast.runtime.workers.store_host import free_port
 
 CULPRIT, RANKS = 1, 4
 EXIT_S = 3
 LIMIT_S = 120.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class End(threading.Thread):
@@ -61,7 +55,7 @@ class End(threading.Thread):
 def two_nodes(launcher: Launcher, folder: Path, exit_s: float) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two agents of two workers each, that meet over loopback."""
     flags = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "raised"]
-    flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port(loopback_only=True)}"]
     extra = {"OMP_NUM_THREADS": "1", "BENCH_EXIT_S": str(exit_s), "BENCH_OUT": str(folder)}
     with contextlib.ExitStack() as stack:
         agents = []

@@ -424,7 +424,7 @@ class AgentService:
     async def _load_end(self, load: Callable[[], None]) -> None:
         try:
             await run_detached(load)
-        except Exception as error:  # noqa: BLE001 - whoever needs it tries again, and says so
+        except Exception as error:  # noqa: BLE001 - the code that needs it imports it again, and reports why it cannot
             self._journal.fault("load", error)
 
     async def _dial(self, node: NodeSpec) -> None:

@@ -32,7 +32,9 @@ class Worker(Struct):
     pid: int = 0
     began_s: float = 0.0
     raised: bool = False
-    """Its program raised an exception, and that was reported before the process ended."""
+    """Its program raised an exception, which is reported before the process ends."""
+    failure: Failure | None = None
+    """What was reported of that exception; None: nothing yet."""
 
 
 class WorkerExit(Struct, frozen=True):
@@ -109,21 +111,24 @@ class Ends:
     async def _report(
         self, worker: Worker, end: WorkerExit, assign: Assign, earlier: tuple[asyncio.Task[None], ...]
     ) -> None:
-        event = await self._event(worker, end, assign)
+        known = (
+            worker.raised and not end.raised
+        )  # what it left was read when it raised; that is one of the earlier calls
+        event = None if known else await self._event(worker, end, assign)
         if earlier:
             await asyncio.wait(earlier)
-        self._emit(event)
+        self._emit(event or WorkerEnded(assign.generation, worker.local_rank, worker.failure))
 
     async def _event(self, worker: Worker, end: WorkerExit, assign: Assign) -> Event:
         if end.exit_code == 0:
             left = await asyncio.to_thread(self._left, worker, end, assign)
             return WorkerEnded(assign.generation, worker.local_rank, None, left=left)
         failure = await asyncio.to_thread(self._failure, worker, end, assign)
-        if end.raised or not worker.raised:  # else it is known already
-            self._journal.write("worker_failed", generation=assign.generation, **noted(failure))
-            if self._assign is assign:
-                self._router.failed(failure.rank, failure.traceback)
+        self._journal.write("worker_failed", generation=assign.generation, **noted(failure))
+        if self._assign is assign:
+            self._router.failed(failure.rank, failure.traceback)
         if end.raised:
+            worker.failure = failure
             return WorkerRaised(assign.generation, worker.local_rank, failure)
         return WorkerEnded(assign.generation, worker.local_rank, failure)
 
