@@ -99,6 +99,8 @@ class Importer:
         self.asked: set[str] = set()
         self.given = dict(os.environ)
         self.changed: dict[str, str | None] = {}
+        self._tracers = tracers()
+        """What watches this process from its start, as a coverage tool does, watches a worker that is started, too."""
 
     def load(self, module: str) -> str:
         """Import one module; returns why it could not be imported. Raises UnfitError when what it did cannot be forked."""
@@ -118,6 +120,8 @@ class Importer:
         after = dict(os.environ)
         self.changed |= {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
         check_forkable()
+        if tracers() != self._tracers:
+            raise UnfitError("a tracer is at work")
         return trouble
 
     def environment(self, wanted: dict[str, str]) -> dict[str, str]:
@@ -136,7 +140,7 @@ class Importer:
 
 
 def check_forkable() -> None:
-    """Raises UnfitError for threads, children, devices and tracers, none of which a fork takes along."""
+    """Raises UnfitError for threads, children and devices, none of which a fork takes along."""
     if len(os.listdir("/proc/self/task")) > 1:
         # OpenBLAS ends its threads before each fork and starts them again when they are needed; others stay.
         child = os.fork()
@@ -164,8 +168,10 @@ def check_forkable() -> None:
         pass
     else:
         raise UnfitError("it has started a process, which would not be the worker's own")
-    if sys.gettrace() is not None or sys.getprofile() is not None:
-        raise UnfitError("a tracer is at work")
+
+
+def tracers() -> tuple[object, object]:
+    return sys.gettrace(), sys.getprofile()
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------

@@ -124,12 +124,19 @@ class Site:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(textwrap.dedent(text))
 
-    def nurse(self, *modules: str, later: tuple[str, ...] = (), threads: int = 1, standby: int = 0) -> None:
+    def nurse(
+        self,
+        *modules: str,
+        later: tuple[str, ...] = (),
+        threads: int = 1,
+        standby: int = 0,
+        env_set: dict[str, str] | None = None,
+    ) -> None:
         self.bench.keeper.nurse(
             {
                 "do": "nurse",
                 "argv": [sys.executable, "-u", BOOTSTRAP, "nursery", FOLDER, "3"],
-                "env_set": {"OMP_NUM_THREADS": str(threads)},
+                "env_set": {"OMP_NUM_THREADS": str(threads), **(env_set or {})},
                 "modules": list(modules),
                 "later": list(later),
                 "standby": standby,

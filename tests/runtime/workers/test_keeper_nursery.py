@@ -266,6 +266,21 @@ def test_what_cannot_be_forked_is_executed_and_one_line_says_why(on_site: Any, k
     on_site(scenario)
 
 
+def test_what_traces_every_python_from_its_start_does_not_keep_workers_from_being_forked(on_site: Any) -> None:
+    """As coverage.py does with its start-up file: a worker that is executed would be traced as well."""
+
+    async def scenario(site: Any) -> None:
+        site.write("sitecustomize.py", "import sys\nsys.setprofile(lambda *_: None)\n")
+        site.write("asks.py", "import sys\nprint('heavy' in sys.modules, sys.getprofile() is not None)")
+        traced = {"PYTHONPATH": str(site.folder)}
+        site.nurse("heavy", env_set=traced)
+        site.spawn("a", "asks.py", env_set=traced)
+        assert await site.end_of("a") == [0]
+        assert site.output("a") == "True True\n", site.told
+
+    on_site(scenario)
+
+
 def test_an_unfit_module_is_left_out_and_the_others_serve(on_site: Any) -> None:
     async def scenario(site: Any) -> None:
         site.write("odd.py", UNFIT["thread"][0])
