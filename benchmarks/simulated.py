@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
+from holdfast.core.coordinator import state as cstate
 from holdfast.core.machines import Note, Tick
 from holdfast.core.agent import commands as do
 from holdfast.core.agent import events as ev
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.agent.state import Work
-from holdfast.core.coordinator import commands as cdo
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened
+from holdfast.core.coordinator.state import Event, Heard, LinkClosed, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.outcome import Evidence, Failure, Verdict
@@ -213,9 +213,9 @@ class Play:
         self.given.append(Given(self._chapter, self.clock.now, link, data, event))
         for command in self._machine.handle(self.clock.now, event or Heard(link, decode_from_agent(data))):
             match command:
-                case cdo.Tell(to, message):
+                case cstate.Tell(to, message):
                     self._down(to, message)
-                case cdo.DropLink() | cdo.Conclude():
+                case cstate.DropLink() | cstate.Conclude():
                     raise AssertionError(f"the coordinator is not to do this here: {command}")
         deadline = self._machine.next_deadline()
         if deadline is not None and (self._armed_s is None or deadline < self._armed_s):
@@ -274,7 +274,7 @@ def replay(play: Play, *, codec: bool) -> dict[str, float]:
         for index, each in numbered:
             event = (each.event or Heard(each.link, decode_from_agent(each.data))) if codec else decoded[index]
             for command in machine.handle(each.now, event):
-                if codec and isinstance(command, cdo.Tell):
+                if codec and isinstance(command, cstate.Tell):
                     encode(command.message)
             machine.next_deadline()
         spent[name] = time.process_time() - began_s

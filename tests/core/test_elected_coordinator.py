@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.commands import Command, Tell
 from holdfast.core.coordinator.elected import ElectedCoordinator
-from holdfast.core.coordinator.events import Heard, LinkOpened
+from holdfast.core.coordinator.state import Command, Heard, LinkOpened, Tell
 from holdfast.core.machines import Tick
 from holdfast.core.outcome import Verdict
 from holdfast.core.policy import JobSpec, Limits, NodeSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.faultdump import is_library, main_thread, program_frame, program_threads
-from holdfast.core.stacks import FRAMES_MAX, THREADS_MAX, Frame
+from holdfast.core.progress import FRAMES_MAX, THREADS_MAX, Frame
 
 TWO_THREADS = """\
 Thread 0x00007f41168b56c0 (most recent call first):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from holdfast.core.locks import is_inside, wanted_at
+from holdfast.core.faultdump import is_inside, wanted_at
 
 PROGRAM = ast.parse(
     """\

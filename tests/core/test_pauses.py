@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from holdfast.core.pauses import PAUSE_S_MAX, Pauses
+from holdfast.core.machines import PAUSE_S_MAX, Pauses
 
 
 def test_it_is_said_at_growing_pauses_up_to_a_minute() -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from msgspec import structs
 
-from holdfast.core.hang import Finding, HangKind, RankStory
-from holdfast.core.stacks import Frame, RankSample
+from holdfast.core.progress import Finding, Frame, HangKind, RankSample, RankStory
 from holdfast.insight.hangs import examine
 
 SITE = "/env/lib/python3.11/site-packages"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.stacks import Frame, RankSample
+from holdfast.core.progress import Frame, RankSample
 from holdfast.insight.stacks import group, stack_lines
 from holdfast.runtime.answers import stacks_view
 

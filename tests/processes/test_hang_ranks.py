@@ -20,9 +20,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.board import BOARD_VARIABLE
-from holdfast.core.hang import Finding, HangKind, RankStory
-from holdfast.core.progress import Stage
-from holdfast.core.stacks import RankSample
+from holdfast.core.progress import Finding, HangKind, RankSample, RankStory, Stage
 from holdfast.insight.hangs import examine
 from holdfast.runtime.workers import kernel
 from holdfast.runtime.workers.board import Board

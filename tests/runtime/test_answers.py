@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.coordinator.events import LinkOpened, QuitAsked
-from holdfast.core.progress import JobView, NodeView, RankView, Stage
+from holdfast.core.coordinator.state import LinkOpened, QuitAsked
+from holdfast.core.progress import Frame, JobView, NodeView, RankSample, RankView, StacksView, Stage
 from holdfast.core.protocol import Answer, Ask, FromCoordinator, Look, Looked, Question
-from holdfast.core.stacks import Frame, RankSample, StacksView
 from holdfast.runtime import answers
 from holdfast.runtime.answers import ANSWER_BYTES_MAX, Answers, stacks_body, stacks_view, status_body
 from tests.core.coordinator.coordinator_desk import Desk, gathering, running

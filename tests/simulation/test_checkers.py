@@ -11,9 +11,9 @@ from msgspec import structs
 from holdfast.core.agent.commands import Command as AgentCommand
 from holdfast.core.agent.events import Event, Received
 from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.coordinator.commands import Command, Tell
-from holdfast.core.coordinator.events import Event as CoordinatorEvent
 from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.coordinator.state import Command, Tell
+from holdfast.core.coordinator.state import Event as CoordinatorEvent
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import Assign, Finish
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.coordinator.base import CoordinatorBase
+from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.machines import Note
 from holdfast.insight.events import problems
 from tests.support.simulator.scenario import inputs, play
 from tests.support.simulator.sweep import run_seed
@@ -24,18 +25,22 @@ def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str] = set()
 
     def listening(machine: type, prefix: str) -> None:
-        noted: Callable[..., None] = machine._note  # type: ignore[attr-defined]
+        handle: Callable[..., list[object]] = machine.handle  # type: ignore[attr-defined]
 
-        def note(self: Any, event: str, **fields: object) -> None:
-            record = {"time": 1.0, "monotonic": 1.0, "event": prefix + event, **json.loads(json.dumps(fields))}
-            wrong.update(problems(record))
-            seen.add(prefix + event)
-            noted(self, event, **fields)
+        def listen(self: Any, now: float, event: object) -> list[object]:
+            commands = handle(self, now, event)
+            for command in commands:
+                if isinstance(command, Note):
+                    name = prefix + command.event
+                    record = {"time": 1.0, "monotonic": 1.0, "event": name, **json.loads(json.dumps(command.fields))}
+                    wrong.update(problems(record))
+                    seen.add(name)
+            return commands
 
-        monkeypatch.setattr(machine, "_note", note)
+        monkeypatch.setattr(machine, "handle", listen)
 
     listening(AgentMachine, "agent.")
-    listening(CoordinatorBase, "coordinator.")
+    listening(CoordinatorMachine, "coordinator.")
     for path in SCENARIOS:
         play(inputs(path.read_text(encoding="utf-8")))
     for seed in range(SEEDS):

@@ -12,7 +12,7 @@ from holdfast.core.bounds import RANKS_MAX, WORKERS_PER_NODE_MAX
 from holdfast.core.errors import ProtocolError
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.core.policy import NodeSpec
-from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
 from holdfast.core.protocol import (
     AgentMessage,
     Ask,
@@ -42,7 +42,6 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.core.stacks import FRAMES_MAX, Frame, RankSample
 from holdfast.wire.codec import MESSAGE_BYTES_MAX, decode_from_agent, decode_from_coordinator, encode
 
 text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)

@@ -180,7 +180,7 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
     import asyncio
     import time
 
-    from holdfast.core.pauses import Pauses
+    from holdfast.core.machines import Pauses
 
     began = time.monotonic()
     pauses = Pauses.begin(began, BUSY_S)

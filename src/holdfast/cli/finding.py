@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast.cli.ended import in_words
 from holdfast.core.errors import ControlRefusedError, NoRunError
-from holdfast.core.spoken import spoken
+from holdfast.core.text import spoken
 from holdfast.insight.numbers import duration
 from holdfast.runtime import running
 from holdfast.runtime.journal import FILE_NAME as JOURNAL

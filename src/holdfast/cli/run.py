@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.options import Option
-    from holdfast.core.hang import Finding, RankStory
     from holdfast.core.options import RunOptions
+    from holdfast.core.progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
 
 

@@ -9,8 +9,8 @@ import msgspec
 from holdfast.cli.finding import running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
 from holdfast.core.errors import UsageError
+from holdfast.core.progress import StacksView
 from holdfast.core.protocol import Question
-from holdfast.core.stacks import StacksView
 from holdfast.insight.stacks import group, stack_lines
 from holdfast.runtime.control_client import ask_any
 

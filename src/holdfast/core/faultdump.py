@@ -1,4 +1,6 @@
-"""The text that Python's faulthandler writes for all threads, and what can be had of it. Pure: text in, frames out.
+"""What the text of a stack dump and the text of a program tell of where a thread is. Pure: text in, frames and lines out.
+
+Python's faulthandler writes for all threads:
 
     Thread 0x00007f41168b56c0 (most recent call first):
       File "/srv/train.py", line 42 in step
@@ -11,14 +13,18 @@ among them. "Current" is the one in which the signal's handler ran, and the kern
 Of a thread's frames the innermost 100 are written. Python 3.13 adds the thread's name behind its number.
 
 Of one thread alone the head is `Stack (most recent call first):`.
+
+Python does not say who holds a lock. What can be known: one thread is at `with LOCK:` or `LOCK.acquire()`, and another
+one is inside a `with` of the same words, or behind an `acquire()` of them in the same function.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from holdfast.core.stacks import FRAMES_MAX, THREAD_FRAMES_MAX, THREADS_MAX, Frame
+from holdfast.core.progress import FRAMES_MAX, THREAD_FRAMES_MAX, THREADS_MAX, Frame
 
 DUMP_BYTES_MAX = 1_000_000
 """Of one worker's: 100 threads of 100 frames are less."""
@@ -94,3 +100,63 @@ def program_frame(frames: Sequence[Frame]) -> int | None:
     own = [index for index, frame in enumerate(frames) if not is_library(frame.file)]
     own = own or [index for index, frame in enumerate(frames) if not _MACHINERY.search(frame.file)]
     return own[0] if own else None
+
+
+_NAMES = (ast.Name, ast.Attribute, ast.Subscript)
+"""What a lock is usually written as; `with open(path)` is none."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def wanted_at(tree: ast.AST, line: int) -> str:
+    """The lock that is taken in this line, as the program writes it; empty: none is."""
+    for node in ast.walk(tree):
+        taken = ""
+        if isinstance(node, ast.With) and node.lineno <= line < max(node.lineno + 1, node.body[0].lineno):
+            taken = next(_locks(node), "")
+        elif isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            taken = _called(node, "acquire")
+        if taken:
+            return taken
+    return ""
+
+
+def is_inside(tree: ast.AST, line: int, lock: str) -> bool:
+    """Whether somebody who is at this line has passed a `with` or an `acquire()` of this lock, and not left it."""
+    held_since, released = 0, 0
+    for node in _of_one_function(_function_at(tree, line)):
+        if isinstance(node, ast.With) and node.body[0].lineno <= line <= (node.end_lineno or node.lineno):
+            if lock in _locks(node):
+                return True
+        elif isinstance(node, ast.Call) and (node.end_lineno or node.lineno) < line:
+            if _called(node, "acquire") == lock:
+                held_since = max(held_since, node.lineno)
+            elif _called(node, "release") == lock:
+                released = max(released, node.lineno)
+    return held_since > released
+
+
+def _locks(node: ast.With) -> Iterator[str]:
+    return (ast.unparse(item.context_expr) for item in node.items if isinstance(item.context_expr, _NAMES))
+
+
+def _called(node: ast.Call, method: str) -> str:
+    """`self.lock` of `self.lock.acquire()`; empty: it calls something else."""
+    called = node.func
+    return ast.unparse(called.value) if isinstance(called, ast.Attribute) and called.attr == method else ""
+
+
+def _function_at(tree: ast.AST, line: int) -> ast.AST:
+    """The innermost function around a line; the module where there is none."""
+    found = tree
+    for node in ast.walk(tree):  # outer ones come first
+        if isinstance(node, _FUNCTIONS) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            found = node
+    return found
+
+
+def _of_one_function(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs in one frame: not what is defined inside it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _FUNCTIONS):
+            yield child
+            yield from _of_one_function(child)

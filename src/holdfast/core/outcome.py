@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from holdfast.core.bounds import Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HoldfastError
-from holdfast.core.hang import Finding, RankStory
+from holdfast.core.progress import Finding, RankStory
 
 TEXT_BYTES_MAX = 16_384
 """Tracebacks and log tails are cut to this before they travel."""

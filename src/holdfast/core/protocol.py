@@ -16,8 +16,7 @@ from msgspec import Meta, Struct
 from holdfast.core.bounds import ITEMS_MAX, WORKERS_PER_NODE_MAX, Count, LocalRank, Period, Port, Rank, Seconds
 from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import NodeSpec
-from holdfast.core.progress import RankProgress
-from holdfast.core.stacks import RankSample
+from holdfast.core.progress import RankProgress, RankSample
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from holdfast.core.hang import Finding, HangKind, RanksAtPlace, RankStory
+from holdfast.core.progress import Finding, HangKind, RanksAtPlace, RankStory
 from holdfast.insight.places import RankActivity, Where, where_is
 
 HUNG, STUCK, STOPPED, NO_DATA, MISMATCH, ALONE = "HF240", "HF241", "HF242", "HF243", "HF244", "HF246"

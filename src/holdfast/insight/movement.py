@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from holdfast.core.faultdump import program_frame
-from holdfast.core.stacks import Frame, RankSample
+from holdfast.core.progress import Frame, RankSample
 
 GAP_S = 2.0
 """The limits below are for two samples at most so far apart; where the gap is longer they grow with it."""

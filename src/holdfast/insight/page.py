@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from holdfast.core.spans import spans
+from holdfast.core.text import spans
 from holdfast.insight.history import Activity, History, Life, NodeHistory
 from holdfast.insight.incidents import Incident
 from holdfast.insight.numbers import duration, plural

@@ -14,8 +14,7 @@ from enum import Enum
 from msgspec import Struct, structs
 
 from holdfast.core.faultdump import program_frame
-from holdfast.core.hang import RankStory
-from holdfast.core.stacks import Frame, RankSample
+from holdfast.core.progress import Frame, RankSample, RankStory
 from holdfast.insight import movement
 
 FED_S = 0.1

@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
-from holdfast.core.spans import spans
+from holdfast.core.text import spans
 
 LINES_MAX = 15
 """Of ours, the end of stderr among them where there is no traceback."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from holdfast.core.faultdump import is_library
-from holdfast.core.hang import RankStory
-from holdfast.core.spans import spans
-from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
+from holdfast.core.progress import Frame, RankSample, RankStack, RankStory, StacksView
+from holdfast.core.text import spans
 from holdfast.insight.numbers import plural
 from holdfast.insight.places import Where, where_is
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from holdfast.core.progress import JobView, NodeView, RankView, Stage
-from holdfast.core.spans import spans
+from holdfast.core.text import spans
 from holdfast.insight.numbers import duration, plural
 
 RANKS_SHOWN_MAX = 16

@@ -41,12 +41,11 @@ from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, Pass
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.errors import EXIT_FAILURE
-from holdfast.core.hang import Examine
 from holdfast.core.machines import Note, Tick
 from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Failure, Outcome, fault_outcome
 from holdfast.core.policy import NodeSpec
-from holdfast.core.progress import JobView, RankProgress
+from holdfast.core.progress import Examine, JobView, RankProgress
 from holdfast.core.protocol import Answer, FromAgent, FromCoordinator, Waiting
 from holdfast.runtime.control import Control
 from holdfast.runtime.detached import run_detached

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec import Struct
 
-from holdfast.core.coordinator.events import QuitAsked
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.progress import JobView
+from holdfast.core.coordinator.state import QuitAsked
+from holdfast.core.progress import Frame, JobView, RankSample, RankStack, StacksView
 from holdfast.core.protocol import Answer, Ask, FromCoordinator, Look, Looked, Question
-from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.core.coordinator.commands import Command, Conclude, DropLink, Tell
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.coordinator.state import Command, Conclude, DropLink, Event, Heard, LinkClosed, LinkOpened, Tell
 from holdfast.core.errors import HoldfastError
 from holdfast.core.machines import Note, Tick
 from holdfast.core.outcome import fault_outcome

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.core.coordinator.elected import ElectedCoordinator
 from holdfast.core.coordinator.ending import Judge
-from holdfast.core.coordinator.oversight import cannot_tell
+from holdfast.core.coordinator.monitor import cannot_tell
 from holdfast.core.errors import CoordinatorUnreachableError, EtcdError, EtcdUnreachableError, PortInUseError
-from holdfast.core.hang import Examine
 from holdfast.core.options import Endpoint, RunOptions
 from holdfast.core.policy import NodeSpec
+from holdfast.core.progress import Examine
 from holdfast.rendezvous.claim import Claim, claim
 from holdfast.rendezvous.elections import Election
 from holdfast.rendezvous.etcd import Api, Leader, Tenure

@@ -8,8 +8,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from holdfast.core.coordinator.commands import Command, DropLink, Tell
 from holdfast.core.coordinator.elected import ElectedCoordinator
+from holdfast.core.coordinator.state import Command, DropLink, Tell
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import Assign, Finish
 from holdfast.rendezvous.etcd import Memory

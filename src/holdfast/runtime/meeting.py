@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.core.agent.events import DialFailed
 from holdfast.core.coordinator.ending import Judge
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.coordinator.oversight import cannot_tell
+from holdfast.core.coordinator.monitor import cannot_tell
 from holdfast.core.errors import (
     EtcdError,
     EtcdUnreachableError,
@@ -24,9 +24,9 @@ from holdfast.core.errors import (
     RefusedError,
     RendezvousConfigError,
 )
-from holdfast.core.hang import Examine
 from holdfast.core.options import RunOptions
 from holdfast.core.policy import NodeSpec
+from holdfast.core.progress import Examine
 from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.runtime.coordinator_service import CoordinatorService
 from holdfast.runtime.journal import Journal

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 from holdfast.core.agent.events import Event, Received
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.core.progress import JobView, NodeView, RankProgress, RankView
+from holdfast.core.progress import JobView, NodeView, RankProgress, RankSample, RankView
 from holdfast.core.protocol import Quit
-from holdfast.core.stacks import RankSample
 from holdfast.runtime.answers import stacks_body, stacks_view
 
 

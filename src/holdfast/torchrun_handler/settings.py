@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from holdfast.core.coordinator.budget import UNBOUNDED
+from holdfast.core.coordinator.ending import UNBOUNDED
 from holdfast.core.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.rendezvous.conf import get_bool, limits_from_conf, unknown_key_notices

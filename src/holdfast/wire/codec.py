@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from holdfast.core.errors import ProtocolError
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure, Outcome
+from holdfast.core.progress import Frame, RankSample
 from holdfast.core.protocol import Finish, FromAgent, FromCoordinator, Looked, WorkerDone, WorkersFailed
-from holdfast.core.stacks import Frame, RankSample
 from holdfast.wire.framing import FRAME_BYTES_MAX
 from holdfast.wire.words import clean
 

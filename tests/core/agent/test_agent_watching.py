@@ -10,9 +10,8 @@ from holdfast.core.agent.commands import KillTree, LookAtWorkers, Say, SignalWor
 from holdfast.core.agent.events import LinkLost, WorkerEnded, WorkersProgress, WorkersSeen
 from holdfast.core.agent.state import Work
 from holdfast.core.policy import Limits
-from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.progress import RankProgress, RankSample, Stage
 from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, StopReason
-from holdfast.core.stacks import RankSample
 from tests.core.agent.agent_desk import (
     LIMITS,
     NPROC,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.coordinator.commands import Conclude, DropLink, Tell
 from holdfast.core.coordinator.ending import Judge
-from holdfast.core.coordinator.events import Event, Heard, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.hang import Examine
+from holdfast.core.coordinator.state import Conclude, DropLink, Event, Heard, LinkOpened, Tell
 from holdfast.core.machines import Note, Tick
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.core.progress import Examine
 from holdfast.core.protocol import (
     FromAgent,
     FromCoordinator,

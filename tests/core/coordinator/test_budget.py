@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.coordinator.budget import UNBOUNDED, Budget, GiveUp, Retry
+from holdfast.core.coordinator.ending import UNBOUNDED, Budget, GiveUp, Retry
 from holdfast.core.policy import Limits
 
 QUICK_S, HEALTHY_S = 1.0, 60.0

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked
 from holdfast.core.coordinator.machine import TRANSITIONS
-from holdfast.core.coordinator.state import Phase
+from holdfast.core.coordinator.state import Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
 from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure, OutcomeKind
 from holdfast.core.policy import NodeSpec

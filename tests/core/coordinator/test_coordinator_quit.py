@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.coordinator.events import QuitAsked
-from holdfast.core.coordinator.state import Phase
+from holdfast.core.coordinator.state import Phase, QuitAsked
 from holdfast.core.protocol import Quit
 from tests.core.coordinator.coordinator_desk import Desk, draining, over, preparing, running, stopping
 

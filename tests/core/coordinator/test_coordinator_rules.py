@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.coordinator.events import LinkClosed, LinkOpened
-from holdfast.core.coordinator.state import Phase
+from holdfast.core.coordinator.state import LinkClosed, LinkOpened, Phase
 from holdfast.core.outcome import Failure, OutcomeKind
 from holdfast.core.policy import Grow, NodeSpec
 from holdfast.core.protocol import (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.budget import Budget
-from holdfast.core.coordinator.ending import Again, after_stop
+from holdfast.core.coordinator.ending import Again, Budget, after_stop
 from holdfast.core.coordinator.state import LEFT_MAX, World
 from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Limits

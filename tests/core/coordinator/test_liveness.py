@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.base import Liveness
+from holdfast.core.coordinator.membership import Liveness
 from holdfast.core.coordinator.state import Member
 from holdfast.core.policy import Limits, NodeSpec
 

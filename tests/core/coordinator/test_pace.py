@@ -11,7 +11,7 @@ NODES = [("a#1", "a", 2), ("b#1", "b", 1)]
 
 
 def paces(began_s: float = 100.0) -> Paces:
-    return Paces(7, NODES, began_s, 60.0)
+    return Paces(NODES, began_s, 60.0)
 
 
 def steps(local_rank: int, number: int, age_s: float = 0.0, own_s: float = 0.0) -> RankProgress:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.coordinator.commands import DropLink, Tell
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.coordinator.state import DropLink, Event, Heard, LinkClosed, LinkOpened, Tell
 from holdfast.core.machines import Tick
 from holdfast.core.outcome import OutcomeKind
 from holdfast.core.policy import JobSpec, NodeSpec

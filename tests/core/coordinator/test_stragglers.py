@@ -17,7 +17,7 @@ Own = Callable[[int, float], float]
 
 def run(own: Own, seconds: float, *, nodes: int = 2, nproc: int = 2, step_s: float = STEP_S) -> list[Straggler]:
     """All that is told of a world whose ranks make a step every step_s together; told once a second."""
-    world = Paces(1, [(f"n{n}#1", f"n{n}", nproc) for n in range(nodes)], 0.0, 60.0)
+    world = Paces([(f"n{n}#1", f"n{n}", nproc) for n in range(nodes)], 0.0, 60.0)
     stragglers = Stragglers(5.0)
     spent = [0.0] * (nodes * nproc)
     told: list[Straggler] = []
@@ -103,7 +103,7 @@ def test_it_is_told_when_it_is_over_and_when_it_comes_again() -> None:
 
 
 def test_who_has_ended_is_not_waited_for() -> None:
-    world = Paces(1, [("a#1", "a", 3)], 0.0, 60.0)
+    world = Paces([("a#1", "a", 3)], 0.0, 60.0)
     stragglers = Stragglers(5.0)
     told: list[Straggler] = []
     for second in range(1, 60):

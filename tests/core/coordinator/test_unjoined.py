@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.events import LinkOpened
 from holdfast.core.coordinator.membership import LINKS_PER_ADDRESS_MAX
-from holdfast.core.coordinator.state import Phase
+from holdfast.core.coordinator.state import LinkOpened, Phase
 from holdfast.core.machines import Tick
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import Assign, Join, Running

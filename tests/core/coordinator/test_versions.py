@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.core.coordinator.commands import Tell
-from holdfast.core.coordinator.events import Heard, LinkOpened
+from holdfast.core.coordinator.admission import Versions
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.coordinator.versions import Versions
+from holdfast.core.coordinator.state import Heard, LinkOpened, Tell
 from holdfast.core.machines import Note
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Join, Notice

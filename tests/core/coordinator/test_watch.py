@@ -8,9 +8,8 @@ import pytest
 from msgspec import structs
 
 from holdfast.core.coordinator.watch import EndHung, HangDetector, HangOver, ReportHang
-from holdfast.core.hang import Finding, HangKind
 from holdfast.core.policy import Limits
-from holdfast.core.progress import Stage
+from holdfast.core.progress import Finding, HangKind, Stage
 from tests.core.coordinator.watch_desk import ALONE, HUNG, MOVING, PAUSED, STUCK, Hall, training
 
 # --- suspicion --------------------------------------------------------------------------------------------------------

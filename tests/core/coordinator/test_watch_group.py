@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from holdfast.core.coordinator.watch import HangOver, ReportHang
-from holdfast.core.hang import HangKind
-from holdfast.core.progress import Stage
+from holdfast.core.progress import HangKind, Stage
 from tests.core.coordinator.watch_desk import MOVING, PAUSED, STUCK, Hall
 
 

@@ -10,10 +10,8 @@ from msgspec import structs
 
 from holdfast.core.coordinator.pace import Paces
 from holdfast.core.coordinator.watch import EndHung, HangDetector, LookNow, Order
-from holdfast.core.hang import Finding, HangKind, RanksAtPlace, RankStory
 from holdfast.core.policy import Limits
-from holdfast.core.progress import RankProgress, Stage
-from holdfast.core.stacks import Frame, RankSample
+from holdfast.core.progress import Finding, Frame, HangKind, RankProgress, RankSample, RanksAtPlace, RankStory, Stage
 
 HUNG = Finding(
     kind=HangKind.HUNG,
@@ -46,7 +44,7 @@ class Hall:
     report_s: float = 60.0
 
     def __post_init__(self) -> None:
-        self.paces = Paces(1, [("a#1", "a", 1), ("b#1", "b", 1)], 0.0, 60.0)
+        self.paces = Paces([("a#1", "a", 1), ("b#1", "b", 1)], 0.0, 60.0)
         limits = Limits(hang_report_s=self.report_s, look_gap_s=2.0, hang_timeout_s=self.timeout_s)
         self.watch = HangDetector(limits, self.paces, self.examine)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.core.stacks import RankSample
+from holdfast.core.progress import RankSample
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import LOOK_S_MAX, Looker
 from tests.support.limits import limit_s

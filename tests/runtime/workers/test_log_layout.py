@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.errors import LogDirError
 from holdfast.core.options import LogOptions
-from holdfast.core.spoken import spoken
+from holdfast.core.text import spoken
 from holdfast.runtime.workers.log_layout import RunFolder, default_log_dir
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.board import LOOK_SIGNAL
-from holdfast.core.stacks import RankSample
+from holdfast.core.progress import RankSample
 from holdfast.runtime.workers import kernel, processes
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import Looker, Tally

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from holdfast.core.agent.events import Event, WorkersProgress, WorkersSeen
+from holdfast.core.progress import RankSample
 from holdfast.core.protocol import Assign, Start
-from holdfast.core.stacks import RankSample
 from holdfast.runtime.workers import observer as observers
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.observer import Observer

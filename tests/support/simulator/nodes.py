@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 from holdfast.core.agent import commands as do
 from holdfast.core.agent import events as ev
 from holdfast.core.agent.state import Work
-from holdfast.core.coordinator import commands as cdo
-from holdfast.core.coordinator import events as cev
+from holdfast.core.coordinator import state as cstate
 from holdfast.core.errors import CoordinatorUnreachableError
 from holdfast.core.machines import Note, Tick
 from holdfast.core.outcome import Failure
-from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.progress import Frame, RankProgress, RankSample, Stage
 from holdfast.core.protocol import Assign, Stop, StopReason
-from holdfast.core.stacks import Frame, RankSample
 from tests.support.simulator.network import FakeEnd
 from tests.support.simulator.stalls import WAITING, Stall
 
@@ -44,7 +42,7 @@ class SimCoordinator:
         self._ends: dict[int, FakeEnd] = {}
         self._links = 0
         self._armed_s: float | None = None
-        self._unhandled: list[cev.Event] | None = None
+        self._unhandled: list[cstate.Event] | None = None
         """While paused: what has come in the meantime."""
         self._arm()
 
@@ -55,15 +53,15 @@ class SimCoordinator:
         end.on_message = lambda message: self._heard(link, message)
         end.on_closed = lambda reason: self._closed(link, peer, reason)
         address = "127.0.0.1" if peer == self.host else f"10.0.0.{peer[1:]}"
-        self._handle(cev.LinkOpened(link, address, "10.0.0.0", local=peer == self.host))
+        self._handle(cstate.LinkOpened(link, address, "10.0.0.0", local=peer == self.host))
 
     def _heard(self, link: int, message: object) -> None:
-        self._handle(cev.Heard(link, message))  # type: ignore[arg-type]
+        self._handle(cstate.Heard(link, message))  # type: ignore[arg-type]
 
     def _closed(self, link: int, peer: str, reason: str) -> None:
         self._ends.pop(link, None)
         self.cluster.lost_links[peer] = self.cluster.clock.now
-        self._handle(cev.LinkClosed(link, reason))
+        self._handle(cstate.LinkClosed(link, reason))
 
     def die(self, *, silent: bool) -> None:
         self.alive = False
@@ -98,7 +96,7 @@ class SimCoordinator:
 
         self.cluster.agenda.after(2.0 if self.machine.outcome is not None else 0.0, go)
 
-    def _handle(self, event: cev.Event) -> None:
+    def _handle(self, event: cstate.Event) -> None:
         if not self.alive:
             return
         if self._unhandled is not None:
@@ -108,16 +106,16 @@ class SimCoordinator:
         self.machine.check_invariants()
         for command in out:
             match command:
-                case cdo.Tell(link, message):
+                case cstate.Tell(link, message):
                     end = self._ends.get(link)
                     if end is not None:
                         end.send(message)
-                case cdo.DropLink(link, reason):
+                case cstate.DropLink(link, reason):
                     self.cluster.log("coordinator", f"drops link {link}: {reason}")
                     end = self._ends.pop(link, None)
                     if end is not None:
                         end.close()
-                case cdo.Conclude(outcome):
+                case cstate.Conclude(outcome):
                     self.cluster.log("coordinator", f"concludes {outcome.kind.value}: {outcome.message}")
                 case Note("hang", fields):
                     self.cluster.log("coordinator", f"hang {fields}")

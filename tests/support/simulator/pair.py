@@ -15,16 +15,14 @@ from holdfast.core.agent import commands as do
 from holdfast.core.agent import events as ev
 from holdfast.core.agent.machine import AgentMachine
 from holdfast.core.agent.state import Work
-from holdfast.core.coordinator import commands as cdo
-from holdfast.core.coordinator import events as cev
+from holdfast.core.coordinator import state as cstate
 from holdfast.core.coordinator.machine import CoordinatorMachine
 from holdfast.core.errors import CoordinatorUnreachableError
 from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
-from holdfast.core.progress import RankProgress, Stage
+from holdfast.core.progress import Frame, RankProgress, RankSample, Stage
 from holdfast.core.protocol import Assign, FromAgent, FromCoordinator
-from holdfast.core.stacks import Frame, RankSample
 from tests.support.simulator.cluster import simple_judge
 from tests.support.simulator.stalls import WAITING, simple_examine
 
@@ -158,7 +156,7 @@ class Pair:
 
     def quit(self, *, drain: bool) -> None:
         """A command on some node wants the whole job to end."""
-        self._to_coordinator(cev.QuitAsked(drain, "holdfast stop" if drain else "holdfast kill"))
+        self._to_coordinator(cstate.QuitAsked(drain, "holdfast stop" if drain else "holdfast kill"))
         self._settle()
 
     def store_dies(self, host: str) -> None:
@@ -232,7 +230,7 @@ class Pair:
 
     def _close(self, link: int, reason: str) -> None:
         if self._links.pop(link, None) is not None:
-            self._to_coordinator(cev.LinkClosed(link, reason))
+            self._to_coordinator(cstate.LinkClosed(link, reason))
 
     def _lose_link(self, link: int, host: str, reason: str) -> None:
         """The agent's end of this link closes, unless the agent has another by then."""
@@ -247,7 +245,7 @@ class Pair:
 
     # ---------------------------------------------------------------- the coordinator's shell
 
-    def _to_coordinator(self, event: cev.Event) -> None:
+    def _to_coordinator(self, event: cstate.Event) -> None:
         machine = self.coordinator
         if machine is None:
             return
@@ -259,9 +257,9 @@ class Pair:
         for command in out:
             self._trace("coordinator", command)
             match command:
-                case cdo.Tell(link, message) if link in self._links:
+                case cstate.Tell(link, message) if link in self._links:
                     self._tell(link, message)
-                case cdo.DropLink(link, _) if link in self._links:
+                case cstate.DropLink(link, _) if link in self._links:
                     self._lose_link(link, self._links.pop(link), "closed by the other side")
 
     def _tell(self, link: int, message: FromCoordinator) -> None:
@@ -342,7 +340,7 @@ class Pair:
         agent.link = self._link_number
         self._links[agent.link] = agent.host
         address = "127.0.0.1" if own else f"10.0.0.{self._hosts.index(agent.host) + 1}"
-        self._to_coordinator(cev.LinkOpened(agent.link, address, "127.0.0.1" if own else "10.0.0.1", local=own))
+        self._to_coordinator(cstate.LinkOpened(agent.link, address, "127.0.0.1" if own else "10.0.0.1", local=own))
         self._to_agent(agent, ev.Dialed())
 
     def _send(self, agent: PairAgent, message: FromAgent) -> None:
@@ -352,7 +350,7 @@ class Pair:
 
         def arrive() -> None:
             if link in self._links:
-                self._to_coordinator(cev.Heard(link, message))
+                self._to_coordinator(cstate.Heard(link, message))
 
         self._carry(agent.host, arrive)
 

@@ -33,7 +33,7 @@ import signal
 from collections.abc import Callable
 
 from holdfast.core.agent import commands as do
-from holdfast.core.coordinator import commands as cdo
+from holdfast.core.coordinator import state as cstate
 from holdfast.core.coordinator.state import Phase
 from holdfast.core.machines import Note
 from holdfast.core.outcome import Outcome
@@ -222,7 +222,7 @@ def _describe(who: str, what: object) -> str:
     match what:
         case Phase():
             return f"coordinator: {what.value}"
-        case cdo.DropLink(_, reason):
+        case cstate.DropLink(_, reason):
             return f"coordinator: drops a link: {reason}"
         case do.Send(message):
             return f"{who} > {text}" if (text := _message(message)) else ""
@@ -246,7 +246,7 @@ def _describe(who: str, what: object) -> str:
             return f"{who}: says: {text}"
         case do.Exit(outcome):
             return f"{who}: exits {_outcome(outcome)}"
-        case cdo.Tell() | Note() | cdo.Conclude() | do.Dial() | do.Prepare() | Note():
+        case cstate.Tell() | Note() | cstate.Conclude() | do.Dial() | do.Prepare() | Note():
             return ""
     return f"{who} < {text}" if (text := _message(what)) else ""
 

@@ -6,9 +6,8 @@ from msgspec import Struct
 
 from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure
-from holdfast.core.progress import RankProgress
+from holdfast.core.progress import RankProgress, RankSample
 from holdfast.core.protocol import FromCoordinator
-from holdfast.core.stacks import RankSample
 
 
 class Dialed(Struct, frozen=True):

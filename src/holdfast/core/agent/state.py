@@ -8,8 +8,8 @@ from enum import Enum
 
 from holdfast.core.agent.events import DialFailed
 from holdfast.core.errors import CoordinatorLostError, CoordinatorUnreachableError
+from holdfast.core.machines import Pauses
 from holdfast.core.outcome import Outcome, OutcomeKind, Verdict
-from holdfast.core.pauses import Pauses
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import Assign
 

@@ -1,8 +1,10 @@
-"""Who may become a member: identities used once, fixed ranks held by one, no second job at its endpoint."""
+"""Who may become a member: identities used once, fixed ranks held by one, no second job at its endpoint. And whether the
+nodes of a job have the same software and script.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -11,6 +13,12 @@ from holdfast.core.bounds import WORKERS_PER_NODE_MAX
 from holdfast.core.coordinator.state import Member, names
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import Join
+
+NODES_DIFFER = "HF307"
+SCRIPT = "script"
+ARGUMENTS = "arguments"
+"""Keys whose values are hashes and no versions: together, what a node was told to run."""
+
 
 GENERATION_MAX = 2**48
 """No job comes near: what an agent says of its newest generation is refused above it, and every later one still fits
@@ -134,3 +142,53 @@ def _claims_too_much(join: Join) -> str:
         and all(0 <= local_rank < join.node.nproc for local_rank in running.done)
     )
     return "" if possible else f"{name} says that it has workers of generation {running.generation}, which cannot be"
+
+
+class Difference(Struct, frozen=True):
+    what: str
+    text: str
+    """For the console: both sides are named."""
+
+
+class Versions:
+    """Compares each node's software and script with those of the first node that came. A difference is reported once,
+    whatever the number of nodes that share it, and stops nothing: it may be meant."""
+
+    def __init__(self) -> None:
+        self.first: NodeSpec | None = None
+        self._said: set[tuple[str, str]] = set()
+
+    def compare(self, node: NodeSpec) -> list[Difference]:
+        """What has not been reported yet of this one."""
+        if not node.versions:
+            return []  # it could not look
+        if self.first is None:
+            self.first = node
+            return []
+        mine = self.first.versions
+        found = []
+        for what in sorted(mine.keys() | node.versions.keys()):
+            theirs = node.versions.get(what, "")
+            if theirs != mine.get(what, "") and (what, theirs) not in self._said:
+                self._said.add((what, theirs))
+                found.append(Difference(what, self._text(what, mine, node)))
+        return found
+
+    def other_line(self, node: NodeSpec) -> str:
+        """What of this node's line is not the job's, in words; empty: nothing that is known."""
+        if self.first is None or not node.versions:
+            return ""
+        mine, theirs = self.first.versions, node.versions
+        return " and ".join(what for what in (SCRIPT, ARGUMENTS) if mine.get(what, "") != theirs.get(what, ""))
+
+    def _text(self, what: str, mine: Mapping[str, str], node: NodeSpec) -> str:
+        assert self.first is not None
+        here, there = self.first.host, node.host
+        if here == there:
+            here, there = self.first.member, node.member
+        if what == SCRIPT:
+            return f"{NODES_DIFFER}: the script is not the same file on {here} and on {there}"
+        if what == ARGUMENTS:
+            return f"{NODES_DIFFER}: the script's arguments are not the same on {here} and on {there}"
+        had, has = mine.get(what) or "not found", node.versions.get(what) or "not found"
+        return f"{NODES_DIFFER}: {what} differs: {had} on {here}, {has} on {there}"

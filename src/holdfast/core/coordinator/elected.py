@@ -1,18 +1,17 @@
-"""A coordinator whose authority is lent: the machine of machine.py, deaf once its lease is over, and heedful of a
-predecessor it may never hear of. Pure: whether the lease holds is asked through a function.
+"""The coordinator under a leader lease. It ignores every event once the lease is over, and forms nothing until the workers of
+the previous leader must have been fenced. Pure: a function says whether the lease is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.core.coordinator.commands import Command
 from holdfast.core.coordinator.ending import Judge
-from holdfast.core.coordinator.events import Event
 from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.coordinator.oversight import cannot_tell
-from holdfast.core.hang import Examine
+from holdfast.core.coordinator.monitor import cannot_tell
+from holdfast.core.coordinator.state import Command, Event
 from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.progress import Examine
 
 
 class ElectedCoordinator(CoordinatorMachine):
@@ -30,8 +29,8 @@ class ElectedCoordinator(CoordinatorMachine):
         tail_s: float = 0.0,
         examine: Examine = cannot_tell,
     ) -> None:
-        """`floor`: the newest generation that a predecessor may have started; `tail_s`: how long from now its
-        workers may still live where nobody hears of them (a fence at most)."""
+        """`floor`: the newest generation that the previous leader may have started. `tail_s`: its workers may live for so
+        long from now where nobody hears of them (a fence at most)."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._holds = holds
         self._told = floor

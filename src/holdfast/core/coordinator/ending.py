@@ -1,17 +1,81 @@
-"""What follows when no worker of a generation is alive any more: another generation, or the end of the job."""
+"""What follows when no worker of a generation is alive any more: another generation, if the restart budget allows, or the
+end of the job and how it is told to each node.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from holdfast.core.coordinator.budget import Budget, GiveUp, Retry
 from holdfast.core.coordinator.state import World
-from holdfast.core.errors import EXIT_REQUEUE
+from holdfast.core.errors import EXIT_REQUEUE, JoinTimeoutError, NodesError
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.core.policy import Limits
 from holdfast.core.protocol import StopReason
-from holdfast.core.spans import spans
+from holdfast.core.text import spans
+
+UNBOUNDED = 2**31 - 1
+"""`max_restarts` of a job whose restarts somebody else counts."""
+
+
+class Retry(Struct, frozen=True):
+    backoff_s: float
+
+
+class GiveUp(Struct, frozen=True):
+    reason: str
+
+
+@dataclass(slots=True)
+class Budget:
+    """The restart budget, one for the job: whether a failed generation is followed by another, and when. Worker failures cost one each, whatever the number of ranks that fell; membership changes cost nothing."""
+
+    max_restarts: int
+    limits: Limits
+    used: int = 0
+    streak: int = 0
+    """Quick failures in a row, paid or not: they grow the back-off."""
+    last_signature: str = ""
+    identical: int = 0
+
+    @property
+    def newest(self) -> str:
+        """Which restart this is, in words."""
+        return f"restart {self.used}" + (f" of {self.max_restarts}" if self.max_restarts < UNBOUNDED else "")
+
+    def charge(self, signature: str, lived_s: float) -> Retry | GiveUp:
+        """A generation failed by itself after running for `lived_s`."""
+        if self.used >= self.max_restarts:
+            return GiveUp(_spent(self.max_restarts))
+        pause = self._count(signature, lived_s)
+        if isinstance(pause, Retry):
+            self.used += 1
+        return pause
+
+    def pause(self, signature: str, lived_s: float) -> Retry | GiveUp:
+        """A generation ended by no fault of the training code: free, but the back-off grows all the same."""
+        return self._count(signature, lived_s)
+
+    def _count(self, signature: str, lived_s: float) -> Retry | GiveUp:
+        if lived_s >= self.limits.healthy_s:
+            self.streak, self.identical = 0, 0
+        self.streak += 1
+        self.identical = self.identical + 1 if signature == self.last_signature else 1
+        self.last_signature = signature
+        if self.identical >= self.limits.identical_failures_max:
+            return GiveUp(f"the same error {self.identical} times in a row, each within {self.limits.healthy_s:g} s")
+        if self.streak == 1:
+            return Retry(0.0)
+        return Retry(min(self.limits.backoff_first_s * 2 ** (self.streak - 2), self.limits.backoff_max_s))
+
+
+def _spent(max_restarts: int) -> str:
+    return (
+        "no restarts were allowed (--max-restarts 0)" if max_restarts == 0 else f"all {max_restarts} restarts are used"
+    )
+
 
 Judge = Callable[[Evidence], Verdict]
 
@@ -70,6 +134,29 @@ def plain_verdict(evidence: Evidence) -> Verdict:
     if culprit is not None:
         cause = f"rank {culprit.rank} on {culprit.host} ended with exit code {culprit.exit_code}"
     return evidence.verdict("HF200" if culprit is None else "HF205", cause, culprit)
+
+
+def no_quorum(reason: str, text: str, generation: int, restarts: int, lost: Verdict | None) -> Outcome:
+    """Too few nodes came. `lost`: the verdict on the newest generation, if it ended because nodes were lost."""
+    code, exit_code = JoinTimeoutError.code, JoinTimeoutError.exit_code
+    verdict = Verdict(code=code, cause=text, generation=generation, restarts=restarts)
+    if lost is not None:
+        verdict = structs.replace(lost, cause=f"{lost.cause}; then {text}", gave_up=reason)
+    return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict)
+
+
+def ended_without(outcome: Outcome, run_id: str, other_line: str) -> Outcome:
+    """How a job ended for a node that had no part in it: its own line was not run. `other_line`: what of that line is not
+    the job's, in words."""
+    if outcome.kind is not OutcomeKind.SUCCEEDED:
+        return outcome
+    if other_line:
+        text = (
+            f"nothing was run here: the job with --rdzv-id {run_id} at this endpoint is not this one "
+            f"({other_line}: different)"
+        )
+        return Outcome(kind=OutcomeKind.REFUSED, exit_code=NodesError.exit_code, code=NodesError.code, message=text)
+    return structs.replace(outcome, message="the job has succeeded without this node: it was never needed")
 
 
 def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Assign
-from holdfast.core.spans import spans
+from holdfast.core.text import spans
 
 
 class Candidate(Struct, frozen=True):

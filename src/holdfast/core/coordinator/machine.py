@@ -12,25 +12,63 @@ link itself, and a Tick when `next_deadline()` has passed.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from math import inf
 
-from holdfast.core.coordinator.admission import Admit, Deny
-from holdfast.core.coordinator.base import TRANSITIONS
-from holdfast.core.coordinator.commands import Command, DropLink, Tell
-from holdfast.core.coordinator.ending import Again, after_stop, restart_text
-from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked
-from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
-from holdfast.core.coordinator.oversight import CoordinatorOversight
-from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
+from holdfast.core.coordinator.admission import Admission, Admit, Deny, Versions
+from holdfast.core.coordinator.ending import (
+    Again,
+    Budget,
+    Judge,
+    after_stop,
+    ended_without,
+    no_quorum,
+    plain_verdict,
+    restart_text,
+)
+from holdfast.core.coordinator.formation import (
+    Candidate,
+    FormNow,
+    Gathering,
+    NoQuorum,
+    WaitUntil,
+    assignments,
+    decide,
+    seat,
+)
+from holdfast.core.coordinator.membership import Liveness, Membership, Predecessor, Probation
+from holdfast.core.coordinator.monitor import EndGeneration, Monitor, cannot_tell, node_views
+from holdfast.core.coordinator.state import (
+    Command,
+    Conclude,
+    Draining,
+    DropLink,
+    Event,
+    Heard,
+    LinkClosed,
+    LinkOpened,
+    Member,
+    Pending,
+    Phase,
+    QuitAsked,
+    Tell,
+    World,
+    is_loopback,
+    master_address,
+    names,
+)
 from holdfast.core.errors import NodesError
-from holdfast.core.machines import Tick
-from holdfast.core.outcome import Failure, Outcome, OutcomeKind
-from holdfast.core.pauses import Pauses
-from holdfast.core.policy import Grow
+from holdfast.core.machines import Note, Pauses, Tick
+from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict
+from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.core.progress import Examine, JobView
 from holdfast.core.protocol import (
+    Abandon,
     Drain,
     DrainTo,
+    Finish,
     FromAgent,
+    FromCoordinator,
     Held,
     Join,
     Joined,
@@ -54,11 +92,71 @@ from holdfast.core.protocol import (
     WorkersFailed,
 )
 
-__all__ = ["TRANSITIONS", "CoordinatorMachine"]
+TRANSITIONS: dict[tuple[Phase, Phase], str] = {
+    (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
+    (Phase.GATHERING, Phase.OVER): "too few nodes before the join deadline",
+    (Phase.GATHERING, Phase.RUNNING): "a predecessor's generation is whole: every node of it came with living workers",
+    (Phase.PREPARING, Phase.RUNNING): "every member is prepared and the store has a port; Start is sent",
+    (Phase.PREPARING, Phase.GATHERING): "a member of the new world was lost or left; nothing was started yet",
+    (Phase.RUNNING, Phase.DRAINING): "a member arrived, or wants to leave and its workers ask for safe points",
+    (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived, or all stand still",
+    (Phase.RUNNING, Phase.OVER): "every rank is done",
+    (Phase.DRAINING, Phase.STOPPING): (
+        "all have left at the safe point; or no worker asks for one, one failed, a member was lost, or it takes too long"
+    ),
+    (Phase.DRAINING, Phase.OVER): "every rank is done",
+    (Phase.STOPPING, Phase.GATHERING): "no worker of the generation is alive; another generation follows",
+    (Phase.STOPPING, Phase.OVER): "no worker of the generation is alive; the budget is spent, or please requeue",
+}
 
 
-class CoordinatorMachine(CoordinatorOversight):
+class CoordinatorMachine:
     """Decides membership, generations, ranks and the end of one job. `TRANSITIONS` lists every change of phase."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        limits: Limits,
+        judge: Judge,
+        now: float,
+        *,
+        fixed_master: tuple[str, int] | None = None,
+        examine: Examine = cannot_tell,
+    ) -> None:
+        """`fixed_master`: the address and port every generation announces (static rendezvous), else rank 0's own.
+        `judge`, `examine`: what failures and stacks mean."""
+        self.job = job
+        self.limits = limits
+        self._judge = judge
+        self._fixed_master = fixed_master
+        self.phase = Phase.GATHERING
+        self.probation = Probation(limits, job.exclude_after)
+        self._membership = Membership(self.probation, limits)
+        self._monitor = Monitor(limits, self._membership.members, examine)
+        self.world: World | None = None
+        self.generation = 0
+        self._predecessor = Predecessor()
+        self.outcome: Outcome | None = None
+        self.budget = Budget(job.max_restarts, limits)
+        self._liveness = Liveness(limits, now)
+        self._versions = Versions()
+        self._admission = Admission(job, self._versions.other_line)
+        self._born_s = now
+        self._now = now
+        self._gathering = Gathering(
+            present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
+        )
+        self._gather_until_s: float | None = None
+        self._phase_since_s = now
+        self._waiting_said = Pauses.begin(now, limits.say_interval_s)
+        self._quit: Quit | None = None
+        """Somebody wants the job to end: whoever comes now is sent home."""
+        self._reason = ""
+        self._why = ""
+        """How the newest generation that is over has ended."""
+        self._lost: Verdict | None = None
+        """On that generation, if nodes were lost in it and no other has been formed since."""
+        self._out: list[Command] = []
 
     # ---------------------------------------------------------------- surface
 
@@ -66,7 +164,8 @@ class CoordinatorMachine(CoordinatorOversight):
         self._now = now
         match event:
             case LinkOpened(link, address, reached_at, local):
-                self._open_link(link, Pending(address, reached_at, local, now))
+                too_many = self._membership.open_link(link, Pending(address, reached_at, local, now))
+                self._close_unjoined(too_many, f"too many links from {address} have not joined")
             case LinkClosed(link, reason):
                 self._on_link_closed(now, link, reason)
             case Heard(link, message):
@@ -83,7 +182,9 @@ class CoordinatorMachine(CoordinatorOversight):
         """When a Tick is owed; None once the job is over."""
         if self.phase is Phase.OVER:
             return None
-        deadlines = [self._liveness.next_look_s(), self._oversight_due_s(), self._unjoined_due_s()]
+        deadlines = [self._liveness.next_look_s(), self._membership.unjoined_due_s(self._admission.claims)]
+        if self.phase is Phase.RUNNING:
+            deadlines.append(self._monitor.due_s())
         if self.phase is Phase.GATHERING:
             deadlines.append(self._waiting_said.at_s)
             decision = decide(self.job, self.limits, self._gathering, self._now)
@@ -102,6 +203,54 @@ class CoordinatorMachine(CoordinatorOversight):
             deadlines.append(self._membership.next_change_s(self._now))
         return min(deadlines)
 
+    @property
+    def members(self) -> dict[str, Member]:
+        """By name."""
+        return self._membership.members
+
+    def is_member(self, link: int) -> bool:
+        """Whether the agent behind this link has joined."""
+        return self._membership.by_link(link) is not None
+
+    @property
+    def knows_predecessor(self) -> bool:
+        """Some agent has told of a generation that another coordinator formed."""
+        return self._predecessor.generation > 0
+
+    def view(self, now: float) -> JobView:
+        """The job as it is, for people. Costs as much as it has ranks."""
+        hang, throughput = self._monitor.hang(now), self._monitor.throughput
+        return JobView(
+            run_id=self.job.run_id,
+            phase=self.phase.value,
+            generation=self.generation,
+            restarts=self.budget.used,
+            restarts_max=self.job.max_restarts,
+            world_size=self.world.size if self.world is not None else 0,
+            since_s=now - self._phase_since_s,
+            job_s=now - self._born_s,
+            training_s=self._monitor.training_s,
+            why=self.world.stop_text if self.world is not None and self.phase is Phase.STOPPING else self._why,
+            nodes=node_views(self.members.values(), self.world, self.phase, throughput, self._membership, now, hang),
+            notices=self._monitor.notices(hang),
+        )
+
+    def check_invariants(self) -> None:
+        """Cheap enough to run after every event in tests and simulations."""
+        assert self.budget.used <= self.job.max_restarts, "the restart budget is overdrawn"
+        assert (self.outcome is not None) == (self.phase is Phase.OVER)
+        self._membership.check_invariants()
+        newest = max(self.generation, self._predecessor.generation)
+        assert all(member.busy_generation <= newest for member in self._membership.busy())
+        if self.phase not in (Phase.GATHERING, Phase.OVER):
+            world = self.world
+            assert world is not None
+            assert world.generation == self.generation
+            assert len(set(world.order)) == len(world.order) <= self.job.max_nodes
+        if self.phase is Phase.PREPARING:
+            fresh = [m for m in self._membership.busy() if m.name in self._world().nproc]
+            assert not fresh, "a world is prepared where workers may live"
+
     # ---------------------------------------------------------------- links and messages
 
     def _on_link_closed(self, now: float, link: int, reason: str) -> None:
@@ -110,6 +259,12 @@ class CoordinatorMachine(CoordinatorOversight):
         member = self._membership.by_link(link)
         if member is not None:
             self._lose(now, member, reason)
+
+    def _close_unjoined(self, links: Iterable[int], reason: str) -> None:
+        for link in links:
+            self._membership.close_link(link)
+            self._admission.withdraw(link)
+            self._out.append(DropLink(link, reason))
 
     def _on_message(self, now: float, link: int, message: FromAgent) -> None:
         member = self._membership.by_link(link)
@@ -126,12 +281,14 @@ class CoordinatorMachine(CoordinatorOversight):
             case WorkerDone(generation, local_rank, left):
                 if self._is_current(member, generation) and self._at_work():
                     self._world().mark_done(member.name, local_rank, left)
-                    self._rank_done(now, member, local_rank)
+                    self._monitor.rank_done(now, member, local_rank)
                     self._forgo_answer(member)
-            case Progress():
-                self._on_progress(now, member, message)
-            case Looked():
-                self._on_looked(member, message)
+            case Progress(generation):
+                if self._is_current(member, generation) and self._at_work():
+                    self._follow(now, self._monitor.progress(now, member, message))
+            case Looked(generation):
+                if self._is_current(member, generation):
+                    self._monitor.looked(member, message)
             case WorkersFailed(generation, failures):
                 if failures and self._is_current(member, generation) and self.phase is not Phase.PREPARING:
                     self._on_failures(now, member, failures)
@@ -205,23 +362,16 @@ class CoordinatorMachine(CoordinatorOversight):
 
     def _resume(self, now: float) -> None:
         """All nodes of the predecessor's generation are here, their workers alive: it goes on as ours."""
-        parts = [part for _, part in sorted(self._predecessor.parts.items())]
-        self.generation = self._predecessor.generation
-        self.budget.used = min(max(running.restart_count for _, running in parts), self.job.max_restarts)
-        self.world = World(
-            generation=self.generation,
-            order=tuple(member.name for member, _ in parts),
-            nproc={member.name: member.node.nproc for member, _ in parts},
-            started_s=now,
-        )
+        world = self.world = self._predecessor.world(now)
+        self.generation = world.generation
+        self.budget.used = min(self._predecessor.restart_count, self.job.max_restarts)
         self._enter(now, Phase.RUNNING)
-        for member, running in parts:
-            member.first_started_s = now
-            for local_rank in running.done:
-                self.world.mark_done(member.name, local_rank)
-            self._tell(member, Resume(self.generation))
+        for name in world.order:
+            self.members[name].first_started_s = now
+            self._tell(self.members[name], Resume(world.generation))
+        self._monitor.begin(world)
         self._predecessor.parts.clear()
-        self._note("resumed", generation=self.generation, order=list(self.world.order))
+        self._note("resumed", generation=world.generation, order=list(world.order))
 
     def _on_prepared(self, member: Member, generation: int, store_port: int | None) -> None:
         if self.phase is not Phase.PREPARING or not self._is_current(member, generation):
@@ -246,9 +396,18 @@ class CoordinatorMachine(CoordinatorOversight):
         world.failures.extend(failures)
         self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
         text = f"rank {failures[0].rank} failed on {member.node.host}"
-        if self.phase is Phase.RUNNING and self._keep_for_evidence(now, failures, text):
+        if self.phase is Phase.RUNNING:
+            self._follow(now, self._monitor.failed(now, failures, text))
             return
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
+
+    def _follow(self, now: float, orders: Iterable[Command | EndGeneration]) -> None:
+        """Do what the monitor wants."""
+        for order in orders:
+            if isinstance(order, EndGeneration):
+                self._stop(now, order.reason, order.text)
+            else:
+                self._out.append(order)
 
     def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
         if not member.leaving:
@@ -305,13 +464,13 @@ class CoordinatorMachine(CoordinatorOversight):
             for member in self._liveness.silent(list(self.members.values()), now):
                 self._drop(member, f"silent for more than {self.limits.lease_s:g} s")
                 self._lose(now, member, f"silent for more than {self.limits.lease_s:g} s")
-        self._drop_unjoined(now)
+        late = self._membership.late_links(now, self._admission.claims)
+        self._close_unjoined(late, f"it did not join within {self.limits.unjoined_s:g} s")
         while (decision := self._admission.settle(self.members.values())) is not None:
             self._welcome(now, decision)
         self._count_candidates(now)
-        ended = self._oversee(now)
-        if ended is not None and self.phase is Phase.RUNNING:
-            self._stop(now, *ended)
+        if self.phase is Phase.RUNNING:
+            self._follow(now, self._monitor.advance(now))
         before = None
         while before is not self.phase and not self._is_over():
             before = self.phase
@@ -350,7 +509,9 @@ class CoordinatorMachine(CoordinatorOversight):
             case FormNow():
                 self._form(now)
             case NoQuorum(reason):
-                self._no_quorum(reason)
+                before = f"; the generation before ended: {self._why}" if self._why else ""
+                text = f"{reason}; here: {self._who_is_here()}{before}"
+                self._finish(no_quorum(reason, text, self.generation, self.budget.used, self._lost))
             case WaitUntil():
                 if self._waiting_said.due(now):
                     left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
@@ -385,6 +546,7 @@ class CoordinatorMachine(CoordinatorOversight):
             )
             self._gather_until_s = None
             self._enter(now, Phase.RUNNING)
+            self._monitor.begin(world)
             for name in world.order:
                 member = self.members[name]
                 self._membership.set_busy(member, world.generation)
@@ -488,7 +650,139 @@ class CoordinatorMachine(CoordinatorOversight):
             case Outcome() as outcome:
                 self._finish(outcome)
 
-    # ---------------------------------------------------------------- small steps
+    # ---------------------------------------------------------------- who and what
+
+    def _candidates(self) -> Collection[Member]:
+        return self._membership.candidates(self._now)
+
+    def _count_candidates(self, now: float) -> None:
+        self._gathering.count(len(self._candidates()), self.job.min_nodes, now)
+
+    def _who_is_here(self) -> str:
+        here = names(self._candidates()) or "nobody"
+        waiting = names([member for member, _ in self._membership.waiting(self._now)])
+        return f"{here}; on probation: {waiting}" if waiting else here
+
+    def _world(self) -> World:
+        assert self.world is not None
+        return self.world
+
+    def _in_world(self, member: Member) -> bool:
+        return (
+            self.phase not in (Phase.GATHERING, Phase.OVER)
+            and self.world is not None
+            and member.name in self.world.nproc
+        )
+
+    def _has_room(self) -> bool:
+        """Whether the running world would take in somebody who came now."""
+        world = self._world()
+        return self.job.grow is not Grow.NEVER and len(world.order) < self.job.max_nodes and not world.done
+
+    def _stop_patience_s(self) -> float:
+        return self.limits.stop_grace_s + self.limits.stop_slack_s
+
+    def _at_work(self) -> bool:
+        return self.phase in (Phase.RUNNING, Phase.DRAINING)
+
+    def _draining(self) -> Draining:
+        drain = self._world().drain
+        assert drain is not None
+        return drain
+
+    def _newcomers(self) -> Collection[Member]:
+        """Candidates outside the running world."""
+        return self._membership.outsiders(self._now, self._world().nproc)
+
+    def _is_current(self, member: Member, generation: int) -> bool:
+        return generation == self.generation and self._in_world(member)
+
+    def _tell(self, member: Member, message: FromCoordinator) -> None:
+        self._out.append(Tell(member.link, message))
+
+    def _tell_world(self, world: World, message: FromCoordinator) -> None:
+        for name in world.order:
+            if name in self.members:
+                self._tell(self.members[name], message)
+
+    def _drop(self, member: Member, reason: str) -> None:
+        self._out.append(DropLink(member.link, reason))
+
+    def _note(self, event: str, **fields: object) -> None:
+        self._out.append(Note(event, fields))
+
+    def _judged(self, evidence: Evidence) -> Verdict:
+        """The judge was given to us: an error in it is noted, and decides nothing."""
+        try:
+            return self._judge(evidence)
+        except Exception as error:  # noqa: BLE001
+            self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
+            return plain_verdict(evidence)
+
+    # ---------------------------------------------------------------- telling
+
+    def _compare(self, member: Member) -> None:
+        """Other software than the first node's is said to both, once."""
+        for difference in self._versions.compare(member.node):
+            self._note("nodes_differ", member=member.name, what=difference.what, text=difference.text)
+            first = [each for each in self.members.values() if each.node is self._versions.first]
+            for each in (*first, member):
+                self._tell(each, Notice(difference.text))
+
+    def _standby_text(self) -> str:
+        size = len(self._world().order)
+        stands_by = size >= self.job.max_nodes or self.job.grow is Grow.NEVER
+        fate = "this one stands by as a spare" if stands_by else "this one will be taken in"
+        return f"generation {self.generation} is at work on {size} of at most {self.job.max_nodes} nodes; {fate}"
+
+    def _abandon(self, members: list[Member]) -> None:
+        for member in members:
+            self._tell(member, Abandon(member.busy_generation))
+
+    def _blame(self, now: float, world: World, verdict: Verdict) -> None:
+        """Whose fault the end of this generation was is counted per host."""
+        culprits = set(world.lost_hosts)
+        if not culprits and verdict.culprit is not None and not world.drain_agreed:
+            culprits = {verdict.culprit.host}
+        for host in sorted(culprits):
+            pause_s = self.probation.blamed(host, now)
+            if pause_s:
+                text = f"{host} was blamed {self.job.exclude_after} times: excluded for {pause_s:g} s"
+                self._note("excluded", host=host, for_s=pause_s)
+                for member in self.members.values():
+                    self._tell(member, Waiting(text))
+        self._membership.changed()
+
+    # ---------------------------------------------------------------- phases and the end
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self._enter(self._now, Phase.OVER)
+        for member in self.members.values():
+            self._tell(member, Finish(outcome if member.first_started_s is not None else self._end_of(member.node)))
+        self._note("over", kind=outcome.kind.value, exit_code=outcome.exit_code)
+        self._out.append(Conclude(outcome))
+
+    def _greet_after_end(self, link: int, join: Join, outcome: Outcome) -> Command:
+        """An agent comes when all is over. One with another line wants another job: it will find the endpoint free."""
+        if join.last_generation:
+            return Tell(link, Finish(outcome))
+        if self._versions.other_line(join.node):
+            self._membership.close_link(link)
+            return DropLink(link, "the job at this endpoint is over, and is another one")
+        return Tell(link, Finish(self._end_of(join.node)))
+
+    def _end_of(self, node: NodeSpec) -> Outcome:
+        """How the job, which is over, ended for a node that had no part in it."""
+        assert self.outcome is not None
+        return ended_without(self.outcome, self.job.run_id, self._versions.other_line(node))
+
+    def _enter(self, now: float, phase: Phase) -> None:
+        assert (self.phase, phase) in TRANSITIONS, f"no transition {self.phase} -> {phase}"
+        if self.phase is Phase.RUNNING:
+            self._monitor.rest()
+        self.phase = phase
+        self._phase_since_s = now
 
     def _gather(self, now: float, reason: str, *, not_before_s: float) -> None:
         self._enter(now, Phase.GATHERING)

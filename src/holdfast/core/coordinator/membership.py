@@ -1,4 +1,5 @@
-"""Who is a member, by name and by link. Bookkeeping only: what follows from it is the machine's affair.
+"""Who is a member, by name and by link; who has been silent too long; which hosts must wait before they may take part again;
+and what is left of an earlier coordinator. Bookkeeping only: the machine decides what follows from it.
 
 Everything that is asked for at every event costs the same with ten members and with ten thousand.
 """
@@ -6,14 +7,15 @@ Everything that is asked for at every event costs the same with ten members and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import inf
 
 from msgspec import structs
 
-from holdfast.core.coordinator.probation import Probation
-from holdfast.core.coordinator.state import Member, Pending
-from holdfast.core.policy import NodeSpec
+from holdfast.core.coordinator.state import Member, Pending, World
+from holdfast.core.policy import Limits, NodeSpec
+from holdfast.core.protocol import Join, Running
 
 LINKS_PER_ADDRESS_MAX = 1024
 """Links from one address that have not joined: one more costs the oldest of them. Many agents may share a machine."""
@@ -22,7 +24,8 @@ LINKS_PER_ADDRESS_MAX = 1024
 class Membership:
     """Links without a Join, members, and who of them may take part in the next world."""
 
-    def __init__(self, probation: Probation) -> None:
+    def __init__(self, probation: Probation, limits: Limits) -> None:
+        self._limits = limits
         self._probation = probation
         self.members: dict[str, Member] = {}
         self.pending: dict[int, Pending] = {}
@@ -40,13 +43,13 @@ class Membership:
         self._fresh_until_s = -inf
         """The lists of candidates are true up to this time; -inf: members have changed."""
 
-    def open_link(self, link: int, pending: Pending) -> int | None:
-        """A link was opened. Returns the oldest one from the same address when they are too many."""
+    def open_link(self, link: int, pending: Pending) -> list[int]:
+        """A link was opened. Returns the oldest one from the same address when there are too many."""
         self.pending[link] = pending
         self._pending_of[pending.address] += 1
         if pending.local or self._pending_of[pending.address] <= LINKS_PER_ADDRESS_MAX:
-            return None
-        return next(number for number, other in self.pending.items() if other.address == pending.address)
+            return []
+        return [next(number for number, other in self.pending.items() if other.address == pending.address)]
 
     def close_link(self, link: int) -> Pending | None:
         """It is gone, or its agent has joined."""
@@ -57,12 +60,24 @@ class Membership:
                 del self._pending_of[pending.address]
         return pending
 
-    def oldest_link(self, but: Container[int]) -> tuple[int, float] | None:
-        """The link that has been without a member for longest, and since when; but for the local one and those named."""
+    def late_links(self, now: float, but: Container[int]) -> list[int]:
+        """Links that have been without a member for too long. Not the local one, and not those named: an agent that waits
+        for a rank that somebody holds has asked to join."""
+        late: list[int] = []
+        for link, due_s in self._unjoined(but):
+            if now < due_s:
+                break
+            late.append(link)
+        return late
+
+    def unjoined_due_s(self, but: Container[int]) -> float:
+        """When `late_links` has the next one."""
+        return next((due_s for _, due_s in self._unjoined(but)), inf)
+
+    def _unjoined(self, but: Container[int]) -> Iterator[tuple[int, float]]:
         for link, pending in self.pending.items():
             if not pending.local and link not in but:
-                return link, pending.opened_s
-        return None
+                yield link, pending.opened_s + self._limits.unjoined_s
 
     def by_link(self, link: int) -> Member | None:
         name = self._by_link.get(link)
@@ -168,3 +183,152 @@ class Membership:
         for name, member in self.members.items():
             assert self._by_link[member.link] == name
             assert (name in self._busy) == bool(member.busy_generation)
+
+
+@dataclass(slots=True)
+class Liveness:
+    """Which members have been silent too long. Silence counts only while we were listening ourselves."""
+
+    limits: Limits
+    looked_s: float
+    pardoned_s: float = 0.0
+    """Nobody counts as silent since before this."""
+    next_expiry_s: float = inf
+    """When the first of the leases seen at the last look runs out."""
+
+    def next_look_s(self) -> float:
+        return min(self.looked_s + self.limits.lease_s / 4, self.next_expiry_s)
+
+    def silent(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Members whose lease has run out.
+
+        If we come back from a pause of our own (stopped process, starved machine), the time of that pause is not
+        held against anybody: what they sent meanwhile may still lie unread in our sockets.
+        """
+        gap = now - self.looked_s
+        self.looked_s = now
+        if gap > self.limits.lease_s / 2:
+            self.pardoned_s, self.next_expiry_s = now - self.limits.ping_interval_s, inf
+            return []
+        expiries = [(max(member.last_heard_s, self.pardoned_s) + self.limits.lease_s, member) for member in members]
+        self.next_expiry_s = min((expiry for expiry, _ in expiries if expiry > now), default=inf)
+        return [member for expiry, member in expiries if expiry <= now]
+
+
+@dataclass(slots=True)
+class _Record:
+    strikes: int = 0
+    """Quick losses in a row."""
+    blames: int = 0
+    exclusions: int = 0
+    stay_s: float = 0.0
+    """How long an agent of this host must have been here before the others are regrouped for it."""
+    excluded_until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Probation:
+    """A host whose agents join and die in a loop must stay a while first; one that is blamed too often is shut out. Knows
+    host names and times, no members."""
+
+    limits: Limits
+    exclude_after: int
+    _records: dict[str, _Record] = field(default_factory=dict)
+
+    def lost(self, host: str, *, lived_s: float) -> None:
+        """A member on this host was lost, so long after its first workers were started (or else after it joined)."""
+        record = self._records.setdefault(host, _Record())
+        if lived_s >= self.limits.healthy_s:
+            record.strikes, record.stay_s = 0, 0.0
+        if lived_s >= self.limits.flap_s:
+            return
+        record.strikes += 1
+        if record.strikes > 1:
+            record.stay_s = min(self.limits.flap_first_s * 2.0 ** (record.strikes - 2), self.limits.flap_max_s)
+
+    def blamed(self, host: str, now: float) -> float:
+        """A generation ended because of this host. Returns for how many seconds it is excluded from now on; 0: not."""
+        if not self.exclude_after:
+            return 0.0
+        record = self._records.setdefault(host, _Record())
+        record.blames += 1
+        if record.blames < self.exclude_after:
+            return 0.0
+        record.blames = 0
+        pause_s = min(self.limits.exclude_first_s * 2.0**record.exclusions, self.limits.exclude_max_s)
+        record.exclusions += 1
+        record.excluded_until_s = now + pause_s
+        return pause_s
+
+    def until_s(self, host: str, joined_s: float) -> float:
+        """From when on an agent of this host that joined at `joined_s` may take part."""
+        record = self._records.get(host)
+        if record is None:
+            return joined_s
+        return max(joined_s + record.stay_s, record.excluded_until_s)
+
+
+@dataclass(slots=True)
+class Predecessor:
+    """The newest generation that a coordinator before us formed, and the agents that still run it. It goes on only if all
+    its nodes come with living workers."""
+
+    generation: int = 0
+    """The newest one anybody told us of; 0: nobody did."""
+    broken: bool = False
+    """A part of that generation has ended: it cannot go on."""
+    parts: dict[int, tuple[Member, Running]] = field(default_factory=dict)
+    """Group rank -> who came with it."""
+
+    def heed(self, member: Member, join: Join) -> list[Member]:
+        """A member has joined and told of this. Returns those whose running generation has no future."""
+        hopeless: list[Member] = []
+        if join.last_generation > self.generation:
+            hopeless = self._drop_parts()
+            self.generation, self.broken = join.last_generation, False
+        running = join.running
+        if running is not None and running.generation == self.generation and not self.broken:
+            self.parts[running.group_rank] = (member, running)
+        elif running is not None:
+            hopeless.append(member)
+        elif join.last_generation == self.generation > 0:
+            # It took part and comes with empty hands.
+            hopeless += self._break()
+        return hopeless
+
+    def lost(self, member: Member) -> list[Member]:
+        """A member is gone, or its workers are. Returns those whose running generation has no future by that."""
+        came = any(member is one for one, _ in self.parts.values())
+        return [other for other in self._break() if other is not member] if came else []
+
+    @property
+    def whole(self) -> bool:
+        """Every node of the generation has come with its workers alive."""
+        return bool(self.parts) and len(self.parts) == next(iter(self.parts.values()))[1].group_world_size
+
+    @property
+    def restart_count(self) -> int:
+        return max(running.restart_count for _, running in self.parts.values())
+
+    def world(self, now: float) -> World:
+        """That generation, as ours from now on."""
+        parts = [part for _, part in sorted(self.parts.items())]
+        world = World(
+            generation=self.generation,
+            order=tuple(member.name for member, _ in parts),
+            nproc={member.name: member.node.nproc for member, _ in parts},
+            started_s=now,
+        )
+        for member, running in parts:
+            for local_rank in running.done:
+                world.mark_done(member.name, local_rank)
+        return world
+
+    def _break(self) -> list[Member]:
+        self.broken = True
+        return self._drop_parts()
+
+    def _drop_parts(self) -> list[Member]:
+        members = [member for member, _ in self.parts.values()]
+        self.parts.clear()
+        return members

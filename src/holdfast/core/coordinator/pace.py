@@ -110,12 +110,9 @@ class Pace:
 class Paces:
     """Of all ranks of one generation."""
 
-    def __init__(
-        self, generation: int, nodes: Iterable[tuple[str, str, int]], began_s: float, gap_s_max: float
-    ) -> None:
+    def __init__(self, nodes: Iterable[tuple[str, str, int]], began_s: float, gap_s_max: float) -> None:
         """`nodes`: (member, host, number of workers) by group rank. `gap_s_max`: training stands still where there is no
         step for longer."""
-        self.generation = generation
         self.ranks: list[Pace] = []
         self._first: dict[str, int] = {}
         """The first rank of each member."""

@@ -1,4 +1,8 @@
-"""The coordinator's memory: members, the current world, phases."""
+"""What goes into the coordinator's machine, what comes out of it, and what it remembers: events, commands, members, the
+current world, phases.
+
+The shell makes the events; the machine never asks. No command has an answer: what follows comes as an event of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,67 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from holdfast.core.hang import Finding, RankStory
-from holdfast.core.outcome import Failure
+from msgspec import Struct
+
+from holdfast.core.machines import Note, Tick
+from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import NodeSpec
-from holdfast.core.protocol import StopReason
+from holdfast.core.progress import Finding, RankStory
+from holdfast.core.protocol import FromAgent, FromCoordinator, StopReason
+
+
+class LinkOpened(Struct, frozen=True):
+    """An agent passed the handshake. A link is a number the shell never uses twice."""
+
+    link: int
+    address: str
+    """The agent's address as seen from here."""
+    reached_at: str
+    """The address of ours at which it reached us."""
+    local: bool = False
+    """The agent that hosts us."""
+
+
+class LinkClosed(Struct, frozen=True):
+    link: int
+    reason: str
+
+
+class Heard(Struct, frozen=True):
+    link: int
+    message: FromAgent
+
+
+class QuitAsked(Struct, frozen=True):
+    """Somebody on one of the nodes wants the job to end."""
+
+    drain: bool
+    by: str
+
+
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | Tick
+
+
+class Tell(Struct, frozen=True):
+    link: int
+    message: FromCoordinator
+
+
+class DropLink(Struct, frozen=True):
+    """Close this link. The machine has already forgotten it; no LinkClosed is owed."""
+
+    link: int
+    reason: str
+
+
+class Conclude(Struct, frozen=True):
+    """The job is over; everybody has been told. Emitted exactly once."""
+
+    outcome: Outcome
+
+
+Command = Tell | DropLink | Conclude | Note
+
 
 LEFT_MAX = 8
 """Workers that ended with 0 of which is kept how: those that a verdict names."""

@@ -28,10 +28,8 @@ from math import inf
 from msgspec import Struct, structs
 
 from holdfast.core.coordinator.pace import GROUPING, Pace, Paces
-from holdfast.core.hang import Examine, Finding, HangKind, RankStory
 from holdfast.core.policy import Limits
-from holdfast.core.progress import Stage
-from holdfast.core.stacks import RankSample
+from holdfast.core.progress import Examine, Finding, HangKind, RankSample, RankStory, Stage
 
 LOOKS = 3
 """Of one examination, look_gap_s apart."""

@@ -10,8 +10,8 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 
-from holdfast.core.hang import RankStory
 from holdfast.core.outcome import Evidence, Failure
+from holdfast.core.progress import RankStory
 from holdfast.insight.causes.blame import Blame, blame
 from holdfast.insight.causes.find import Cause, cause_of
 from holdfast.insight.causes.words import LIBRARY, OURS, listen

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.core.hang import Finding
 from holdfast.core.outcome import Evidence, Failure, Verdict
+from holdfast.core.progress import Finding
 from holdfast.insight.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
 from holdfast.insight.causes.find import SAID_CHARACTERS_MAX, cause_of
 from holdfast.insight.causes.meeting import (

@@ -23,9 +23,8 @@ from holdfast.core.agent.events import (
 from holdfast.core.board import BOARD_VARIABLE
 from holdfast.core.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.core.options import RunOptions
-from holdfast.core.progress import RankProgress
+from holdfast.core.progress import RankProgress, RankSample
 from holdfast.core.protocol import Assign, Start
-from holdfast.core.stacks import RankSample
 from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers import keeper_client as kept

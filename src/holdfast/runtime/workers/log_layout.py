@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.core.errors import LogDirError
-from holdfast.core.spoken import spoken
+from holdfast.core.text import spoken
 
 if TYPE_CHECKING:
     from holdfast.core.options import LogOptions

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from holdfast.core.errors import LogDirError
 from holdfast.core.options import LogOptions, Std
-from holdfast.core.spans import spans
+from holdfast.core.text import spans
 from holdfast.runtime.workers.console import Console, ConsoleStream
 from holdfast.runtime.workers.log_fold import HeldTraceback, LineFold
 from holdfast.runtime.workers.log_layout import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log

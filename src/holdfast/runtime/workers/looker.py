@@ -19,9 +19,8 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from holdfast.core.board import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
-from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame, program_threads
-from holdfast.core.locks import is_inside, wanted_at
-from holdfast.core.stacks import Frame, RankSample
+from holdfast.core.faultdump import DUMP_BYTES_MAX, is_inside, main_thread, program_frame, program_threads, wanted_at
+from holdfast.core.progress import Frame, RankSample
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.workers import kernel, sockets
 from holdfast.runtime.workers.board import Board

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from holdfast.core import board as layout
 from holdfast.core.agent.events import Event, WorkersProgress, WorkersSeen
-from holdfast.core.progress import RankProgress
+from holdfast.core.progress import RankProgress, RankSample
 from holdfast.core.protocol import Assign, Start
-from holdfast.core.stacks import RankSample
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import Looker
 

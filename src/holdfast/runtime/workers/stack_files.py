@@ -21,7 +21,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from holdfast.core.stacks import RankSample
+from holdfast.core.progress import RankSample
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.workers import kernel
 

@@ -1,4 +1,4 @@
-"""Progress, looks, hangs and stragglers as the coordinator's machine deals with them; and its view for people."""
+"""Progress, looks, hangs and stragglers as the coordinator deals with them; and its view for people."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from holdfast.core.coordinator.events import LinkClosed
-from holdfast.core.coordinator.oversight import LAST_WORDS_S, PARTING_LOOK_S
-from holdfast.core.coordinator.state import Phase
-from holdfast.core.hang import Finding, RanksAtPlace, RankStory
+from holdfast.core.coordinator.monitor import REASON_AFTER_CLOSED_S, STACKS_AFTER_TIMEOUT_S
+from holdfast.core.coordinator.state import LinkClosed, Phase
 from holdfast.core.outcome import Evidence, Failure, OutcomeKind
-from holdfast.core.progress import RankProgress, Stage, Standing
+from holdfast.core.progress import Finding, Frame, RankProgress, RankSample, RanksAtPlace, RankStory, Stage, Standing
 from holdfast.core.protocol import Look, Looked, Notice, Progress, Stop, Stopped, StopReason, WorkerDone, WorkersFailed
-from holdfast.core.stacks import Frame, RankSample
 from tests.core.coordinator.coordinator_desk import Desk, gathering, preparing, running, two_of_three
 from tests.support.simulator.cluster import simple_judge
 from tests.support.simulator.stalls import simple_examine
@@ -189,8 +186,8 @@ def test_an_answer_to_an_older_look_is_too_late() -> None:
     answer(desk, 1)
     desk.wait(5.1)
     desk.say(2, Looked(1, 1, (RankSample(0, 1, "S", 0.0),)))
-    assert desk.machine._round is not None
-    assert desk.machine._round.samples == {}
+    assert desk.machine._monitor._round is not None
+    assert desk.machine._monitor._round.samples == {}
 
 
 @pytest.mark.parametrize("state", [gathering, preparing])
@@ -261,7 +258,7 @@ def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped()
     desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
     answer(desk, 2, "sleep")
     assert stops(desk) == []
-    desk.wait(PARTING_LOOK_S + 0.1)
+    desk.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
     assert [stop.reason for stop in stops(desk)] == [StopReason.WORKER_FAILED]
     for link in (1, 2):
         desk.say(link, Stopped(1))
@@ -286,7 +283,7 @@ def test_a_survivor_that_waits_in_vain_too_may_say_so() -> None:
 def test_those_that_do_not_answer_are_stopped_all_the_same() -> None:
     desk = training()
     times_out(desk, 1)
-    desk.wait(PARTING_LOOK_S + 0.1)
+    desk.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
     assert len(stops(desk)) == 1
 
 
@@ -337,7 +334,7 @@ def test_whoever_closed_a_connection_may_end_with_0() -> None:
 def test_after_a_lost_connection_nobody_is_waited_for_for_long() -> None:
     desk = training()
     loses_a_peer(desk, 1)
-    desk.wait(LAST_WORDS_S + 0.1)
+    desk.wait(REASON_AFTER_CLOSED_S + 0.1)
     assert len(stops(desk)) == 1
 
 
@@ -425,7 +422,7 @@ def broken(_: object) -> Any:
 
 def test_an_examination_that_fails_is_noted_and_finds_nothing() -> None:
     desk = training()
-    desk.machine._examine = broken
+    desk.machine._monitor._examine = broken
     look_on(desk, 500.0, 1, 2)
     assert desk.machine.phase is Phase.RUNNING
     assert desk.noted("insight_fault")[0] == {"what": "examine", "error": "KeyError: 'x'"}

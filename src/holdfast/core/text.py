@@ -1,12 +1,29 @@
-"""A name that people can say for a job that nobody has named. PURE.
+"""Words for people: a name for a job that has none, and ranges of numbers. PURE.
 
-The run id stays what it is, a UUID as torchrun's; its spoken name is made of it, so all nodes say the same one.
+The run id of a job stays what it is, a UUID as torchrun's. Its spoken name is made of it, so it is the same on all nodes.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Iterable
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers in order, neighbours drawn together.
+
+    >>> spans([3, 0, 1, 2, 7])
+    '0-3, 7'
+    """
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
 
 _NOBODYS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
