@@ -82,6 +82,30 @@ def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site,
     assert [each["what"] for each in agent.events("insight_fault")] == ["load"]
 
 
+LOADS_EARLY = """
+import os, sys
+from holdfast.cli import entry, run
+
+load_end = run.load_end
+
+def noted():
+    load_end()
+    open(os.environ["TRAIL"] + ".loaded", "w").close()
+
+run.load_end = noted
+sys.argv[1:1] = ["run"]
+entry()
+"""
+
+
+def test_what_the_verdict_needs_is_loaded_while_workers_run(site, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LOADS_EARLY)
+    wait = "while not os.path.exists(os.environ['TRAIL'] + '.loaded'):\n    time.sleep(0.01)"
+    agent = site.start("--standalone", site.script(wait), program=[sys.executable, str(program)])
+    assert agent.end() == 0, agent.text
+
+
 LEAVES = """
 import atexit, sys
 from holdfast.cli import entry

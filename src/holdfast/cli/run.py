@@ -107,9 +107,11 @@ def start(
 
 
 def load_end() -> None:
-    """Imports the table of causes, and what puts the end into words."""
-    import holdfast.insight.causes.verdict
+    """Loads the table of causes, and what puts the end into words."""
     import holdfast.insight.screen  # noqa: F401
+    from holdfast.insight.verdicts import load
+
+    load()
 
 
 def last_screen(end: Finished) -> str:

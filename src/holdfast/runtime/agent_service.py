@@ -111,6 +111,10 @@ class Finished(Struct, frozen=True):
 
 Render = Callable[[Finished], str]
 
+LOAD_AFTER_S = 1.0
+"""So long after the first start of the workers, what the end of a generation needs is imported, if it was not needed before.
+A short job does not pay for it, and the workers have most of their own imports behind them."""
+
 
 def run_job(
     options: RunOptions,
@@ -124,8 +128,8 @@ def run_job(
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
     `judge` tells the first failure from its victims; `examine` who hangs from who waits; `render` puts the end into
-    words for the console. `load` imports what `judge` and `render` need: called in a thread while workers are being
-    stopped, for then this process only waits.
+    words for the console. `load` imports what `judge` and `render` need. It is called once, in a thread, while the workers
+    run or are being stopped: a restart must not wait for it.
     """
     try:
         return asyncio.run(_run_job(options, keeper, judge, examine, render, load))
@@ -238,6 +242,8 @@ class AgentService:
         self._line_of_others = options.line_of_others
         """To be said, once."""
         self._load: Callable[[], None] | None = load
+        """None: it has been called."""
+        self._load_timer: asyncio.TimerHandle | None = None
         """None: it was called."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
@@ -293,6 +299,8 @@ class AgentService:
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
                 self._driver.stop()
+                if self._load_timer is not None:
+                    self._load_timer.cancel()
                 if self._dialing is not None:
                     self._dialing.cancel()
                 await self._meeting.close()
@@ -397,11 +405,12 @@ class AgentService:
                 self._crew.prepare(assign)
             case StartWorkers(assign, start):
                 self._crew.start(assign, start)
+                if self._load is not None and self._load_timer is None:
+                    self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
             case SignalWorkers(signum, to_end):
                 self._crew.signal(signum, to_end=to_end)
-                if to_end and self._load is not None:
-                    load, self._load = self._load, None
-                    self._tasks.create_task(self._load_end(load))
+                if to_end:
+                    self._load_end()
             case HoldWorkers(generation):
                 self._crew.hold(generation)
             case ReleaseWorkers(generation, safe_point):
@@ -420,7 +429,14 @@ class AgentService:
                 if not self._ended.done():
                     self._ended.set_result(outcome)
 
-    async def _load_end(self, load: Callable[[], None]) -> None:
+    def _load_end(self) -> None:
+        """Once: import what the verdict and the last screen need."""
+        assert self._tasks is not None
+        if self._load is not None:
+            load, self._load = self._load, None
+            self._tasks.create_task(self._loaded(load))
+
+    async def _loaded(self, load: Callable[[], None]) -> None:
         try:
             await run_detached(load)
         except Exception as error:  # noqa: BLE001 - the code that needs it imports it again, and reports why it cannot

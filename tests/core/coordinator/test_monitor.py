@@ -431,7 +431,7 @@ def test_an_examination_that_fails_is_noted_and_finds_nothing() -> None:
 
 def test_a_judge_that_fails_is_noted_and_the_first_failure_is_to_blame() -> None:
     desk = training(max_restarts=1)
-    desk.machine._judge = broken
+    desk.machine._endings._judge = broken
     desk.fail(2, 3)
     for link in (1, 2):
         desk.say(link, Stopped(1))

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from msgspec import Struct, structs
 
+from holdfast.core.coordinator.membership import Probation
 from holdfast.core.coordinator.state import World
 from holdfast.core.errors import EXIT_REQUEUE, JoinTimeoutError, NodesError
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
-from holdfast.core.policy import Limits
-from holdfast.core.protocol import StopReason
+from holdfast.core.policy import JobSpec, Limits
+from holdfast.core.protocol import Notice, StopReason, Waiting
 from holdfast.core.text import spans
 
 UNBOUNDED = 2**31 - 1
@@ -99,10 +100,10 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     """
     lived_s = world.stop_began_s - (world.started_s if world.started_s is not None else world.stop_began_s)
     own = [failure for failure in world.failures if not failure.after_stop]
-    verdict = judge(_evidence(world, budget, ""))
     if any(failure.exit_code == EXIT_REQUEUE for failure in own):
         text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
+    verdict = judge(_evidence(world, budget, ""))
     decision: Retry | GiveUp = Retry(0.0)
     if not (world.lost_nodes or world.drain_agreed):
         if world.stop_reason is StopReason.STORE_LOST:
@@ -136,15 +137,6 @@ def plain_verdict(evidence: Evidence) -> Verdict:
     return evidence.verdict("HF200" if culprit is None else "HF205", cause, culprit)
 
 
-def no_quorum(reason: str, text: str, generation: int, restarts: int, lost: Verdict | None) -> Outcome:
-    """Too few nodes came. `lost`: the verdict on the newest generation, if it ended because nodes were lost."""
-    code, exit_code = JoinTimeoutError.code, JoinTimeoutError.exit_code
-    verdict = Verdict(code=code, cause=text, generation=generation, restarts=restarts)
-    if lost is not None:
-        verdict = structs.replace(lost, cause=f"{lost.cause}; then {text}", gave_up=reason)
-    return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict)
-
-
 def ended_without(outcome: Outcome, run_id: str, other_line: str) -> Outcome:
     """How a job ended for a node that had no part in it: its own line was not run. `other_line`: what of that line is not
     the job's, in words."""
@@ -174,3 +166,74 @@ def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
         survivors=world.survivors,
         hosts=tuple(name.rpartition("#")[0] for name in world.order),
     )
+
+
+class Restart(Struct, frozen=True):
+    """Another generation follows."""
+
+    backoff_s: float
+    notice: Notice | None
+    """What failed, for the members of the one that is over."""
+    excluded: tuple[Waiting, ...]
+    """Hosts that may not take part for a while, for everybody."""
+
+
+class Endings:
+    """What follows each generation that is over. It asks the judge, charges the budget, counts who was to blame, and reports
+    the verdict."""
+
+    def __init__(
+        self, job: JobSpec, budget: Budget, probation: Probation, judge: Judge, note: Callable[..., None]
+    ) -> None:
+        """`note`: for the journal."""
+        self._job = job
+        self._budget = budget
+        self._probation = probation
+        self._judge = judge
+        self._note = note
+        self._newest: Verdict | None = None
+        """On the newest generation after which another one followed."""
+
+    def stopped(self, now: float, world: World) -> Restart | Outcome:
+        """No worker of this world is alive any more."""
+        used = self._budget.used
+        end = after_stop(world, self._budget, self._judged)
+        if isinstance(end, Outcome):
+            return end
+        verdict = self._newest = end.verdict
+        text = restart_text(end, self._budget, charged=self._budget.used > used)
+        told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
+        self._note("verdict", generation=world.generation, **told)
+        notice = Notice(text, verdict.victims) if text else None
+        return Restart(end.backoff_s, notice, self._excluded(now, world, verdict))
+
+    def _excluded(self, now: float, world: World, verdict: Verdict) -> tuple[Waiting, ...]:
+        """Whose fault the end of a generation was is counted per host."""
+        culprits = set(world.lost_hosts)
+        if not culprits and verdict.culprit is not None and not world.drain_agreed:
+            culprits = {verdict.culprit.host}
+        excluded: list[Waiting] = []
+        for host in sorted(culprits):
+            pause_s = self._probation.blamed(host, now)
+            if pause_s:
+                self._note("excluded", host=host, for_s=pause_s)
+                text = f"{host} was blamed {self._job.exclude_after} times: excluded for {pause_s:g} s"
+                excluded.append(Waiting(text))
+        return tuple(excluded)
+
+    def no_quorum(self, reason: str, text: str, generation: int) -> Outcome:
+        """Too few nodes came. If nodes were lost in the newest generation, that is the cause."""
+        code, exit_code = JoinTimeoutError.code, JoinTimeoutError.exit_code
+        verdict = Verdict(code=code, cause=text, generation=generation, restarts=self._budget.used)
+        before = self._newest
+        if before is not None and before.lost_nodes and before.generation == generation:
+            verdict = structs.replace(before, cause=f"{before.cause}; then {text}", gave_up=reason)
+        return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict)
+
+    def _judged(self, evidence: Evidence) -> Verdict:
+        """The judge was given to us: an error in it is noted, and decides nothing."""
+        try:
+            return self._judge(evidence)
+        except Exception as error:  # noqa: BLE001
+            self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
+            return plain_verdict(evidence)

@@ -16,16 +16,7 @@ from collections.abc import Collection, Iterable
 from math import inf
 
 from holdfast.core.coordinator.admission import Admission, Admit, Deny, Versions
-from holdfast.core.coordinator.ending import (
-    Again,
-    Budget,
-    Judge,
-    after_stop,
-    ended_without,
-    no_quorum,
-    plain_verdict,
-    restart_text,
-)
+from holdfast.core.coordinator.ending import Budget, Endings, Judge, Restart, ended_without
 from holdfast.core.coordinator.formation import (
     Candidate,
     FormNow,
@@ -59,7 +50,7 @@ from holdfast.core.coordinator.state import (
 )
 from holdfast.core.errors import NodesError
 from holdfast.core.machines import Note, Pauses, Tick
-from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict
+from holdfast.core.outcome import Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.core.progress import Examine, JobView
 from holdfast.core.protocol import (
@@ -127,7 +118,6 @@ class CoordinatorMachine:
         `judge`, `examine`: what failures and stacks mean."""
         self.job = job
         self.limits = limits
-        self._judge = judge
         self._fixed_master = fixed_master
         self.phase = Phase.GATHERING
         self.probation = Probation(limits, job.exclude_after)
@@ -138,6 +128,7 @@ class CoordinatorMachine:
         self._predecessor = Predecessor()
         self.outcome: Outcome | None = None
         self.budget = Budget(job.max_restarts, limits)
+        self._endings = Endings(job, self.budget, self.probation, judge, self._note)
         self._liveness = Liveness(limits, now)
         self._versions = Versions()
         self._admission = Admission(job, self._versions.other_line)
@@ -154,8 +145,6 @@ class CoordinatorMachine:
         self._reason = ""
         self._why = ""
         """How the newest generation that is over has ended."""
-        self._lost: Verdict | None = None
-        """On that generation, if nodes were lost in it and no other has been formed since."""
         self._out: list[Command] = []
 
     # ---------------------------------------------------------------- surface
@@ -511,7 +500,7 @@ class CoordinatorMachine:
             case NoQuorum(reason):
                 before = f"; the generation before ended: {self._why}" if self._why else ""
                 text = f"{reason}; here: {self._who_is_here()}{before}"
-                self._finish(no_quorum(reason, text, self.generation, self.budget.used, self._lost))
+                self._finish(self._endings.no_quorum(reason, text, self.generation))
             case WaitUntil():
                 if self._waiting_said.due(now):
                     left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
@@ -523,7 +512,6 @@ class CoordinatorMachine:
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
         self.generation = max(self.generation, self._predecessor.generation) + 1
-        self._lost = None
         self.world = World(
             generation=self.generation,
             order=tuple(node.member for node in seats),
@@ -636,16 +624,15 @@ class CoordinatorMachine:
             self._drop_busy(now, list(self._membership.busy()))
         if self._membership.anybody_busy:
             return
-        world, used = self._world(), self.budget.used
-        match after_stop(world, self.budget, self._judged):
-            case Again(backoff_s, verdict) as again:
-                text = restart_text(again, self.budget, charged=self.budget.used > used)
-                if text:
-                    self._tell_world(world, Notice(text, verdict.victims))
-                told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
-                self._note("verdict", generation=world.generation, **told)
-                self._blame(now, world, verdict)
-                self._lost = verdict if verdict.lost_nodes else None
+        world = self._world()
+        match self._endings.stopped(now, world):
+            case Restart(backoff_s, notice, excluded):
+                if notice is not None:
+                    self._tell_world(world, notice)
+                for waiting in excluded:
+                    for member in self.members.values():
+                        self._tell(member, waiting)
+                self._membership.changed()  # hosts may have to wait
                 self._gather(now, world.stop_text, not_before_s=now + backoff_s)
             case Outcome() as outcome:
                 self._finish(outcome)
@@ -711,14 +698,6 @@ class CoordinatorMachine:
     def _note(self, event: str, **fields: object) -> None:
         self._out.append(Note(event, fields))
 
-    def _judged(self, evidence: Evidence) -> Verdict:
-        """The judge was given to us: an error in it is noted, and decides nothing."""
-        try:
-            return self._judge(evidence)
-        except Exception as error:  # noqa: BLE001
-            self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
-            return plain_verdict(evidence)
-
     # ---------------------------------------------------------------- telling
 
     def _compare(self, member: Member) -> None:
@@ -738,20 +717,6 @@ class CoordinatorMachine:
     def _abandon(self, members: list[Member]) -> None:
         for member in members:
             self._tell(member, Abandon(member.busy_generation))
-
-    def _blame(self, now: float, world: World, verdict: Verdict) -> None:
-        """Whose fault the end of this generation was is counted per host."""
-        culprits = set(world.lost_hosts)
-        if not culprits and verdict.culprit is not None and not world.drain_agreed:
-            culprits = {verdict.culprit.host}
-        for host in sorted(culprits):
-            pause_s = self.probation.blamed(host, now)
-            if pause_s:
-                text = f"{host} was blamed {self.job.exclude_after} times: excluded for {pause_s:g} s"
-                self._note("excluded", host=host, for_s=pause_s)
-                for member in self.members.values():
-                    self._tell(member, Waiting(text))
-        self._membership.changed()
 
     # ---------------------------------------------------------------- phases and the end
 
