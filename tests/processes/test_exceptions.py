@@ -53,6 +53,31 @@ os.wait()
     assert not agent.events("worker_raised")
 
 
+def test_the_others_are_stopped_while_what_a_worker_left_is_read(site) -> None:
+    """Its error file cannot be read before the other worker has been stopped; the verdict has it all the same."""
+    script = site.script(
+        """
+import json, signal
+file = os.path.join(os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])), "1", "error.json")
+def stop(*_):
+    with open(file, "w") as pipe:
+        json.dump({"message": "Sneeze: loud"}, pipe)
+    note("stopped")
+    os._exit(1)
+signal.signal(signal.SIGTERM, stop)
+meet()
+if RANK == 0:
+    hold()
+os.mkfifo(file)
+os._exit(7)
+"""
+    )
+    done, agent = site.run("--standalone", "--nproc-per-node", "2", script)
+    assert done == 7, agent.text
+    assert [note["event"] for note in site.trail() if note["event"] == "stopped"] == ["stopped"]
+    assert agent.verdict["verdict"]["culprit"]["message"] == "Sneeze: loud"
+
+
 LOADS_BADLY = """
 import sys
 from holdfast.cli import entry, run

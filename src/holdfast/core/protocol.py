@@ -22,6 +22,11 @@ OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
+REVISION = 1
+"""Of these messages. From 1 on, an agent reports a failure before its evidence is read, if the coordinator understands that
+(`Joined.revision`)."""
+
+
 class StopReason(Enum):
     """Why a generation is ended."""
 
@@ -91,6 +96,9 @@ class WorkerDone(AgentMessage, frozen=True, tag="done"):
 class WorkersFailed(AgentMessage, frozen=True, tag="failed"):
     generation: Count
     failures: Annotated[tuple[Failure, ...], OF_ONE_NODE]
+    evidence_follows: bool = False
+    """These failures are bare: rank and exit status. The same ranks are reported again, with all that is known, before this
+    node's Stopped."""
 
 
 class Stopped(AgentMessage, frozen=True, tag="stopped"):
@@ -160,6 +168,8 @@ class Joined(CoordinatorMessage, frozen=True, tag="joined"):
     lease_s: Seconds
     fence_s: Period
     ping_interval_s: Period
+    revision: Count = 0
+    """What the coordinator understands: its REVISION."""
 
 
 class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):

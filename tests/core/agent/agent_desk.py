@@ -24,6 +24,7 @@ from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Limits, NodeSpec
 from holdfast.core.protocol import (
+    REVISION,
     Assign,
     Drain,
     DrainTo,
@@ -116,7 +117,7 @@ def joining() -> Desk:
 
 def idle() -> Desk:
     desk = joining()
-    desk.hear(Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s))
+    desk.hear(Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, REVISION))
     return desk
 
 

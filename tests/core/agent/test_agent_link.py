@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 
 import pytest
+from msgspec import structs
 
 from holdfast.core.agent.commands import Exit, HangUp, KillTree, ReleaseWorkers, SignalWorkers
 from holdfast.core.agent.events import (
     Dialed,
     Event,
+    FailureRead,
     LinkLost,
     PassSignal,
     Signalled,
@@ -390,6 +392,44 @@ def test_a_worker_that_raised_and_then_ends_with_zero_has_not_done_its_work() ->
     for late in (WorkerEnded(1, 0, None), WorkerRaised(1, 0, failure())):
         desk.give(late)
         assert not desk.sent()
+
+
+BARE = failure()
+READ = structs.replace(BARE, error_type="ValueError", message="ValueError: nan")
+
+
+@pytest.mark.parametrize("kind", [WorkerEnded, WorkerRaised])
+def test_a_failure_is_reported_before_what_it_left_is_read(kind: type[WorkerEnded | WorkerRaised]) -> None:
+    desk = running()
+    desk.give(kind(1, 0, failure=BARE, evidence_follows=True))
+    assert desk.sent() == [WorkersFailed(1, (BARE,), evidence_follows=True)]
+    desk.hear(Stop(1, StopReason.WORKER_FAILED))
+    desk.give(FailureRead(1, 0, READ))
+    assert desk.sent() == [WorkersFailed(1, (READ,))]
+
+
+def test_a_coordinator_of_the_first_version_gets_the_whole_failure_alone() -> None:
+    desk = running()
+    desk.hear(JOINED)  # as it says it: without a revision
+    desk.give(WorkerEnded(1, 0, BARE, evidence_follows=True))
+    assert not desk.sent()
+    desk.give(FailureRead(1, 0, READ))
+    assert desk.sent() == [WorkersFailed(1, (READ,))]
+
+
+def test_a_worker_that_raised_while_it_was_stopped_is_reported_when_that_is_known() -> None:
+    desk = stopping()
+    bare, read = (structs.replace(each, after_stop=True) for each in (BARE, READ))
+    desk.give(WorkerEnded(1, 0, bare, evidence_follows=True))
+    assert not desk.sent()
+    desk.give(FailureRead(1, 0, read))
+    assert desk.sent() == [WorkersFailed(1, (read,))]
+
+
+def test_what_was_read_of_an_older_generation_is_too_late() -> None:
+    desk = running()
+    desk.give(FailureRead(7, 0, READ))
+    assert not desk.sent()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -8,6 +8,7 @@ from holdfast.core.coordinator.state import LinkClosed, LinkOpened, Phase
 from holdfast.core.outcome import Failure, OutcomeKind
 from holdfast.core.policy import Grow, NodeSpec
 from holdfast.core.protocol import (
+    REVISION,
     Abandon,
     Assign,
     DrainTo,
@@ -187,7 +188,7 @@ def test_a_world_on_one_machine_is_local(addresses: str, local: bool, master: st
 def test_members_are_told_the_lease() -> None:
     desk = Desk()
     desk.join(1)
-    assert desk.told == [(1, Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s))]
+    assert desk.told == [(1, Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, REVISION))]
 
 
 # --- draining -----------------------------------------------------------------------------------------------------

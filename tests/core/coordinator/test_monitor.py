@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from holdfast.core.coordinator.monitor import REASON_AFTER_CLOSED_S, STACKS_AFTER_TIMEOUT_S
+from holdfast.core.coordinator.monitor import EVIDENCE_S, REASON_AFTER_CLOSED_S, STACKS_AFTER_TIMEOUT_S
 from holdfast.core.coordinator.state import LinkClosed, Phase
 from holdfast.core.outcome import Evidence, Failure, OutcomeKind
 from holdfast.core.progress import Finding, Frame, RankProgress, RankSample, RanksAtPlace, RankStory, Stage, Standing
@@ -294,6 +294,74 @@ def test_a_failure_with_a_reason_of_its_own_stops_them_at_once(first: bool) -> N
         times_out(desk, 1)
     desk.fail(2)
     assert len(stops(desk)) == 1
+
+
+# --- a bare failure ---------------------------------------------------------------------------------------------------
+
+
+def bare(link: int, exit_code: int) -> Failure:
+    return Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code)
+
+
+def reports(desk: Desk, failure: Failure, *, evidence_follows: bool = False) -> None:
+    desk.say(failure.rank + 1, WorkersFailed(desk.machine.generation, (failure,), evidence_follows))
+
+
+@pytest.mark.parametrize("exit_code", [-9, -11, 7, 75])
+def test_an_exit_status_that_needs_no_words_stops_the_others_at_once(exit_code: int) -> None:
+    judged: list[Evidence] = []
+    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    failure = bare(1, exit_code)
+    reports(desk, failure, evidence_follows=True)
+    assert [stop.text for stop in stops(desk)] == ["rank 0 failed on n1"]
+    read = structs.replace(failure, stderr_tail="the last words")
+    reports(desk, read)
+    assert len(desk.noted("workers_failed")) == 1
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    if exit_code != 75:
+        assert judged[0].failures == (read,), "the verdict is made of all that is known"
+
+
+@pytest.mark.parametrize("exit_code", [1, -6])
+def test_what_an_exception_says_decides_when_the_others_are_stopped(exit_code: int) -> None:
+    desk = training()
+    failure = bare(1, exit_code)
+    reports(desk, failure, evidence_follows=True)
+    assert stops(desk) == []
+    reports(desk, structs.replace(failure, message="ValueError: nan"))
+    assert len(stops(desk)) == 1
+
+
+def test_evidence_that_does_not_come_is_not_waited_for_long() -> None:
+    desk = training()
+    reports(desk, bare(1, 1), evidence_follows=True)
+    desk.wait(EVIDENCE_S + 0.1)
+    assert len(stops(desk)) == 1
+
+
+def test_evidence_of_a_wait_in_vain_keeps_the_others_for_their_stacks() -> None:
+    desk = training()
+    reports(desk, bare(1, 1), evidence_follows=True)
+    times_out(desk, 1)
+    assert len(looks(desk, 2)) == 1
+    assert stops(desk) == []
+    desk.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
+    assert len(stops(desk)) == 1
+
+
+def test_the_first_that_failed_stays_the_first_when_its_evidence_is_the_last() -> None:
+    judged: list[Evidence] = []
+    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    first, second = bare(1, -9), bare(2, 1)
+    reports(desk, first, evidence_follows=True)
+    reports(desk, second, evidence_follows=True)
+    first, second = (structs.replace(each, message=f"rank {each.rank}") for each in (first, second))
+    reports(desk, second)
+    reports(desk, first)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert judged[0].failures == (first, second)
 
 
 # --- a lost connection ------------------------------------------------------------------------------------------------

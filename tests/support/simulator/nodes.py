@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from holdfast.core.agent import commands as do
 from holdfast.core.agent import events as ev
 from holdfast.core.agent.state import Work
@@ -158,6 +160,8 @@ class SimAgent:
         self.workers: set[int] = set()
         self._raised: set[int] = set()
         """Of these, the ones whose program has raised an exception."""
+        self._unread: dict[int, Failure] = {}
+        """What failed workers have left, by local rank."""
         self.generation = 0
         self._world = (0, 0)
         """(Coordinator that assigned it, generation)."""
@@ -263,6 +267,7 @@ class SimAgent:
         self._world = (self.coordinator_number, assign.generation)
         self._started_s, self._held_s = cluster.clock.now, None
         self.workers, self._raised = set(range(cluster.nproc[self.host])), set()
+        self._unread.clear()
         for local_rank in sorted(self.workers):
             self._worker_ends_soon(local_rank, 0, cluster.options.work_s + cluster.random.uniform(0.0, 0.5))
         if cluster.options.steps:
@@ -373,9 +378,25 @@ class SimAgent:
         self.workers.discard(local_rank)
         if not self.workers:
             self.cluster.checker.ended(self.host)
-        if self.alive:
+        if not self.alive:
+            return
+        if exit_code == 0 or local_rank in self._raised:
             failure = self._failure(local_rank, exit_code) if exit_code else None
             self.handle(ev.WorkerEnded(generation, local_rank, failure, drained))
+            return
+        failure = self._begin_reading(generation, local_rank, exit_code)
+        self.handle(ev.WorkerEnded(generation, local_rank, failure, evidence_follows=True))
+
+    def _begin_reading(self, generation: int, local_rank: int, exit_code: int) -> Failure:
+        """The bare failure. What the worker has left is read within moments, and before its tree is reported gone."""
+        bare = self._failure(local_rank, exit_code)
+        self._unread[local_rank] = structs.replace(bare, message="read")
+        self.cluster.agenda.after(self.cluster.random.uniform(0.0, 0.05), lambda: self._read(generation, local_rank))
+        return bare
+
+    def _read(self, generation: int, local_rank: int) -> None:
+        if self.alive and generation == self.generation and local_rank in self._unread:
+            self.handle(ev.FailureRead(generation, local_rank, self._unread.pop(local_rank)))
 
     def _failure(self, local_rank: int, exit_code: int) -> Failure:
         assert self._assign is not None
@@ -395,11 +416,14 @@ class SimAgent:
         self._raised.add(local_rank)
         self._worker_ends_soon(local_rank, 1, EXIT_FUNCTIONS_S)
         if self.alive:
-            self.handle(ev.WorkerRaised(generation, local_rank, self._failure(local_rank, 1)))
+            failure = self._begin_reading(generation, local_rank, 1)
+            self.handle(ev.WorkerRaised(generation, local_rank, failure, evidence_follows=True))
 
     def _kill_tree(self, generation: int) -> None:
         for local_rank in sorted(self.workers):
             self.worker_ends(generation, local_rank, -SIGKILL)
+        for local_rank in sorted(self._unread):
+            self._read(generation, local_rank)
         self.handle(ev.TreeGone(generation))
 
     def fail_worker(self, exit_code: int) -> None:

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from holdfast.core.agent import commands as do
 from holdfast.core.agent import events as ev
 from holdfast.core.agent.machine import AgentMachine
@@ -363,18 +365,20 @@ class Pair:
     ) -> None:
         assert agent.assign is not None
         agent.workers.discard(local_rank)
-        failure = None
-        if exit_code:
-            failure = Failure(
-                rank=agent.assign.rank_base + local_rank,
-                local_rank=local_rank,
-                host=agent.host,
-                pid=1000 + local_rank,
-                exit_code=exit_code,
-                error_type=error_type,
-                after_stop=agent.machine.work in (Work.STOPPING, Work.KILLING),
-            )
-        self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, failure, drained))
+        if not exit_code:
+            self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, None, drained))
+            return
+        bare = Failure(
+            rank=agent.assign.rank_base + local_rank,
+            local_rank=local_rank,
+            host=agent.host,
+            pid=1000 + local_rank,
+            exit_code=exit_code,
+            after_stop=agent.machine.work in (Work.STOPPING, Work.KILLING),
+        )
+        read = ev.FailureRead(agent.assign.generation, local_rank, structs.replace(bare, error_type=error_type))
+        self._queue.append(lambda: self._to_agent(agent, read))
+        self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, bare, evidence_follows=True))
 
     def _samples(self, agent: PairAgent) -> tuple[RankSample, ...]:
         frames = {rank: Frame("train.py", 7, agent.places.get(rank, WAITING)) for rank in sorted(agent.workers)}
@@ -385,8 +389,11 @@ class Pair:
             self._worker_gone(agent, local_rank, exit_code, drained=drained)
 
     def _kill_tree(self, agent: PairAgent, generation: int) -> None:
-        self._all_workers_gone(agent, -signal.SIGKILL)
-        self._to_agent(agent, ev.TreeGone(generation))
+        if agent.workers:  # what they left is read first
+            self._all_workers_gone(agent, -signal.SIGKILL)
+            self._queue.append(lambda: self._to_agent(agent, ev.TreeGone(generation)))
+        else:
+            self._to_agent(agent, ev.TreeGone(generation))
 
 
 def _untold(who: str, what: object) -> None:

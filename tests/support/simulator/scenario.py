@@ -265,8 +265,9 @@ def _from_agent(message: object) -> str:
             return f"prepared {generation}" + (f" port={port}" if port else "")
         case WorkerDone(generation, local_rank):
             return f"done {generation} local_rank={local_rank}"
-        case WorkersFailed(generation, failures):
-            return f"failed {generation} " + " ".join(f"rank={f.rank} exit={f.exit_code}" for f in failures)
+        case WorkersFailed(generation, failures, evidence_follows):
+            text = " ".join(f"rank={f.rank} exit={f.exit_code}" for f in failures)
+            return f"failed {generation} {text}" + ", evidence follows" * evidence_follows
         case Stopped(generation):
             return f"stopped {generation}"
         case StoreLost(generation):

@@ -61,10 +61,22 @@ class WorkerEnded(Struct, frozen=True):
     """It had been told to stop at a safe point: that it ended does not mean that its work is done."""
     left: Failure | None = None
     """How it ended with 0, for the case that its peers still need it."""
+    evidence_follows: bool = False
+    """`failure` is bare: rank and exit status. FailureRead follows."""
 
 
 class WorkerRaised(Struct, frozen=True):
     """The program of one worker raised an exception. Its process still runs its exit functions; WorkerEnded follows."""
+
+    generation: int
+    local_rank: int
+    failure: Failure
+    evidence_follows: bool = False
+    """As in WorkerEnded."""
+
+
+class FailureRead(Struct, frozen=True):
+    """What a worker that failed has left was read: its error file, its stderr, its machine. Comes before TreeGone."""
 
     generation: int
     local_rank: int
@@ -137,6 +149,7 @@ Event = (
     | PrepareFailed
     | WorkerEnded
     | WorkerRaised
+    | FailureRead
     | WorkersHeld
     | WorkersProgress
     | WorkersSeen

@@ -34,6 +34,7 @@ from holdfast.core.agent.events import (
     Dialed,
     DialFailed,
     Event,
+    FailureRead,
     LinkLost,
     NodePrepared,
     PassSignal,
@@ -52,7 +53,7 @@ from holdfast.core.agent.events import (
 from holdfast.core.agent.state import Lease, Link, Seeking, Term, Work
 from holdfast.core.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.core.machines import Note, Tick
-from holdfast.core.outcome import Outcome, OutcomeKind
+from holdfast.core.outcome import Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Limits, NodeSpec
 from holdfast.core.progress import RankProgress, Stage
 from holdfast.core.protocol import (
@@ -127,6 +128,8 @@ class AgentMachine:
         self._node = node
         self._joins = 0
         self._joined = False
+        self._revision = 0
+        """What the coordinator understands."""
         self._local = False
         """The coordinator lives in this process: it sleeps when we sleep, and nothing can come between."""
         self._join_sent_s: float | None = None
@@ -214,7 +217,7 @@ class AgentMachine:
                 if self._is_preparing(generation):
                     self._leave(f"cannot take part: {reason}")
                     self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=exit_code, code=code, message=reason))
-            case WorkerEnded() | WorkerRaised():
+            case WorkerEnded() | WorkerRaised() | FailureRead():
                 self._on_worker(event)
             case WorkersHeld() | WorkersProgress() | WorkersSeen():
                 self._on_told(now, event)
@@ -278,8 +281,9 @@ class AgentMachine:
 
     def _on_message(self, now: float, message: FromCoordinator) -> None:
         match message:
-            case Joined(_, fence_s, ping_interval_s):
+            case Joined(_, fence_s, ping_interval_s, revision):
                 self._joined = True
+                self._revision = revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
             case Pong(number):
@@ -384,34 +388,43 @@ class AgentMachine:
         if term.asked:
             self._send(Held(generation, reached))
 
-    def _on_worker(self, event: WorkerEnded | WorkerRaised) -> None:
+    def _on_worker(self, event: WorkerEnded | WorkerRaised | FailureRead) -> None:
         term = self.term
         if term is None or term.generation != event.generation:
             return
         match event:
-            case WorkerRaised(generation, local_rank, failure):
+            case WorkerRaised(_, local_rank, failure, evidence_follows):
                 # The generation ends now. What this process still does before it ends is waited for, as in every stop.
                 if local_rank not in term.ended | term.raised:
                     term.raised.add(local_rank)
-                    self._report(WorkersFailed(generation, (failure,)))
+                    self._on_failure(term, failure, bare=evidence_follows)
+            case FailureRead(failure=failure):
+                self._on_failure(term, failure, bare=False)
             case WorkerEnded():
                 self._on_worker_ended(term, event)
 
     def _on_worker_ended(self, term: Term, event: WorkerEnded) -> None:
-        failure = event.failure
         term.ended.add(event.local_rank)
         if event.local_rank in term.raised:
             return  # reported already
-        if failure is not None:
-            if failure.error_type or not failure.after_stop:
-                # Also when the order to stop has come meanwhile: whoever died before it may be the culprit.
-                self._report(WorkersFailed(event.generation, (failure,)))
+        if event.failure is not None:
+            self._on_failure(term, event.failure, bare=event.evidence_follows)
         elif event.drained:
             term.drained.add(event.local_rank)
         else:
             term.done.add(event.local_rank)
             if self._at_work() and term.vouched:
                 self._send(WorkerDone(event.generation, event.local_rank, event.left))
+
+    def _on_failure(self, term: Term, failure: Failure, *, bare: bool) -> None:
+        """A worker that failed before the order to stop had come may be the culprit, also if that order has come meanwhile.
+        One that failed after it may be so if it raised an exception."""
+        if failure.after_stop and not failure.error_type:
+            return
+        if not bare:
+            self._report(WorkersFailed(term.generation, (failure,)))
+        elif self._revision or not term.vouched:
+            self._report(WorkersFailed(term.generation, (failure,), evidence_follows=True))
 
     def _on_tree_gone(self, now: float, generation: int) -> None:
         term = self.term

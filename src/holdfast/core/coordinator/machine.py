@@ -54,6 +54,7 @@ from holdfast.core.outcome import Failure, Outcome, OutcomeKind
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.core.progress import Examine, JobView
 from holdfast.core.protocol import (
+    REVISION,
     Abandon,
     Drain,
     DrainTo,
@@ -278,9 +279,9 @@ class CoordinatorMachine:
             case Looked(generation):
                 if self._is_current(member, generation):
                     self._monitor.looked(member, message)
-            case WorkersFailed(generation, failures):
+            case WorkersFailed(generation, failures, evidence_follows):
                 if failures and self._is_current(member, generation) and self.phase is not Phase.PREPARING:
-                    self._on_failures(now, member, failures)
+                    self._on_failures(now, member, failures, evidence_follows=evidence_follows)
             case Held(generation, reached):
                 if self.phase is Phase.DRAINING and self._is_current(member, generation):
                     self._draining().heard(member.name, reached)
@@ -311,7 +312,7 @@ class CoordinatorMachine:
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
                 self._gathering.last_arrival_s = now
                 limits = self.limits
-                self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s))
+                self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s, REVISION))
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
                 self._compare(member)
                 self._heed_predecessor(now, member, join)
@@ -380,13 +381,15 @@ class CoordinatorMachine:
         if current and not self._world().drain_agreed and not self._world().finished(member.name):
             self._stop(now, StopReason.FENCED, f"{member.node.host} had to stop its workers")
 
-    def _on_failures(self, now: float, member: Member, failures: tuple[Failure, ...]) -> None:
+    def _on_failures(
+        self, now: float, member: Member, failures: tuple[Failure, ...], *, evidence_follows: bool
+    ) -> None:
         world = self._world()
-        world.failures.extend(failures)
-        self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
+        if world.failed(failures, evidence_follows=evidence_follows):
+            self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
         text = f"rank {failures[0].rank} failed on {member.node.host}"
         if self.phase is Phase.RUNNING:
-            self._follow(now, self._monitor.failed(now, failures, text))
+            self._follow(now, self._monitor.failed(now, failures, text, evidence_follows=evidence_follows))
             return
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 

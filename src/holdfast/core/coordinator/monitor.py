@@ -44,6 +44,11 @@ have been collected and the other waiting ranks have reported."""
 REASON_AFTER_CLOSED_S = 2.0
 """A generation in which a connection was closed is kept for so long, until the rank that closed it has reported: Python
 needs a second or two to end, and `finally: destroy_process_group()` comes before the traceback."""
+EVIDENCE_S = 2.0
+"""A generation is kept for so long for what a failed worker has left, where that decides whether it is kept longer."""
+MAY_BE_CONSEQUENCE = (1, -6)
+"""Exit statuses of a Python program after an exception, and of one that torch's watchdog aborted: what such a worker has left may say that
+another one is to blame. Every other exit status is a reason of its own."""
 SEARCHED_CHARACTERS = 4096
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout"
@@ -126,6 +131,9 @@ class Monitor:
         self._kept: EndGeneration | None = None
         """The generation will be ended so, as soon as what is collected for the verdict has come."""
         self._kept_until_s = inf
+        self._unread: EndGeneration | None = None
+        """It will be ended so, unless what a failed worker has left says otherwise."""
+        self._unread_until_s = inf
         self._out: list[Command | EndGeneration] = []
 
     # ---------------------------------------------------------------- events
@@ -137,7 +145,8 @@ class Monitor:
 
     def rest(self) -> None:
         """The generation drains, is stopped or is over: nobody hangs in it any more."""
-        self._watch = self._round = self._kept = None
+        self._watch = self._round = self._kept = self._unread = None
+        self._unread_until_s = inf
 
     def progress(self, now: float, member: Member, message: Progress) -> list[Command | EndGeneration]:
         """An agent reports how far its workers are."""
@@ -174,11 +183,21 @@ class Monitor:
             if pace is not None:
                 asked.samples[pace.rank] = sample
 
-    def failed(self, now: float, failures: Sequence[Failure], text: str) -> list[Command | EndGeneration]:
+    def failed(
+        self, now: float, failures: Sequence[Failure], text: str, *, evidence_follows: bool
+    ) -> list[Command | EndGeneration]:
         """Workers have failed. The generation is ended, or kept for a moment where these failures are consequences: of a
-        rank that did not come, whose stacks are collected before it is stopped, or of one that left and may report why."""
+        rank that did not come, whose stacks are collected before it is stopped, or of one that left and may report why.
+        Where only their evidence tells, that is waited for."""
         end = EndGeneration(StopReason.WORKER_FAILED, text)
-        world, in_vain = self._world(), timed_out(failures)
+        world = self._world()
+        if evidence_follows:
+            if world.size == 1 or any(failure.exit_code not in MAY_BE_CONSEQUENCE for failure in failures):
+                return [end]
+            self._unread, self._unread_until_s = self._unread or end, min(self._unread_until_s, now + EVIDENCE_S)
+            return []
+        self._unread, self._unread_until_s = None, inf
+        in_vain = timed_out(failures)
         if not in_vain and (world.done_count or not lost_a_peer(failures)):
             return [end]
         if self._kept is not None and (self._round is not None or not in_vain):
@@ -200,6 +219,8 @@ class Monitor:
         """When `advance` has something to do while a generation runs."""
         if self._kept is not None:
             return self._kept_until_s
+        if self._unread is not None:
+            return self._unread_until_s
         if self._watch is None:
             return inf
         if self._round is not None:
@@ -210,6 +231,8 @@ class Monitor:
         """While a generation runs, after each event."""
         if self._kept is not None:
             return self._advance_kept(now, self._kept)
+        if self._unread is not None:
+            return [self._unread] if now >= self._unread_until_s else []
         if self._watch is None:
             self._watch = HangDetector(self._limits, self._throughput(), self._examined)
         asked = self._round

@@ -164,6 +164,9 @@ class World:
     done_count: int = 0
     started_s: float | None = None
     failures: list[Failure] = field(default_factory=list)
+    """In the order in which they were reported."""
+    unread: set[int] = field(default_factory=set)
+    """Ranks whose failure was reported, and not yet what they left."""
     lost_nodes: list[str] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
     lost_ranks: list[int] = field(default_factory=list)
@@ -188,6 +191,21 @@ class World:
             self.done_count += 1
             if left is not None and len(self.left) < LEFT_MAX:
                 self.left.append(left)
+
+    def failed(self, failures: Sequence[Failure], *, evidence_follows: bool) -> bool:
+        """Whether any of these is new, and not the evidence of a failure that was reported before."""
+        new = False
+        for failure in failures:
+            if failure.rank in self.unread and not evidence_follows:
+                self.unread.discard(failure.rank)
+                place = next(n for n, each in enumerate(self.failures) if each.rank == failure.rank)
+                self.failures[place] = failure
+                continue
+            new = True
+            self.failures.append(failure)
+            if evidence_follows:
+                self.unread.add(failure.rank)
+        return new
 
     def done_ranks(self) -> tuple[int, ...]:
         """All ranks that ended with 0."""

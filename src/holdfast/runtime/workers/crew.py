@@ -421,7 +421,7 @@ class Crew:
         if order is not None:
             self._keeper.nurse(order)
         self._keeper_ready.set()
-        for worker in lost.values():
-            self._ended(worker, worker.pid, -SIGKILL, stopped=stopped)
         if self._killing:
             self._keeper.kill_tree()
+        for worker in lost.values():
+            self._ended(worker, worker.pid, -SIGKILL, stopped=stopped)

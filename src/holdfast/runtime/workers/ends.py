@@ -1,6 +1,7 @@
-"""Reports how workers ended: reads what each of them left, and emits the machine's events in the order of the ends.
+"""Reports how workers ended, in the order of the ends, and what each of them left.
 
-Files are read in a thread, because a disk may stall. A worker whose program raised is reported while its process still
+A failure is reported at once, bare; what it left is read while the others are being stopped. Files are read in a thread,
+because a disk may stall. A worker whose program raised is reported while its process still
 runs its exit functions, and once more when it is gone.
 """
 
@@ -8,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from msgspec import Struct
 
-from holdfast.core.agent.events import Event, WorkerEnded, WorkerRaised
+from holdfast.core.agent.events import Event, FailureRead, WorkerEnded, WorkerRaised
 from holdfast.core.outcome import Failure
 from holdfast.core.protocol import Assign
 from holdfast.runtime.journal import Journal
@@ -33,8 +34,6 @@ class Worker(Struct):
     began_s: float = 0.0
     raised: bool = False
     """Its program raised an exception, which is reported before the process ends."""
-    failure: Failure | None = None
-    """What was reported of that exception; None: nothing yet."""
 
 
 class WorkerExit(Struct, frozen=True):
@@ -71,6 +70,9 @@ class Ends:
         self._assign: Assign | None = None
         self._oom: OomWatch | None = None
         self._reading: set[asyncio.Task[None]] = set()
+        """Of failures that have been reported."""
+        self._waiting: set[asyncio.Task[None]] = set()
+        """Of ends with 0 that have not been reported, and of those that came after them."""
 
     def watch_memory(self) -> None:
         """Count from now on what the kernel kills for lack of memory."""
@@ -98,39 +100,62 @@ class Ends:
         self._emit(WorkerEnded(self._assign.generation, local_rank, failure))
 
     def report(self, worker: Worker, end: WorkerExit) -> None:
-        """Read what this worker left, then report: WorkerRaised or WorkerEnded, after those of earlier calls."""
+        """Of a failure at once that it has happened, and FailureRead when what it has left has been read. An end with 0 is
+        reported when that has been read, and whatever comes after it waits its turn."""
         assert self._assign is not None
-        reading = self._tasks.create_task(self._report(worker, end, self._assign, tuple(self._reading)))
-        self._reading.add(reading)
-        reading.add_done_callback(self._reading.discard)
+        earlier = tuple(self._waiting)
+        if end.exit_code and not earlier:
+            self._failed(worker, end, self._assign)
+        else:
+            self._begin(self._report_in_turn(worker, end, self._assign, earlier), self._waiting)
 
     async def all_reported(self) -> None:
-        if self._reading:
-            await asyncio.wait(tuple(self._reading))
+        while self._waiting or self._reading:
+            await asyncio.wait((*self._waiting, *self._reading))
 
-    async def _report(
+    def _begin(self, work: Coroutine[None, None, None], those: set[asyncio.Task[None]]) -> None:
+        task = self._tasks.create_task(work)
+        those.add(task)
+        task.add_done_callback(those.discard)
+
+    async def _report_in_turn(
         self, worker: Worker, end: WorkerExit, assign: Assign, earlier: tuple[asyncio.Task[None], ...]
     ) -> None:
-        known = (
-            worker.raised and not end.raised
-        )  # what it left was read when it raised; that is one of the earlier calls
-        event = None if known else await self._event(worker, end, assign)
+        left = await asyncio.to_thread(self._left, worker, end, assign) if end.exit_code == 0 else None
         if earlier:
             await asyncio.wait(earlier)
-        self._emit(event or WorkerEnded(assign.generation, worker.local_rank, worker.failure))
+        if left is None:
+            self._failed(worker, end, assign)
+        else:
+            self._emit(WorkerEnded(assign.generation, worker.local_rank, None, left=left))
 
-    async def _event(self, worker: Worker, end: WorkerExit, assign: Assign) -> Event:
-        if end.exit_code == 0:
-            left = await asyncio.to_thread(self._left, worker, end, assign)
-            return WorkerEnded(assign.generation, worker.local_rank, None, left=left)
+    def _failed(self, worker: Worker, end: WorkerExit, assign: Assign) -> None:
+        read = worker.raised and not end.raised  # since it raised
+        kind = WorkerRaised if end.raised else WorkerEnded
+        bare = self._bare(worker, end, assign)
+        self._emit(kind(assign.generation, worker.local_rank, failure=bare, evidence_follows=not read))
+        if not read:
+            self._begin(self._read(worker, end, assign), self._reading)
+
+    async def _read(self, worker: Worker, end: WorkerExit, assign: Assign) -> None:
         failure = await asyncio.to_thread(self._failure, worker, end, assign)
         self._journal.write("worker_failed", generation=assign.generation, **noted(failure))
         if self._assign is assign:
             self._router.failed(failure.rank, failure.traceback)
-        if end.raised:
-            worker.failure = failure
-            return WorkerRaised(assign.generation, worker.local_rank, failure)
-        return WorkerEnded(assign.generation, worker.local_rank, failure)
+        self._emit(FailureRead(assign.generation, worker.local_rank, failure))
+
+    def _bare(self, worker: Worker, end: WorkerExit, assign: Assign) -> Failure:
+        return Failure(
+            rank=assign.rank_base + worker.local_rank,
+            local_rank=worker.local_rank,
+            host=self._host,
+            pid=end.pid,
+            exit_code=end.exit_code,
+            after_stop=end.after_stop,
+            lived_s=end.lived_s,
+            timestamp=int(time.time()),
+            step=end.step,
+        )
 
     def _left(self, worker: Worker, end: WorkerExit, assign: Assign) -> Failure:
         return left_with_zero(
