@@ -60,6 +60,15 @@ def test_a_fault_of_its_own_outweighs_a_hang() -> None:
     assert judge(evidence(fails(1, code=-9), hang=HANG)).code == "HF204"
 
 
+def test_what_a_script_says_of_a_peer_in_its_own_words_is_outweighed_by_any_other_reason() -> None:
+    """Its exception may be reported before the death that it is about."""
+    said = fails(1, "RuntimeError: Connection closed by peer [127.0.0.1]:4711", line="raise RuntimeError(text)")
+    killed = fails(2, code=-9)
+    for failures in ((said, killed), (killed, said)):
+        assert judge(evidence(*failures)).culprit == killed
+    assert judge(evidence(said, cut(0))).culprit == said
+
+
 def test_a_lost_node_explains_complaints_but_no_own_fault() -> None:
     lost = evidence(cut(0), lost_nodes=("b (silent)",))
     assert judge(lost).code == "HF306"

@@ -144,8 +144,25 @@ def ranked(failures: Sequence[Failure]) -> list[tuple[Blame, Failure]]:
 
 
 def first_own(failures: Sequence[Failure]) -> Failure | None:
-    """The first with a reason of its own. Mostly there is one, and what came after it need not be read."""
-    return next((each for each in failures if not each.after_stop and blame(each) is Blame.OWN), None)
+    """The first with a reason of its own. Mostly there is one, and what came after it need not be read.
+
+    The user's code may raise in its own words what it noticed of a peer: then any other reason comes first, since the
+    victim may have been reported before the culprit.
+    """
+    of_a_connection: Failure | None = None
+    for each in failures:
+        if each.after_stop or blame(each) is not Blame.OWN:
+            continue
+        if not _may_be_of_a_peer(each):
+            return each
+        of_a_connection = of_a_connection or each
+    return of_a_connection
+
+
+def _may_be_of_a_peer(failure: Failure) -> bool:
+    words = listen(failure)
+    text = unwrapped(words.root)
+    return bool(words.raised and not OWN_TROUBLE.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
 def blame(failure: Failure) -> Blame:
