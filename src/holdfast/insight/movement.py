@@ -18,6 +18,8 @@ BUSY_S = 0.15
 """Processor time between two samples that is more than what a waiting rank's idle threads need."""
 WANTED_S = 0.8
 """The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to do."""
+WAITED_SHARE_MAX = 0.9
+"""Of the time between two samples: so much of it at most is taken to have been lost to others on a full machine."""
 STIRS_S = 0.025
 """Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
 COPIED_BYTES = 1 << 20
@@ -44,10 +46,25 @@ def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float)
 
 
 def is_busy(samples: Samples) -> bool:
-    """It uses the processor."""
-    return _grows(samples, lambda sample: sample.cpu_s, BUSY_S) or _grows(
-        samples, lambda sample: sample.wanted_s, WANTED_S
+    """It uses the processor, or would if others left it more of it."""
+    if _grows(samples, lambda sample: sample.wanted_s, WANTED_S):
+        return True
+    return len(samples) > 1 and all(
+        _cpu_s_alone(earlier, later) > BUSY_S * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
+        for earlier, later in itertools.pairwise(samples)
     )
+
+
+def _cpu_s_alone(earlier: RankSample, later: RankSample) -> float:
+    """Processor time that it would have used between two samples, had it never waited for a processor.
+
+    A rank that computes a little and sleeps a little, again and again, comes round less often on a machine that has too
+    much to do."""
+    used_s, gap_s = later.cpu_s - earlier.cpu_s, later.at_s - earlier.at_s
+    if gap_s <= 0:
+        return used_s
+    waited_s = later.wanted_s - earlier.wanted_s - used_s
+    return used_s / (1 - min(max(waited_s / gap_s, 0.0), WAITED_SHARE_MAX))
 
 
 def stirs(samples: Samples) -> bool:
