@@ -16,6 +16,9 @@ GAP_S = 2.0
 """The limits below are for two samples at most so far apart; where the gap is longer they grow with it."""
 BUSY_S = 0.15
 """Processor time between two samples that is more than what a waiting rank's idle threads need."""
+MAIN_BUSY_S = 0.06
+"""The same of the main thread alone, which has no idle work: an evaluation in short steps needs 0.1 s, a loop that looks
+for something every 10 ms needs 0.01 s."""
 WANTED_S = 0.8
 """The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to do."""
 WAITED_SHARE_MAX = 0.9
@@ -49,22 +52,28 @@ def is_busy(samples: Samples) -> bool:
     """It uses the processor, or would if others left it more of it."""
     if _grows(samples, lambda sample: sample.wanted_s, WANTED_S):
         return True
-    return len(samples) > 1 and all(
-        _cpu_s_alone(earlier, later) > BUSY_S * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
-        for earlier, later in itertools.pairwise(samples)
+    return _grows_alone(samples, lambda sample: sample.cpu_s, BUSY_S) or _grows_alone(
+        samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S
     )
 
 
-def _cpu_s_alone(earlier: RankSample, later: RankSample) -> float:
-    """Processor time that it would have used between two samples, had it never waited for a processor.
+def _grows_alone(samples: Samples, cpu_s: Callable[[RankSample], float], limit: float) -> bool:
+    """Whether it would have used more processor time than the limit, had it never waited for a processor.
 
     A rank that computes a little and sleeps a little, again and again, comes round less often on a machine that has too
     much to do."""
-    used_s, gap_s = later.cpu_s - earlier.cpu_s, later.at_s - earlier.at_s
-    if gap_s <= 0:
-        return used_s
-    waited_s = later.wanted_s - earlier.wanted_s - used_s
-    return used_s / (1 - min(max(waited_s / gap_s, 0.0), WAITED_SHARE_MAX))
+    growths = [
+        (cpu_s(later) - cpu_s(earlier)) / (1 - _waited_share(earlier, later))
+        > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
+        for earlier, later in itertools.pairwise(samples)
+    ]
+    return bool(growths) and all(growths)
+
+
+def _waited_share(earlier: RankSample, later: RankSample) -> float:
+    """Of the time between two samples: for how much it waited for a processor."""
+    waited_s = later.wanted_s - earlier.wanted_s - (later.cpu_s - earlier.cpu_s)
+    return min(max(waited_s / max(later.at_s - earlier.at_s, 1e-9), 0.0), WAITED_SHARE_MAX)
 
 
 def stirs(samples: Samples) -> bool:
