@@ -10,7 +10,7 @@ import pytest
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
 from holdfast.cli.options import OPTIONS
-from holdfast.cli.preload import decide
+from holdfast.cli.program import decide
 from holdfast.cli.resolve import resolve
 from holdfast.core.errors import UsageError
 from holdfast.core.options import CommandKind, Preload, WorkerCommand

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.insight.events import EVENTS
-from holdfast.insight.incidents import incidents
+from holdfast.insight.history import incidents
 from tests.support.limits import limit_s
 
 PHASES = {

@@ -7,8 +7,8 @@ from msgspec import structs
 from holdfast.core.hang import Finding, HangKind, RankStory
 from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.core.stacks import Frame, RankSample
+from holdfast.insight.causes import judge
 from holdfast.insight.screen import render
-from holdfast.insight.verdicts import judge
 from tests.corpus.telling import GLOO_CLOSED, SITE, cut, fails, watchdog
 
 HANG = Finding(

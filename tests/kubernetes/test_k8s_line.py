@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from holdfast.cli import main
-from holdfast.cli.submit_k8s_line import OWN
+from holdfast.cli.submit_k8s import OWN
 from tests.kubernetes.manifests import IMAGE, agent_of, submit, validate
 
 FAKE = """\

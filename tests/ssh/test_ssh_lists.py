@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.errors import HostsError
-from holdfast.ssh.complaints import explain, is_turned_away, last_words, parting_words
-from holdfast.ssh.facts import HostFacts, expected_from, meeting_address, problems, remarks, same_machine
+from holdfast.ssh.facts import (
+    AgentExit,
+    Expected,
+    HostFacts,
+    expected_from,
+    meeting_address,
+    problems,
+    remarks,
+    same_machine,
+)
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
 from holdfast.ssh.launcher import chosen_end
-from holdfast.ssh.orders import AgentExit, Expected
+from holdfast.ssh.session import explain, is_turned_away, last_words, parting_words
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,16 @@ COMMANDS = {
     "shim": "write a torchrun command that calls holdfast run, for tools that call torchrun by its name",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
-"""Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
+"""Sub-command and what it does: `main(argv) -> int` of the module of that name, unless it shares another one's."""
+
+SHARED = {
+    "launch": ("run", "main_launch"),
+    "remote": ("run", "main_remote"),
+    "stacks": ("status", "main_stacks"),
+    "kill": ("stop", "main_kill"),
+    "token": ("shim", "main_token"),
+}
+"""Sub-command, the module and the function that runs it. `remote` is started over ssh, and not for typing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +124,8 @@ def run_command(command: str, rest: list[str]) -> int:
     if hasattr(sys.stdout, "reconfigure"):  # logs and names of files hold anything, and a terminal need not take it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status: int = import_module(f"holdfast.cli.{command}").main(rest)
+        module, function = SHARED.get(command, (command, "main"))
+        status: int = getattr(import_module(f"holdfast.cli.{module}"), function)(rest)
         if sys.stdout is not None:  # closed: `holdfast report >&-`
             sys.stdout.flush()
     except HoldfastError as error:

@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import config, grammar
-from holdfast.cli.helptext import line as help_line
 from holdfast.cli.options import FLAG, FLOAT, OPTIONS, TEXT, Option
+from holdfast.cli.options import line as help_line
 from holdfast.core.errors import RendezvousConfigError, UsageError
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Which job a command means: by run id, by the beginning of it, by run folder, or the only one that runs.
 
-Knows the list of running agents and where runs are kept; must not know what is asked of them.
+Knows the list of running agents, where runs are kept, and how a run has ended (verdict.json); must not know what is asked
+of agents.
 """
 
 from __future__ import annotations
@@ -11,14 +12,49 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.ended import in_words
+import msgspec
+
 from holdfast.core.errors import ControlRefusedError, NoRunError
+from holdfast.core.outcome import Outcome
 from holdfast.core.spoken import spoken
 from holdfast.insight.numbers import duration
+from holdfast.insight.screen import how_it_ended, render_again
 from holdfast.runtime import running
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 from holdfast.runtime.running import RunningAgent
 from holdfast.runtime.workers.log_layout import default_log_dir, safe_name
+
+VERDICT = "verdict.json"
+
+
+def outcome_of(folder: Path) -> Outcome | None:
+    """None: it runs, its agent was killed, or another version wrote the file."""
+    try:
+        return msgspec.json.decode((folder / VERDICT).read_bytes(), type=Outcome)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def in_words(folder: Path) -> str:
+    """`: failed, exit code 3`; empty where nothing tells."""
+    outcome = outcome_of(folder)
+    return f": {_words(outcome)}" if outcome is not None else ""
+
+
+def end_of(folder: Path, outcome: Outcome) -> str:
+    """How it ended in one line, then its last screen again."""
+    return f"run {folder.name} has ended: {_words(outcome)}\n{screen_of(folder, outcome)}"
+
+
+def screen_of(folder: Path, outcome: Outcome) -> str:
+    """The last screen again, with where the logs are."""
+    return render_again(outcome, str(folder), home=os.environ.get("HOME", ""), runs=default_log_dir())
+
+
+def _words(outcome: Outcome) -> str:
+    code = f"{outcome.code}: " if outcome.code and outcome.message else ""
+    return how_it_ended(outcome.kind.value, outcome.exit_code, code + outcome.message)
+
 
 LISTED_MAX = 20
 KEPT_LISTED_MAX = 8

@@ -17,18 +17,17 @@ import uuid
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar, plan_options
-from holdfast.cli.lines import words_elsewhere
+from holdfast.cli import grammar
 from holdfast.cli.options import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.cli.plan import option_lines
 from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.resolve import resolve
-from holdfast.cli.values import is_number, node_range
+from holdfast.cli.values import is_number, node_range, words_elsewhere
 from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.core.options import CommandKind
 from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
-from holdfast.ssh.facts import is_loopback
+from holdfast.ssh.facts import Expected, LaunchSpec, is_loopback
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
-from holdfast.ssh.orders import Expected, LaunchSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -329,4 +328,4 @@ def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
         ("each host", shlex.join(["holdfast", *example]).replace(options.job.run_id, run_id)),
     ]
     lines = [f"{name:14}{text}" for name, text in facts]
-    return "\n".join(["holdfast would run this; nothing was started.", "", *lines, "", *plan_options.lines(parsed)])
+    return "\n".join(["holdfast would run this; nothing was started.", "", *lines, "", *option_lines(parsed)])

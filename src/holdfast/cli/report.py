@@ -17,13 +17,12 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.ended import outcome_of, screen_of
+from holdfast.cli.finding import outcome_of, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
 from holdfast.core.outcome import Outcome
-from holdfast.insight.history import Activity, History, history
+from holdfast.insight.history import PHASES, Activity, Generation, History, Timeline, history, timeline
 from holdfast.insight.numbers import duration, plural
-from holdfast.insight.timeline import PHASES, Generation, Timeline, timeline
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
@@ -160,7 +159,7 @@ def write_page(
     folders: Sequence[Path],
 ) -> None:
     """Raises UsageError when the file cannot be written."""
-    from holdfast.insight.incidents import incidents
+    from holdfast.insight.history import incidents
     from holdfast.insight.page import PageContent, render
 
     end = first_outcome(folders)

@@ -1,6 +1,6 @@
 """`holdfast stop [RUN]`: end a running job on all its nodes, as a signal to every agent would; its workers save first.
 
-`holdfast kill` is the same without the saving.
+`holdfast kill [RUN]`: at once; nothing is saved.
 """
 
 from __future__ import annotations
@@ -39,13 +39,22 @@ class StopReply(msgspec.Struct, frozen=True):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
-    return run(parser(), argv, Question.STOP)
+    return end_job(parser(), argv, Question.STOP)
+
+
+def main_kill(argv: Sequence[str]) -> int:
+    """Runs `holdfast kill` with these arguments; returns the exit status. Raises HoldfastError."""
+    return end_job(kill_parser(), argv, Question.KILL)
 
 
 def parser() -> Parser:
     return parser_of(
         "stop", "End a running job on all its nodes. Workers that ask for safe points stop there and save."
     )
+
+
+def kill_parser() -> Parser:
+    return parser_of("kill", "End a running job on all its nodes at once: SIGKILL to every worker.")
 
 
 def parser_of(command: str, description: str) -> Parser:
@@ -56,7 +65,7 @@ def parser_of(command: str, description: str) -> Parser:
     return made
 
 
-def run(made: Parser, argv: Sequence[str], question: Question) -> int:
+def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
     """0: it has ended, however, or with --no-wait: every node was told."""
     chosen = made.parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))

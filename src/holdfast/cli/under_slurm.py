@@ -118,7 +118,7 @@ def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dic
 
 def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
     """Ends this process when Slurm has ended this life of the job and could not end its tasks."""
-    from holdfast.schedulers.slurm_watch import CHECK_S, watch
+    from holdfast.schedulers.slurm_job import CHECK_S, watch
 
     check_s = float(number(environ, CHECK_VARIABLE, int(CHECK_S)))
     if step.node_rank != 0 or check_s == 0 or shutil.which("scontrol") is None:

@@ -15,10 +15,8 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast.core.spans import spans
-from holdfast.insight.history import Activity, History, Life, NodeHistory
-from holdfast.insight.incidents import Incident
+from holdfast.insight.history import PHASES, Activity, History, Incident, Life, NodeHistory, Timeline
 from holdfast.insight.numbers import duration, plural
-from holdfast.insight.timeline import PHASES, Timeline
 
 WIDE = 1000.0
 POINTS_MAX = 400

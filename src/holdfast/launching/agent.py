@@ -65,7 +65,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.cli.resolve import resolve
         from holdfast.cli.run import examine, load_end
         from holdfast.core.options import CallFds
-        from holdfast.insight.verdicts import judge
+        from holdfast.insight.causes import judge
         from holdfast.runtime import descriptors
         from holdfast.runtime.secret_variables import forget_secrets
         from holdfast.runtime.workers import preload

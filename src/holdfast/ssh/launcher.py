@@ -18,10 +18,17 @@ from collections.abc import Sequence
 from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HostDiffersError, HostsError
 from holdfast.core.options import Endpoint
 from holdfast.core.outcome import OutcomeKind
-from holdfast.ssh.discovery import ASK_EVERY_S, Discovery
-from holdfast.ssh.facts import expected_from, meeting_address, problems, remarks, same_machine
-from holdfast.ssh.hosts import HostSpec
-from holdfast.ssh.orders import AgentExit, Expected, LaunchSpec
+from holdfast.ssh.facts import (
+    AgentExit,
+    Expected,
+    LaunchSpec,
+    expected_from,
+    meeting_address,
+    problems,
+    remarks,
+    same_machine,
+)
+from holdfast.ssh.hosts import ASK_EVERY_S, Discovery, HostSpec
 from holdfast.ssh.screen import Screen
 from holdfast.ssh.session import BEAT_S, SshSession
 
