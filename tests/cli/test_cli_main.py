@@ -52,6 +52,7 @@ def test_help_loads_nothing_but_a_bit_of_the_standard_library(argv: tuple[str, .
         "argparse",
         "difflib",
         "inspect",
+        "tomllib",
     }
 
 

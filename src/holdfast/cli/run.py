@@ -148,9 +148,12 @@ def start(
 
 
 def load_end() -> None:
-    """Imports the table of causes, and what puts the end into words."""
+    """Reads the table of causes, and imports what puts the end into words."""
     import holdfast.insight.causes.verdict
     import holdfast.insight.screen  # noqa: F401
+    from holdfast.insight.causes.rules import rules
+
+    rules()
 
 
 def last_screen(end: Finished) -> str:
