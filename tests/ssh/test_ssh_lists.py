@@ -15,7 +15,7 @@ from holdfast.ssh.facts import (
     remarks,
     same_machine,
 )
-from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
+from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select
 from holdfast.ssh.launcher import chosen_end
 from holdfast.ssh.session import explain, is_turned_away, last_words, parting_words
 
@@ -97,11 +97,6 @@ def test_include_and_exclude() -> None:
         left("", "x")
     with pytest.raises(HostsError, match="leave no host"):
         left("n1", "n1")
-
-
-def test_some_names() -> None:
-    assert some(["a"]) == "a"
-    assert some(list("abcdefghij"), 8) == "a, b, c, d, e, f, g, h and 2 more"
 
 
 B = HostSpec("b", 2)

@@ -17,12 +17,12 @@ import msgspec
 from holdfast.core.errors import ControlRefusedError, NoRunError
 from holdfast.core.outcome import Outcome
 from holdfast.core.spoken import spoken
-from holdfast.insight.numbers import duration
 from holdfast.insight.screen import how_it_ended, render_again
 from holdfast.runtime import running
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 from holdfast.runtime.running import RunningAgent
 from holdfast.runtime.workers.log_layout import default_log_dir, safe_name
+from holdfast.text import duration
 
 VERDICT = "verdict.json"
 

@@ -26,8 +26,9 @@ from holdfast.cli.values import is_number, node_range, words_elsewhere
 from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.core.options import CommandKind
 from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
-from holdfast.ssh.facts import Expected, LaunchSpec, is_loopback
-from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
+from holdfast.ssh.facts import Expected, LaunchSpec
+from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select
+from holdfast.text import is_loopback, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -316,7 +317,7 @@ def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
     example = order.line(order.hosts[0] if order.hosts else HostSpec("HOST"), 0, order.endpoint or "ENDPOINT")
     facts = [
         ("job", f"id {run_id}"),
-        ("hosts", some(hosts, 16) if hosts else f"whatever {order.discovery} prints"),
+        ("hosts", listed(hosts, 16) if hosts else f"whatever {order.discovery} prints"),
         ("nodes", number),
         ("rendezvous", meets),
         ("token", "yes, agents prove that they know it"),

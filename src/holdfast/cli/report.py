@@ -22,8 +22,8 @@ from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
 from holdfast.core.outcome import Outcome
 from holdfast.insight.history import PHASES, Activity, Generation, History, Timeline, history, timeline
-from holdfast.insight.numbers import duration, plural
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
 MIB = 2**20

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli.grammar import ABOUT_US
 from holdfast.cli.options import FLAG, HOSTS, LIST, Option
 from holdfast.core.options import Endpoint, Std, StreamChoice
+from holdfast.text import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +29,6 @@ UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 ONLY_HERE = frozenset({*ABOUT_US, "plan", "config", "no_config"})
 STARTED_BY_OTHERS = ("SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST")
 """Variables that are set where no person starts the other nodes."""
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -166,7 +166,7 @@ def line_of_others(
     settled: dict[str, str | None] = {"node_rank": None, "local_addr": None}
     place, own = options.endpoint, socket.gethostname()
     is_static = job.fixed_ranks and not parsed.given("rdzv_endpoint")
-    if options.etcd is None and options.third_party is None and place.host in LOOPBACK_NAMES:
+    if options.etcd is None and options.third_party is None and is_loopback(place.host):
         settled |= {"master_addr": own} if is_static else {"rdzv_endpoint": f"{own}:{place.port}"}
     if job.fixed_ranks:
         settled["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"

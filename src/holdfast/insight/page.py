@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from holdfast.core.spans import spans
 from holdfast.insight.history import PHASES, Activity, History, Incident, Life, NodeHistory, Timeline
-from holdfast.insight.numbers import duration, plural
+from holdfast.text import duration, plural
 
 WIDE = 1000.0
 POINTS_MAX = 400

@@ -13,8 +13,8 @@ from holdfast.core.hang import RankStory
 from holdfast.core.progress import JobView, NodeView, RankView, Stage
 from holdfast.core.spans import spans
 from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
-from holdfast.insight.numbers import duration, plural
 from holdfast.insight.places import Where, where_is
+from holdfast.text import duration, plural
 
 NOT_RUNNING = ("T", "t", "Z", "X", "")
 """States of the kernel's in which a stack says nothing of what a rank does."""

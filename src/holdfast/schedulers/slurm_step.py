@@ -11,10 +11,10 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.core.errors import EnvironmentValueError, NodesError
+from holdfast.linux import process_stat, read_text
 
 HOSTS_MAX = 65_536
 """Slurm's own limit."""
@@ -158,11 +158,8 @@ class SlurmStep(NamedTuple):
 
 def title_of_starter(task_pid: str) -> str:
     """Of the slurmstepd that started this task: `slurmstepd: [7.0]`, of a batch script `[7.batch]`; empty: not to be seen."""
-    try:
-        parent = Path(f"/proc/{int(task_pid)}/stat").read_text().rpartition(")")[2].split()[1]
-        return Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
+    task = process_stat(task_pid) if task_pid.isdecimal() else None
+    return read_text(f"/proc/{task.parent}/cmdline") if task is not None else ""
 
 
 def is_inherited(environ: Mapping[str, str], title: str) -> bool:

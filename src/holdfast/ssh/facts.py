@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from holdfast.ssh.hosts import HostSpec
+from holdfast.text import is_loopback
 
 SHOWN_CHARACTERS = 12
 """Of a hash."""
@@ -165,7 +166,3 @@ def meeting_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
     if not others:
         return first.address
     return next((each.client for each in others if each.client and not is_loopback(each.client)), "")
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "localhost")

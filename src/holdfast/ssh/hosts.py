@@ -19,6 +19,7 @@ from msgspec import Struct
 from holdfast.core.errors import HostsError
 from holdfast.runtime.secret_variables import without_secrets
 from holdfast.runtime.workers.processes import PR_SET_PDEATHSIG, prctl
+from holdfast.text import listed
 
 HOSTS_MAX = 4096
 SLOTS_DIGITS_MAX = 6
@@ -130,22 +131,13 @@ def select(hosts: Sequence[HostSpec], include: str, exclude: str) -> list[HostSp
         patterns = [word.strip().lower() for word in text.split(",") if word.strip()]
         for pattern in patterns:
             if not any(fnmatchcase(spec.host, pattern) for spec in hosts):
-                raise HostsError(f"{option} {pattern}: no such host; there are {some([each.host for each in hosts])}")
+                raise HostsError(f"{option} {pattern}: no such host; there are {listed([each.host for each in hosts])}")
         if patterns:
             wanted = option == "--include"
             chosen = [each for each in chosen if any(fnmatchcase(each.host, one) for one in patterns) is wanted]
     if not chosen:
         raise HostsError("--include and --exclude leave no host")
     return chosen
-
-
-def some(names: Sequence[str], shown_max: int = 8) -> str:
-    """
-    >>> some(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    more = len(names) - shown_max
-    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
 
 
 def die_with_launcher() -> None:

@@ -16,6 +16,7 @@ from holdfast.insight.causes.blame import Blame, blame
 from holdfast.insight.causes.find import Cause, cause_of
 from holdfast.insight.causes.words import LIBRARY, OURS, listen
 from holdfast.insight.places import RankActivity, Where, where_is
+from holdfast.text import listed
 
 LOOKED_AT_MAX = 64
 """Failures that are read for comparison: enough to know, whatever the size of the job."""
@@ -166,9 +167,5 @@ def spread(evidence: Evidence, culprit: Failure, cause: Cause) -> str:
     spared = [host for host in hosts if host not in met]
     if not spared:
         return "; on all nodes"
-    return f"; only on {_some([host for host in hosts if host in met])}, not on {_some(spared)}"
-
-
-def _some(hosts: Sequence[str]) -> str:
-    shown = ", ".join(hosts[:HOSTS_NAMED_MAX])
-    return shown if len(hosts) <= HOSTS_NAMED_MAX else f"{shown} and {len(hosts) - HOSTS_NAMED_MAX} more"
+    found = [host for host in hosts if host in met]
+    return f"; only on {listed(found, HOSTS_NAMED_MAX)}, not on {listed(spared, HOSTS_NAMED_MAX)}"
