@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.errors import EnvironmentValueError, ScriptError, UsageError
 from holdfast.core.options import CommandKind, Preload, WorkerCommand
-from holdfast.runtime.workers.sources import TORCH_USERS, module_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -144,6 +143,33 @@ TRAINING = "torch._dynamo"
 SOURCE_BYTES_MAX = 300_000
 """All that is read of a program, modules beside it included: some 50 ms."""
 
+TORCH_USERS = frozenset(
+    [
+        "torch",
+        "accelerate",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "transformers",
+        "deepspeed",
+        "fairscale",
+        "composer",
+        "trl",
+        "peft",
+        "ignite",
+        "catalyst",
+        "fastai",
+        "torchvision",
+        "torchaudio",
+        "torchtext",
+        "megatron",
+        "colossalai",
+        "horovod",
+        "nemo",
+        "torchtune",
+    ]
+)
+"""torch and what is built on it: a program that imports one of them most likely opens a process group."""
 LIGHT_USERS = frozenset(["torch", "torchvision", "torchaudio", "torchtext"])
 """Of torch's users those that train nothing unless the script says so."""
 TRAINING_WORDS = frozenset(
@@ -168,19 +194,21 @@ CHANGING_CALLS = frozenset(["putenv", "unsetenv", "load_dotenv", "sched_setaffin
 def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bool) -> Preload:
     """What --preload comes to. `counted`: OMP_NUM_THREADS is set for the workers. Raises UsageError."""
     wish: str = parsed.values.preload
-    if wish == NONE:
-        return Preload(why="as asked for")
-    if wish != AUTO:
+    if wish not in (AUTO, NONE):
         modules = tuple(name.strip() for name in wish.split(","))
         if not all(part.isidentifier() for name in modules for part in name.split(".")):
             raise parsed.error("preload", UsageError, "must be auto, none, or names of modules")
     if command.kind is CommandKind.PROGRAM:
-        return Preload(why="--no-python programs are always executed")
+        return Preload(why="as asked for" if wish == NONE else "--no-python programs are always executed")
+    choice = decide(command, restarts=job.max_restarts > 0 or job.min_nodes != job.max_nodes)
+    if wish == NONE:
+        return Preload(why="as asked for", torch=choice.torch)
     if parsed.values.numa_binding and not counted:
-        return Preload(why="with --numa-binding libraries count their CPUs when they are loaded; set OMP_NUM_THREADS")
+        why = "with --numa-binding libraries count their CPUs when they are loaded; set OMP_NUM_THREADS"
+        return Preload(why=why, torch=choice.torch)
     if wish != AUTO:
-        return Preload(modules=modules, why="as asked for")
-    return decide(command, restarts=job.max_restarts > 0 or job.min_nodes != job.max_nodes)
+        return Preload(modules=modules, why="as asked for", torch=choice.torch)
+    return choice
 
 
 def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
@@ -199,11 +227,12 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
     if not user:
         return Preload(why=f"{name} imports nothing that is built on torch")
     if setting:
-        return Preload(why=f"{setting} before {user} is imported")
+        return Preload(why=f"{setting} before {user} is imported", torch=user)
     word = reader.training
     if word:
-        return Preload(modules=(*TORCH, TRAINING), why=f"{name} imports {user} and uses {word}")
-    return Preload(modules=TORCH, later=(TRAINING,) if restarts else (), why=f"{name} imports {user}")
+        return Preload(modules=(*TORCH, TRAINING), why=f"{name} imports {user} and uses {word}", torch=user)
+    later = (TRAINING,) if restarts else ()
+    return Preload(modules=TORCH, later=later, why=f"{name} imports {user}", torch=user)
 
 
 def sources_of(command: WorkerCommand) -> list[Path]:
@@ -239,6 +268,11 @@ def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
             return
         found.append(main)
     yield from found
+
+
+def module_beside(source: Path, name: str) -> Path | None:
+    candidates = (source.parent / f"{name}.py", source.parent / name / "__init__.py")
+    return next((path for path in candidates if path != source and path.is_file()), None)
 
 
 class UnreadableError(Exception):
