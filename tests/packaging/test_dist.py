@@ -15,7 +15,7 @@ from holdfast.version import __version__
 from tests.support.limits import limit_s
 
 ROOT = Path(__file__).parent.parent.parent
-NEEDED = ["msgspec", "psutil", "setuptools>=77"]
+NEEDED = ["msgspec", "nvidia-ml-py", "psutil", "setuptools>=77"]
 """By the package, and for the sdist to be built."""
 SCRIPT = """
 import os
