@@ -1,6 +1,7 @@
 """`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of options.
 
-Knows what each command takes, and how each shell is told.
+Knows what each command takes, and how each shell is told. Not by shtab: that completes our options among the script's own
+words, knows no `--option=value`, and needs argparse's parsers, which `run` and `launch` do not have.
 """
 
 from __future__ import annotations
