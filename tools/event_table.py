@@ -11,7 +11,7 @@ PATH = Path(__file__).resolve().parent.parent / "docs" / "events.md"
 
 HEAD = """# events.jsonl: what happened on a node
 
-This page is made from `src/holdfast/insight/events.toml` by `make fmt`. The tests hold the records of real jobs against that table.
+This page is made from `src/holdfast/insight/events.toml` by `make fmt`. Tests compare the records of real jobs with it.
 
 Every agent writes `events.jsonl` into its run folder (`<log dir>/<run id>_<8 characters>`): one JSON object per line, complete
 when the line ends. It is written by a thread of its own: a disk that stalls costs events, never training. `holdfast report`

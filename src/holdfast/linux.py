@@ -1,8 +1,8 @@
-"""What Linux says of processes, of the cgroups that this process is in, and of this machine. Reads /proc and /sys alone.
+"""What /proc and /sys say of processes, of the cgroups of this process, and of this machine.
 
-Everybody may import this: standard library only, nothing heavy. What is not there is None, empty or zero, never an error.
-Programs that run without this package by design keep their own few lines: ssh/far.py is sent to hosts as text, and
-worker/birth.py and worker/nursery.py are imported before a worker's environment is settled.
+All packages but the pure ones may import this: standard library only, nothing heavy. What is not there is None, empty
+or zero, never an error. Programs that run without this package by design keep their own few lines: ssh/far.py is sent
+to hosts as text, and worker/birth.py and worker/nursery.py are imported before a worker's environment is settled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ UNLIMITED_BYTES = 2**60
 
 
 class ProcessStat(NamedTuple):
-    """/proc/PID/stat, of a process or of one thread. A scan of all processes reads two of its numbers: each is converted
-    when it is asked for."""
+    """/proc/PID/stat, of a process or of one thread. A scan of all processes reads two of its numbers: each is
+    converted when it is asked for."""
 
     command: bytes
     fields: list[bytes]

@@ -1,5 +1,5 @@
-"""Numbers, times, lists and addresses in the words of messages, and back. PURE: standard library only; everybody may import
-this."""
+"""Numbers, times, lists and addresses in the words of messages, and back. PURE: standard library only; everybody may
+import this."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cli import main
-from holdfast.schedulers.kubernetes_yaml import Noted, documents
+from holdfast.schedulers.kubernetes import Noted, documents
 
 MEANINGFUL = (
     "yes No ON off true null ~ y n 1 1_0 0x1F 1e3 1:30 .inf -1 - -- --- ... 2001-01-01 = << * & ! % @ ` a:b a: #x"

@@ -1,7 +1,8 @@
-"""`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of options.
+"""`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of
+options.
 
-Knows what each command takes, and how each shell is told. Not by shtab: that completes our options among the script's own
-words, knows no `--option=value`, and needs argparse's parsers, which `run` and `launch` do not have.
+Knows what each command takes, and how each shell is told. Not by shtab: that completes our options among the script's
+own words, knows no `--option=value`, and needs argparse's parsers, which `run` and `launch` do not have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 SCRIPT, FILE, NOTHING = "script", "file", "nothing"
-"""What stands beside the options: a script and then its own words, files, or nothing."""
+"""What follows the options: a script and then its own words, files, or nothing."""
 FILE_METAVARS = frozenset({"FILE", "DIR", "PROGRAM", "PATH", "FOLDER"})
 KNOWN_VALUES = {
     "--nproc-per-node": ("auto", "gpu", "cpu", "xpu"),
@@ -56,7 +57,7 @@ class Command(NamedTuple):
     words: tuple[Word, ...]
     beside: str = FILE
     values: tuple[str, ...] = ()
-    """What may stand beside the options, where that is known."""
+    """What may follow the options, where that is known."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -168,7 +169,7 @@ def once(found: Iterable[Word]) -> tuple[Word, ...]:
 
 BASH = r"""# Completion of holdfast's lines for bash, made by: holdfast completion bash
 
-# What a command takes: its options, those of them with a value, whether a script or words of a list stand beside them.
+# What a command takes: its options, those of them with a value, whether a script or words of a list follow them.
 _holdfast_command() {
     options='--help' valued='' script='' beside='' nothing=''
     case $1 in
@@ -378,7 +379,8 @@ def fish(commands: Sequence[Command]) -> str:
 
 def fish_command(command: Command) -> Iterator[str]:
     yield ""
-    yield f"complete -c holdfast -n 'test (count (commandline -opc)) -eq 1' -a {command.name} -d {fish_text(command.help)}"
+    alone = "test (count (commandline -opc)) -eq 1"
+    yield f"complete -c holdfast -n '{alone}' -a {command.name} -d {fish_text(command.help)}"
     where = f"__holdfast_is {command.name}"
     if command.beside == SCRIPT:
         variable = f"__holdfast_valued_{command.name}"
@@ -426,4 +428,5 @@ def tcsh(commands: Sequence[Command]) -> str:
     rules += [f"'n/{command.name}/({' '.join(command.values)})/'" for command in commands if command.values]
     rules += [f"'C/--*/({' '.join(options)})/'", "'p/*/f/'"]
     lines = " \\\n  ".join(rules)
-    return f"# Completion of holdfast's lines for tcsh, made by: holdfast completion tcsh\ncomplete holdfast \\\n  {lines}\n"
+    head = "# Completion of holdfast's lines for tcsh, made by: holdfast completion tcsh\n"
+    return f"{head}complete holdfast \\\n  {lines}\n"

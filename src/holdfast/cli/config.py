@@ -1,7 +1,8 @@
-"""Which configuration file counts: holdfast.toml, or pyproject.toml with [tool.holdfast], found from the working folder up.
+"""The configuration file that counts: holdfast.toml, or pyproject.toml with [tool.holdfast], found from the working
+folder up.
 
-Costs a few looks at folders where there is none. Keys are the long names of options, values are TOML's own types; whether
-a value makes sense judges resolve.py, as for flags. Standard library only.
+Costs a few looks at folders where there is none. Keys are the long names of options, values are TOML's own types;
+whether a value makes sense judges resolve.py, as for flags. Standard library only.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def is_about_us(path: str) -> bool:
         return True
     try:
         text = read_text(path)
-    except ConfigFileError:  # somebody else's file, which only looks like one that could be about us
+    except ConfigFileError:  # a file of another tool
         return False
     return own_table(path, text) is not None
 
@@ -165,7 +166,7 @@ def value_of(option: Option, raw: object, folder: str) -> object:
 
 
 def text_of(option: Option, raw: object, folder: str) -> str:
-    """What would stand on the command line."""
+    """As on the command line."""
     is_list = option.kind == LIST or option.metavar.endswith(LISTED)
     if isinstance(raw, str):
         return os.path.join(folder, os.path.expanduser(raw)) if option.metavar in PATHS and raw else raw
@@ -223,7 +224,8 @@ OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 
 
 def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
-    """What the file that counts for these values of --config and --no-config says. Raises UsageError, ConfigFileError."""
+    """What the file that counts for these values of --config and --no-config says. Raises UsageError,
+    ConfigFileError."""
     path, no_file = str(given["config"]), given["no_config"]
     if path and no_file:
         by_flag = [sources[dest] == FROM_FLAG for dest in ("config", "no_config")]
@@ -262,7 +264,7 @@ def candidates() -> Iterator[str]:
 
 
 def is_everybodys(folder: str) -> bool:
-    """Whether anybody may put a file there, as in /tmp: a file there is no wish of whoever works below it."""
+    """Whether any user may put a file there, as in /tmp: such a file is not a choice of the user who works below it."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_IWOTH)
     except OSError:

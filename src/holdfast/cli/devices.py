@@ -29,7 +29,7 @@ BACKEND_PACKAGES = "torch.backends"
 
 
 class Count(NamedTuple):
-    """How many, of what, and who says so."""
+    """How many, of what, and the source of this."""
 
     number: int
     kind: str

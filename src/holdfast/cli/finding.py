@@ -1,7 +1,7 @@
 """Which job a command means: by run id, by the beginning of it, by run folder, or the only one that runs.
 
-Knows the list of running agents, where runs are kept, and how a run has ended (verdict.json); must not know what is asked
-of agents.
+Knows the list of running agents, where runs are kept, and how a run has ended (verdict.json); must not know what is
+asked of agents.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ KEPT_LISTED_MAX = 8
 
 
 def running_job(run: str | None) -> list[RunningAgent]:
-    """The agents on this host of the one job that is meant, oldest first. Raises NoRunError, ControlRefusedError."""
+    """The agents of the named job on this host, oldest first. Raises NoRunError, ControlRefusedError."""
     entries = running.entries()
     if run is not None and is_folder(run):
         return by_folder(Path(os.path.abspath(run)), entries)
@@ -97,7 +97,7 @@ def run_folders(run: str | None) -> list[Path]:
 
 
 def ended_run(run: str | None) -> Path | None:
-    """The folder of the run that is meant, where that run has ended; None: it has not, or nothing of it is kept here."""
+    """The folder of the named run, if that run has ended; None: it has not, or no folder of it is kept here."""
     if run is not None and is_folder(run):
         return Path(os.path.abspath(run))
     entries = running.entries()
@@ -159,7 +159,7 @@ def unlisted(folder: Path) -> RunningAgent:
 
 
 def newest_ended(run: str | None) -> list[Path]:
-    """The newest run folder of this name where runs are kept when nobody says otherwise."""
+    """The newest run folder of this name in the default log folder."""
     wanted = "" if run is None else safe_name(spoken(run))
     ages = {folder: age for folder, age in kept_runs().items() if folder.name.startswith(wanted)}
     if run is not None and not ages:
@@ -170,7 +170,7 @@ def newest_ended(run: str | None) -> list[Path]:
 
 
 def kept_runs() -> dict[Path, float]:
-    """The run folders where runs are kept when nobody says otherwise, and when each was written to last."""
+    """The run folders in the default log folder, and when each was last written to."""
     try:
         folders = [folder for folder in Path(default_log_dir()).iterdir() if (folder / JOURNAL).is_file()]
         return {folder: (folder / JOURNAL).stat().st_mtime for folder in folders}

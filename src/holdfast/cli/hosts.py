@@ -64,7 +64,7 @@ LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
 """Of a hostfile, and of a script as it is compared."""
 UNKNOWN_ENDPOINT = "first.host:1"
-"""Stands for what the launcher finds out."""
+"""A placeholder: the launcher finds it out."""
 
 
 def are_named(parsed: Parsed) -> bool:
@@ -181,7 +181,7 @@ def ssh_command(parsed: Parsed) -> tuple[str, ...]:
     except ValueError as error:
         raise parsed.error("ssh", UsageError, str(error)) from None
     if not parsed.given("ssh"):
-        return words  # a host that is reached will show whether it is there
+        return words  # a login shows whether it is there
     if not words or find_program(words[0], os.environ) is None:
         raise parsed.error("ssh", UsageError, "no such program")
     return words
@@ -260,7 +260,8 @@ def resolve_there(
 
 
 def expected(parsed: Parsed, options: RunOptions) -> Expected:
-    """How this machine is, which the hosts have to be like. With --python it is another one's: they agree with the first."""
+    """How this machine is, which the hosts have to be like. With --python it is another one's: they agree with the
+    first."""
     from holdfast.runtime.versions import torch_versions
     from holdfast.version import __version__
 
@@ -308,7 +309,7 @@ def program_path(name: str) -> str:
 
 
 def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
-    """Who would be started where, in words."""
+    """Which agents would be started where, in words."""
     run_id = options.job.run_id if options.job.run_id == parsed.values.rdzv_id else "<random>"
     hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in order.hosts]
     meets = "one node, no meeting" if order.alone else order.endpoint or "a free port of the first host"

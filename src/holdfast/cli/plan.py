@@ -1,4 +1,4 @@
-"""`--plan`: who would run what, in words, without starting anything.
+"""`--plan`: what would run where, in words, without starting anything.
 
 Pure text from a Resolution: the same line and environment give the same plan. What only the rendezvous decides is
 shown as <assigned>, what is drawn at the start as <random>. At its end: every option, its value, and who said so;
@@ -37,7 +37,7 @@ VALUE_COLUMNS_MAX = 40
 
 
 def option_lines(parsed: Parsed) -> Iterator[str]:
-    """What was said by somebody first, then the defaults."""
+    """Values that were given first, then the defaults."""
     rows = [
         ("--" + dest.replace("_", "-"), shown(getattr(parsed.values, dest)), source)
         for dest, source in parsed.sources.items()
@@ -175,9 +175,7 @@ def preload_text(options: RunOptions) -> str:
 
 def standby_text(options: RunOptions) -> str:
     if options.standby:
-        return (
-            f"{options.nproc} parked once the workers run; their memory is told in events.jsonl and by holdfast report"
-        )
+        return f"{options.nproc} parked once the workers run; events.jsonl and holdfast report show their memory"
     return "none"
 
 

@@ -1,4 +1,5 @@
-"""What each worker executes, checked before anything starts: the combination of script, -m, --no-python and --run-path; and
+"""What each worker executes, checked before anything starts: the combination of script, -m, --no-python and --run-path;
+and
 --preload: which modules a node imports once for all its workers, decided from the script's syntax tree.
 
 `auto` must never change what a script sees: it says no where the script sets environment variables before torch is
@@ -276,7 +277,7 @@ def module_beside(source: Path, name: str) -> Path | None:
 
 
 class UnreadableError(Exception):
-    """Nothing can be told from the source; the text says why."""
+    """The source tells nothing; the text says why."""
 
 
 class Reader(ast.NodeVisitor):
@@ -300,7 +301,7 @@ class Reader(ast.NodeVisitor):
         """Which import brings torch, and what changes the environment before that; both may be empty."""
         if self._user:
             return self._user, self._setting
-        # Imported by a function: nobody can tell what has run until then.
+        # Imported by a function: what has run until then cannot be known.
         return self._late_user, self._setting or self._late_setting
 
     def read(self, path: Path) -> None:

@@ -6,7 +6,6 @@ small, and as soon as the line is known to be well-formed, so that a typing erro
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 TEXT_CHARACTERS_MAX = 12_000
 """The launcher's side reads the report in one piece, from a pipe."""
-
-
 WARNING = (
     "FutureWarning: `launch` is deprecated, as torch.distributed.launch is; "
     "use `holdfast run` and read LOCAL_RANK from the environment"
@@ -43,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def main_launch(argv: Sequence[str]) -> int:
-    """`holdfast launch`: torch.distributed.launch, for scripts that want a --local-rank argument. Returns the exit status.
-    Raises HoldfastError."""
+    """`holdfast launch`: torch.distributed.launch, for scripts that want a --local-rank argument. Returns the exit
+    status. Raises HoldfastError."""
     parsed = grammar.parse(argv, os.environ, LAUNCH_OPTIONS, configure=config.configure)
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
         return tell_about(parsed, "launch", LAUNCH_OPTIONS)
@@ -53,10 +50,12 @@ def main_launch(argv: Sequence[str]) -> int:
 
 
 def main_remote(argv: Sequence[str]) -> int:
-    """What the far side of `holdfast run --hosts` runs, not for typing: the agent as it is anywhere, but how it ended is
-    reported to the launcher, which shows it once for all hosts.
+    """What the far side of `holdfast run --hosts` runs, not for typing: the agent as it is anywhere, but how it ended
+    is reported to the launcher, which shows it once for all hosts.
 
     `FD run|launch [options] script ...`: FD takes the report. Returns the exit status. Raises HoldfastError."""
+    import json
+
     tells, table = int(argv[0]), LAUNCH_OPTIONS if argv[1] == "launch" else OPTIONS
     parsed = grammar.parse(argv[2:], {}, table)  # the launcher has read all variables
 
@@ -148,7 +147,7 @@ def start(
 
 
 def load_end() -> None:
-    """Reads the table of causes, and imports what puts the end into words."""
+    """Reads the table of causes, and imports what the last screen needs."""
     import holdfast.insight.causes.verdict
     import holdfast.insight.screen  # noqa: F401
     from holdfast.insight.causes.rules import rules
@@ -189,7 +188,8 @@ def hand_on_interrupts() -> None:
 
 
 def be_killable() -> None:
-    """A container's first process ignores what it has no handler for: until the agent has its own, SIGTERM would be lost."""
+    """A container's first process ignores what it has no handler for: until the agent has its own, SIGTERM would be
+    lost."""
     from signal import SIG_DFL, SIGTERM, getsignal, signal
 
     if os.getpid() == 1 and getsignal(SIGTERM) is SIG_DFL:
@@ -197,7 +197,7 @@ def be_killable() -> None:
 
 
 def examine(stories: Sequence[RankStory]) -> Finding:
-    """What the stacks of all ranks mean: loaded only once a job seems to stand still."""
+    """What the stacks of all ranks mean: loaded only when a job seems to hang."""
     from holdfast.insight.hangs import examine as examine_all
 
     return examine_all(stories)

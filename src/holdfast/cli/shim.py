@@ -1,4 +1,5 @@
-"""`holdfast shim DIR`: writes a `torchrun` that calls `holdfast run`, for images and tools that call torchrun by its name.
+"""`holdfast shim DIR`: writes a `torchrun` that calls `holdfast run`, for images and tools that call torchrun by its
+name.
 
 What holdfast does not support goes to torch's own launcher, and which of the two it was is said each time. Here too is
 `holdfast token`, which draws a job token: agents prove to each other that they know it.
@@ -75,13 +76,15 @@ def token_parser() -> Parser:
     return Parser(
         prog="holdfast token",
         description="Print a new job token of 64 characters. Write it into a file that only you may read "
-        "(`holdfast token > token; chmod 600 token`) and name that with --rdzv-conf token_file=, or set HOLDFAST_TOKEN.",
+        "(`holdfast token > token; chmod 600 token`) and name that with --rdzv-conf token_file=, or set "
+        "HOLDFAST_TOKEN.",
         allow_abbrev=False,
     )
 
 
 def torchrun(argv: Sequence[str]) -> int:
-    """What the command does. Says on stderr who runs the line, and why where that is not holdfast."""
+    """What the `torchrun` command does. Says on stderr which launcher runs the line, and why if that is not
+    holdfast."""
     why = unsupported(argv, os.environ)
     if not why:
         print("torchrun: holdfast run takes this line", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of a
-job that has ended, its last screen. `holdfast stacks [RUN]`: where all its ranks are now, equal stacks once.
+"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of
+a job that has ended, its last screen. `holdfast stacks [RUN]`: where all its ranks are now, equal stacks once.
 
 Knows the options and the terminal; which job is meant knows finding.py, what is shown knows insight/status.py.
 """
@@ -134,7 +134,7 @@ def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None
 
 
 def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Namespace) -> None:
-    """Until the job ends or somebody presses Ctrl-C, which is how one leaves this."""
+    """Until the job ends or Ctrl-C is pressed."""
     live = sys.stdout.isatty() and not chosen.json
     text = ""
     if live:

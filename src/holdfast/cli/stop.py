@@ -21,7 +21,7 @@ from holdfast.text import plural
 
 EXIT_NOT_STOPPED = 1
 SAY_S = 60.0
-"""Between two words of the wait for the end; saving takes as long as it takes."""
+"""Between two notices that it still waits: a save may take long."""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ def parser_of(command: str, description: str) -> Parser:
 
 
 def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
-    """0: it has ended, however, or with --no-wait: every node was told."""
+    """0: the job has ended, however it did, or with --no-wait: every node was asked to end it."""
     chosen = made.parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))
     with waiting:
@@ -88,7 +88,7 @@ def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
 
 
 def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
-    """How it ended, whenever that is; None: it does not say. Whoever waits learns that he does."""
+    """How the job ended; None: its agent ended without an answer. Says now and then that it waits."""
     while True:
         try:
             return waiting.answer(limit_s=SAY_S)
@@ -97,8 +97,8 @@ def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
 
 
 def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
-    """The first agent of the job that answers, and a connection on which it will say how the job ended: made before the job
-    is told to end, so that the end is not missed. Raises what the last one's silence is."""
+    """The first agent of the job that answers, and a connection on which it will say how the job ended: made before the
+    job is told to end, so that the end is not missed. Raises the error of the last agent that does not answer."""
     for entry in entries[:-1]:
         try:
             ask(entry, Question.STATUS)

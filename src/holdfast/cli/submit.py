@@ -1,5 +1,5 @@
-"""`holdfast submit`: hand a job to a scheduler. To Slurm: write a batch script, submit it, follow its log; to Kubernetes:
-submit_k8s.py.
+"""`holdfast submit`: hand a job to a scheduler. To Slurm: write a batch script, submit it, follow its log; to
+Kubernetes: submit_k8s.py.
 
 sbatch's options and those of `holdfast run` are written side by side before the training script. The few spellings that
 both have are sbatch's here: -t is --time and --exclude names nodes; -m stays `python -m`.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
-"""A shared file system tells nobody of changes, and Slurm neither: both are asked."""
+"""Neither a shared file system nor Slurm reports changes: both are polled."""
 LAST_WORDS_S = 1.0
 COPY_BYTES_MAX = 1 << 20
 
@@ -45,7 +45,7 @@ Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves
 
   -N NODES, --time T, ...   any option of sbatch that does not start tasks
   --nproc-per-node N, ...   any option of holdfast run (see holdfast run --help)
-  --signal=USR1@SECONDS     so long before the end of its time the job saves, goes back into the queue, and goes on later
+  --signal=USR1@SECONDS     so long before its time is over the job saves, goes back into the queue, and resumes later
   --dry-run                 print the batch script, and exit
   --no-follow               submit, say the job's number, and exit
   --help                    print this text, and exit"""
@@ -258,7 +258,7 @@ class Follower:
             time.sleep(min(left, LOG_LOOK_S))
 
     def copy(self) -> None:
-        """What the log has more than before; all of it when it was begun anew."""
+        """What was appended to the log; all of it when it was started again."""
         try:
             with open(self.log, "rb") as file:
                 self.at = self.at if os.fstat(file.fileno()).st_size >= self.at else 0

@@ -1,8 +1,8 @@
 """`holdfast submit --k8s`: a job's manifests, printed or piped to the user's kubectl.
 
-Knows kubectl, its own options, and how a line becomes a KubernetesJob; what a manifest says is schedulers/kubernetes.py's.
-Options of `holdfast run` are taken from the line alone and go into the pods' line: variables and files of this machine
-mean nothing there.
+Knows kubectl, its own options, and how a line becomes a KubernetesJob; what a manifest says is
+schedulers/kubernetes.py's. Options of `holdfast run` are taken from the line alone and go into the pods' line:
+variables and files of this machine mean nothing there.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from holdfast.schedulers.kubernetes import (
     RUNS_PATH,
     SHM_PATH,
     KubernetesJob,
+    documents,
     last_pod,
 )
-from holdfast.schedulers.kubernetes_yaml import documents
 from holdfast.snapshots.packets import FINISH_LIMIT_S
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ OWN = (
     own("--run-as", TEXT, "", POD, "not as root, by the rules of the restricted security standard", "UID[:GID]"),
 )
 READ_HERE = ("nnodes", "rdzv_conf", "drain_timeout", "shutdown_timeout", "health", "metrics")
-"""Options of a run that are said to the pods in our own words."""
+"""Options of a run that the pods' line gets from the manifest."""
 OF_THE_POD = ("standalone", "node_rank", "master_addr", "master_port", "local_addr")
 """The manifest says it."""
 NOT_FOR_PODS = ("slurm", "config", "no_config", "plan")
@@ -276,9 +276,7 @@ def rdzv_conf(parsed: Parsed, *, alone: bool) -> str:
     except RendezvousConfigError as error:
         raise UsageError(str(error)) from None
     if "password" in conf:
-        raise SubmitError(
-            "--rdzv-conf password=...: would stand in the manifest; mount a Secret and say password_file="
-        )
+        raise SubmitError("--rdzv-conf password=...: would be in the manifest; mount a Secret and say password_file=")
     if not alone and not parsed.given("rdzv_backend"):
         conf = {"join_timeout": str(JOIN_S), **conf}
     return ",".join(f"{key}={value}" for key, value in conf.items())
@@ -298,12 +296,10 @@ def check_env(env: tuple[tuple[str, str], ...], notices: list[str]) -> None:
         if name in OWN_VARIABLES:
             raise UsageError(f"--env {name}=...: Kubernetes tells this one to each pod; take another name")
         if name == TOKEN_VARIABLE:
-            raise SubmitError(
-                f"--env {name}=...: would stand in the manifest; --apply makes a Secret, or --token-secret"
-            )
+            raise SubmitError(f"--env {name}=...: would be in the manifest; --apply makes a Secret, or --token-secret")
         if value and any(part in SECRETIVE for part in name.upper().split("_")):
             notices.append(
-                f"--env {name}=... stands in the manifest for everybody to read; --env-from secret/NAME does not"
+                f"--env {name}=... is in the manifest for everybody to read; --env-from secret/NAME does not"
             )
 
 
@@ -384,7 +380,7 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     lines = [
-        "usage: holdfast submit --k8s --nodes N --image IMAGE [options] [options of holdfast run] script.py [arguments]",
+        "usage: holdfast submit --k8s --nodes N --image IMAGE [options, also of holdfast run] script.py [arguments]",
         "",
         "Prints the manifests of a job for Kubernetes, or hands them to kubectl (--apply). The script is the image's;",
         "options of `holdfast run` go into the pods' line (see holdfast run --help).",

@@ -1,5 +1,5 @@
-"""Texts of single options to values: node ranges, stream choices, rank lists, signals; and values back to words, for the
-line of another node.
+"""Texts of single options to values: node ranges, stream choices, rank lists, signals; and values back to words, for
+the line of another node.
 
 Raises ValueError with the problem in words: the caller knows which option it was. Starts nothing.
 """

@@ -31,7 +31,7 @@ class Field(Struct, frozen=True, array_like=True):
     name: str
     kind: ValueKind
     words: str
-    """What it tells, with its unit."""
+    """What the value is, with its unit."""
     optional: bool = False
     """Some of these events do not have it."""
     null: bool = False
@@ -93,8 +93,8 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
-    """Whether all that it has is of the table's kinds: then nobody who reads it meets a surprise, but that something is not
-    there. It may have more, and be an event that another version knows."""
+    """Whether all its fields have the types of the table, so that a reader has to expect missing fields only. It may
+    have more fields, and be an event of another version."""
     if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
         return False
     kind = events().get(record["event"])

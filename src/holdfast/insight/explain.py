@@ -82,7 +82,7 @@ def headings() -> dict[str, str]:
 
 
 def nearest(code: str) -> list[str]:
-    """Codes that may be meant: the same number with another hundred, a digit exchanged, words of a name."""
+    """Similar codes: the same number with another hundred, a digit exchanged, words of a name."""
     known = everything()
     word = code.strip().lower()
     named = [each.code for each in known.values() if len(word) > 3 and word in f"{each.name} {each.cause}".lower()]

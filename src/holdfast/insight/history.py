@@ -1,8 +1,8 @@
-"""A run as the journals of its nodes tell it: its generations and why each began (timeline), where its time went (history),
-and what happened in the order of time (incidents).
+"""A run as the journals of its nodes tell it: its generations and why each began (timeline), where its time went
+(history), and what happened in the order of time (incidents).
 
-Pure: parsed lines of events.jsonl in, rows and stretches of time out. Times of different nodes are compared by their own
-clocks. Knows the events' names; reads no files.
+Pure: parsed lines of events.jsonl in, rows and stretches of time out. Times of different nodes are compared by their
+own clocks. Knows the events' names; reads no files.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from holdfast.insight.screen import how_it_ended
 Event = Mapping[str, Any]
 
 PHASES = ("detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step")
-"""In the order in which they pass; what each is, docs/report.md tells."""
+"""In their order; docs/report.md explains each."""
 
 NOBODY_FAILED = "HF200"
-"""A generation was ended because somebody wished it: a signal, `holdfast stop`, a node that came or left."""
+"""A generation was ended on request: a signal, `holdfast stop`, a node that came or left."""
 
 
 class Generation(Struct):
-    """One numbered formation of the worker group, as far as these journals tell."""
+    """One numbered formation of the worker group, as far as these journals show."""
 
     number: int
     restart_count: int = 0
@@ -57,7 +57,7 @@ class Timeline(Struct):
     preloaded: list[str]
     """What nurseries told."""
     standbys: int
-    """Workers that stood parked at last, on all nodes together."""
+    """Standby workers at the end, on all nodes together."""
     standby_own_bytes: int
     """Memory that was theirs alone."""
 
@@ -113,7 +113,7 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
                 case "ended":
                     told.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
         except KeyError:
-            continue  # of a version that did not tell so much
+            continue  # of a version that wrote less
     told.standbys += len(standby.get("pids", ()))
     told.standby_own_bytes += standby.get("own_bytes", 0)
 
@@ -135,7 +135,7 @@ class Activity(Enum):
     DOWN = "down"
     """From the end of a generation to the first step of the next."""
     END = "end"
-    """After the last generation: saving, going home."""
+    """After the last generation: saving, and the end of the agents."""
 
 
 class Stretch(Struct, frozen=True):
@@ -160,9 +160,9 @@ class Life(Struct):
     alive: int = 0
     """Workers that have not ended yet."""
     hung_s: float | None = None
-    """Since when it stands still; None: it does not, or nobody has seen it."""
+    """Since when it hangs; None: it does not, or that was not seen."""
     broken: bool = False
-    """A worker failed, or was told to end."""
+    """A worker failed, or was asked to end."""
     world_size: int = 0
     steps: int = 0
     """Made in this generation, of the rank that has most."""
@@ -170,7 +170,7 @@ class Life(Struct):
     """The step of the whole job; -1: the script does not say. So is `ended_at`."""
     ended_at: int = -1
     again: int | None = None
-    """Steps of it that a later generation did once more; None: nobody knows."""
+    """Steps of it that a later generation did again; None: unknown."""
 
     @property
     def lost_s(self) -> float:
@@ -196,7 +196,7 @@ class NodeHistory(Struct):
     lives: list[Life]
     points: list[Point]
     ended: bool = False
-    """It told its end."""
+    """Its journal has its end."""
 
 
 class History(Struct):
@@ -222,7 +222,7 @@ class History(Struct):
 
 
 def history(journals: Iterable[Iterable[Event]]) -> History | None:
-    """From one journal per node. None where nothing tells when generations began: journals of an older version."""
+    """From one journal per node. None where the journals lack the start of generations: an older version wrote them."""
     nodes = [_node(list(journal)) for journal in journals]
     if not any(node.lives for node in nodes):
         return None
@@ -292,7 +292,7 @@ def _node(journal: list[Event]) -> NodeHistory:
     told = NodeHistory("", journal[0]["time"] if journal else 0.0, journal[-1]["time"] if journal else 0.0, [], [])
     found: dict[int, Life] = {}
     for event in journal:
-        with contextlib.suppress(KeyError):  # of a version that did not tell so much
+        with contextlib.suppress(KeyError):  # of a version that wrote less
             _take(event, found, told)
     told.lives = [found[number] for number in sorted(found)]
     if told.lives and told.lives[-1].alive > 0 and not told.lives[-1].broken:
@@ -348,7 +348,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     code: str = ""
     advice: str = ""
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
-    """Of a hang: ranks that stand at one place, and the place in words."""
+    """Of a hang: ranks that are at one place, and the place in words."""
     files: tuple[tuple[str, str], ...] = ()
     """Of a hang: rank and where its stacks are."""
 
@@ -359,7 +359,7 @@ def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
 
 
 def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
-    """Not that everybody goes home when it is over; nor that a generation ended which was to end, at a safe point."""
+    """Without the ends of agents when the job is over, and of a generation that ended at a safe point, as it should."""
     drained: set[int] = set()
     for event in journal:
         match event["event"]:
@@ -376,7 +376,7 @@ def _incident_or_none(event: Event) -> Incident | None:
     try:
         return _incident(event)
     except KeyError:
-        return None  # of a version that did not tell so much
+        return None  # of a version that wrote less
 
 
 def _incident(event: Event) -> Incident | None:

@@ -1,4 +1,5 @@
-"""Where a rank is, in words, from the samples that were taken of it. Pure; compares no ranks, see hangs.py for that.
+"""Where a rank is, in words, and whether it moves, from the samples that were taken of it: stacks, processor time, input
+and output. Pure; compares no ranks, see hangs.py for that.
 
 What a rank does is told by the library frames inside of the program's own innermost frame: that line of the program
 called them. Frames of C functions are not to be seen: `time.sleep(9)`, `work.wait()` and `loss.item()` are known by the
@@ -23,7 +24,8 @@ GAP_S = 2.0
 BUSY_S = 0.15
 """Processor time between two samples that is more than what a waiting rank's idle threads need."""
 WANTED_S = 0.8
-"""The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to do."""
+"""The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to
+do."""
 STIRS_S = 0.025
 """Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
 COPIED_BYTES = 1 << 20
@@ -31,8 +33,8 @@ COPIED_BYTES = 1 << 20
 SAVED_BYTES = 64 << 10
 """The same of a rank that does not wait for others, its children included: a slow save, a slow download."""
 TALKED_BYTES = 4 << 10
-"""Sent and received by a rank that does not wait for others, its children included: a download into memory, however slow.
-What clients tell their servers all the time, as that they are alive, is less."""
+"""Sent and received by a rank that does not wait for others, its children included: a download into memory, however
+slow. Clients' keep-alive messages are less."""
 
 _MAY_CALL = re.compile(r"[(@]")
 """In a line of Python that may spend its time in native code."""
@@ -73,7 +75,8 @@ def copies(samples: Samples) -> bool:
 
 
 def saves(samples: Samples) -> bool:
-    """It or its children read or write, files or the network, or it waits for a disk that does: a file is being brought to the disk."""
+    """It or its children read or write, files or the network, or it waits for a disk that does: a file is being brought
+    to the disk."""
     waits_for_disk = all(sample.state == "D" for sample in samples)
     return (
         _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES)
@@ -110,8 +113,8 @@ def _called_alike(stacks: Sequence[Sequence[Frame]], depth: int) -> bool:
 
 
 def may_be_outside_python(samples: Samples) -> bool:
-    """Whether the processor time of a rank that stays at one place may be native code's. It is Python's where every line
-    that was met is the program's own and calls nothing: a loop for ever."""
+    """Whether the processor time of a rank that stays at one place may be native code's. It is Python's where every
+    line that was met is the program's own and calls nothing: a loop for ever."""
     return not all(
         program_frame(sample.frames) == 0 and sample.source and not _MAY_CALL.search(sample.source)
         for sample in samples
@@ -149,13 +152,13 @@ class Where(Struct, frozen=True):
     place: str
     """Behind "is" or "waits": `in all_reduce at train.py:42`."""
     key: str
-    """Equal for one rank as long as it stands where it stands."""
+    """Equal for one rank as long as it does not move."""
     busy: bool = False
     """It uses the processor."""
     stirs: bool = False
     """Its main thread does, a little: it may do work and sleep in between."""
     computes: bool = False
-    """It, or a process that loads its data, uses the processor, in what may be native code: it does not stand still."""
+    """It, or a process that loads its data, uses the processor, in what may be native code: it may make progress."""
 
     @property
     def waits(self) -> bool:
@@ -178,7 +181,8 @@ _STATES = {
     "": RankActivity.GONE,
 }
 _TRANSPARENT = re.compile(
-    r"/(selectors|threading|queue|contextlib|socket|ssl)\.py$|/multiprocessing/(connection|resource_sharer|synchronize|popen_\w+|process)\.py$"
+    r"/(selectors|threading|queue|contextlib|socket|ssl)\.py$|/multiprocessing/(connection|resource_sharer"
+    r"|synchronize|popen_\w+|process)\.py$"
     r"|/torch/(_ops|_tensor|_compile|utils/_contextlib|distributed/c10d_logger|multiprocessing/reductions)\.py$"
 )
 """They say nothing about what is waited for; who called them does."""
@@ -237,8 +241,8 @@ def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: Ran
 
 
 def _shared(samples: Sequence[RankSample]) -> RankSample | None:
-    """The newest sample as it is to be judged; None: the samples are of several places, it gets on. Of a loop that calls
-    several functions and needs no processor time for it: without these functions."""
+    """The newest sample as it is to be judged; None: the samples are of several places, it gets on. Of a loop that
+    calls several functions and needs no processor time for it: without these functions."""
     newest = samples[-1]
     if not changes_place(samples):
         return newest

@@ -1,6 +1,7 @@
 """Tables of codes and texts: TOML files beside the modules that explain them, read when they are asked for.
 
-Start-up reads none of them. The coordinator's node reads the causes while workers start, so that a verdict waits for no file.
+Start-up reads none of them. The coordinator's node reads the causes while workers start, so that a verdict waits for no
+file.
 """
 
 from __future__ import annotations

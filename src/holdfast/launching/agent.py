@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the job and returns its exit status; what goes wrong before that is reported, and shown if it is our fault."""
+    """Runs the job and returns its exit status; what goes wrong before that is reported, and shown if it is our
+    fault."""
     caller, report_fd, call_fd, result_fds = argv[0], int(argv[1]), int(argv[2]), argv[3]
     live_and_die_with(int(caller))
     os.set_inheritable(report_fd, False)

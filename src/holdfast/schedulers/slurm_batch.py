@@ -1,5 +1,5 @@
-"""The batch script of `holdfast submit --slurm`: readable, commented, and good to be submitted again by hand; and sbatch's
-options: which there are, which take a value, and which a job of holdfast cannot have. PURE.
+"""The batch script of `holdfast submit --slurm`: readable, commented, and good to be submitted again by hand; and
+sbatch's options: which there are, which take a value, and which a job of holdfast cannot have. PURE.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Directive(NamedTuple):
 
 
 HARMLESS = Directive("ntasks-per-node", "1")
-"""Nothing else is meant."""
+"""As every job of holdfast has it."""
 
 
 def check(directives: list[Directive]) -> None:
@@ -177,7 +177,7 @@ def missing(batch: Batch, *options: str) -> list[str]:
 
 def token() -> Sequence[str]:
     return (
-        "# The job's secret, drawn anew each time it starts. It travels in the environment, never on a command line.",
+        "# The job's secret, drawn again each time it starts. It travels in the environment, never on a command line.",
         "HOLDFAST_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "export HOLDFAST_TOKEN",
     )
@@ -185,7 +185,7 @@ def token() -> Sequence[str]:
 
 def start(batch: Batch) -> list[str]:
     command = shlex.join(batch.command)
-    # One task of an array has the array's own number, and `scontrol requeue` would start all of them anew.
+    # One task of an array has the array's own number, and `scontrol requeue` would start all of them again.
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
     if not batch.requeues:
         return [command]
@@ -194,7 +194,7 @@ def start(batch: Batch) -> list[str]:
         "code=$?",
         "",
         f"# {EXIT_REQUEUE}: preempted, and everything is saved. Back into the queue, to go on from there.",
-        "# Otherwise preempted: Slurm means to start it anew, and would not when it has ended before its time.",
+        "# Otherwise preempted: Slurm is to start it again, and would not if it ended before its time.",
         f"preempted() {{ scontrol --oneliner show job {job} | grep -q 'PreemptTime=[0-9]'; }}",
         f'if [ "$code" -eq {EXIT_REQUEUE} ] || {{ [ "$code" -ne 0 ] && preempted; }}; then',
         f"    scontrol requeue {job}",

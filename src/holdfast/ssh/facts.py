@@ -1,5 +1,5 @@
-"""What the launcher is asked to do, what hosts tell of themselves before anything starts, which of it keeps a job from
-starting, and how agents ended. PURE: plain data and its rules.
+"""What the launcher is asked to do, what hosts report of themselves before anything starts, which of it keeps a job
+from starting, and how agents ended. PURE: plain data and its rules.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class LaunchSpec(Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     """As the user gave it; empty: a port of the first host."""
     alone: bool = False
-    """A job of one node, which meets nobody."""
+    """A job of one node, without a rendezvous."""
     detach: bool = False
     ssh: tuple[str, ...] = ("ssh",)
     """The client's command, with the user's options."""
     lock: str
-    """Nobody else's name, known to nobody else, the same for all connections of this run."""
+    """A name that is unique and secret, the same for all connections of this run."""
     signals: tuple[int, ...] = ()
     """What ends the job (--signals-to-handle, --preempt-signal)."""
 
@@ -65,9 +65,9 @@ class AgentExit(Struct, frozen=True, kw_only=True):
     """How one agent ended."""
 
     code: int | None = None
-    """Its exit code; None: the connection was lost, nobody knows."""
+    """Its exit code; None: the connection was lost, so it is unknown."""
     kind: str = ""
-    """Its outcome's kind; empty when it told of none."""
+    """Its outcome's kind; empty when it reported none."""
     text: str = ""
     """The last screen; with a lost connection why it was."""
 
@@ -111,7 +111,8 @@ def expected_from(expected: Expected, first: HostFacts) -> Expected:
 
 
 def problems(spec: HostSpec, facts: HostFacts, expected: Expected, nproc: int | None) -> list[str]:
-    """What keeps this host from taking part, each in one line that names it; `nproc`: workers there, None: it decides."""
+    """What keeps this host from taking part, each in one line that names it; `nproc`: workers there, None: it
+    decides."""
     found = []
     if not facts.holdfast:
         found.append(f"holdfast is not installed for {expected.interpreter} there; install the same environment")
@@ -156,7 +157,7 @@ def same_machine(hosts: Sequence[tuple[HostSpec, HostFacts]]) -> list[tuple[Host
 
 
 def meeting_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
-    """Under which address the others reach the first host; empty: nobody knows.
+    """Under which address the others reach the first host; empty: unknown.
 
     It is the one by which ssh reached it. Where that is the loopback, the first host is the launcher's own machine, and
     the others know where the launcher came from.

@@ -35,7 +35,8 @@ class HostSpec(Struct, frozen=True):
     """One host as its user names it."""
 
     name: str
-    """What ssh is given: a name of ssh_config, a host name or an address (without brackets), perhaps `user@` before it."""
+    """What ssh is given: a name of ssh_config, a host name or an address (without brackets), perhaps `user@` before
+    it."""
     slots: int | None = None
     """Workers there; None: what --nproc-per-node says."""
 

@@ -1,8 +1,8 @@
 """From the failures of a generation to one verdict: what failed first and why, as against what failed because of it.
 
-words (what a failure says), blame (who), rules (the table of causes and what each code means), find (what), meeting (what
-only several failures together show). Pure. The order of arrival at the coordinator is evidence, clocks of nodes are not;
-what a failure says of itself outweighs both: a rank that complains about its peers' connections is a victim.
+words (what a failure says), blame (who), rules (the table of causes and what each code means), find (what), meeting
+(what only several failures together show). Pure. The order of arrival at the coordinator is evidence, clocks of nodes
+are not; what a failure says of itself outweighs both: a rank that complains about its peers' connections is a victim.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """From one failure to its cause: the first rule that fits, in words for the last screen.
 
-Exceptions without a code of their own may have a hint. Pure. Who is to blame was decided before (blame.py); here only what it was.
+Exceptions without a code of their own may have a hint. Pure. Who is to blame was decided before (blame.py); here only
+what it was.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ def _texts(words: ExceptionText) -> list[tuple[str, str]]:
 def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
     """Those of a chain that say what went wrong, the likeliest first.
 
-    The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up (`finally:`)
-    is a consequence. Only where the root is a usual way through code (`except KeyError:`) what came after it counts first.
+    The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up
+    (`finally:`) is a consequence. Only where the root is a usual way through code (`except KeyError:`) what came after
+    it counts first.
     """
     last, start = links[-1], 0
     if not is_complaint(last.text) or all(link.in_library for link in links[:-1]):
@@ -116,7 +118,7 @@ def _fits(rule: Rule, failure: Failure, words: ExceptionText, text: str, type_: 
     if type_ in rule.types:
         return True
     if not text:
-        # A signal that nobody explains: it ended so, or the end of its stderr says why.
+        # A signal without an explanation: it ended so, or the end of its stderr says why.
         return failure.exit_code in rule.ends or bool(rule.says and _search(rule.says, _own_stderr(failure, words)))
     return bool(rule.says and _search(rule.says, text))
 

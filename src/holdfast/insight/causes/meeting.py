@@ -1,4 +1,5 @@
-"""What only several failures together show: which rank lags in its collectives, which nodes have a trouble and which not.
+"""What only several failures together show: which rank lags in its collectives, which nodes have a trouble and which
+not.
 
 Pure.
 """
@@ -25,14 +26,18 @@ HOSTS_NAMED_MAX = 3
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+))?")
 FINGERPRINT = re.compile(
-    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?(OpType=\w+(?:, TensorShape=\[[^\]]*\])?)"
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?(OpType=\w+(?:,"
+    r" TensorShape=\[[^\]]*\])?)"
 )
-POINT_TO_POINT = frozenset("send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split())  # noqa: SIM905
+POINT_TO_POINT = frozenset(
+    ["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"],
+)
 """Whose two ends are different calls."""
 CALLED = re.compile(r"in (\w+) at (\S+)")
 BACKWARD = ("/torch/_tensor.py", "/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 NAMED = re.compile(
-    r"Ranks?\(?s?\)? \[?([\d, ]+)\]? (?:failed to pass|did(?: not|n't) (?:join|arrive|respond)|ha(?:s|ve)(?: not|n't) joined|is missing)"
+    r"Ranks?\(?s?\)? \[?([\d, ]+)\]? (?:failed to pass|did(?: not|n't) (?:join|arrive|respond)|ha(?:s"
+    r"|ve)(?: not|n't) joined|is missing)"
     r"|\[([\d, ]+)\] finished collective #\d+, but didn't join",
     re.IGNORECASE,
 )
@@ -66,8 +71,8 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
 
 
 def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]:
-    """Those that were not on their way to the others when these had waited in vain; empty where most were not: then it is
-    the one who waited that did something else."""
+    """Those that were not on their way to the others when these had waited in vain; empty where most were not: then it
+    is the one who waited that did something else."""
     seen = [where_is(story) for story in survivors]
     absent = [
         each
@@ -97,7 +102,7 @@ def stopped(story: RankStory) -> Failure:
 
 
 def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()) -> tuple[Failure, str] | None:
-    """(the one to name, what is odd) where ranks waited in two different calls; None: in the same, or nobody knows.
+    """(the one to name, what is odd) where ranks waited in two different calls; None: in the same, or unknown.
 
     Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
     """
@@ -122,7 +127,8 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
 
 
 def _call(failure: Failure) -> str:
-    """The collective, as the script called it: the first function of torch.distributed below the script's own frames."""
+    """The collective, as the script called it: the first function of torch.distributed below the script's own
+    frames."""
     for frame in listen(failure).frames:
         file, _, function = frame.rpartition(" in ")
         if file.endswith(BACKWARD):
