@@ -1,5 +1,5 @@
-"""Where a rank is, in words, and whether it moves, from the samples that were taken of it: stacks, processor time, input
-and output. Pure; compares no ranks, see hangs.py for that.
+"""Where a rank is, in words, and whether it moves, from the samples that were taken of it: stacks, processor time,
+input and output. Pure; compares no ranks, see hangs.py for that.
 
 What a rank does is told by the library frames inside of the program's own innermost frame: that line of the program
 called them. Frames of C functions are not to be seen: `time.sleep(9)`, `work.wait()` and `loss.item()` are known by the

@@ -28,7 +28,7 @@ KINDS = {
 """What `only` of a rule may say."""
 
 
-class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Rule(Struct, frozen=True, kw_only=True):
     code: str
     line: str
     """What the verdict says, after `rank 3 on b`. {said}: first line of its words; named groups of `says`."""
@@ -78,7 +78,7 @@ def rules() -> tuple[Rule, ...]:
     parts: dict[str, str] = {}
     for name, text in _file()["parts"].items():
         parts[name] = _whole(text, parts)
-    return tuple(msgspec.convert(_values(row, parts), Rule) for row in _file()["rule"])
+    return tuple(_rule(row, parts) for row in _file()["rule"])
 
 
 @cache
@@ -105,16 +105,22 @@ def texts() -> dict[str, Text]:
     return msgspec.convert(explanations()["verdicts"], dict[str, Text])
 
 
-def _values(row: Mapping[str, Any], parts: Mapping[str, str]) -> dict[str, Any]:
-    """One rule, with its patterns whole, its signals as exit codes and its kinds of failures as a set."""
+def _rule(row: Mapping[str, Any], parts: Mapping[str, str]) -> Rule:
+    """One rule, with its patterns whole, its signals as exit codes and its kinds of failures as a set.
+
+    Made field by field: a verdict and the thread that prepares the end may need the rules at the same moment, and
+    msgspec.convert crashes when two threads are the first to use a type.
+    """
     values = dict(row)
     for name in ("advice", "says", "stderr", "frames"):
         if name in row:
             values[name] = _whole(row[name], parts)
     numbers = {signal.Signals[name] for name in row.get("ends", ())}
-    values["ends"] = {-number for number in numbers} | {128 + number for number in numbers}
+    values["ends"] = frozenset({-number for number in numbers} | {128 + number for number in numbers})
     values["only"] = KINDS[row.get("only", "")]
-    return values
+    values["types"] = frozenset(row.get("types", ()))
+    values["facts"] = tuple(row.get("facts", ()))
+    return Rule(**values)
 
 
 def _whole(text: str | list[str], parts: Mapping[str, str]) -> str:
