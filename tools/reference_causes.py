@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.insight.causes.texts import TEXTS
+from holdfast.insight.causes.rules import texts
 from holdfast.insight.doctor.codes import CODES
 from holdfast.insight.explain import Explanation, everything
 
@@ -22,7 +22,7 @@ codes, in [errors.md](errors.md).
 def render() -> str:
     """The whole page."""
     known = everything()
-    verdicts = section(known[code] for code in sorted(TEXTS))
+    verdicts = section(known[code] for code in sorted(texts()))
     findings = section(known[code] for code in sorted(CODES))
     return f"{HEAD}\n## Verdicts\n{verdicts}\n## `holdfast doctor`\n{findings}"
 

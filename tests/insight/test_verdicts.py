@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec import structs
 
 from holdfast.core.hang import Finding, HangKind, RankStory
 from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.core.stacks import Frame, RankSample
+from holdfast.insight.causes import judge
+from holdfast.insight.causes import rules as causes_rules
 from holdfast.insight.screen import render
-from holdfast.insight.verdicts import judge
 from tests.corpus.telling import GLOO_CLOSED, SITE, cut, fails, watchdog
 
 HANG = Finding(
@@ -422,3 +424,14 @@ def test_the_rank_that_a_barrier_names_is_the_culprit() -> None:
     verdict = judge(evidence(complaint, stopped))
     assert (verdict.code, verdict.culprit) == ("HF209", stopped)
     assert verdict.cause.startswith("rank 2 on a did not come: rank 0 waited in vain")
+
+
+def test_the_rules_are_made_without_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict and the thread that reads the rules ahead may be first at the same moment. msgspec's decoder crashes
+    when two threads are the first to use a type."""
+
+    def decode(*_: object) -> None:
+        raise AssertionError("the decoder was used")
+
+    monkeypatch.setattr(causes_rules.msgspec, "convert", decode)
+    assert causes_rules.rules.__wrapped__() == causes_rules.rules()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import SnapshotMemoryError
+from holdfast.linux import group_room_bytes
 from holdfast.snapshots import shelf, slots
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
@@ -356,9 +357,9 @@ def test_a_group_s_limit_counts(tmp_path: Path) -> None:
         ("memory.stat", "anon 1\ninactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text + "\n")
-    assert slots._available_in_group_bytes(tmp_path) == 150
+    assert group_room_bytes(tmp_path) == 150
     (tmp_path / "memory.max").write_text("max\n")
-    assert slots._available_in_group_bytes(tmp_path) == float("inf")
+    assert group_room_bytes(tmp_path) == float("inf")
 
 
 # --- the shelf --------------------------------------------------------------------------------------------------------

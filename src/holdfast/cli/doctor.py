@@ -1,4 +1,5 @@
-"""`holdfast doctor [the options of a run]`: checks this node, and, with the same line on several nodes, every pair of them.
+"""`holdfast doctor [the options of a run]`: checks this node, and, with the same line on several nodes, every pair of
+them.
 
 Knows the line and what is printed. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
 it: facts are gathered by runtime/doctor and judged by insight/doctor.
@@ -11,8 +12,8 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import config, grammar
-from holdfast.cli.helptext import line as help_line
 from holdfast.cli.options import FLAG, FLOAT, OPTIONS, TEXT, Option
+from holdfast.cli.options import line as help_line
 from holdfast.core.errors import RendezvousConfigError, UsageError
 
 if TYPE_CHECKING:

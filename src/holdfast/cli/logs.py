@@ -27,7 +27,7 @@ from holdfast.runtime.workers.log_watch import ChangeWatch
 
 CHUNK_BYTES = 256 * 1024
 LOOK_S = 1.0
-"""While following: where the kernel tells of no change (network folders), files are looked at so often."""
+"""While following: files are read this often where the kernel reports no changes (network folders)."""
 
 
 class LogFile(NamedTuple):

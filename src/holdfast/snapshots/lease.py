@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from holdfast.core.errors import SnapshotBusyError, SnapshotError
+from holdfast.linux import boot_id, process_stat
 from holdfast.snapshots import disk
 
 BEAT_S = 2.0
@@ -312,15 +313,11 @@ def _name(number: int) -> str:
 
 def _machine() -> str:
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
 def _started(pid: int) -> str:
     """The start time of a process; empty when it is dead (a zombie too) or not to be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    stat = process_stat(pid)
+    return stat.started if stat is not None and not stat.has_ended else ""

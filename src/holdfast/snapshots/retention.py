@@ -7,9 +7,7 @@ first: a crash in the middle leaves a folder that says that it is going, and no 
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +18,7 @@ from holdfast.snapshots import disk, folder, reader
 from holdfast.snapshots.attempt import At, nowhere
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import FolderKind, Key
-
-UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+from holdfast.text import seconds_of
 
 
 @dataclass(frozen=True)
@@ -177,9 +174,8 @@ def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snap
 
 def seconds(every: str | float) -> float:
     """A time: seconds, or "90s", "30min", "6h", "1d". RetentionError."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", str(every).strip())
-    value = float(found[1]) * UNITS_S.get(found[2], 0) if found else 0.0
-    if not 0 < value < math.inf:
+    value = seconds_of(every)
+    if value is None:
         raise RetentionError(f"{every!r} is no time; write 90s, 30min, 6h or 1d")
     return value
 

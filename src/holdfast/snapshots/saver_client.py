@@ -30,6 +30,7 @@ from typing import Any
 
 from holdfast.core import errors
 from holdfast.core.errors import SaverLostError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
+from holdfast.linux import process_stat
 from holdfast.snapshots import packets, rescue, shelf
 from holdfast.snapshots.attempt import PATIENCE_S, Ticket
 from holdfast.snapshots.slots import Slot, SlotOwner, Slots, lend
@@ -400,9 +401,6 @@ def _lock_within(fd: int, limit_s: float) -> None:
 
 
 def _start_time(pid: int) -> str:
-    """Of a process, in clock ticks since boot: a number that is used again belongs to another process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        return ""
+    """Empty when it is gone."""
+    stat = process_stat(pid)
+    return stat.started if stat is not None else ""

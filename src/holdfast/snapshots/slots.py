@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import SnapshotMemoryError
+from holdfast.linux import group_folders, group_room_bytes
 from holdfast.snapshots.mapping import MappedFile, Mappings
 
 HEADER_BYTES = 64 * 1024
@@ -461,7 +462,7 @@ def _sequence_of(path: Path) -> int:
 
 def _check_memory(more_bytes: int) -> None:
     """A tmpfs may be larger than what memory is left: taking that would wake the kernel's killer. Raises OSError."""
-    if more_bytes > min(_available_bytes(), _available_in_group_bytes()):
+    if more_bytes > min(_available_bytes(), *map(group_room_bytes, group_folders())):
         raise OSError(errno.ENOMEM, "too little memory is available")
 
 
@@ -470,15 +471,6 @@ def _available_bytes() -> float:
         found = re.search(rb"MemAvailable: +(\d+) kB", file.read())
         if found is not None:
             return int(found[1]) * 1024
-    return inf
-
-
-def _available_in_group_bytes(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Within the limit of a container, as it sees its own group (version 2); page cache can be given back."""
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = ((group / name).read_bytes() for name in ("memory.max", "memory.current"))
-        cache = re.search(rb"^inactive_file (\d+)$", (group / "memory.stat").read_bytes(), re.MULTILINE)
-        return int(limit) - int(used) + (int(cache[1]) if cache is not None else 0)
     return inf
 
 

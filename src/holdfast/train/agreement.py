@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.core.errors import SnapshotIncompleteError
+from holdfast.linux import boot_id
 from holdfast.train.guards import GuardWarning, enabled
 
 PATIENCE_S = 600.0
@@ -205,8 +206,7 @@ class Peers:
 
 def node_key() -> str:
     """Equal for processes that see the same /dev/shm."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
+    boot = boot_id()
     try:
         place = os.stat("/dev/shm")
     except OSError:

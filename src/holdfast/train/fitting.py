@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.errors import StateMismatchError
+from holdfast.text import listed
 from holdfast.train.agreement import Peers
 
 NAMES_MAX = 8
@@ -98,7 +99,7 @@ def _lacking(parts: Sequence[str]) -> str:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMES_MAX]) + (f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else "")
+    return listed(names, NAMES_MAX)
 
 
 def _mismatch(wrong: Sequence[str], lacking: Sequence[str], unexpected: Sequence[str]) -> str:

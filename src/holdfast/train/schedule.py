@@ -7,12 +7,11 @@ save, so a period of two minutes takes about ten looks, however fast or slow the
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from holdfast.core.errors import IntervalError
+from holdfast.text import seconds_of
 
-_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LOOK_STEPS_MAX = 1_000_000
 
 
@@ -34,15 +33,9 @@ def steps(count: int) -> Steps:
 
 def seconds(text: str | float) -> float:
     """'90s', '2min', '1.5h', '1d' or a number of seconds. IntervalError."""
-    if isinstance(text, (int, float)) and not isinstance(text, bool):
-        value = float(text)
-    else:
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)\s*", str(text))
-        if found is None or (found[2] or "s") not in _UNITS:
-            raise IntervalError(f"every={text!r}: write a time such as '90s', '2min' or '6h', or steps(500)")
-        value = float(found[1]) * _UNITS[found[2] or "s"]
-    if not 0 < value < float("inf"):
-        raise IntervalError(f"every={text!r}: not a positive time")
+    value = seconds_of(text)
+    if value is None:
+        raise IntervalError(f"every={text!r}: write a time such as '90s', '2min' or '6h', or steps(500)")
     return value
 
 

@@ -99,7 +99,7 @@ def machine(root: Path, cgroup: str, files: dict[str, int]) -> OomWatch:
     (root / "proc" / "self" / "cgroup").write_text(cgroup)
     for name, kills in files.items():
         put(root / name, kills)
-    return OomWatch(proc=root / "proc", cgroups=root / "cgroup")
+    return OomWatch(root)
 
 
 def put(file: Path, kills: int) -> None:
@@ -110,12 +110,12 @@ def put(file: Path, kills: int) -> None:
 @pytest.mark.parametrize(
     ("cgroup", "counter"),
     [
-        ("0::/job/one\n", "cgroup/job/one/memory.events"),
-        ("0::/\n", "cgroup/memory.events"),
-        ("0::/hidden/from/inside\n", "cgroup/memory.events"),
-        ("4:cpu,memory:/job\n0::/\n", "cgroup/memory/job/memory.oom_control"),
-        ("4:memory:/outer\n", "cgroup/memory/memory.oom_control"),
-        ("0::/job\n", "cgroup/unified/job/memory.events"),
+        ("0::/job/one\n", "sys/fs/cgroup/job/one/memory.events"),
+        ("0::/\n", "sys/fs/cgroup/memory.events"),
+        ("0::/hidden/from/inside\n", "sys/fs/cgroup/memory.events"),
+        ("4:cpu,memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control"),
+        ("4:memory:/outer\n", "sys/fs/cgroup/memory/memory.oom_control"),
+        ("0::/job\n", "sys/fs/cgroup/unified/job/memory.events"),
         ("0::/\n", "proc/vmstat"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.core.doctor import DoctorFinding, Level
+from holdfast.text import listed
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -43,6 +44,4 @@ def span(seconds: float) -> str:
 
 def named(names: list[str] | tuple[str, ...], shown_max: int = 6) -> str:
     """`a, b and 4 more`."""
-    if len(names) <= shown_max:
-        return ", ".join(names)
-    return f"{', '.join(names[:shown_max])} and {len(names) - shown_max} more"
+    return listed(names, shown_max)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ipaddress import ip_address
 
 from holdfast.core.doctor import DoctorFinding, Interface, LocalFacts
 from holdfast.insight.doctor.making import fatal, named, passed, retry, warn
+from holdfast.text import is_loopback
 
 RESOLVE_SLOW_S = 2.0
 EPHEMERAL_PORTS_MIN = 4096
@@ -115,7 +115,7 @@ def endpoint_port(facts: LocalFacts) -> Iterator[DoctorFinding]:
 def stays_here(facts: LocalFacts) -> bool:
     """Nothing leaves this machine: one node, or several that meet on loopback."""
     host = facts.endpoint.rpartition(":")[0].strip("[]")
-    return facts.nodes == 1 or host == "localhost" or is_loopback(host)
+    return facts.nodes == 1 or is_loopback(host)
 
 
 def proposed(facts: LocalFacts) -> str:
@@ -155,10 +155,3 @@ def is_local(interface: Interface) -> bool:
     return interface.name == "lo" or (
         bool(interface.addresses) and all(is_loopback(address) for address in interface.addresses)
     )
-
-
-def is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from holdfast.core.doctor import DoctorFinding, NodePath, NodeReport, Reached, Reduced, Summary, Visit
 from holdfast.insight.doctor.making import fatal, named, passed, rate, retry, span, warn
-from holdfast.insight.doctor.network import is_loopback
+from holdfast.text import is_loopback
 
 PAIRS_NAMED_MAX = 16
 LATENCY_S_MAX = 0.02

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from holdfast.core.doctor import Folder, LocalFacts
+from holdfast.linux import GroupLimits, read_int, read_text
 from holdfast.rendezvous.port_holder import who_holds
 from holdfast.runtime.doctor import programs, system
 from holdfast.runtime.doctor.bounded import bounded, run_bounded
@@ -95,7 +96,7 @@ def machine_facts(host: str, python: str) -> LocalFacts:
     """What needs no waiting."""
     import psutil
 
-    groups, memory, swap = system.GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
+    groups, memory, swap = GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
     sysctl = system.ROOT / "proc/sys"
     return LocalFacts(
         host=host,
@@ -113,10 +114,10 @@ def machine_facts(host: str, python: str) -> LocalFacts:
         cpus=os.cpu_count() or 1,
         cpus_allowed=len(os.sched_getaffinity(0)),
         cpu_quota=groups.cpus,
-        overcommit=system.read_int(sysctl / "vm/overcommit_memory") or 0,
-        ptrace_scope=system.read_int(sysctl / "kernel/yama/ptrace_scope"),
+        overcommit=read_int(sysctl / "vm/overcommit_memory") or 0,
+        ptrace_scope=read_int(sysctl / "kernel/yama/ptrace_scope"),
         privileged=system.may_trace(),
-        core_pattern=system.read_text(sysctl / "kernel/core_pattern").strip(),
+        core_pattern=read_text(sysctl / "kernel/core_pattern").strip(),
         clock_synchronised=system.clock_synchronised(),
         interfaces=system.interfaces(),
         default_interface=system.default_interface(),

@@ -59,6 +59,7 @@ from holdfast.runtime.doctor.messages import (
     Told,
 )
 from holdfast.runtime.doctor.programs import CHECKUP, ERROR_CHARS_MAX, last_json
+from holdfast.text import is_loopback
 
 
 class Reducer:
@@ -274,7 +275,7 @@ class _Visitor:
         if self._place is not None:
             return self._place.addresses
         seen = self._channel.local_address
-        if self._asked.local_addr or (ip_address(seen).is_loopback and not _is_loopback(self._asked.endpoint.host)):
+        if self._asked.local_addr or (ip_address(seen).is_loopback and not is_loopback(self._asked.endpoint.host)):
             return ("0.0.0.0",)
         return (seen,)
 
@@ -357,12 +358,3 @@ async def _in_time(waited: Awaitable[Value], limit_s: float, otherwise: Value) -
             return await waited
     except TimeoutError:
         return otherwise
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -39,7 +39,6 @@ from holdfast.runtime.workers.numa import binding_for
 from holdfast.runtime.workers.observer import Observer, Phases, ProgressNotes
 from holdfast.runtime.workers.preload import order_for, script_argv
 from holdfast.runtime.workers.saver_host import SaverHost
-from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
 from holdfast.runtime.workers.store_host import StoreHost, free_port
 
@@ -229,7 +228,7 @@ class Crew:
         if self._store is None:
             python = self._options.command.python
             warm = script_argv(self._options) if "torch" in self._options.preload.modules else []
-            eager = not warm and await asyncio.to_thread(wants_store, self._options.command)
+            eager = not warm and bool(self._options.preload.torch)  # else it starts when a client connects
             await self._keeper_ready.wait()
             self._store = StoreHost(self._keeper, python, self._on_store_lost, eager=eager, warm_argv=warm)
         port = self._store.open(assign.generation, loopback_only=assign.local_world)

@@ -19,6 +19,7 @@ from msgspec import Struct
 from holdfast.core.bounds import COUNT_MAX
 from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
+from holdfast.linux import own_groups
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
 MESSAGE_BYTES_MAX = 4096
@@ -45,9 +46,8 @@ class OomWatch:
     Workers run in their agent's cgroup, so one watch serves them all.
     """
 
-    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        self._proc = proc
-        self._counters = tuple(_counter_files(proc, cgroups))
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._counters = tuple(_counter_files(root))
         self._before = self._count()
 
     def renew(self) -> None:
@@ -68,20 +68,16 @@ class OomWatch:
         return 0
 
 
-def _counter_files(proc: Path, cgroups: Path) -> list[Path]:
+def _counter_files(root: Path) -> list[Path]:
     """Where the counter may be: version 2, version 1, and as seen from inside a container (the group is the root)."""
     files: list[Path] = []
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            for group in (path.lstrip("/"), ""):
-                if "memory" in controllers.split(","):
-                    files.append(cgroups / "memory" / group / "memory.oom_control")
-                elif not controllers:
-                    files += [cgroups / top / group / "memory.events" for top in ("", "unified")]
-    files = [file for file in files if file.is_file()]
+    for group in own_groups(root):
+        is_memory = "memory" in group.controllers.split(",")
+        if is_memory or not group.controllers:
+            name = "memory.oom_control" if is_memory else "memory.events"
+            files += [Path(group.top, path, name) for path in (group.path, "")]
     # With no memory group at all, the whole machine's counter is the best there is.
-    return files or [proc / "vmstat"]
+    return [file for file in files if file.is_file()] or [root / "proc/vmstat"]
 
 
 def read_error_file(path: str) -> Recorded:

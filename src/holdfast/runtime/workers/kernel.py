@@ -8,24 +8,14 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from holdfast.linux import process_stat
+
 TASKS_MAX = 256
 """Threads of one process that are described."""
 FIRST_PID = 1
 ENVIRONMENT_BYTES_MAX = 1 << 20
 SECTOR_BYTES = 512
 """In /proc/diskstats, whatever the disk's own are."""
-
-
-class Stat(NamedTuple):
-    state: str
-    """The kernel's letter for the main thread."""
-    cpu_s: float
-    """Of all threads together, children not counted."""
-    parent: int
-    name: str
-    ended_cpu_s: float
-    """Of children that have ended and were waited for, with theirs."""
-    session: int
 
 
 class Child(NamedTuple):
@@ -53,23 +43,6 @@ class Signals(NamedTuple):
 
     def pending(self, signum: int) -> bool:
         return bool(self.waiting >> (signum - 1) & 1)
-
-
-def read_stat(pid: int | str) -> Stat | None:
-    """None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return None
-    head, _, rest = text.rpartition(b")")  # the name may itself hold parentheses
-    fields = rest.split()
-    if len(fields) < 15:
-        return None
-    own, ended = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
-    ticks = os.sysconf("SC_CLK_TCK")
-    name = head.partition(b"(")[2].decode(errors="replace")
-    return Stat(fields[0].decode(), own / ticks, int(fields[1]), name, ended / ticks, int(fields[3]))
 
 
 def wanted_s(pid: int, *, all_threads: bool) -> float:
@@ -159,7 +132,7 @@ def descendants(roots: Mapping[int, bytes]) -> dict[int, list[Child]]:
     orphans: dict[int, list[Child]] = {}
     parents: dict[int, int] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-        stat = read_stat(pid)
+        stat = process_stat(pid)
         if stat is not None:
             child = Child(pid, stat.name, stat.state, stat.parent, stat.cpu_s + stat.ended_cpu_s)
             below.setdefault(stat.parent, []).append(child)
@@ -216,7 +189,7 @@ def describe_tasks(pid: int) -> list[str]:
         return []
     lines = []
     for task in tasks[:TASKS_MAX]:
-        stat = read_stat(f"{pid}/task/{task}")
+        stat = process_stat(f"{pid}/task/{task}")
         if stat is not None:
             lines.append(f"{task} {stat.name} {stat.state} {_wchan(pid, task)}".rstrip())
     return lines

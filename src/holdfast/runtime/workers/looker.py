@@ -22,6 +22,7 @@ from holdfast.core.board import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame, program_threads
 from holdfast.core.locks import is_inside, wanted_at
 from holdfast.core.stacks import Frame, RankSample
+from holdfast.linux import ProcessStat, process_stat
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.workers import kernel, sockets
 from holdfast.runtime.workers.board import Board
@@ -74,7 +75,7 @@ class _RankLook(Struct):
     """Of the file into which it writes; a duplicate of ours."""
     variable: bytes
     """In its environment, and in no other worker's."""
-    stat: kernel.Stat | None = None
+    stat: ProcessStat | None = None
     main_cpu_s: float = 0.0
     dumped_bytes: int = 0
     """That it wrote for earlier looks."""
@@ -204,8 +205,8 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
 def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
     """What it and the processes below it have done so far."""
     look.at_s = time.monotonic()
-    look.stat = kernel.read_stat(look.pid)
-    main = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+    look.stat = process_stat(look.pid)
+    main = process_stat(f"{look.pid}/task/{look.pid}")
     look.moved_bytes = max(0, kernel.moved_bytes(look.pid) - look.dumped_bytes)
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
@@ -239,7 +240,7 @@ def _ask(look: _RankLook) -> None:
 
 def _sleeps(look: _RankLook) -> bool:
     """Whether its main thread has slept since the look began, and is likely to sleep on."""
-    stat = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+    stat = process_stat(f"{look.pid}/task/{look.pid}")
     return stat is not None and stat.state != "R" and kernel.switches(look.pid) == look.switches
 
 

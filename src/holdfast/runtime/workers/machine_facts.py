@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from holdfast.linux import GroupLimits
+
 SHM = "/dev/shm"
 SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
 MIB = 2**20
@@ -179,8 +181,6 @@ def nofile() -> str:
 
 
 def pids() -> str:
-    from holdfast.runtime.doctor.system import GroupLimits
-
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     group = GroupLimits()
     own = "no limit for the user" if soft == resource.RLIM_INFINITY else f"at most {soft} for the user (ulimit -u)"
@@ -188,8 +188,6 @@ def pids() -> str:
 
 
 def memory() -> str:
-    from holdfast.runtime.doctor.system import GroupLimits
-
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":", 1) for line in file if ":" in line)
     left, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
