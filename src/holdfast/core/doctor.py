@@ -209,19 +209,17 @@ class NodePath(Struct, frozen=True, kw_only=True):
     """Bandwidth of one connection."""
 
 
-class NodeReport(Struct, frozen=True, kw_only=True):
-    """What one node found, as it tells the others."""
+class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
+    """What one node found, for the others."""
 
     summary: Summary
-    address: str = ""
-    """As the meeting point sees it."""
     links: tuple[NodePath, ...] = ()
     findings: tuple[DoctorFinding, ...] = ()
     """Local ones that are not a pass."""
 
 
-class Reduced(Struct, frozen=True, kw_only=True):
-    """What one node says of the all-reduce."""
+class Reduced(Struct, frozen=True, kw_only=True, tag=True):
+    """How the all-reduce went on one node."""
 
     ok: bool
     error: str = ""
@@ -230,13 +228,13 @@ class Reduced(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class Visit(Struct, frozen=True, kw_only=True):
+class JointCheck(Struct, frozen=True, kw_only=True):
     """All that the nodes found out together; the same on all of them."""
 
     wanted: tuple[int, int]
     """Fewest and most nodes of the job."""
     came: tuple[str, ...]
-    """Names, by index; the first is at the meeting point."""
+    """Names, by index; the first is at the endpoint."""
     reports: tuple[NodeReport | None, ...] = ()
     """By index; None: it came, and fell silent."""
     reduced: tuple[Reduced | None, ...] | None = None
