@@ -1,4 +1,4 @@
-"""`holdfast doctor [the options of a run]`: checks this node, and, with the same line on several nodes, every pair of them.
+"""`holdfast doctor [options of a run]`: checks this node, and with the same line on several nodes each pair of them.
 
 Knows the line and what is printed. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
 it: facts are gathered by runtime/doctor and judged by insight/doctor.
@@ -44,7 +44,7 @@ USED = (
 TIMEOUT_S_MAX = 3600.0
 LOCAL_TORCH_S_MIN = 60.0
 BUSY_S = 2.0
-"""Silence for so long is explained."""
+"""After so long without output a line says what takes so long."""
 
 
 class Found(NamedTuple):
@@ -161,7 +161,7 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
 
 
 async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
-    """Somebody waits: importing torch takes long, and nothing is printed before the end."""
+    """Reports that the check goes on: importing torch takes long, and nothing else is printed before the end."""
     import asyncio
     import time
 
@@ -199,7 +199,7 @@ def endpoint_of(place: RendezvousOptions) -> Endpoint | None:
 
 
 def number_of_workers(parsed: Parsed) -> int:
-    """1 where it cannot be told: that is for the run to refuse."""
+    """Raises ProcessesError."""
     from holdfast.cli.devices import count_processes
     from holdfast.core.errors import ProcessesError
 

@@ -1,4 +1,4 @@
-"""Messages of core.protocol to bytes and back. PURE.
+"""Messages of core.protocol, and of others with a decoder of their own, to bytes and back. PURE.
 
 Knows msgpack and the message types. Nothing is ever unpickled or evaluated: the decoders accept exactly the
 types they are made for, with numbers within core.bounds, and anything else is a ProtocolError.

@@ -28,7 +28,7 @@ from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.runtime.connection import dial_endpoint, fresh_nonce
 from holdfast.runtime.doctor import joint_server, probe
 from holdfast.runtime.doctor.joint import JointOptions, JointResult, check_together
-from holdfast.runtime.doctor.joint_server import BACKEND, Channel, Ready, Roster, Shared, decode_from_server
+from holdfast.runtime.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
 from holdfast.runtime.doctor.probe import Peer
 from holdfast.wire.codec import encode
 from holdfast.wire.handshake import ClientHandshake
@@ -325,7 +325,7 @@ def test_no_node_can_say_so_much_that_the_others_are_not_heard() -> None:
         findings=(DoctorFinding(code="HF510", level=Level.WARN, what="w", why="y" * 100000),),
     )
     cut = joint_server.clipped(chatty)
-    assert len(encode(Shared((cut,)))) < 6 * joint_server.TEXT_CHARS_MAX
+    assert len(encode(SharedMessages((cut,)))) < 6 * joint_server.TEXT_CHARS_MAX
     assert cut.links[0].reached is Reached.SILENT
     assert cut.findings[0].why == "y" * joint_server.TEXT_CHARS_MAX
 

@@ -92,7 +92,8 @@ def conclusion(findings: Sequence[DoctorFinding], *, strict: bool = False) -> st
     counts = [(sum(finding.level is each for finding in findings), noun) for each, noun in nouns.items()]
     shown = ", ".join(f"{count} {noun}" for count, noun in counts if count)
     codes = sorted({finding.code for finding in findings if finding.level is level})
-    return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {exit_code(findings, strict=strict)})"
+    exits = exit_code(findings, strict=strict)
+    return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {exits})"
 
 
 def as_json(findings: Sequence[DoctorFinding], *, strict: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What several nodes found out together, judged: who came, every pair, versions, clocks, the all-reduce. PURE."""
+"""Findings about several nodes: which came, every pair, versions, clocks, the all-reduce. PURE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BANDWIDTH_ODD_FACTOR = 0.2
 """A link is odd that is slower than this share of what is usual among these nodes."""
 CLOCK_OFFSET_S_MAX = 1.0
 SOURCE_PLACE = re.compile(r" with \[/\S+:\d+\]|\$\d+$")
-"""Where in gloo's sources something was noticed: of no use to whoever mends a network."""
+"""Where in gloo's sources something was noticed: of no use for repairing a network."""
 
 
 class Way(NamedTuple):
@@ -33,14 +33,14 @@ class Way(NamedTuple):
 
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
-    """All findings of a check; what node `me` said of itself is left out, for it shows that anyway."""
+    """All findings of a check, except those of node `me` about itself, which it shows anyway."""
     parts = (who_came, silent_nodes, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
     found = [finding for part in parts for finding in part(check)]
     return (*found, *local_ones(check, me))
 
 
 def local_ones(check: JointCheck, me: int) -> Iterator[DoctorFinding]:
-    """What the others found at home; once where several found the same."""
+    """Findings of the other nodes about themselves; one where several found the same."""
     hosts: dict[DoctorFinding, list[str]] = {}
     for index, report in enumerate(check.reports):
         if report is not None and index != me:

@@ -1,7 +1,7 @@
 """All facts of this node, gathered at once. Judges nothing.
 
-Calls and processes may hang on a sick machine, so each has a limit. torch and nvidia-smi are asked in processes of their
-own: whatever happens there, a crash or a hang, is an answer.
+Calls and processes may hang on a sick machine, so each has a limit. torch and nvidia-smi are asked in processes of
+their own: whatever happens there, a crash or a hang, is an answer.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def those_that_matter(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 async def ask_torch(python: str, limit_s: float) -> TorchFacts:
-    """Imports it in a process of its own: whatever happens there, crash or hang, is an answer."""
+    """Imports it in a process of its own."""
     began = time.monotonic()
     try:
         done = await run_bounded([python, CHECKUP, "facts"], limit_s)
@@ -215,7 +215,7 @@ async def ask_torch(python: str, limit_s: float) -> TorchFacts:
 
 
 def last_json(text: str) -> dict[str, Any] | None:
-    """The object in the last line: what a sitecustomize prints before it is nobody's business."""
+    """The object in the last line that has one: a sitecustomize may print something else."""
     for line in reversed(text.splitlines()):
         try:
             told = json.loads(line)
@@ -288,7 +288,7 @@ class ProcessResult(NamedTuple):
 
 
 async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Result) -> Result:
-    """What it returns; `otherwise` when that takes too long: a dead file system or name server. The call goes on alone."""
+    """What it returns; `otherwise` when that takes too long, as with a dead file system. The call is left behind."""
     try:
         async with asyncio.timeout(limit_s):
             return await run_detached(function)

@@ -41,7 +41,7 @@ from holdfast.runtime.doctor.joint_server import (
     FromServer,
     Ready,
     Roster,
-    Shared,
+    SharedMessages,
     StorePort,
     decode_from_server,
     why_no_reduce,
@@ -85,7 +85,7 @@ Examine = Callable[[LocalFacts], Sequence[DoctorFinding]]
 async def check_together(
     asked: JointOptions, facts: asyncio.Task[LocalFacts], examine: Examine, say: Callable[[str], None]
 ) -> JointResult:
-    """Meets the others, tries every pair, and returns what all found. Network trouble is a finding, not an exception."""
+    """Meets the others, tries every pair, and returns what all found. Network trouble is a finding, no exception."""
     host = socket.gethostname()
     job = JobSpec(run_id=asked.run_id, min_nodes=asked.nodes[0], max_nodes=asked.nodes[1], backend=BACKEND)
     node = NodeSpec(member=f"{host}#{os.urandom(4).hex()}", host=host, nproc=1)
@@ -248,7 +248,7 @@ class CheckClient:
     async def _share(self, value: Kind, roster: Roster, limit_s: float) -> tuple[Kind | None, ...]:
         """What each node says, for this of ours."""
         self._connection.send(value)
-        values = (await self._next(Shared, limit_s)).values
+        values = (await self._next(SharedMessages, limit_s)).values
         if len(values) != len(roster.peers):
             raise ProtocolError("not one message of each node")
         return tuple(each if isinstance(each, type(value)) else None for each in values)

@@ -1,17 +1,17 @@
 """The messages of nodes that check each other, and the server at the endpoint that passes them on.
 
-The listener, the handshake, the token and its MACs are those of a run. `doctor` is the backend that the nodes name, so a
-check and a job at one endpoint refuse each other. All that nodes say goes through the endpoint: a check has to end well
+The listener, the handshake, the token and its MACs are those of a run. `doctor` is the backend that the nodes name, so
+a check and a job at one endpoint refuse each other. All that nodes say goes through the endpoint: a check has to end well
 also where a firewall closes every other port.
 
     node      Ready ──▶        server       I am up, others reach me at this port
               ◀── Roster | Full             who came, and how to reach each
               NodeReport ──▶                what I found
-              ◀── Shared                    what all found
+              ◀── SharedMessages                    what all found
               StorePort ──▶                 if an all-reduce follows: where its store is; only the first node has one
-              ◀── Shared
+              ◀── SharedMessages
               Reduced ──▶                   how it went here
-              ◀── Shared                    and everywhere
+              ◀── SharedMessages                    and everywhere
 
 The server judges nothing and tries nothing: the node in its process takes part in the check like the others.
 """
@@ -93,14 +93,14 @@ class Full(Struct, frozen=True, tag=True):
     text: str
 
 
-class Shared(Struct, frozen=True, tag=True):
+class SharedMessages(Struct, frozen=True, tag=True):
     """A message of each node, by index; None: it is gone, or did not send one in time."""
 
     values: tuple[NodeReport | StorePort | Reduced | None, ...]
 
 
 FromNode = Ready | NodeReport | StorePort | Reduced
-FromServer = Roster | Full | Shared
+FromServer = Roster | Full | SharedMessages
 
 _node_decoder: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 _server_decoder: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
@@ -223,10 +223,10 @@ class CheckServer:
                 self._trimmed(report) if report is not None else None
                 for report in await self._collect(NodeReport, max(timeout_s, REPORT_S_MIN))
             ]
-            self._send_all(Shared(tuple(reports)))
+            self._send_all(SharedMessages(tuple(reports)))
             if not why_no_reduce(reports, wanted=self._reduce):
-                self._send_all(Shared(tuple(await self._collect(StorePort, timeout_s))))
-                self._send_all(Shared(tuple(await self._collect(Reduced, timeout_s + SLACK_S / 2))))
+                self._send_all(SharedMessages(tuple(await self._collect(StorePort, timeout_s))))
+                self._send_all(SharedMessages(tuple(await self._collect(Reduced, timeout_s + SLACK_S / 2))))
         finally:
             self._sealed = True
             listener.close()
