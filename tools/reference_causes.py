@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.insight.causes.rules import texts
-from holdfast.insight.doctor.codes import CODES
+from holdfast.insight.doctor.findings import code_texts
 from holdfast.insight.explain import Explanation, everything
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "causes.md"
@@ -23,7 +23,7 @@ def render() -> str:
     """The whole page."""
     known = everything()
     verdicts = section(known[code] for code in sorted(texts()))
-    findings = section(known[code] for code in sorted(CODES))
+    findings = section(known[code] for code in sorted(code_texts()))
     return f"{HEAD}\n## Verdicts\n{verdicts}\n## `holdfast doctor`\n{findings}"
 
 

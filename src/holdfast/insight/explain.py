@@ -15,7 +15,7 @@ from msgspec import Struct
 from holdfast.core import errors
 from holdfast.core.errors import Fault, HoldfastError
 from holdfast.insight.causes.rules import explanations, texts
-from holdfast.insight.doctor.codes import CODES as DOCTORS
+from holdfast.insight.doctor.findings import code_texts
 
 NEAREST_MAX = 3
 FOUND_MAX = 8
@@ -69,7 +69,7 @@ def everything() -> dict[str, Explanation]:
     found = {error.code: _of_error(error) for error in all_errors()}
     for code, text in texts().items():
         found[code] = Explanation(code=code, name=text.name, cause=text.cause, evidence=text.evidence, fix=text.fix)
-    for code, (cause, evidence, fix) in DOCTORS.items():
+    for code, (cause, evidence, fix) in code_texts().items():
         name = cause.partition(". ")[0].partition(": ")[0].rstrip(".")
         found[code] = Explanation(code=code, name=name, cause=cause, evidence=evidence, fix=fix)
     return dict(sorted(found.items()))

@@ -13,9 +13,15 @@ from holdfast.core.doctor import TorchFacts, TorchState
 from holdfast.core.options import Endpoint
 from holdfast.linux import GroupLimits
 from holdfast.runtime.doctor import system
-from holdfast.runtime.doctor.bounded import bounded, run_bounded
-from holdfast.runtime.doctor.facts import FactsRequest, gather_facts, try_to_bind
-from holdfast.runtime.doctor.programs import ask_torch, read_gpus
+from holdfast.runtime.doctor.facts import (
+    FactsRequest,
+    ask_torch,
+    bounded,
+    gather_facts,
+    read_gpus,
+    run_bounded,
+    try_to_bind,
+)
 
 GIB = 2**30
 

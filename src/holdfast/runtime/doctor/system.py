@@ -1,4 +1,4 @@
-"""What Linux says of this machine, for the doctor: limits, memory, interfaces, clock, folders. Reads; judges nothing.
+"""What Linux reports about this machine: limits, memory, interfaces, clock, folders. Reads; judges nothing.
 
 Every function takes the folder that it reads from, so that tests can bring a tree of their own; none raises when
 something is not there: what cannot be found out is None or empty.
@@ -83,7 +83,7 @@ def ephemeral_ports(root: Path = ROOT) -> tuple[int, int] | None:
 
 
 def folder_facts(path: str) -> Folder:
-    """Room on its file system, and why nothing can be written there. A folder that is yet to be made: its parent's."""
+    """Room on its file system, and why nothing can be written there; of its parent, where it does not exist yet."""
     there = path
     while not os.path.lexists(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)

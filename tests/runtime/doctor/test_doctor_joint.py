@@ -1,4 +1,4 @@
-"""Probes between two nodes, and whole visits over loopback: nodes that come, leave, lie and fall silent."""
+"""Probes between two nodes, and whole joint checks over loopback: nodes that come, leave, lie and fall silent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from holdfast.core.doctor import (
     TorchFacts,
     TorchState,
 )
+from holdfast.core.errors import CoordinatorUnreachableError
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.runtime.doctor import desk as desk_module
-from holdfast.runtime.doctor import probe
-from holdfast.runtime.doctor.channel import dial
-from holdfast.runtime.doctor.messages import Here, Peer, Roster, Told, encode
-from holdfast.runtime.doctor.visit import BACKEND, Visited, VisitOptions, pay_visit
+from holdfast.runtime.connection import dial_endpoint, fresh_nonce
+from holdfast.runtime.doctor import joint_server, probe
+from holdfast.runtime.doctor.joint import JointOptions, JointResult, check_together
+from holdfast.runtime.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
+from holdfast.runtime.doctor.probe import Peer
+from holdfast.wire.codec import encode
+from holdfast.wire.handshake import ClientHandshake
+from holdfast.wire.session import Session
 from tests.support.limits import limit_s
 
 KEY = b"k" * 16
@@ -115,11 +119,11 @@ def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(send())
 
 
-# --- whole visits -----------------------------------------------------------------------------------------------------
+# --- joint checks -----------------------------------------------------------------------------------------------------
 
 
-def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> VisitOptions:
-    made = VisitOptions(
+def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> JointOptions:
+    made = JointOptions(
         endpoint=Endpoint(host="127.0.0.1", port=port),
         run_id="check",
         nodes=nodes,
@@ -133,28 +137,34 @@ def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> Visi
     return made._replace(**changes)  # type: ignore[arg-type]
 
 
-async def visit(what: VisitOptions, facts: LocalFacts = FACTS) -> Visited:
+async def check(what: JointOptions, came: asyncio.Semaphore | None = None) -> JointResult:
+    """`came` is released for each node that the server of this check lets in."""
+
     async def known() -> LocalFacts:
-        return facts
+        return FACTS
 
-    return await pay_visit(what, asyncio.create_task(known()), lambda _: (SMALL,), lambda _: None)
+    def say(text: str) -> None:
+        if came is not None and " came: " in text:
+            came.release()
+
+    return await check_together(what, asyncio.create_task(known()), lambda _: (SMALL,), say)
 
 
-def together(*visits: Callable[[], Awaitable[Visited]]) -> list[Visited]:
-    async def all_of_them() -> list[Visited]:
-        return await asyncio.gather(*(each() for each in visits))
+def together(*checks: Callable[[], Awaitable[JointResult]]) -> list[JointResult]:
+    async def all_of_them() -> list[JointResult]:
+        return await asyncio.gather(*(each() for each in checks))
 
     return asyncio.run(all_of_them())
 
 
 @pytest.mark.parametrize("token", [None, b"secret"])
-def test_all_nodes_of_a_visit_learn_the_same(token: bytes | None, free_port) -> None:
+def test_all_nodes_of_a_check_learn_the_same(token: bytes | None, free_port) -> None:
     what = asked(free_port(), (3, 3), token=token)
-    got = together(*[lambda: visit(what)] * 3)
+    got = together(*[lambda: check(what)] * 3)
     assert sorted(each.me for each in got) == [0, 1, 2]
     assert all(each.trouble is None for each in got)
-    assert all(each.visit == got[0].visit for each in got)
-    told = got[0].visit
+    assert all(each.check == got[0].check for each in got)
+    told = got[0].check
     assert told is not None
     assert len(told.came) == len(set(told.came)) == 3
     for report in told.reports:
@@ -166,20 +176,21 @@ def test_all_nodes_of_a_visit_learn_the_same(token: bytes | None, free_port) -> 
 
 
 def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
-    (got,) = together(lambda: visit(asked(free_port(), timeout_s=0.5)))
-    assert got.visit is not None
-    assert len(got.visit.came) == 1
-    assert got.visit.wanted == (2, 2)
+    (got,) = together(lambda: check(asked(free_port(), timeout_s=0.5)))
+    assert got.check is not None
+    assert len(got.check.came) == 1
+    assert got.check.wanted == (2, 2)
 
 
 def test_another_id_or_token_is_refused_by_name(free_port) -> None:
     port = free_port()
     right = asked(port, timeout_s=limit_s(20.0), token=b"one")
 
-    async def beside_the_right_one() -> list[Visited]:
-        host = asyncio.create_task(visit(right))
-        await asyncio.sleep(limit_s(0.1))
-        others = await asyncio.gather(visit(right._replace(run_id="other")), visit(right._replace(token=b"two")))
+    async def beside_the_right_one() -> list[JointResult]:
+        came = asyncio.Semaphore(0)
+        host = asyncio.create_task(check(right, came))
+        await came.acquire()
+        others = await asyncio.gather(check(right._replace(run_id="other")), check(right._replace(token=b"two")))
         host.cancel()
         await asyncio.gather(host, return_exceptions=True)
         return others
@@ -203,10 +214,10 @@ def test_another_service_at_the_endpoint_is_named() -> None:
             writer.close()
             served.set()
 
-        async def both() -> Visited:
+        async def both() -> JointResult:
             ssh = await asyncio.start_server(serve, sock=server)
             try:
-                return await visit(asked(port))
+                return await check(asked(port))
             finally:
                 await served.wait()
                 ssh.close()
@@ -219,7 +230,7 @@ def test_another_service_at_the_endpoint_is_named() -> None:
 
 
 def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> None:
-    (got,) = together(lambda: visit(asked(free_port(), is_host=False, timeout_s=0.6)))
+    (got,) = together(lambda: check(asked(free_port(), is_host=False, timeout_s=0.6)))
     assert got.trouble is not None
     assert (got.trouble.code, got.trouble.level) == ("HF551", Level.RETRY)
     assert "connection refused" in got.trouble.why
@@ -227,7 +238,7 @@ def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> None:
 
 def test_a_name_that_does_not_resolve_is_said(free_port) -> None:
     endpoint = Endpoint(host="no-such-host.invalid", port=free_port())
-    (got,) = together(lambda: visit(asked(1, timeout_s=0.3)._replace(endpoint=endpoint)))
+    (got,) = together(lambda: check(asked(1, timeout_s=0.3)._replace(endpoint=endpoint)))
     assert got.trouble is not None
     assert got.trouble.code == "HF551"
     assert "does not resolve" in got.trouble.why
@@ -237,34 +248,33 @@ async def stranger(port: int) -> tuple[Roster, Callable[[], None]]:
     """A node that comes, and from there on does what the test wants."""
     job = JobSpec(run_id="check", min_nodes=2, max_nodes=2, backend=BACKEND)
     endpoint = Endpoint(host="127.0.0.1", port=port)
-    for _ in range(200):
+    handshake = ClientHandshake(job, NodeSpec(member="x#1", host="x", nproc=1), None, fresh_nonce())
+    while True:
         try:
-            channel = await dial(endpoint, job, NodeSpec(member="x#1", host="x", nproc=1), None)
+            connection = await dial_endpoint(endpoint, lambda: Session(handshake, decode_from_server))
             break
-        except Exception:  # noqa: BLE001 - the desk is not open yet
+        except CoordinatorUnreachableError:  # the server is not open yet
             await asyncio.sleep(0.01)
-    channel.send(Here("x", 1))
-    roster = await channel.receive()
-    assert isinstance(roster, Roster)
-    return roster, channel.abort
+    connection.send(Ready("x", 1))
+    return await Channel(connection).next(Roster), connection.abort
 
 
 def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) -> None:
     port = free_port()
 
-    async def both() -> Visited:
-        honest = asyncio.create_task(visit(asked(port, reduce=True)))
+    async def both() -> JointResult:
+        honest = asyncio.create_task(check(asked(port, reduce=True)))
         _, leave = await stranger(port)
         leave()
         return await honest
 
     got = asyncio.run(both())
     assert got.trouble is None
-    assert got.visit is not None
-    assert got.visit.came[1] == "x"
-    assert got.visit.reports[1] is None
-    assert got.visit.no_reduce == "a node fell silent"
-    honest = got.visit.reports[0]
+    assert got.check is not None
+    assert got.check.came[1] == "x"
+    assert got.check.reports[1] is None
+    assert got.check.no_reduce == "a node fell silent"
+    honest = got.check.reports[0]
     assert honest is not None
     assert honest.links[0].reached is Reached.REFUSED
 
@@ -273,23 +283,24 @@ def test_a_node_too_many_is_told_so(free_port) -> None:
     port = free_port()
     what = asked(port, timeout_s=limit_s(1.5))
 
-    async def three() -> list[Visited]:
-        return await asyncio.gather(*(visit(what) for _ in range(3)))
+    async def three() -> list[JointResult]:
+        return await asyncio.gather(*(check(what) for _ in range(3)))
 
     got = asyncio.run(three())
     troubles = [each.trouble for each in got if each.trouble is not None]
     assert len(troubles) == 1
-    assert troubles[0].code in ("HF552", "HF551")  # the desk may have closed by then
+    assert troubles[0].code in ("HF552", "HF551")  # the server may have closed by then
 
 
-def test_a_desk_that_goes_away_ends_the_visit(free_port) -> None:
+def test_a_server_that_goes_away_ends_the_check(free_port) -> None:
     port = free_port()
 
-    async def both() -> Visited:
-        host = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=limit_s(20.0))))
-        await asyncio.sleep(limit_s(0.1))
-        other = asyncio.create_task(visit(asked(port, (3, 3), timeout_s=limit_s(20.0))))
-        await asyncio.sleep(limit_s(0.15))
+    async def both() -> JointResult:
+        came = asyncio.Semaphore(0)
+        host = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0)), came))
+        await came.acquire()
+        other = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0))))
+        await came.acquire()
         host.cancel()
         await asyncio.gather(host, return_exceptions=True)
         return await other
@@ -301,10 +312,10 @@ def test_a_desk_that_goes_away_ends_the_visit(free_port) -> None:
 
 def test_an_all_reduce_whose_process_cannot_start_is_a_result(free_port) -> None:
     what = asked(free_port(), reduce=True)
-    one, _ = together(lambda: visit(what), lambda: visit(what))
-    assert one.visit is not None
-    assert one.visit.reduced is not None
-    assert [each.error for each in one.visit.reduced if each is not None] == ["No such file or directory"] * 2
+    one, _ = together(lambda: check(what), lambda: check(what))
+    assert one.check is not None
+    assert one.check.reduced is not None
+    assert [each.error for each in one.check.reduced if each is not None] == ["No such file or directory"] * 2
 
 
 def test_no_node_can_say_so_much_that_the_others_are_not_heard() -> None:
@@ -313,15 +324,15 @@ def test_no_node_can_say_so_much_that_the_others_are_not_heard() -> None:
         links=(NodePath(to=0, reached=Reached.SILENT, error="e" * 100000, names=("n" * 100000,)),),
         findings=(DoctorFinding(code="HF510", level=Level.WARN, what="w", why="y" * 100000),),
     )
-    cut = desk_module.clipped(chatty)
-    assert len(encode(Told(cut))) < 6 * desk_module.TEXT_CHARS_MAX
+    cut = joint_server.clipped(chatty)
+    assert len(encode(SharedMessages((cut,)))) < 6 * joint_server.TEXT_CHARS_MAX
     assert cut.links[0].reached is Reached.SILENT
-    assert cut.findings[0].why == "y" * desk_module.TEXT_CHARS_MAX
+    assert cut.findings[0].why == "y" * joint_server.TEXT_CHARS_MAX
 
 
 def test_of_very_many_nodes_only_the_worst_links_are_told(free_port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "LINKS_TOLD_MAX", 3)
+    monkeypatch.setattr(joint_server, "LINKS_SHARED_MAX", 3)
     what = asked(free_port(), (3, 3))
-    got = together(*[lambda: visit(what)] * 3)
-    assert got[0].visit is not None
-    assert [len(report.links) for report in got[0].visit.reports if report is not None] == [1, 1, 1]
+    got = together(*[lambda: check(what)] * 3)
+    assert got[0].check is not None
+    assert [len(report.links) for report in got[0].check.reports if report is not None] == [1, 1, 1]

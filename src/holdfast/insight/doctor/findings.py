@@ -1,11 +1,58 @@
-"""Findings for people and for programs: a table of short lines, the worst level, plain data for JSON. PURE."""
+"""How findings are made and shown: lines for people, data for JSON, the exit code, what each code means."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
 
 from holdfast.core.doctor import DoctorFinding, Level
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def passed(code: str, what: str, why: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.PASS, what=what, why=why)
+
+
+def warn(code: str, what: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.WARN, what=what, why=why, fix=fix)
+
+
+def retry(code: str, what: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.RETRY, what=what, why=why, fix=fix)
+
+
+def fatal(code: str, what: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.FATAL, what=what, why=why, fix=fix)
+
+
+def size(bytes_: float) -> str:
+    """`1.5 GiB`, `64 MiB`."""
+    if bytes_ >= GIB:
+        return f"{bytes_ / GIB:.3g} GiB" if bytes_ < 1000 * GIB else f"{bytes_ / GIB / 1024:.3g} TiB"
+    return f"{bytes_ / MIB:.3g} MiB" if bytes_ >= MIB else f"{bytes_ / KIB:.3g} KiB"
+
+
+def rate(bytes_s: float) -> str:
+    """As networks are sold: `940 Mbit/s`."""
+    bits = bytes_s * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def span(seconds: float) -> str:
+    """`0.12 ms`, `3.4 s`."""
+    return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def named(names: list[str] | tuple[str, ...], shown_max: int = 6) -> str:
+    """`a, b and 4 more`."""
+    if len(names) <= shown_max:
+        return ", ".join(names)
+    return f"{', '.join(names[:shown_max])} and {len(names) - shown_max} more"
+
 
 MARKS = {Level.PASS: "ok", Level.WARN: "WARN", Level.RETRY: "RETRY", Level.FATAL: "FATAL"}
 WHAT_WIDTH = 20
@@ -45,7 +92,8 @@ def conclusion(findings: Sequence[DoctorFinding], *, strict: bool = False) -> st
     counts = [(sum(finding.level is each for finding in findings), noun) for each, noun in nouns.items()]
     shown = ", ".join(f"{count} {noun}" for count, noun in counts if count)
     codes = sorted({finding.code for finding in findings if finding.level is level})
-    return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {exit_code(findings, strict=strict)})"
+    exits = exit_code(findings, strict=strict)
+    return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {exits})"
 
 
 def as_json(findings: Sequence[DoctorFinding], *, strict: bool = False) -> dict[str, Any]:
@@ -53,20 +101,24 @@ def as_json(findings: Sequence[DoctorFinding], *, strict: bool = False) -> dict[
     return {
         "level": level.value,
         "exit_code": exit_code(findings, strict=strict),
-        "findings": [
-            {
-                "code": finding.code,
-                "level": finding.level.value,
-                "what": finding.what,
-                "why": finding.why,
-                "fix": finding.fix,
-                "node": finding.node,
-            }
-            for finding in findings
-        ],
+        "findings": msgspec.to_builtins(findings),
     }
 
 
 def printable(text: str) -> str:
     """Others' words come from the network: nothing in them may upset a terminal."""
     return "".join(character if character.isprintable() else " " for character in text)
+
+
+class CodeText(NamedTuple):
+    cause: str
+    evidence: str
+    fix: str
+
+
+def code_texts() -> dict[str, CodeText]:
+    """What each code of the doctor means, read from codes.toml."""
+    import tomllib
+
+    table = tomllib.loads(Path(__file__).with_name("codes.toml").read_text())
+    return {code: CodeText(**texts) for code, texts in table.items()}
