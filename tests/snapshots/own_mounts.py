@@ -18,7 +18,7 @@ HEAD = """
 import os, subprocess, sys
 from pathlib import Path
 from holdfast.core.errors import *
-from holdfast.snapshots import attempt, folder, lease, layout, reader, retention
+from holdfast.snapshots import attempt, folder, lease, retention
 from holdfast.snapshots.attempt import Ticket
 from soak.disk import mounted
 from tests.snapshots.saves import content, is_whole, newest, save

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.snapshots import attempt, folder, reader
+from holdfast.snapshots import attempt, folder
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.image import Image, TensorEntry
@@ -40,7 +40,7 @@ def load(snapshot: Snapshot) -> list[bytes]:
     """All ranks' files, with their digests checked."""
     loaded = []
     for rank in range(snapshot.manifest.world):
-        with reader.RankFile(snapshot, rank) as file:
+        with folder.RankFile(snapshot, rank) as file:
             loaded.append(bytes(file.load()))
     return loaded
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import SnapshotError, SnapshotWriteError
-from holdfast.snapshots import attempt, folder, reader
+from holdfast.snapshots import attempt, folder
 from tests.snapshots.own_mounts import run_with_disk
 from tests.snapshots.saves import is_whole, newest, save
 from tests.support.limits import limit_s
@@ -92,7 +92,7 @@ def test_a_read_only_disk_is_read_and_not_written(tmp_path: Path) -> None:
             else:
                 raise SystemExit("it was written")
         try:
-            reader.verify(newest(path))
+            folder.verify(newest(path))
         except SnapshotDamagedError as error:
             assert folder.quarantine(newest(path).path, str(error)) is None
         else:
@@ -155,7 +155,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_what_was_read_outlives_the_snapshot(tmp_path: Path) -> None:
     """What was read stays valid when the snapshot is deleted."""
     save(tmp_path, 1, 1)
-    with reader.RankFile(newest(tmp_path), 0) as file:
+    with folder.RankFile(newest(tmp_path), 0) as file:
         before = file.load()
     kept = bytes(before)
     for each in newest(tmp_path).path.iterdir():

@@ -18,7 +18,7 @@ from holdfast.core.errors import (
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.snapshots import attempt, packets, shelf, slots
+from holdfast.snapshots import attempt, shelf, slots
 from holdfast.snapshots import folder as snapshots
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
@@ -211,7 +211,7 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
             sock.connect(str(bench.place.folder / shelf.SOCKET))
             sock.settimeout(WAIT_S)
             if isinstance(each, dict) and "local_rank" not in each:
-                packets.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+                shelf.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
             with open("/dev/null") as null:
                 socket.send_fds(sock, [each if isinstance(each, bytes) else json.dumps(each).encode()], [null.fileno()])
             assert sock.recv(100) == b"", each
@@ -226,11 +226,11 @@ def test_a_descriptor_that_is_no_slot_is_an_error(bench: Bench, tmp_path: Path) 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, (tmp_path / "file").open("rb") as file:
         sock.connect(str(bench.place.folder / shelf.SOCKET))
         sock.settimeout(WAIT_S)
-        packets.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+        shelf.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
         ticket = Ticket(str(bench.folder), 1, 1, 0, 1).to_json()
         order = {"do": "persist", "id": 7, "sequence": 1, "ticket": ticket, "metadata": {}, "patience_s": 1.0}
-        packets.send(sock, order, [file.fileno()])
-        got = packets.receive(sock)
+        shelf.send(sock, order, [file.fileno()])
+        got = shelf.receive(sock)
         assert got is not None
         assert (got[0]["is"], got[0]["id"], got[0]["code"]) == ("failed", 7, "HF401")
 
@@ -396,8 +396,8 @@ def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
     with pytest.raises(SnapshotMemoryError, match="cannot be used"):
         SaverAddress.find({}, tmp_path / "no")
     with pytest.raises(SnapshotMemoryError, match="the agent's saver cannot be reached"):
-        SaverClient(SaverAddress.find({packets.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
-    place = SaverAddress.find({packets.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
+        SaverClient(SaverAddress.find({shelf.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
+    place = SaverAddress.find({shelf.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
     assert (place.folder, place.generation, place.local_rank) == (Path("/dev/shm/a@b"), 4, 2)
 
 

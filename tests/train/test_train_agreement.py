@@ -23,13 +23,11 @@ from holdfast.core.errors import (
     StateMismatchError,
 )
 from holdfast.snapshots import attempt
-from holdfast.train import fitting
-from holdfast.train.agreement import Peers
-from holdfast.train.fitting import Choice, Compared
+from holdfast.train import resuming
+from holdfast.train.agreement import Peers, Timekeeper
 from holdfast.train.guards import GuardWarning
-from holdfast.train.resuming import Resumer
+from holdfast.train.resuming import Choice, Compared, Resumer
 from holdfast.train.saving import Saving
-from holdfast.train.schedule import Timekeeper
 from holdfast.train.state import Tracker
 from holdfast.train.tiers import PrivateTier
 from tests.support.limits import limit_s
@@ -197,8 +195,8 @@ def test_what_another_rank_of_a_pipeline_has_is_not_left_over() -> None:
         if peers.rank == 1:
             mine.missing = {"model": ["model.new"]}
         with pytest.raises(StateMismatchError) as told:
-            fitting.together(peers, mine, Choice())
-        fit = fitting.together(peers, mine, Choice.of(strict=False, only=None, optional=()))
+            resuming.together(peers, mine, Choice())
+        fit = resuming.together(peers, mine, Choice.of(strict=False, only=None, optional=()))
         assert fit.missing == {"model.new"}
         return str(told.value)
 

@@ -26,7 +26,7 @@ from holdfast.core.errors import (
 from holdfast.snapshots import disk
 from holdfast.snapshots import folder as folders
 from holdfast.train import snapshots, tiers
-from holdfast.train.schedule import Schedule, Steps, Timekeeper, crossed, seconds
+from holdfast.train.agreement import Schedule, Steps, Timekeeper, crossed, seconds
 
 
 @pytest.fixture(autouse=True)

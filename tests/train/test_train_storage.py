@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast.train as ht
 from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
-from holdfast.snapshots import folder, reader
+from holdfast.snapshots import folder
 from holdfast.train import export, tiers
 from tests.warm import Warm
 
@@ -35,7 +35,7 @@ def test_saved_by_torch_on_two_ranks_loaded_on_any(warm: Warm, tmp_path: Path) -
         assert [each["state"] for each in results] == [reference] * len(results), name
         assert all(each["extra"] for each in results)
     (snapshot,) = folder.survey(tmp_path).committed
-    reader.verify(snapshot)
+    folder.verify(snapshot)
     assert snapshot.manifest.metrics == {"loss": 0.5}
     files = sorted(path.name for path in snapshot.path.iterdir())
     assert files == ["MANIFEST.json", *(f"rank_0000{n}.{kind}" for n in (0, 1) for kind in ("json", "safetensors"))]

@@ -13,7 +13,7 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.core.errors import ShardingError, StateTypeError, TrackingError
 from holdfast.snapshots import folder
-from holdfast.snapshots.reader import RankFile
+from holdfast.snapshots.folder import RankFile
 from holdfast.train import export, snapshots, tiers
 from tests.warm import Warm
 

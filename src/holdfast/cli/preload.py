@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.errors import UsageError
 from holdfast.core.options import CommandKind, Preload
-from holdfast.runtime.workers.sources import TORCH_USERS, module_beside
+from holdfast.runtime.workers.preload import TORCH_USERS, module_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

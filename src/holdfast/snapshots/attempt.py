@@ -1,7 +1,7 @@
 """The commit protocol: how a snapshot gets onto the disk so that it is there whole or not at all.
 
     rank 0       begin         the attempt folder, by an exclusive mkdir; its number is told to the others
-    each rank    write_rank    its file, fsync; its record (size, digest), fsync, rename; fsync of the folder (not rank 0)
+    each rank    write_rank    its file, fsync; its record, fsync, rename; fsync of the folder (not rank 0)
     rank 0       commit        when all records are there: MANIFEST.json, fsync, rename; fsync of the folder;
                                rename of the folder to its committed name; fsync of the snapshot folder
 
@@ -30,10 +30,25 @@ from holdfast.core.errors import (
     SnapshotError,
     SnapshotIncompleteError,
 )
-from holdfast.snapshots import digest, disk, layout
+from holdfast.snapshots import disk
+from holdfast.snapshots.disk import chunk_digests, root_digest
 from holdfast.snapshots.folder import rename_aside
-from holdfast.snapshots.layout import FolderKind, Key
-from holdfast.snapshots.manifest import RECORD_BYTES_MAX, Manifest, RankEntry, RankRecord
+from holdfast.snapshots.manifest import (
+    MANIFEST,
+    RECORD_BYTES_MAX,
+    FolderKind,
+    Key,
+    Manifest,
+    RankEntry,
+    RankRecord,
+    attempt_path,
+    check_step,
+    committed_path,
+    parse_name,
+    rank_file,
+    record_file,
+    refusal_file,
+)
 
 PHASES = (
     "begun",  # the attempt folder is there
@@ -77,12 +92,12 @@ class Ticket:
     @property
     def attempt_path(self) -> Path:
         """The folder while it is written."""
-        return layout.attempt_path(Path(self.folder), self.key)
+        return attempt_path(Path(self.folder), self.key)
 
     @property
     def committed_path(self) -> Path:
         """The folder once it is committed."""
-        return layout.committed_path(Path(self.folder), self.key)
+        return committed_path(Path(self.folder), self.key)
 
     def to_json(self) -> dict[str, Any]:
         """As an object for json.dumps."""
@@ -100,18 +115,18 @@ def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: A
     `make`: the snapshot folder, too, when it is not there; otherwise it has vanished, and a new one in its place would
     hide that. SnapshotFolderError; SnapshotWriteError; ValueError for a step that is no step.
     """
-    layout.check_step(step)
+    check_step(step)
     path = Path(folder)
     try:
         if make:
             disk.make_folder(path)
         taken = [
-            named.key.attempt for name in os.listdir(path) if (named := layout.parse(name)) and named.key.step == step
+            named.key.attempt for name in os.listdir(path) if (named := parse_name(name)) and named.key.step == step
         ]
         attempt = max(taken, default=0) + 1
         while True:
             try:
-                layout.attempt_path(path, Key(step, attempt)).mkdir()
+                attempt_path(path, Key(step, attempt)).mkdir()
             except FileExistsError:
                 attempt += 1
             else:
@@ -134,9 +149,9 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
     """
     data = memoryview(buffer).cast("B")
     folder = ticket.attempt_path
-    file = folder / layout.rank_file(ticket.rank)
+    file = folder / rank_file(ticket.rank)
     try:
-        with digest.chunk_digests(data) as digests:
+        with chunk_digests(data) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")
             chunks = digests.results()
@@ -146,11 +161,11 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
             rank=ticket.rank,
             world=ticket.world,
             size_bytes=len(data),
-            digest=digest.root(len(data), chunks),
+            digest=root_digest(len(data), chunks),
             chunks=chunks,
             note=ticket.note,
         )
-        disk.write_atomically(folder / layout.record_file(ticket.rank), record.dump())
+        disk.write_atomically(folder / record_file(ticket.rank), record.dump())
         if ticket.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
             disk.sync_folder(folder)
     except FileNotFoundError as error:
@@ -208,7 +223,7 @@ def abandon(ticket: Ticket) -> None:
 
 def _publish(ticket: Ticket, manifest: str, at: At) -> None:
     folder, committed = ticket.attempt_path, ticket.committed_path
-    disk.write_atomically(folder / layout.MANIFEST, manifest)
+    disk.write_atomically(folder / MANIFEST, manifest)
     disk.sync_folder(folder)
     at("manifest")
     folder.rename(committed)
@@ -225,10 +240,10 @@ def _gather(ticket: Ticket, patience: float) -> list[RankRecord]:
     while True:
         names = set(os.listdir(folder))
         for rank in sorted(awaited):
-            if layout.refusal_file(rank) in names:
-                why = disk.read_text(folder / layout.refusal_file(rank), REFUSAL_BYTES_MAX)
+            if refusal_file(rank) in names:
+                why = disk.read_text(folder / refusal_file(rank), REFUSAL_BYTES_MAX)
                 raise SnapshotIncompleteError(f"step {ticket.step} was not saved: rank {rank}: {why}")
-            if layout.record_file(rank) in names:
+            if record_file(rank) in names:
                 records[rank] = _record(ticket, rank)
         awaited -= records.keys()
         if not awaited:
@@ -244,8 +259,8 @@ def _gather(ticket: Ticket, patience: float) -> list[RankRecord]:
 
 def _record(ticket: Ticket, rank: int) -> RankRecord:
     folder = ticket.attempt_path
-    record = RankRecord.load(disk.read_text(folder / layout.record_file(rank), RECORD_BYTES_MAX))
-    size_bytes = (folder / layout.rank_file(rank)).stat().st_size
+    record = RankRecord.load(disk.read_text(folder / record_file(rank), RECORD_BYTES_MAX))
+    size_bytes = (folder / rank_file(rank)).stat().st_size
     expected = (ticket.step, ticket.attempt, rank, ticket.world, size_bytes)
     if (record.step, record.attempt, record.rank, record.world, record.size_bytes) != expected:
         raise SnapshotDamagedError(f"{folder}: the record of rank {rank} is of another save")
@@ -256,8 +271,8 @@ def refuse(ticket: Ticket, why: str) -> None:
     """This rank's part will not come: give its space back, and let rank 0 know at once."""
     folder = ticket.attempt_path
     with contextlib.suppress(OSError):
-        (folder / layout.rank_file(ticket.rank)).unlink(missing_ok=True)
+        (folder / rank_file(ticket.rank)).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        disk.write_atomically(folder / layout.refusal_file(ticket.rank), why)
+        disk.write_atomically(folder / refusal_file(ticket.rank), why)
     if ticket.rank == 0:  # nobody will commit it: the others' files, too, give their space back
         abandon(ticket)

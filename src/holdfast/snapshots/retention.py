@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotError
-from holdfast.snapshots import disk, folder, reader
+from holdfast.snapshots import disk, folder
 from holdfast.snapshots.attempt import At, nowhere
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import FolderKind, Key
+from holdfast.snapshots.manifest import FolderKind, Key
 
 UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -79,7 +79,7 @@ class Keep:
 class Verified:
     """Snapshots that were read back whole, so that each is read once. Kept by whoever prunes repeatedly."""
 
-    read: Callable[[Snapshot], None] = reader.verify
+    read: Callable[[Snapshot], None] = folder.verify
     """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
     digests: set[tuple[Path, str]] = field(default_factory=set)
     """Folder and manifest text's identity: another snapshot of the same name is read again."""

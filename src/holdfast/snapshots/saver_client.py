@@ -30,8 +30,9 @@ from typing import Any
 
 from holdfast.core import errors
 from holdfast.core.errors import SaverLostError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
-from holdfast.snapshots import packets, rescue, shelf
+from holdfast.snapshots import shelf
 from holdfast.snapshots.attempt import PATIENCE_S, Ticket
+from holdfast.snapshots.saving import ATTEMPT_MAX, ATTEMPT_MIN
 from holdfast.snapshots.slots import Slot, SlotOwner, Slots, lend
 
 START_LIMIT_S = 10.0
@@ -47,7 +48,7 @@ def rescue_attempt() -> int:
     Rank 0 draws it once per generation and tells the others; all put it into the tickets of `Slots.commit`. Random,
     because nobody is there to agree when it is needed, and an attempt that an earlier crash has left must not be met.
     """
-    return random.SystemRandom().randint(rescue.ATTEMPT_MIN, rescue.ATTEMPT_MAX)
+    return random.SystemRandom().randint(ATTEMPT_MIN, ATTEMPT_MAX)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class SaverAddress:
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ, root: Path = shelf.ROOT) -> SaverAddress:
         """By the environment. Raises SnapshotMemoryError when there is no memory to keep anything in."""
-        address = environ.get(packets.SAVER_VARIABLE, "")
+        address = environ.get(shelf.SAVER_VARIABLE, "")
         if address:
             folder, generation, local_rank = address.rsplit("@", 2)
             return cls(Path(folder), int(local_rank), int(generation), 0)
@@ -139,7 +140,7 @@ class SaverClient:
         `slot`: as `Slots.commit` gave it; it is not staged into until it is written. The ticket's folder is made
         absolute. On rank 0 the saver commits when the other ranks' files are there, within `patience_s`, with
         `metadata`. Never waits. Raises SnapshotWriteError when no saver takes it, ValueError when the slot was staged
-        into since, or ticket and metadata exceed packets.PACKET_BYTES_MAX.
+        into since, or ticket and metadata exceed shelf.PACKET_BYTES_MAX.
         """
         lent = lend(self._place.folder, slot)
         try:
@@ -179,8 +180,8 @@ class SaverClient:
         return self._receive_until(lambda: not self._asked, patience_s)
 
     def wait_written(self, patience_s: float) -> bool:
-        """Until nothing of this local rank is being written. What is written and waits for other ranks may wait on: they
-        may never come. False: it still is.
+        """Until nothing of this local rank is being written. What is written and waits for other ranks may wait on:
+        they may never come. False: it still is.
         """
         self._receive()
         self._ask_to_be_told("written")
@@ -207,7 +208,7 @@ class SaverClient:
         """
         if self._sock is not None and not ahead:
             with contextlib.suppress(OSError):
-                packets.send(self._sock, {"do": "bye"})
+                shelf.send(self._sock, {"do": "bye"})
         self._drop()
 
     # --- the connection -----------------------------------------------------------------------------------------------
@@ -216,14 +217,14 @@ class SaverClient:
         self._last_id += 1
         return self._last_id
 
-    def _send(self, packet: packets.Packet, *fds: int) -> None:
+    def _send(self, packet: shelf.Packet, *fds: int) -> None:
         """To a saver that lives: one that has died is replaced once."""
         for last in (False, True):
             if self._sock is None:
                 self._connect()
             assert self._sock is not None
             try:
-                packets.send(self._sock, packet, fds)
+                shelf.send(self._sock, packet, fds)
             except BlockingIOError as error:
                 raise SnapshotWriteError("the saver does not read: is it stopped?") from error
             except OSError as error:
@@ -237,7 +238,7 @@ class SaverClient:
         """All that has come."""
         while self._sock is not None:
             try:
-                got = packets.receive(self._sock)
+                got = shelf.receive(self._sock)
             except BlockingIOError:
                 return
             if got is None:
@@ -258,7 +259,7 @@ class SaverClient:
             poller.register(self._sock, select.POLLIN)
             poller.poll(left_s * 1000)
 
-    def _take(self, packet: packets.Packet) -> None:
+    def _take(self, packet: shelf.Packet) -> None:
         match packet.get("is"), packet.get("id", 0):
             case "written", number:
                 if number in self._asked:
@@ -303,7 +304,7 @@ class SaverClient:
                 raise SnapshotMemoryError(f"no saver can be started: {failed}") from failed
         hello = {"do": "hello", "local_rank": self._place.local_rank, "generation": self._place.generation}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and says so
-            packets.send(self._sock, hello)
+            shelf.send(self._sock, hello)
 
 
 def read_back(place: SaverAddress, path: Path, patience_s: float) -> None:
@@ -313,12 +314,12 @@ def read_back(place: SaverAddress, path: Path, patience_s: float) -> None:
     """
     try:
         with _connected(place.folder / shelf.SOCKET) as sock:
-            packets.send(sock, {"do": "read back", "path": str(path)})
+            shelf.send(sock, {"do": "read back", "path": str(path)})
             poller = select.poll()
             poller.register(sock, select.POLLIN)
             if not poller.poll(patience_s * 1000):
                 raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
-            got = packets.receive(sock)
+            got = shelf.receive(sock)
     except OSError as error:
         raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
     if got is None:
@@ -354,11 +355,11 @@ def _start_detached(place: SaverAddress) -> socket.socket:
         with contextlib.suppress(OSError):
             return _connected(path)
         path.unlink(missing_ok=True)
-        with packets.listen(path) as listening:
+        with shelf.listen(path) as listening:
             # It waits in the socket until the saver is up; a saver without workers might end at once.
             sock = _connected(path)
             passed = [listening.fileno(), *([place.held.fd] if place.held is not None else [])]
-            argv = packets.saver_argv(place.folder, listening=listening.fileno(), anchor=place.anchor)
+            argv = shelf.saver_argv(place.folder, listening=listening.fileno(), anchor=place.anchor)
             try:
                 _run_apart(argv, passed)
             except BaseException:

@@ -1,7 +1,7 @@
 """Two slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
 
     slots = Slots(place)
-    slots.reserve(size_bytes)                      # once, at the start: memory is taken and mapped, or SnapshotMemoryError
+    slots.reserve(size_bytes)                      # once: memory is taken and mapped, or SnapshotMemoryError
     memory = slots.stage(step, size_bytes)         # None: the saver still writes both slots out
     ...copy into memory...
     slot = slots.commit()                          # from here on a restarted worker finds it
@@ -10,20 +10,21 @@ A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapsho
 with posix_fallocate, so a full /dev/shm is an error when it is reserved and never a SIGBUS later, mapped once with its
 pages present, and used again and again.
 
-**What makes a slot good.** The commit word: it is zeroed before the first byte of a slot changes, and set to the slot's
-sequence number after the last one. A worker that dies in between, of whatever, has executed every store before the one
-that killed it and none after; a machine that dies takes its memory along. So process death alone cannot make a torn slot
-look whole, and a checksum of everything would add three copies of the state to the stall of a save that may cost 1.2.
-What the commit word cannot see is a caller that goes on writing after `commit()` (a copy from a GPU that was not waited
-for) or somebody's stray write. Against those the header carries a CRC of itself and one of a sample: SAMPLES places at
-equal distances and the body's last bytes. A damage that covers a hundredth of it is always found; smaller ones are found when the saver has written the slot, by the digests of the snapshot on disk.
+**What makes a slot good.** The commit word: it is zeroed before the first byte of a slot changes, and set to the
+slot's sequence number after the last one. A worker that dies in between, of whatever, has executed every store before
+the one that killed it and none after; a machine that dies takes its memory along. So process death alone cannot make
+a torn slot look whole, and a checksum of everything would add three copies of the state to the stall of a save that
+may cost 1.2. What the commit word cannot see is a caller that goes on writing after `commit()` (a copy from a GPU
+that was not waited for) or somebody's stray write. Against those the header carries a CRC of itself and one of a
+sample: SAMPLES places at equal distances and the body's last bytes. A damage that covers a hundredth of it is always
+found; smaller ones are found when the saver has written the slot, by the digests of the snapshot on disk.
 
 **Who may touch it.** Whoever stages has an exclusive lock (flock) on the file while it does, whoever writes it out a
-shared one. The lock travels with a descriptor through the saver's socket, so there is no moment between handing over and
-taking over, and the kernel drops it when its holder dies. `stage` takes the slot that is older and not being written out;
-so the newest committed one is only overwritten while the other one, committed too, is being saved. When both are
-being saved there is none: the caller skips, or waits for the saver. A second process with the same local rank (a
-launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
+shared one. The lock travels with a descriptor through the saver's socket, so there is no moment between handing over
+and taking over, and the kernel drops it when its holder dies. `stage` takes the slot that is older and not being
+written out; so the newest committed one is only overwritten while the other one, committed too, is being saved. When
+both are being saved there is none: the caller skips, or waits for the saver. A second process with the same local
+rank (a launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
 
 Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
 """
@@ -140,7 +141,8 @@ class Slots:
         """Memory for the rank's next snapshot, which is not valid before `commit`; what was staged before and not
         committed is given up.
 
-        None: the saver is still writing out both slots. Raises SnapshotMemoryError when the slot has to grow and cannot.
+        None: the saver is still writing out both slots. Raises SnapshotMemoryError when the slot has to grow and
+        cannot.
         """
         self.abandon()
         # The older one first; one that was never committed is older than any.
@@ -164,8 +166,8 @@ class Slots:
     def commit(self, ticket: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None) -> Slot:
         """What was staged is good from here on. Every copy into it has to be complete.
 
-        `ticket`: where the saver writes it (attempt.Ticket as a dictionary) should this worker die before anything newer
-        is on disk; `metadata` goes with it. Raises ValueError when both together exceed NOTE_BYTES_MAX.
+        `ticket`: where the saver writes it (attempt.Ticket as a dictionary) should this worker die before anything
+        newer is on disk; `metadata` goes with it. Raises ValueError when both together exceed NOTE_BYTES_MAX.
         """
         staging = self._staging
         if staging is None:

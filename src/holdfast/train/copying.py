@@ -1,9 +1,9 @@
 """Copy many tensors at once, as fast as the memory is.
 
-What is nothing but bytes is copied by the compiled part (_stream.c): its threads take pieces of all tensors until none is
-left, and meet once; what they write goes past the caches. torch's own threads meet after every tensor, which takes 3 ms
-for 588 of them, or seconds when one of the threads has to wait for a core, and an ordinary store reads what it overwrites.
-Measured with 473 MB on 2 cores: 23 ms, torch's 39, one copy of a single tensor as large 37.
+What is nothing but bytes is copied by the compiled part (_stream.c): its threads take pieces of all tensors until
+none is left, and meet once; what they write goes past the caches. torch's own threads meet after every tensor, which
+takes 3 ms for 588 of them, or seconds when one of the threads has to wait for a core, and an ordinary store reads
+what it overwrites. Measured with 473 MB on 2 cores: 23 ms, torch's 39, one copy of a single tensor as large 37.
 
 torch copies the rest, and everything where the compiled part was not built: the installation found no compiler.
 """
@@ -75,8 +75,8 @@ class PrivateMapping:
 
 
 def step_back() -> None:
-    """This thread runs when training leaves a core free. torch's threads wait for each other at every operation: one that
-    loses its core to us holds up all of them.
+    """This thread runs when training leaves a core free. torch's threads wait for each other at every operation: one
+    that loses its core to us holds up all of them.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
@@ -150,7 +150,9 @@ def _copy_plain(
 def _copy_odd(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Copy into targets that torch does not copy into along with others; returns the other targets, and their sources."""
+    """Copy into targets that torch does not copy into along with others; returns the other targets, and their
+    sources.
+    """
     odd = {number for number, each in enumerate(targets) if _is_odd(each)}
     for number in odd:
         with torch.inference_mode(targets[number].is_inference()):

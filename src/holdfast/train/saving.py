@@ -23,11 +23,9 @@ from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.saver_client import error_of
 from holdfast.train import sharding
-from holdfast.train.agreement import Peers, node_key
+from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copying import step_back
-from holdfast.train.failures import FailedSaves, RankFailure
 from holdfast.train.reading import Saved
-from holdfast.train.schedule import Timekeeper
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
 from holdfast.train.tiers import PrivateTier, Tier, warn_of_disk
@@ -72,7 +70,9 @@ class Saving:
         failures_max: int,
         lease: FolderLease | None,
     ) -> None:
-        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`: rank 0's."""
+        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
+        rank 0's.
+        """
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
         self._rescue, self._clock, self._lease = rescue, clock, lease
@@ -110,7 +110,9 @@ class Saving:
             self._unsettled = error
 
     def await_settled(self) -> None:
-        """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times as long."""
+        """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times
+        as long.
+        """
         if self._settling is not None:
             self._settle()  # with both hands
             self._settling.join()
@@ -132,15 +134,17 @@ class Saving:
         self._plan_together()
 
     def look(self) -> None:
-        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not raise."""
+        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
+        raise.
+        """
         checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
         for check in checks:
             while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):
                 self.troubles.append(error)
 
     def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False) -> Done:
-        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What prevents
-        it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
+        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What
+        prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
         """
         self._saves += 1
         numbers = _numbers(metrics)
@@ -193,7 +197,8 @@ class Saving:
             if text:
                 raise SnapshotError(f"rank {rank}: {text}")
 
-    # --- one round: every rank copies and says how it went; rank 0 says what is next ------------------------------------
+    # --- one round: every rank copies and says how it went; rank 0 says what is next
+    # ------------------------------------
 
     def _round(self, metrics: Mapping[str, float], *, durable: bool, demanded: bool) -> dict[str, Any]:
         failure: Exception | None = None

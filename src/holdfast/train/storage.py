@@ -3,9 +3,10 @@
     dcp.save(state_dict, storage_writer=ht.SnapshotWriter("runs/a", step=120))
     dcp.load(state_dict, storage_reader=ht.SnapshotReader("runs/a"))
 
-The planner deals and finds the pieces, whichever planner it is; files, digests and the commit are those of all snapshots
-(docs/snapshots.md). What is no tensor is stored as JSON (codec.py). The reader also takes what `Snapshots` has saved, under
-the names that `dcp.save` would give: `model.<fqn>`, `optimizer.state.<fqn>.<what>`, `optimizer.param_groups.0.lr`, `step`.
+The planner deals and finds the pieces, whichever planner it is; files, digests and the commit are those of all
+snapshots (docs/snapshots.md). What is no tensor is stored as JSON (codec.py). The reader also takes what `Snapshots`
+has saved, under the names that `dcp.save` would give: `model.<fqn>`, `optimizer.state.<fqn>.<what>`,
+`optimizer.param_groups.0.lr`, `step`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotError, SnapshotGoneError, TrackingError
-from holdfast.snapshots import attempt, layout
+from holdfast.snapshots import attempt
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.reader import RankFile
+from holdfast.snapshots.folder import RankFile, Snapshot
+from holdfast.snapshots.manifest import FolderKind, check_step, parse_name
 from holdfast.train import codec
-from holdfast.train.assembling import assembled
+from holdfast.train.export import assembled
 from holdfast.train.reading import FilePart, Saved, open_files
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
 
@@ -63,7 +64,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
     def __init__(
         self, folder: str | os.PathLike[str], *, step: int, metrics: Mapping[str, float] | None = None
     ) -> None:
-        layout.check_step(step)
+        check_step(step)
         self.path = Path(os.path.abspath(folder))
         self.step = step
         self.metrics = dict(metrics or {})
@@ -235,7 +236,9 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Rank 0: say which snapshot it is. Each rank looks for the newest by itself, and one may have become that between."""
+        """Rank 0: say which snapshot it is. Each rank looks for the newest by itself, and one may have become that
+        between.
+        """
         return [replace(plan, storage_data=str(self.snapshot.path)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -290,8 +293,8 @@ def _paths(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
 
 def _find(path: Path, step: int | None) -> Snapshot:
     """The snapshot at, or the newest in this folder. SnapshotError."""
-    named = layout.parse(path.name)
-    if named is not None and named.kind is layout.FolderKind.COMMITTED:
+    named = parse_name(path.name)
+    if named is not None and named.kind is FolderKind.COMMITTED:
         return folders.inspect(path)
     found = folders.survey(path)
     fitting: Sequence[Snapshot] = [each for each in found.committed if step is None or each.step == step]

@@ -1,8 +1,8 @@
 """Where a rank's image is put together, and who writes it to the disk.
 
-MemoryTier: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
-PrivateTier: memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save ends
-with the process then.
+MemoryTier: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save. PrivateTier:
+memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save ends with the
+process then.
 
 Both hold a staged image still while it is written, and neither ever waits unless it is asked to.
 """
@@ -25,7 +25,7 @@ from holdfast.core.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import attempt, reader, saver_client
+from holdfast.snapshots import attempt, folder, saver_client
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.saver_client import SaverAddress, SaverClient
@@ -83,7 +83,9 @@ class Tier(Protocol):
         """Until all that was handed over is on the disk; raises what went wrong."""
 
     def await_predecessor(self) -> None:
-        """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait on."""
+        """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait
+        on.
+        """
 
     def held(self, folder: str) -> list[InheritedState]:
         """What this node's memory has of this snapshot folder, of all local ranks."""
@@ -193,7 +195,7 @@ class MemoryTier:
             patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
             saver_client.read_back(self._place, snapshot.path, patience_s)
         except SaverLostError:
-            reader.verify(snapshot, lambda: None)
+            folder.verify(snapshot, lambda: None)
 
     def close(self, *, ahead: bool) -> None:
         self._closing.set()
@@ -276,7 +278,7 @@ class PrivateTier:
         """Nothing is remembered."""
 
     def read_back(self, snapshot: Snapshot) -> None:
-        reader.verify(snapshot, lambda: None)
+        folder.verify(snapshot, lambda: None)
 
     def close(self, *, ahead: bool) -> None:  # noqa: ARG002
         self._join()

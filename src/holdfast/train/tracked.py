@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from holdfast.core.errors import ShardingError, StateMismatchError, TrackingError
 from holdfast.train import codec
-from holdfast.train.fitting import Compared, groups_problem, optimizer_problem
 from holdfast.train.reading import Saved
+from holdfast.train.resuming import Compared, groups_problem, optimizer_problem
 from holdfast.train.sharding import local_tensor
 
 
@@ -72,7 +72,9 @@ class TrackedModel:
         return self._names[raw]
 
     def live(self) -> dict[str, Any]:
-        """Its state, not detached: parameters and buffers that are tied are known by being one object, on every rank alike."""
+        """Its state, not detached: parameters and buffers that are tied are known by being one object, on every rank
+        alike.
+        """
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 

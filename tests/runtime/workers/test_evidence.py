@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.outcome import TEXT_BYTES_MAX
-from holdfast.runtime.workers.evidence import (
+from holdfast.runtime.workers.ends import (
     MESSAGE_BYTES_MAX,
     TAIL_LINES_MAX,
     OomWatch,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.runtime.workers import machine_facts
-from holdfast.runtime.workers.evidence import failure_of_exit
+from holdfast.runtime.workers.ends import failure_of_exit
 from holdfast.runtime.workers.machine_facts import facts_for
 
 

@@ -16,7 +16,7 @@ import pytest
 from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import ProcessEnded
-from holdfast.runtime.workers.sources import wants_store
+from holdfast.runtime.workers.preload import wants_store
 from holdfast.runtime.workers.store_host import StoreHost
 from tests.support.limits import limit_s
 

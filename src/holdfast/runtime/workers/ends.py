@@ -1,24 +1,286 @@
-"""Reports how workers ended: reads what each of them left, and emits the machine's events in the order of the ends.
+"""Reports how workers ended: reads what each worker left, and emits the machine's events in the order of the ends.
 
-Files are read in a thread, because a disk may stall. A worker whose program raised is reported while its process still
-runs its exit functions, and once more when it is gone.
+A worker leaves an error file, the end of its stderr and perhaps an out-of-memory count. All of it is untrusted: reads
+are bounded, and torn files are tolerated. Files are read in a thread, because a disk may stall. A worker whose
+program raised is reported while its process still runs its exit functions, and once more when it is gone.
+
+Judges nothing: see core and insight for verdicts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
 from holdfast.core.agent.events import Event, WorkerEnded, WorkerRaised
-from holdfast.core.outcome import Failure
+from holdfast.core.bounds import COUNT_MAX
+from holdfast.core.errors import EXIT_FAILURE
+from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.core.protocol import Assign
 from holdfast.runtime.journal import Journal
-from holdfast.runtime.workers.evidence import OomWatch, failure_of_exit, failure_of_spawn, left_with_zero, noted
 from holdfast.runtime.workers.log_layout import WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
+
+ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
+MESSAGE_BYTES_MAX = 4096
+TAIL_LINES_MAX = 30
+LEFT_LINES_MAX, LEFT_CHARACTERS_MAX = 5, 1024
+"""Of what a worker printed that ended with 0: it travels with every good end."""
+
+_NOT_EXECUTABLE = 126
+_NOT_FOUND = 127
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """What an error file says; empty strings where it says nothing."""
+
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+    timestamp: int = 0
+
+
+class OomWatch:
+    """Tells whether the kernel's out-of-memory killer struck in this process's cgroup since the watch began.
+
+    Workers run in their agent's cgroup, so one watch serves them all.
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._counters = tuple(_counter_files(proc, cgroups))
+        self._before = self._count()
+
+    def renew(self) -> None:
+        """Begin again, with a new generation."""
+        self._before = self._count()
+
+    def struck(self) -> bool:
+        """Whether it killed since; False too where no counter can be read."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        for file in self._counters:
+            with contextlib.suppress(OSError, ValueError):
+                for line in file.read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
+        return 0
+
+
+def _counter_files(proc: Path, cgroups: Path) -> list[Path]:
+    """Where the counter may be: version 2, version 1, and as seen from inside a container (the group is the root)."""
+    files: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for group in (path.lstrip("/"), ""):
+                if "memory" in controllers.split(","):
+                    files.append(cgroups / "memory" / group / "memory.oom_control")
+                elif not controllers:
+                    files += [cgroups / top / group / "memory.events" for top in ("", "unified")]
+    files = [file for file in files if file.is_file()]
+    # With no memory group at all, the whole machine's counter is the best there is.
+    return files or [proc / "vmstat"]
+
+
+def read_error_file(path: str) -> Recorded:
+    """torchelastic's error file in either of its forms. Missing, torn, enormous or odd: what can be had of it."""
+    if not path:
+        return Recorded()
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(ERROR_FILE_BYTES_MAX)
+        data: Any = json.loads(raw)
+        message = data["message"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Recorded()
+    extra: Any = {}
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        extra = extra if isinstance(extra, dict) else {}
+        text = str(message.get("message", ""))
+        timestamp = extra.get("timestamp", 0)
+    else:
+        text = str(message)
+        timestamp = data.get("timestamp", 0)
+    return Recorded(
+        error_type=_error_type(text),
+        message=_shorten(text, MESSAGE_BYTES_MAX),
+        traceback=_shorten(str(extra.get("py_callstack", "")), TEXT_BYTES_MAX),
+        timestamp=_as_int(timestamp),
+    )
+
+
+def _error_type(message: str) -> str:
+    """`ValueError` of `ValueError: text`; empty when the message does not begin with a class."""
+    name = message.partition(":")[0]
+    return name if name.replace(".", "").isidentifier() else ""
+
+
+def _as_int(value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return number if 0 <= number <= COUNT_MAX else 0
+
+
+def _shorten(text: str, bytes_max: int) -> str:
+    """Cut the middle out: of a traceback, the end tells most and the beginning some."""
+    raw = text.encode(errors="replace")
+    if len(raw) <= bytes_max:
+        return raw.decode()
+    mark = b"\n[...]\n"
+    head = (bytes_max - len(mark)) // 4
+    tail = bytes_max - len(mark) - head
+    return raw[:head].decode(errors="ignore") + mark.decode() + raw[-tail:].decode(errors="ignore")
+
+
+def _as_text(path: str) -> str:
+    """For people and for messages: names of files need not be text."""
+    return path.encode(errors="replace").decode()
+
+
+def read_tail(path: str) -> str:
+    """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, its last text."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TEXT_BYTES_MAX))
+            raw = file.read(TEXT_BYTES_MAX)
+    except OSError:
+        return ""
+    if size > TEXT_BYTES_MAX:
+        raw = raw[raw.find(b"\n") + 1 :]  # the first line is torn
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in raw.decode(errors="replace").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return "\n".join(lines[-TAIL_LINES_MAX:])
+
+
+def failure_of_exit(
+    *,
+    rank: int,
+    local_rank: int,
+    host: str,
+    pid: int,
+    exit_code: int,
+    error_file: str,
+    stderr_file: str,
+    lived_s: float,
+    now_epoch_s: int,
+    out_of_memory: bool = False,
+    after_stop: bool = False,
+    step: int = 0,
+) -> Failure:
+    """The failure of a worker that ran and ended with `exit_code`, not 0, from the files that it left.
+
+    `out_of_memory`: `OomWatch.struck()`; counts only for a worker that SIGKILL ended while nobody was stopping it.
+    """
+    recorded = read_error_file(error_file)
+    stderr_tail = read_tail(stderr_file)
+    facts: dict[str, str] = {}
+    if not after_stop:
+        from holdfast.runtime.workers.machine_facts import facts_for  # here: a job that does not fail never needs it
+
+        facts = facts_for(f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", exit_code, stderr_file)
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=host,
+        pid=pid,
+        exit_code=exit_code,
+        error_type=recorded.error_type,
+        message=recorded.message,
+        traceback=recorded.traceback,
+        stderr_tail=stderr_tail,
+        error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
+        stderr_file=_as_text(stderr_file),
+        out_of_memory=out_of_memory and exit_code == -signal.SIGKILL and not after_stop,
+        after_stop=after_stop,
+        lived_s=lived_s,
+        timestamp=recorded.timestamp or now_epoch_s,
+        facts=facts,
+        step=step,
+    )
+
+
+def left_with_zero(
+    *,
+    rank: int,
+    local_rank: int,
+    host: str,
+    pid: int,
+    stderr_file: str,
+    stdout_file: str,
+    lived_s: float,
+    step: int,
+) -> Failure:
+    """How a worker left that ended with 0: what it printed last, for the case that its peers still need it."""
+    tail = read_tail(stderr_file) or read_tail(stdout_file)
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=host,
+        pid=pid,
+        exit_code=0,
+        stderr_tail="\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:],
+        stderr_file=_as_text(stderr_file),
+        lived_s=lived_s,
+        step=step,
+    )
+
+
+def failure_of_spawn(
+    *, rank: int, local_rank: int, host: str, error_number: int, text: str, now_epoch_s: int
+) -> Failure:
+    """The failure of a worker whose program could not be executed; exit codes as a shell's: 127 not found, else 126.
+    1 where the machine had no room for a process: that says nothing of the program."""
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=host,
+        pid=0,
+        exit_code=_spawn_code(error_number),
+        message=text,
+        started=False,
+        timestamp=now_epoch_s,
+    )
+
+
+def _spawn_code(error_number: int) -> int:
+    if error_number in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return EXIT_FAILURE
+    return _NOT_FOUND if error_number == errno.ENOENT else _NOT_EXECUTABLE
+
+
+def noted(failure: Failure) -> dict[str, object]:
+    """What the journal's event `worker_failed` tells of it."""
+    return {
+        "local_rank": failure.local_rank,
+        "rank": failure.rank,
+        "pid": failure.pid,
+        "exit_code": failure.exit_code,
+        "error_type": failure.error_type,
+        "message": failure.message.partition("\n")[0],
+        "error_file": failure.error_file,
+        "after_stop": failure.after_stop,
+    }
+
 
 EXIT_AFTER_EXCEPTION = 1
 """Python's exit code after an exception that nobody caught."""
