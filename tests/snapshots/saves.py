@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.snapshots import attempt, folder
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.image import Image, TensorEntry
 
@@ -32,8 +32,8 @@ def save(
     """Save one step of all ranks; returns the committed folder."""
     number = attempt.begin(path, step)
     for rank in range(world):
-        attempt.write_rank(Ticket(str(path), step, number, rank, world), content(step, rank, items))
-    return attempt.commit(Ticket(str(path), step, number, 0, world), metadata)
+        attempt.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items))
+    return attempt.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}))
 
 
 def load(snapshot: Snapshot) -> list[bytes]:

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.core.errors import SnapshotDamagedError
 from holdfast.snapshots import attempt, folder
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.disk import CHUNK_BYTES
 from holdfast.snapshots.image import Image, TensorEntry
 from holdfast.snapshots.manifest import rank_file
@@ -23,9 +23,9 @@ def saved(tmp_path: Path) -> bytes:
     """One rank, five tensors of 2.4 MB, so that chunks of 4 MiB hold parts of two or three."""
     image = Image.plan([TensorEntry(f"t{number}", "F32", (ITEMS,)) for number in range(TENSORS)])
     data = image.header + b"".join(bytes([number + 1]) * (4 * ITEMS) for number in range(TENSORS))
-    ticket = Ticket(str(tmp_path), 1, attempt.begin(tmp_path, 1), 0, 1)
-    attempt.write_rank(ticket, data)
-    attempt.commit(ticket)
+    request = SaveRequest(str(tmp_path), 1, attempt.begin(tmp_path, 1), 0, 1)
+    attempt.write_rank(request, data)
+    attempt.commit(request)
     return data
 
 

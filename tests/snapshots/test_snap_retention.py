@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotGoneError
 from holdfast.snapshots import attempt, folder, retention
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.manifest import Manifest, RankEntry, rank_file
 from holdfast.snapshots.retention import Keep, Verified, prune
@@ -200,8 +200,8 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
         for step in range(1, 500):
             number = attempt.begin(tmp_path, step)
             for rank in range(2):
-                attempt.write_rank(Ticket(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
-            attempt.commit(Ticket(str(tmp_path), step, number, 0, 2))
+                attempt.write_rank(SaveRequest(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
+            attempt.commit(SaveRequest(str(tmp_path), step, number, 0, 2))
             prune(tmp_path, Keep(last=1))
             if outcomes["whole"] > 5 and outcomes["gone"] > 5:
                 break

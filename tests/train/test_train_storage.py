@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast.train as ht
 from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
-from holdfast.snapshots import folder
-from holdfast.train import export, tiers
+from holdfast.snapshots import folder, saver_client
+from holdfast.train import export
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "storage_ranks.py"
@@ -133,7 +133,7 @@ def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: tiers.PrivateTier())
+    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.PrivateTier())
     state = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "list": [torch.ones(1), {"lr": 0.5}], "n": 7}
     save(tmp_path / "runs", state)
     assert export.main([str(tmp_path / "runs"), "--to", str(tmp_path / "out.pt")]) == 0

@@ -37,8 +37,9 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.snapshots import shelf, slots
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.saving import Save, Tell, carry_out, read_back, stranded, ticket_of
+from holdfast.snapshots.saving import Save, Tell, carry_out, read_back, stranded
 from holdfast.snapshots.shelf import FINISH_LIMIT_S
 
 SAVES_PER_WORKER_MAX = 8
@@ -69,24 +70,24 @@ class SaverConnection:
 
 @dataclass
 class InFlight:
-    """Of one local rank: saves that are not over, and who wants to know when none is."""
+    """Saves of one local rank that are not over, and the calls that wait until none is being written."""
 
     saves: int = 0
     writing: int = 0
     """Those of them that still write, and wait for nobody."""
-    waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
+    waiting: list[Callable[[], None]] = field(default_factory=list)
 
-    def when_over(self, call: Callable[[], None], *, written: bool) -> None:
-        """Call it when no save is in flight, or (`written`) none is being written."""
-        self.waiting.append((call, written))
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call it when none is being written."""
+        self.waiting.append(call)
         self.changed()
 
     def changed(self) -> None:
-        """Call those whose time has come."""
-        due = [each for each in self.waiting if not (self.writing if each[1] else self.saves)]
-        self.waiting = [each for each in self.waiting if each not in due]
-        for call, _ in due:
-            call()
+        """Some may be over, or written."""
+        if not self.writing:
+            due, self.waiting = self.waiting, []
+            for call in due:
+                call()
 
 
 class Saver:
@@ -220,7 +221,7 @@ class Saver:
                     self._persist(worker, packet, fds)
                 case "wait":
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
-                    self._flights(worker.local_rank).when_over(answer, written=packet.get("for") == "written")
+                    self._flights(worker.local_rank).when_written(answer)
                 case "read back":
                     path = Path(shelf.field(packet, "path", str))
                     # Nobody waits for it when we end: who asked does it then.
@@ -238,8 +239,8 @@ class Saver:
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
         sequence, patience_s = shelf.field(packet, "sequence", int), shelf.field(packet, "patience_s", float)
-        ticket, metadata = ticket_of(shelf.field(packet, "ticket", dict)), shelf.field(packet, "metadata", dict)
-        save = Save(fds.pop(), sequence, ticket, metadata, patience_s, worker.local_rank, self._mappings)
+        request = SaveRequest.from_json(shelf.field(packet, "request", dict))
+        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
     def _answer(self, worker: SaverConnection, save: Save, answer: shelf.Packet) -> None:
@@ -302,19 +303,18 @@ class Saver:
         ranks = [rank for rank, theirs in self._gone.items() if theirs == generation]
         by_rank = {
             rank: [
-                (slot, ticket_of({**slot.ticket, "step": slot.step}))
+                (slot, slot.request)
                 for slot in slots.committed_slots(self._folder, rank)
-                if slot.ticket is not None and slot.generation == generation
+                if slot.request is not None and slot.generation == generation
             ]
             for rank in ranks
         }
         for each in stranded(self._folder, by_rank, self._newest_asked):
-            slot, ticket = each.held[each.alone or max(each.held)]
+            slot, request = each.held[each.alone or max(each.held)]
             save = Save(
                 slots.lend(self._folder, slot),
                 slot.sequence,
-                ticket,
-                slot.metadata,
+                request,
                 FINISH_LIMIT_S,
                 slot.local_rank,
                 self._mappings,
@@ -337,9 +337,9 @@ class Saver:
         writing = save.stranded is None or save.stranded.alone is not None
         flights.saves += 1
         flights.writing += writing
-        asked = (save.ticket.folder, save.local_rank)
+        asked = (save.request.folder, save.local_rank)
         before = self._newest_asked.get(asked, -1)
-        self._newest_asked[asked] = max(before, save.ticket.step)
+        self._newest_asked[asked] = max(before, save.request.step)
 
         def told(answer: shelf.Packet) -> None:
             nonlocal writing
@@ -368,8 +368,8 @@ class Saver:
         threading.Thread(target=work, args=(in_main,), daemon=True).start()
 
     def _over(self, save: Save, answer: shelf.Packet, before: int) -> None:
-        asked = (save.ticket.folder, save.local_rank)
-        if answer["is"] == "failed" and self._newest_asked.get(asked) == save.ticket.step:
+        asked = (save.request.folder, save.local_rank)
+        if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
             self._newest_asked[asked] = before
         self._flights(save.local_rank).saves -= 1
 
@@ -410,7 +410,7 @@ class Saver:
 
 
 def _of_rank(save: Save, text: str) -> str:
-    return f"rank {save.ticket.rank}, before its restart: {text}"
+    return f"rank {save.request.rank}, before its restart: {text}"
 
 
 def _send(worker: SaverConnection, packet: shelf.Packet) -> None:

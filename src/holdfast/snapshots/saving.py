@@ -16,16 +16,17 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, folder, shelf, slots
-from holdfast.snapshots.attempt import Ticket, abandon, commit, write_rank
+from holdfast.snapshots.attempt import SaveRequest, abandon, commit, write_rank
 from holdfast.snapshots.folder import being_written, inspect, is_being_written
 from holdfast.snapshots.manifest import FolderKind, Key, attempt_path, parse_name
 from holdfast.snapshots.mapping import Mappings
@@ -42,6 +43,15 @@ LINGER_S = 5.0
 """How long a rank that has nothing newer than the disk stays for others that may: so they hear it and need not wait."""
 LOOK_AGAIN_S = 0.02
 OFFER_BYTES_MAX = 1 << 16
+
+
+def rescue_attempt() -> int:
+    """A number for the attempt in which memory steps are written should the workers die; nothing else has it.
+
+    Rank 0 draws it once per generation and tells the others; all put it into the requests of `Tier.commit`. Random, because
+    no process is there to agree when it is needed, and an attempt that an earlier crash has left must not be met.
+    """
+    return random.SystemRandom().randint(ATTEMPT_MIN, ATTEMPT_MAX)
 
 
 class StepInMemory(NamedTuple):
@@ -89,14 +99,14 @@ class Stranded:
     """One rank's states of one snapshot folder, whose workers have all died."""
 
     shelf: Path
-    held: Mapping[StepInMemory, tuple[slots.Slot, Ticket]]
+    held: Mapping[StepInMemory, tuple[slots.Slot, SaveRequest]]
     """Those that all ranks of the node have. There is at least one."""
     offer: Offer
     alone: StepInMemory | None = None
     """What is written, where all ranks are on this node: nobody has to be met."""
 
     @property
-    def ticket(self) -> Ticket:
+    def request(self) -> SaveRequest:
         """Of the newest."""
         return self.held[max(self.held)][1]
 
@@ -104,68 +114,68 @@ class Stranded:
         """What all ranks of the job write now; None: nothing. SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
-        if self.ticket.step > self.offer.on_disk:
+        if self.request.step > self.offer.on_disk:
             return self._meet(patience_s)
         with contextlib.suppress(SnapshotIncompleteError, SnapshotWriteError):  # nothing is lost
             self._meet(min(patience_s, LINGER_S))
         return None
 
     def _meet(self, patience_s: float) -> StepInMemory | None:
-        ticket, deadline = self.ticket, time.monotonic() + patience_s
+        request, deadline = self.request, time.monotonic() + patience_s
         try:
-            place = _meeting_place(ticket, deadline)
-            disk.write_atomically(place / _offer_file(ticket.rank), self.offer.dump())
-            return choose(_offers(place, ticket, deadline))
+            place = _meeting_place(request, deadline)
+            disk.write_atomically(place / _offer_file(request.rank), self.offer.dump())
+            return choose(_offers(place, request, deadline))
         except FileNotFoundError as error:
-            if ticket.rank:
+            if request.rank:
                 return None  # rank 0 has ended it: nothing is to be written, or it has said why nothing was
             raise SnapshotIncompleteError(
-                f"step {ticket.step}, which is in memory, was not saved: the job went on before all ranks had come"
+                f"step {request.step}, which is in memory, was not saved: the job went on before all ranks had come"
             ) from error
         except OSError as error:
-            raise disk.write_error(error, Path(ticket.folder)) from error
+            raise disk.write_error(error, Path(request.folder)) from error
 
     def end_meeting(self) -> None:
         """Rank 0, when the others have read what they need, or need to know that nothing is written."""
-        if self.ticket.rank == 0 and self.alone is None:
-            shutil.rmtree(_place_of(self.ticket), ignore_errors=True)
+        if self.request.rank == 0 and self.alone is None:
+            shutil.rmtree(_place_of(self.request), ignore_errors=True)
 
 
-def _place_of(ticket: Ticket) -> Path:
-    return attempt_path(Path(ticket.folder), Key(ticket.step, ticket.attempt - MEETING_BELOW))
+def _place_of(request: SaveRequest) -> Path:
+    return attempt_path(Path(request.folder), Key(request.step, request.attempt - MEETING_BELOW))
 
 
-def _meeting_place(ticket: Ticket, deadline: float) -> Path:
+def _meeting_place(request: SaveRequest, deadline: float) -> Path:
     """Rank 0 makes it, named by its own newest step; the others look for its number. OSError; SnapshotWriteError."""
-    if ticket.rank == 0:
-        place = _place_of(ticket)
+    if request.rank == 0:
+        place = _place_of(request)
         place.mkdir()
         return place
     while True:
-        for name in os.listdir(ticket.folder):
+        for name in os.listdir(request.folder):
             named = parse_name(name)
-            if named and named.kind is FolderKind.ATTEMPT and named.key.attempt == ticket.attempt - MEETING_BELOW:
-                return Path(ticket.folder) / name
+            if named and named.kind is FolderKind.ATTEMPT and named.key.attempt == request.attempt - MEETING_BELOW:
+                return Path(request.folder) / name
         if time.monotonic() > deadline:
-            raise SnapshotWriteError(f"step {ticket.step}: rank 0 has not begun to save it")
+            raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
         time.sleep(LOOK_AGAIN_S)
 
 
-def _offers(place: Path, ticket: Ticket, deadline: float) -> list[Offer]:
+def _offers(place: Path, request: SaveRequest, deadline: float) -> list[Offer]:
     """Of all ranks. OSError; SnapshotIncompleteError."""
     offers: dict[int, Offer] = {}
     while True:
         names = set(os.listdir(place))
-        for rank in range(ticket.world):
+        for rank in range(request.world):
             if rank not in offers and _offer_file(rank) in names:
                 offers[rank] = Offer.load(disk.read_text(place / _offer_file(rank), OFFER_BYTES_MAX))
-        if len(offers) == ticket.world:
+        if len(offers) == request.world:
             return list(offers.values())
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(ticket.world) if rank not in offers]
+            missing = [rank for rank in range(request.world) if rank not in offers]
             more = " …" if len(missing) > 8 else ""
             raise SnapshotIncompleteError(
-                f"step {ticket.step}, which is in memory, was not saved: nothing came from rank "
+                f"step {request.step}, which is in memory, was not saved: nothing came from rank "
                 f"{', '.join(map(str, missing[:8]))}{more}"
             )
         time.sleep(LOOK_AGAIN_S)
@@ -185,7 +195,7 @@ def newest_on_disk(folder: str) -> int:
 
 
 def stranded(
-    shelf: Path, by_rank: Mapping[int, Sequence[tuple[slots.Slot, Ticket]]], asked: Mapping[tuple[str, int], int]
+    shelf: Path, by_rank: Mapping[int, Sequence[tuple[slots.Slot, SaveRequest]]], asked: Mapping[tuple[str, int], int]
 ) -> list[Stranded]:
     """Of each snapshot folder and life that all the node's ranks have states of: each rank's, if any may have to be
     written.
@@ -193,13 +203,13 @@ def stranded(
     `by_rank`: by local rank. `asked`: by folder and local rank, the newest step that was handed over.
     """
     found: list[Stranded] = []
-    lives = {(ticket.folder, ticket.attempt, ticket.world) for held in by_rank.values() for _, ticket in held}
+    lives = {(request.folder, request.attempt, request.world) for held in by_rank.values() for _, request in held}
     for life in sorted(lives):
         held = {
             local_rank: {
-                StepInMemory(ticket.step, _save_of(ticket)): (slot, ticket)
-                for slot, ticket in theirs
-                if (ticket.folder, ticket.attempt, ticket.world) == life
+                StepInMemory(request.step, request.save): (slot, request)
+                for slot, request in theirs
+                if (request.folder, request.attempt, request.world) == life
             }
             for local_rank, theirs in by_rank.items()
         }
@@ -216,11 +226,6 @@ def stranded(
     return found
 
 
-def _save_of(ticket: Ticket) -> int:
-    save: Any = ticket.note.get("save", 0)
-    return save if type(save) is int else 0
-
-
 Tell = Callable[[shelf.Packet], None]
 GIVE_WAY_S_MAX = 60.0
 
@@ -230,8 +235,7 @@ class Save(NamedTuple):
 
     fd: int
     sequence: int
-    ticket: Ticket
-    metadata: dict[str, Any]
+    request: SaveRequest
     patience_s: float
     local_rank: int
     mappings: Mappings
@@ -246,7 +250,7 @@ def carry_out(save: Save, tell: Tell) -> None:
     except SnapshotError as error:
         tell(_failed(save, error.code, str(error)))
     except Exception as error:  # noqa: BLE001 - one save that goes wrong must not end the others
-        text = f"step {save.ticket.step} was not saved: {type(error).__name__}: {error}"
+        text = f"step {save.request.step} was not saved: {type(error).__name__}: {error}"
         tell(_failed(save, SnapshotWriteError.code, text))
     else:
         tell({"is": "saved", "path": path})
@@ -286,20 +290,20 @@ def _carry_out(save: Save, tell: Tell) -> Path | None:
     if save.stranded is None:
         _write(save)
         tell({"is": "written"})
-        return commit(save.ticket, save.metadata, patience=save.patience_s) if save.ticket.rank == 0 else None
+        return commit(save.request, patience=save.patience_s) if save.request.rank == 0 else None
     # Looked for now, before the next life has any.
-    older = _older_attempts(save.ticket)
+    older = _older_attempts(save.request)
     try:
         agreed = _agree(save, save.stranded)
         if agreed is None:
             return None
         _write(agreed)
         tell({"is": "written"})
-        if save.ticket.rank:
+        if save.request.rank:
             return None
-        path = commit(agreed.ticket, agreed.metadata, patience=save.patience_s)
+        path = commit(agreed.request, patience=save.patience_s)
         for each in older:
-            if each.key < agreed.ticket.key and not is_being_written(each.attempt_path):
+            if each.key < agreed.request.key and not is_being_written(each.attempt_path):
                 abandon(each)
         return path
     finally:  # before anything is told: the saver may end then
@@ -310,7 +314,7 @@ def _failed(save: Save, code: str, text: str) -> shelf.Packet:
     """`made_good`: another attempt has brought the step to the disk; for a worker that died meanwhile nothing is to
     tell.
     """
-    made_good = newest_on_disk(save.ticket.folder) == save.ticket.step
+    made_good = newest_on_disk(save.request.folder) == save.request.step
     return {"is": "failed", "code": code, "text": text, "made_good": made_good}
 
 
@@ -321,7 +325,7 @@ def _agree(save: Save, stranded: Stranded) -> Save | None:
         step = stranded.meet()
         if step is None:
             return None
-        slot, ticket = stranded.held[step]
+        slot, request = stranded.held[step]
         if slot.sequence == save.sequence:
             failing.pop_all()
             return save
@@ -330,19 +334,19 @@ def _agree(save: Save, stranded: Stranded) -> Save | None:
             lent = slots.lend(stranded.shelf, slot)
         except ValueError as error:
             raise SnapshotIncompleteError(f"step {step.step} was not saved: {error}") from error
-        return save._replace(fd=lent, sequence=slot.sequence, ticket=ticket, metadata=slot.metadata)
+        return save._replace(fd=lent, sequence=slot.sequence, request=request)
 
 
-def _older_attempts(ticket: Ticket) -> list[Ticket]:
+def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
     """Saves of the dead life that are not over. Ranks that died before they had handed over their part would be
     waited for in vain, once what they had is on the disk in another attempt.
     """
     try:
-        found = [parse_name(name) for name in os.listdir(ticket.folder)]
+        found = [parse_name(name) for name in os.listdir(request.folder)]
     except OSError:
         return []
     return [
-        Ticket(ticket.folder, *named.key, 0, ticket.world)
+        SaveRequest(request.folder, *named.key, 0, request.world)
         for named in found
         if named and named.kind is FolderKind.ATTEMPT and named.key.attempt < MEETING_MIN
     ]
@@ -352,16 +356,15 @@ def _write(save: Save) -> None:
     """The slot is free when this returns, whatever becomes of it."""
     try:
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
-        if slot is None or slot.sequence != save.sequence or slot.step != save.ticket.step:
-            raise SnapshotDamagedError(f"step {save.ticket.step} was not saved: its memory slot is not what it was.")
-        if not os.path.isabs(save.ticket.folder):
-            raise SnapshotWriteError(f"{save.ticket.folder} is not an absolute path")
+        if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
+            raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot is not what it was.")
+        if not os.path.isabs(save.request.folder):
+            raise SnapshotWriteError(f"{save.request.folder} is not an absolute path")
         if save.stranded is not None:
             _await_attempt(save)
-        # A slot may hold more than the rank's file, for a restart on this node.
-        data = slot.data[: save.ticket.note.get("file_bytes", len(slot.data))]
-        with being_written(save.ticket.attempt_path):
-            write_rank(save.ticket, data)
+        data = save.request.of_file(slot.data)
+        with being_written(save.request.attempt_path):
+            write_rank(save.request, data)
     finally:
         _let_go(save.fd)
 
@@ -373,25 +376,15 @@ def _let_go(fd: int) -> None:
 
 def _await_attempt(save: Save) -> None:
     """Nobody has begun this attempt: rank 0 does it now, and the others see it come."""
-    path = save.ticket.attempt_path
-    if save.ticket.rank == 0:
+    path = save.request.attempt_path
+    if save.request.rank == 0:
         try:
             path.mkdir()
         except OSError as error:
-            raise SnapshotWriteError(f"step {save.ticket.step}: {path}: {error.strerror}") from error
+            raise SnapshotWriteError(f"step {save.request.step}: {path}: {error.strerror}") from error
         return
     deadline = time.monotonic() + save.patience_s
     while not path.is_dir():
-        if time.monotonic() > deadline or save.ticket.committed_path.is_dir():
-            raise SnapshotWriteError(f"step {save.ticket.step}: rank 0 has not begun to save it")
+        if time.monotonic() > deadline or save.request.committed_path.is_dir():
+            raise SnapshotWriteError(f"step {save.request.step}: rank 0 has not begun to save it")
         time.sleep(LOOK_AGAIN_S)  # other nodes' writes announce themselves nowhere
-
-
-def ticket_of(value: shelf.Packet) -> Ticket:
-    """Raises ValueError."""
-    for name, kind in (("folder", str), ("step", int), ("attempt", int), ("rank", int), ("world", int)):
-        shelf.field(value, name, kind)
-    try:
-        return Ticket.from_json(value)
-    except TypeError as error:
-        raise ValueError(f"ticket: {error}"[:200]) from error

@@ -47,12 +47,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import SnapshotMemoryError
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.mapping import MappedFile, Mappings
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
-"""Of a slot's header as JSON: the ticket and the metadata are in it."""
-MAGIC = 0x0001_544F_4C53_4648  # "HFSLOT", version 1
+"""Of a slot's header as JSON: the request to save it is in it."""
+MAGIC = 0x0002_544F_4C53_4648  # "HFSLOT", version 2
 COUNT = 2
 """Slots per local rank."""
 SAMPLES = 128
@@ -84,9 +85,10 @@ class Slot(NamedTuple):
     rank: int
     world: int
     local_rank: int
-    ticket: dict[str, Any] | None
-    """Where the saver writes it should the worker die before it says so itself; None: nowhere."""
-    metadata: dict[str, Any]
+    request: SaveRequest | None
+    """Where the saver writes it should the worker die before it asks for it itself; None: nowhere."""
+    path: Path | None = None
+    """The slot's file, where it was read by its name."""
 
 
 class SlotOwner(NamedTuple):
@@ -163,11 +165,11 @@ class Slots:
         self._staging = _Staging(number, held, step, size_bytes)
         return file.memory[HEADER_BYTES : HEADER_BYTES + size_bytes]
 
-    def commit(self, ticket: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None) -> Slot:
+    def commit(self, request: SaveRequest | None = None) -> Slot:
         """What was staged is good from here on. Every copy into it has to be complete.
 
-        `ticket`: where the saver writes it (attempt.Ticket as a dictionary) should this worker die before anything
-        newer is on disk; `metadata` goes with it. Raises ValueError when both together exceed NOTE_BYTES_MAX.
+        `request`: how the saver writes it should this worker die before anything newer is on the disk; None: it does
+        not. Raises ValueError when it exceeds NOTE_BYTES_MAX.
         """
         staging = self._staging
         if staging is None:
@@ -179,12 +181,11 @@ class Slots:
             "size_bytes": staging.size_bytes,
             "sample": sample(data),
             **self._owner._asdict(),
-            "ticket": None if ticket is None else dict(ticket),
-            "metadata": dict(metadata or {}),
+            "request": None if request is None else request.to_json(),
         }
         encoded = json.dumps(note).encode()
         if len(encoded) > NOTE_BYTES_MAX:
-            raise ValueError(f"ticket and metadata take {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
+            raise ValueError(f"the request takes {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
         self._sequence = sequence = self._sequence + 1
         file.memory[_WORDS_BYTES : _WORDS_BYTES + len(encoded)] = encoded
         file.words[_MAGIC] = MAGIC
@@ -193,7 +194,7 @@ class Slots:
         file.words[_COMMIT] = sequence
         file.sequence = sequence
         self.abandon()  # of the lock; what is committed stays
-        return _slot_of(note, data.toreadonly(), staging.number, sequence)
+        return _slot_of(note, data.toreadonly(), staging.number, sequence, file.path)
 
     def abandon(self) -> None:
         """Give up what was staged and not committed."""
@@ -402,22 +403,22 @@ def read_file(path: Path, index: int = 0) -> Slot | None:
     except OSError:
         return None
     try:
-        return read_descriptor(fd, index)
+        return read_descriptor(fd, index, path=path)
     finally:
         os.close(fd)
 
 
-def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None) -> Slot | None:
+def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None, path: Path | None = None) -> Slot | None:
     """The slot in this open file; None when it is not good. The descriptor stays the caller's."""
     if os.fstat(fd).st_size < HEADER_BYTES:
         return None
     try:
-        return read((mappings or Mappings()).of(fd).memory, index)
+        return read((mappings or Mappings()).of(fd).memory, index, path)
     except OSError:
         return None
 
 
-def read(memory: memoryview, index: int) -> Slot | None:
+def read(memory: memoryview, index: int, path: Path | None = None) -> Slot | None:
     """The slot in this memory; None when it is not good."""
     words = memory[:_WORDS_BYTES].cast("Q")
     sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
@@ -430,10 +431,11 @@ def read(memory: memoryview, index: int) -> Slot | None:
     data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
     if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
         return None
-    return _slot_of(note, data, index, sequence)
+    return _slot_of(note, data, index, sequence, path)
 
 
-def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: int) -> Slot:
+def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: int, path: Path | None) -> Slot:
+    request = note["request"]
     return Slot(
         note["step"],
         data,
@@ -443,8 +445,8 @@ def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: in
         note["rank"],
         note["world"],
         note["local_rank"],
-        note["ticket"],
-        note["metadata"],
+        None if request is None else SaveRequest.from_json(request),
+        path,
     )
 
 

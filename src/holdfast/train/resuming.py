@@ -3,9 +3,6 @@
 Memory first, when it is at least as new as the disk and every rank finds on its own node all that it needs. Otherwise
 the newest snapshot on the disk whose bytes are all good; damaged ones are set aside and named. Rank 0 decides, the
 others follow (agreement.py); a failure of one rank is reported to all, so that no rank waits for it.
-
-Each rank compares what it tracks with what was saved (`compare`); the results of all ranks are put together
-(`together`), so that every rank restores the same and raises the same.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -30,146 +27,12 @@ from holdfast.core.errors import (
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import RankFile, Survey
 from holdfast.snapshots.manifest import FolderKind, Key, parse_name
+from holdfast.snapshots.saver_client import Tier
+from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
 from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
 from holdfast.train.state import Restored, Tracker
-from holdfast.train.tiers import InheritedState, Tier
-from holdfast.train.tracked import Targets
-
-NAMES_MAX = 8
-"""Named in a message of each kind."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What `resume()` was asked for; see there."""
-
-    strict: bool = True
-    only: frozenset[str] | None = None
-    optional: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, strict: bool, only: Iterable[str] | None, optional: Iterable[str]) -> Choice:
-        """One name may be given as it is."""
-        return cls(strict, None if only is None else _names(only), _names(optional))
-
-
-def _names(given: Iterable[str]) -> frozenset[str]:
-    return frozenset([given] if isinstance(given, str) else given)
-
-
-@dataclass
-class Compared:
-    """The findings of one rank. Names of tensors are `<object>.<name>`."""
-
-    wanted: frozenset[str] = frozenset()
-    """Objects to restore."""
-    held: set[str] = field(default_factory=set)
-    """Names of all that is tracked here: what another rank of a pipeline has is not left over."""
-    missing: dict[str, list[str]] = field(default_factory=dict)
-    """By tracked object: what the snapshot lacks, the object itself or parts of it."""
-    unexpected: list[str] = field(default_factory=list)
-    """What the snapshot has and this rank does not."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """By tracked object: why it does not fit."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What to restore; equal on all ranks."""
-
-    restored: frozenset[str]
-    """Objects."""
-    missing: frozenset[str] = frozenset()
-    """Tensors of them that keep the values that they have."""
-    optional: frozenset[str] = frozenset()
-    """Objects that keep their initial state when they refuse the saved one."""
-    notes: tuple[str, ...] = ()
-    """What is not as it was saved, for a warning."""
-
-
-def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
-    """Put all ranks' findings together; every rank calls it. StateMismatchError, on all ranks alike."""
-    said = peers.share([mine.missing, mine.unexpected, mine.problems])
-    missing: dict[str, list[str]] = {}
-    problems: dict[str, str] = {}
-    left: set[str] = set()
-    for lacks, extra, wrong in said:
-        for name, parts in lacks.items():
-            missing[name] = sorted({*missing.get(name, ()), *parts})
-        left |= set(extra)
-        problems |= wrong
-    if left:
-        left = left.difference(*peers.share(sorted(left & mine.held)))
-    unfit = {name for name in (*missing, *problems) if name in choice.optional}
-    notes = [f"{name} is not restored: {problems.get(name) or _lacking(missing[name])}" for name in sorted(unfit)]
-    lacking = [each for name, parts in sorted(missing.items()) if name not in unfit for each in parts]
-    unexpected = sorted(each for each in left if each not in choice.optional)
-    wrong = [problems[name] for name in sorted(problems) if name not in unfit]
-    whole = [name for name, parts in missing.items() if name not in unfit and parts == [name]]
-    if wrong or (choice.strict and (lacking or unexpected)):
-        raise StateMismatchError(_mismatch(wrong, lacking, unexpected))
-    if lacking:
-        notes.append(f"not in the snapshot, and left as they are: {_few(lacking)}")
-    if unexpected:
-        notes.append(f"in the snapshot, and not tracked: {_few(unexpected)}")
-    return Fit(mine.wanted - unfit - set(whole), frozenset(lacking), choice.optional, tuple(notes))
-
-
-def _lacking(parts: Sequence[str]) -> str:
-    return f"the snapshot lacks {_few(parts)}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMES_MAX]) + (f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else "")
-
-
-def _mismatch(wrong: Sequence[str], lacking: Sequence[str], unexpected: Sequence[str]) -> str:
-    lines = [*wrong]
-    if lacking:
-        lines.append(f"tracked now, and not in the snapshot: {_few(lacking)}")
-    if unexpected:
-        lines.append(f"in the snapshot, and not tracked now: {_few(unexpected)}")
-    return "\n".join(
-        [
-            *lines,
-            "Track what was saved; or call resume(optional=[name, …]) to leave out tracked objects that do not fit,",
-            "resume(only=[name, …]) to restore these alone, resume(strict=False) to restore what is on both sides.",
-        ]
-    )
-
-
-def optimizer_problem(name: str, told: Mapping[str, Any], kind: str, defaults: Iterable[str], kinds: Any) -> str:
-    """Why this optimizer cannot go on with that state; empty when it can, as far as its class is concerned."""
-    was = kinds.get(name)
-    if was is not None:
-        return "" if was == kind else f"{name} is a {kind} now, and a {was} in the snapshot"
-    # An older snapshot does not name the class. Options that only one side knows are another torch's; on both,
-    # another class.
-    saved = {key for group in told["groups"] for key in group} - {"initial_lr"}
-    now = set(defaults)
-    if now - saved and saved - now:
-        return (
-            f"{name} is a {kind} now, and another optimizer in the snapshot: "
-            f"that has the options {_few(sorted(saved - now))}, not {_few(sorted(now - saved))}"
-        )
-    return ""
-
-
-def groups_problem(name: str, now: Sequence[Sequence[str]], then: Sequence[Sequence[str]]) -> str:
-    """Why these parameter groups, given by names, are not those of the snapshot; empty when they are."""
-    if [sorted(each) for each in now] == [sorted(each) for each in then]:
-        return ""
-    counted = f"{name} has other parameter groups than the one in the snapshot: {len(now)}, then {len(then)}"
-    if len(then) > len(now) and [sorted(each) for each in then[: len(now)]] == [sorted(each) for each in now]:
-        return f"{counted}; a group was added after training had begun: call add_param_group() before resume(), too"
-    flat_now, flat_then = {each for group in now for each in group}, {each for group in then for each in group}
-    if flat_now - flat_then:
-        counted += f"; new: {_few(sorted(flat_now - flat_then))}"
-    if flat_then - flat_now:
-        counted += f"; gone: {_few(sorted(flat_then - flat_now))}"
-    return counted
-
+from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
 
 _T = TypeVar("_T")
 
@@ -195,7 +58,7 @@ class Resumed:
 
 
 Offer = tuple[int, int, int]
-"""Step, life and save of a state in memory (tiers.Held)."""
+"""Of a state in memory: its step, which life of the job left it (the number of its attempt), and which save of that life."""
 
 
 @dataclass
@@ -207,7 +70,7 @@ class Resumer:
     peers: Peers
     tier: Tier
     fresh_ok: bool
-    choice: Choice = Choice()
+    choice: Choice = field(default_factory=Choice)
     adopted: Saved | None = None
     """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
@@ -226,9 +89,10 @@ class Resumer:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _from_memory(self) -> Resumed | None:
-        held: dict[Offer, list[InheritedState]] = {}
+        held: dict[Offer, list[Slot]] = {}
         for each in self.tier.held(str(self.path)):
-            held.setdefault((each.step, each.life, each.save), []).append(each)
+            assert each.request is not None
+            held.setdefault((each.step, each.request.attempt, each.request.save), []).append(each)
         said = self.peers.gather(sorted(held))
         chosen = self.peers.tell(self._choose(said, held) if said else None)
         for offer in ((each[0], each[1], each[2]) for each in chosen):
@@ -237,7 +101,7 @@ class Resumer:
                 return resumed
         return None
 
-    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[InheritedState]]) -> list[Offer]:
+    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[Slot]]) -> list[Offer]:
         """Rank 0: what every rank has something of, newest first, and is not older than the disk."""
         common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
         if not common:
@@ -253,7 +117,7 @@ class Resumer:
 
         return sorted((offer for offer in common if offer[0] >= newest_step), key=age, reverse=True)
 
-    def _from_slots(self, step: int, held: list[InheritedState]) -> Resumed | None:
+    def _from_slots(self, step: int, held: list[Slot]) -> Resumed | None:
         """None when not every rank finds all that it needs, or something is damaged."""
         compared = self._on_all(lambda: self._compare(self._held(held)))
         if compared is None:
@@ -276,7 +140,7 @@ class Resumer:
         self.adopted = saved
         return self._resumed(step, "memory", restored, fit)
 
-    def _held(self, held: list[InheritedState]) -> Saved:
+    def _held(self, held: list[Slot]) -> Saved:
         return Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
 
     def _on_all(self, work: Callable[[], _T]) -> _T | None:

@@ -19,16 +19,15 @@ import torch
 
 from holdfast.core.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import attempt
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.lease import FolderLease
-from holdfast.snapshots.saver_client import error_of
+from holdfast.snapshots.saver_client import PrivateTier, Tier, error_of, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copying import step_back
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
-from holdfast.train.tiers import PrivateTier, Tier, warn_of_disk
 
 TEXT_ROOM = 1.25
 """The text's entry is so much larger than the text, which changes its length from save to save."""
@@ -161,7 +160,7 @@ class Saving:
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
-            self._persist(self._ticket(word["attempt"]), self._metadata(word["metrics"]))
+            self._persist(self._request(word["attempt"], word["metrics"]))
         return Done(word["do"] == "persist", failure, word.get("look_at", 0))
 
     def _hear(self, word: Mapping[str, Any] | None) -> str:
@@ -175,13 +174,13 @@ class Saving:
             warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
         return failure.text
 
-    def _persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+    def _persist(self, request: SaveRequest) -> None:
         try:
-            self.tier.persist(ticket, metadata)
+            self.tier.persist(request)
         except (SnapshotError, ValueError) as error:
             told = error if isinstance(error, SnapshotError) else SnapshotWriteError(str(error))
             self.troubles.append(told)
-            attempt.refuse(ticket, str(told))  # rank 0 would wait for this rank's part
+            attempt.refuse(request, str(told))  # rank 0 would wait for this rank's part
 
     def wait(self) -> None:
         """Until everything is committed, on every rank; all raise when that went wrong on one."""
@@ -281,7 +280,7 @@ class Saving:
         if layout.beside is not None:
             memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
         memory[room] = collected.text.ljust(room.stop - room.start)
-        self.tier.commit(self._ticket(self._rescue), self._metadata(metrics))
+        self.tier.commit(self._request(self._rescue, metrics))
         return "staged"
 
     def _sources(self, collected: Collected, layout: Layout) -> list[torch.Tensor]:
@@ -296,16 +295,14 @@ class Saving:
             self._places[address] = Places([views[name] for name, _ in layout.keys])
         return self._places[address]
 
-    def _ticket(self, number: int) -> Ticket:
+    def _request(self, number: int, metrics: Mapping[str, float]) -> SaveRequest:
         assert self._layout is not None
         note = {"save": self._saves}
         if self._layout.beside is not None:
             note["file_bytes"] = self._layout.file_bytes
-        peers = self._peers
-        return Ticket(str(self._path), self._tracker.state.step, number, peers.rank, peers.world, note)
-
-    def _metadata(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        return {"metrics": dict(metrics), "epoch": self._tracker.state.epoch}
+        peers, state = self._peers, self._tracker.state
+        metadata = {"metrics": dict(metrics), "epoch": state.epoch}
+        return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@
         snaps.step(loss=loss)
 
 What a save costs the training is one copy of this rank's part into a slot, and a word with rank 0 over the store while
-nothing else is to be done: the plan is made once, the disk is the saver's business (tiers.py). Only the main thread
+nothing else is to be done: the plan is made once, the disk is the saver's business (snapshots/saver_client.py). Only the main thread
 talks to other ranks, and only in these methods, which every rank calls equally often.
 
-Knows when, what and where; how is in state.py, sharding.py, saving.py, resuming.py and tiers.py.
+Knows when, what and where; how is in state.py, sharding.py, saving.py and resuming.py.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots import retention
 from holdfast.snapshots.retention import Keep, Verified
-from holdfast.snapshots.saver_client import rescue_attempt
+from holdfast.snapshots.saver_client import Tier, open_tier
+from holdfast.snapshots.saving import rescue_attempt
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
 from holdfast.train.reading import Saved
-from holdfast.train.resuming import Choice, Resumed, Resumer
+from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.saving import Saving
 from holdfast.train.state import Tracker, TrainState
-from holdfast.train.tiers import Tier, open_tier
+from holdfast.train.tracked import Choice
 
 
 class Pruner:

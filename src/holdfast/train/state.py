@@ -31,9 +31,8 @@ from torch.utils.data import DataLoader
 from holdfast.core.errors import ShardingError, TrackingError
 from holdfast.train import codec
 from holdfast.train.reading import Saved
-from holdfast.train.resuming import Choice, Compared, Fit
 from holdfast.train.sharding import OWN, TIED
-from holdfast.train.tracked import Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
+from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
 
 
 def random_state() -> dict[str, Any]:

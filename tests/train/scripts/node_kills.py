@@ -228,7 +228,7 @@ def committed(folder: Path, faults: list[str]) -> int:
         if snapshot.manifest.world != NODES:
             faults.append(f"{snapshot.path.name} has {snapshot.manifest.world} ranks")
         with contextlib.suppress(folders.SnapshotGoneError):
-            folder.verify(snapshot)
+            folders.verify(snapshot)
     return newest
 
 
