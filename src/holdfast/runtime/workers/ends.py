@@ -20,13 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.core.agent.events import Event, WorkerEnded, WorkerRaised
 from holdfast.core.bounds import COUNT_MAX
 from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
-from holdfast.core.protocol import Assign
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.workers.log_layout import WorkerStreams
 from holdfast.runtime.workers.log_router import LogRouter
@@ -172,94 +171,48 @@ def read_tail(path: str) -> str:
     return "\n".join(lines[-TAIL_LINES_MAX:])
 
 
-def failure_of_exit(
-    *,
-    rank: int,
-    local_rank: int,
-    host: str,
-    pid: int,
-    exit_code: int,
-    error_file: str,
-    stderr_file: str,
-    lived_s: float,
-    now_epoch_s: int,
-    out_of_memory: bool = False,
-    after_stop: bool = False,
-    step: int = 0,
+def with_evidence(
+    bare: Failure, *, error_file: str, stderr_file: str, now_epoch_s: int, out_of_memory: bool = False
 ) -> Failure:
-    """The failure of a worker that ran and ended with `exit_code`, not 0, from the files that it left.
+    """The failure of a worker that ended with a code that is not 0, with what its files say.
 
     `out_of_memory`: `OomWatch.struck()`; counts only for a worker that SIGKILL ended while nobody was stopping it.
     """
     recorded = read_error_file(error_file)
     stderr_tail = read_tail(stderr_file)
     facts: dict[str, str] = {}
-    if not after_stop:
+    if not bare.after_stop:
         from holdfast.runtime.workers.machine_facts import facts_for  # here: a job that does not fail never needs it
 
-        facts = facts_for(f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", exit_code, stderr_file)
-    return Failure(
-        rank=rank,
-        local_rank=local_rank,
-        host=host,
-        pid=pid,
-        exit_code=exit_code,
+        facts = facts_for(f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", bare.exit_code, stderr_file)
+    return structs.replace(
+        bare,
         error_type=recorded.error_type,
         message=recorded.message,
         traceback=recorded.traceback,
         stderr_tail=stderr_tail,
         error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
         stderr_file=_as_text(stderr_file),
-        out_of_memory=out_of_memory and exit_code == -signal.SIGKILL and not after_stop,
-        after_stop=after_stop,
-        lived_s=lived_s,
+        out_of_memory=out_of_memory and bare.exit_code == -signal.SIGKILL and not bare.after_stop,
         timestamp=recorded.timestamp or now_epoch_s,
         facts=facts,
-        step=step,
     )
 
 
-def left_with_zero(
-    *,
-    rank: int,
-    local_rank: int,
-    host: str,
-    pid: int,
-    stderr_file: str,
-    stdout_file: str,
-    lived_s: float,
-    step: int,
-) -> Failure:
+def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
     """How a worker left that ended with 0: what it printed last, for the case that its peers still need it."""
-    tail = read_tail(stderr_file) or read_tail(stdout_file)
-    return Failure(
-        rank=rank,
-        local_rank=local_rank,
-        host=host,
-        pid=pid,
-        exit_code=0,
-        stderr_tail="\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:],
-        stderr_file=_as_text(stderr_file),
-        lived_s=lived_s,
-        step=step,
-    )
+    stderr_file = str(streams.stderr_file or "")
+    tail = read_tail(stderr_file) or read_tail(str(streams.stdout_file or ""))
+    last = "\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:]
+    return structs.replace(bare, stderr_tail=last, stderr_file=_as_text(stderr_file))
 
 
-def failure_of_spawn(
-    *, rank: int, local_rank: int, host: str, error_number: int, text: str, now_epoch_s: int
-) -> Failure:
+def failure_of_spawn(bare: Failure, *, error_number: int, text: str, now_epoch_s: int) -> Failure:
     """The failure of a worker whose program could not be executed; exit codes as a shell's: 127 not found, else 126.
-    1 where the machine had no room for a process: that says nothing of the program."""
-    return Failure(
-        rank=rank,
-        local_rank=local_rank,
-        host=host,
-        pid=0,
-        exit_code=_spawn_code(error_number),
-        message=text,
-        started=False,
-        timestamp=now_epoch_s,
-    )
+    1 where the machine had no room for a process: that says nothing of the program.
+    """
+    code = _spawn_code(error_number)
+    return structs.replace(bare, exit_code=code, message=text, started=False, lived_s=0.0, timestamp=now_epoch_s)
 
 
 def _spawn_code(error_number: int) -> int:
@@ -299,22 +252,8 @@ class Worker(Struct):
     """What was reported of that exception; None: nothing yet."""
 
 
-class WorkerExit(Struct, frozen=True):
-    """What is known of a worker at the moment of its end, before its files are read."""
-
-    pid: int
-    exit_code: int
-    lived_s: float
-    step: int
-    """The step that it was in; 0: unknown."""
-    after_stop: bool
-    """It was being stopped, or had been told to stop."""
-    raised: bool = False
-    """An exception has ended its program; the process is still there."""
-
-
 class Ends:
-    """Of one node, generation after generation. `emit` gets the machine's events on the loop."""
+    """Reports the ends of one generation's workers on one node. `emit` gets the machine's events on the loop."""
 
     def __init__(
         self,
@@ -322,47 +261,31 @@ class Ends:
         emit: Callable[[Event], None],
         journal: Journal,
         router: LogRouter,
-        *,
-        host: str,
+        oom: OomWatch,
+        generation: int,
     ) -> None:
         self._tasks = tasks
         self._emit = emit
         self._journal = journal
         self._router = router
-        self._host = host
-        self._assign: Assign | None = None
-        self._oom: OomWatch | None = None
+        self._oom = oom
+        self._generation = generation
         self._reading: set[asyncio.Task[None]] = set()
+        oom.renew()
 
-    def watch_memory(self) -> None:
-        """Count from now on what the kernel kills for lack of memory."""
-        if self._oom is None:
-            self._oom = OomWatch()
-
-    def start(self, assign: Assign) -> None:
-        """The workers of this generation are ordered to start."""
-        self._assign = assign
-        if self._oom is not None:
-            self._oom.renew()
-
-    def unstarted(self, local_rank: int, error_number: int, text: str) -> None:
+    def unstarted(self, bare: Failure, error_number: int, text: str) -> None:
         """A worker whose program could not be executed."""
-        assert self._assign is not None
-        failure = failure_of_spawn(
-            rank=self._assign.rank_base + local_rank,
-            local_rank=local_rank,
-            host=self._host,
-            error_number=error_number,
-            text=text,
-            now_epoch_s=int(time.time()),
-        )
-        self._journal.write("worker_failed", generation=self._assign.generation, **noted(failure))
-        self._emit(WorkerEnded(self._assign.generation, local_rank, failure))
+        failure = failure_of_spawn(bare, error_number=error_number, text=text, now_epoch_s=int(time.time()))
+        self._journal.write("worker_failed", generation=self._generation, **noted(failure))
+        self._emit(WorkerEnded(self._generation, failure.local_rank, failure))
 
-    def report(self, worker: Worker, end: WorkerExit) -> None:
-        """Read what this worker left, then report: WorkerRaised or WorkerEnded, after those of earlier calls."""
-        assert self._assign is not None
-        reading = self._tasks.create_task(self._report(worker, end, self._assign, tuple(self._reading)))
+    def report(self, worker: Worker, bare: Failure, *, raised: bool = False) -> None:
+        """Read what this worker left, then report: WorkerRaised or WorkerEnded, after those of earlier calls.
+
+        `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; the process is still
+        there.
+        """
+        reading = self._tasks.create_task(self._report(worker, bare, tuple(self._reading), raised=raised))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
 
@@ -371,53 +294,31 @@ class Ends:
             await asyncio.wait(tuple(self._reading))
 
     async def _report(
-        self, worker: Worker, end: WorkerExit, assign: Assign, earlier: tuple[asyncio.Task[None], ...]
+        self, worker: Worker, bare: Failure, earlier: tuple[asyncio.Task[None], ...], *, raised: bool
     ) -> None:
-        known = (
-            worker.raised and not end.raised
-        )  # what it left was read when it raised; that is one of the earlier calls
-        event = None if known else await self._event(worker, end, assign)
+        # What it left was read when it raised: that is one of the earlier calls.
+        event = None if worker.raised and not raised else await self._event(worker, bare, raised=raised)
         if earlier:
             await asyncio.wait(earlier)
-        self._emit(event or WorkerEnded(assign.generation, worker.local_rank, worker.failure))
+        self._emit(event or WorkerEnded(self._generation, worker.local_rank, worker.failure))
 
-    async def _event(self, worker: Worker, end: WorkerExit, assign: Assign) -> Event:
-        if end.exit_code == 0:
-            left = await asyncio.to_thread(self._left, worker, end, assign)
-            return WorkerEnded(assign.generation, worker.local_rank, None, left=left)
-        failure = await asyncio.to_thread(self._failure, worker, end, assign)
-        self._journal.write("worker_failed", generation=assign.generation, **noted(failure))
-        if self._assign is assign:
-            self._router.failed(failure.rank, failure.traceback)
-        if end.raised:
+    async def _event(self, worker: Worker, bare: Failure, *, raised: bool) -> Event:
+        if bare.exit_code == 0:
+            left = await asyncio.to_thread(left_with_zero, bare, worker.streams)
+            return WorkerEnded(self._generation, worker.local_rank, None, left=left)
+        failure = await asyncio.to_thread(self._with_evidence, bare, worker.streams)
+        self._journal.write("worker_failed", generation=self._generation, **noted(failure))
+        self._router.failed(failure.rank, failure.traceback)
+        if raised:
             worker.failure = failure
-            return WorkerRaised(assign.generation, worker.local_rank, failure)
-        return WorkerEnded(assign.generation, worker.local_rank, failure)
+            return WorkerRaised(self._generation, worker.local_rank, failure)
+        return WorkerEnded(self._generation, worker.local_rank, failure)
 
-    def _left(self, worker: Worker, end: WorkerExit, assign: Assign) -> Failure:
-        return left_with_zero(
-            rank=assign.rank_base + worker.local_rank,
-            local_rank=worker.local_rank,
-            host=self._host,
-            pid=end.pid,
-            stderr_file=str(worker.streams.stderr_file or ""),
-            stdout_file=str(worker.streams.stdout_file or ""),
-            lived_s=end.lived_s,
-            step=end.step,
-        )
-
-    def _failure(self, worker: Worker, end: WorkerExit, assign: Assign) -> Failure:
-        return failure_of_exit(
-            rank=assign.rank_base + worker.local_rank,
-            local_rank=worker.local_rank,
-            host=self._host,
-            pid=end.pid,
-            exit_code=end.exit_code,
-            error_file=str(worker.streams.error_file or ""),
-            stderr_file=str(worker.streams.stderr_file or ""),
-            lived_s=end.lived_s,
+    def _with_evidence(self, bare: Failure, streams: WorkerStreams) -> Failure:
+        return with_evidence(
+            bare,
+            error_file=str(streams.error_file or ""),
+            stderr_file=str(streams.stderr_file or ""),
             now_epoch_s=int(time.time()),
-            out_of_memory=self._oom is not None and self._oom.struck(),
-            after_stop=end.after_stop,
-            step=end.step,
+            out_of_memory=self._oom.struck(),
         )
