@@ -95,8 +95,7 @@ class ChunkDigests:
 
     def start(self) -> None:
         """A share per thread: a task for each chunk would keep the interpreter's lock busy, which the writer needs,
-        too.
-        """
+        too."""
         count = hash_threads()
         self._shares = [submit(self._pool, self._digest, self._begins[first::count]) for first in range(count)]
 
@@ -149,8 +148,7 @@ def write_all(path: Path, data: memoryview, beside: Callable[[], None] | None = 
 
     `beside` starts what is to be done meanwhile: it is called when the disk has begun, which otherwise would wait for
     it (15 ms of 300, with two cores that hash). OSError; FileNotFoundError when somebody has removed or replaced the
-    file.
-    """
+    file."""
     file = _create(path)
     try:
         if beside is not None:
@@ -282,8 +280,7 @@ def go_direct(file: int) -> None:
 
 def read_into(file: int, into: memoryview, begin: int) -> int:
     """As os.preadv with one buffer; a file system that promised too much with O_DIRECT is read through the page
-    cache. OSError.
-    """
+    cache. OSError."""
     try:
         return os.preadv(file, [into], begin)
     except OSError as error:

@@ -53,8 +53,7 @@ GiveWay = Callable[[], object]
 class RankFile:
     """One rank's file of a committed snapshot, open for reading. Use it as a context manager.
 
-    What `load` has returned stays valid after `close`. SnapshotDamagedError, SnapshotGoneError, SnapshotError.
-    """
+    What `load` has returned stays valid after `close`. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
 
     def __init__(self, snapshot: Snapshot, rank: int) -> None:
         entry = snapshot.manifest.ranks[rank]
@@ -267,8 +266,7 @@ class Survey:
 
 def survey(folder: str | os.PathLike[str]) -> Survey:
     """Look at a snapshot folder; one that does not exist is empty. Files that are not ours are ignored.
-    SnapshotError.
-    """
+    SnapshotError."""
     path = Path(folder)
     try:
         names = os.listdir(path)
@@ -416,8 +414,7 @@ def is_being_written(path: Path) -> bool:
 
 def clear_debris(found: Survey) -> list[Path]:
     """Delete what unfinished saves left; returns what is gone. Only for the job that has the folder, and while it
-    saves nothing.
-    """
+    saves nothing."""
     cleared = []
     for path in found.debris:
         named = parse_name(path.name)

@@ -13,8 +13,7 @@ Who may take it over, and when:
 
 No clock of another machine is compared with anything. An owner elsewhere that is frozen longer than that loses the
 lease and learns it at its next `check`; what both saved meanwhile are whole snapshots, because attempts are exclusive
-anyway.
-"""
+anyway."""
 
 from __future__ import annotations
 
@@ -215,8 +214,7 @@ def acquire(
     """Take the folder for the job with this run id; only its rank 0 does.
 
     Waits up to `looks` × `look_s` seconds for the counter of an owner that may be dead.
-    SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written.
-    """
+    SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written."""
     path = Path(folder)
     me = LeaseOwner.me(run_id)
     try:

@@ -7,8 +7,7 @@ agree within a huge page, while others read and write them. That takes one to fo
 done beside the training, a page now and then, once for each slot; and not by a process of low priority, for which
 others would wait with it when it loses its core (measured: saves of three times the length on a crowded machine).
 
-Knows nothing of what is in the files. Standard library only.
-"""
+Knows nothing of what is in the files. Standard library only."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 class Keep:
     """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`.
 
-    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else.
-    """
+    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else."""
 
     last: int = 3
     every: str | float | None = None
@@ -118,8 +117,7 @@ def prune(
 
     Only for the job that has the folder. Snapshots that cannot be read at the moment stay and count for nothing.
     `at` is called with "aside" when the names are gone, and with "deleted" after each deletion: tests kill there.
-    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written.
-    """
+    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written."""
     verified = Verified() if verified is None else verified
     found = list(folder.survey(path).committed)
     damaged: list[tuple[Path, SnapshotError]] = []

@@ -48,8 +48,7 @@ NEWS_MAX = 16
 """Failures of saves whose worker is gone, kept for its successor."""
 NICENESS = 5
 """Training goes first; where the kernel counts by sessions (autogroup) ours has as much as the worker's, and is not
-lowered: a save that does not keep up makes the next one wait for a slot.
-"""
+lowered: a save that does not keep up makes the next one wait for a slot."""
 
 
 @dataclass(eq=False)
@@ -97,8 +96,7 @@ class Saver:
         self, folder: Path, listening: socket.socket, control: socket.socket | None, anchor_fd: int | None = None
     ) -> None:
         """`control`: the agent's; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone
-        already.
-        """
+        already."""
         self._folder = folder
         self._listening = listening
         self._control = control
@@ -275,8 +273,7 @@ class Saver:
 
     def _is_beside(self) -> bool:
         """Somebody is left of the life whose workers go. Who comes back is of the next one: a restart, or a job that
-        has closed one snapshot folder and opens another.
-        """
+        has closed one snapshot folder and opens another."""
         generation = max(self._gone.values())
         return any(
             worker.local_rank < 0 or (worker.generation <= generation and worker.local_rank not in self._gone)
@@ -297,8 +294,7 @@ class Saver:
 
     def _rescue(self) -> None:
         """Write the newest step of each snapshot folder that all ranks have in memory, if the disk has none that is
-        as new.
-        """
+        as new."""
         generation = max(self._gone.values())
         ranks = [rank for rank, theirs in self._gone.items() if theirs == generation]
         by_rank = {

@@ -12,8 +12,7 @@
 ends with the process then.
 
 Both hold a staged image still while it is written, and neither waits unless it is asked to. Not for several threads, but
-for `reserve` and `read_back`. A forked child must leave them alone. Standard library only.
-"""
+for `reserve` and `read_back`. A forked child must leave them alone. Standard library only."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ own ranks' slots. On one node that is all there is to know. Several nodes meet i
 they share when their workers are dead: rank 0's saver makes a meeting place, an attempt that is never committed;
 every rank leaves there what it has and whether that was handed over already; and from what all have left each saver
 chooses alike. A rank that leaves nothing within the patience ends the rescue: nothing is written with ranks missing.
-The savers poll, because other nodes' writes announce themselves nowhere.
-"""
+The savers poll, because other nodes' writes announce themselves nowhere."""
 
 from __future__ import annotations
 
@@ -312,8 +311,7 @@ def _carry_out(save: Save, tell: Tell) -> Path | None:
 
 def _failed(save: Save, code: str, text: str) -> shelf.Packet:
     """`made_good`: another attempt has brought the step to the disk; for a worker that died meanwhile nothing is to
-    tell.
-    """
+    tell."""
     made_good = newest_on_disk(save.request.folder) == save.request.step
     return {"is": "failed", "code": code, "text": text, "made_good": made_good}
 

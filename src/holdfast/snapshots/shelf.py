@@ -30,8 +30,7 @@ Messages are JSON, one packet of a SOCK_SEQPACKET socket each:
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
 
-Standard library only.
-"""
+Standard library only."""
 
 from __future__ import annotations
 

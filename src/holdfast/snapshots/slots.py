@@ -26,8 +26,7 @@ written out; so the newest committed one is only overwritten while the other one
 both are being saved there is none: the caller skips, or waits for the saver. A second process with the same local
 rank (a launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
 
-Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
-"""
+Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ class MicroBatch:
     def backward(self, loss: torch.Tensor, *, scaler: Any = None, **arguments: Any) -> None:
         """`loss.backward()` with the loss scaled; `loss` is the mean over the batch's samples.
 
-        `scaler`: a torch.amp.GradScaler. Several losses of one micro-batch may be given one after the other.
-        """
+        `scaler`: a torch.amp.GradScaler. Several losses of one micro-batch may be given one after the other."""
         scaled = loss * self.scale
         (scaled if scaler is None else scaler.scale(scaled)).backward(**arguments)
         self._accumulation.add(scaled.detach())
@@ -161,8 +160,7 @@ def _outermost(module: nn.Module, kind: type) -> list[Any]:
 
 _accumulations: weakref.WeakKeyDictionary[nn.Module, _Accumulation] = weakref.WeakKeyDictionary()
 """Each model's, as long as the model lives: so that a loop needs no object of ours and no attribute is put on the
-model.
-"""
+model."""
 
 
 @contextlib.contextmanager

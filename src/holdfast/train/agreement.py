@@ -216,8 +216,7 @@ SILENT = "silent"
 """Key under which it does."""
 GUARD_S = 5.0
 """A rank that has waited so long in a named call warns which ranks are missing; other ranks than 0 wait twice as
-long.
-"""
+long."""
 MEETING_GUARD_S = 30.0
 """As GUARD_S, when the ranks meet: before that one of them may have had a data set to prepare."""
 LOOK_AGAIN_S = 0.005

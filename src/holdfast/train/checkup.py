@@ -64,8 +64,7 @@ def gpu_facts(torch: Any) -> dict[str, Any]:
 
 def runs_on(arch: str, major: int, minor: int) -> bool:
     """`sm_86` is code for GPUs of its own major version, from its minor one; `compute_80` is compiled for any newer
-    GPU.
-    """
+    GPU."""
     kind, _, digits = arch.partition("_")
     number = int(digits.rstrip("af"))
     if kind == "compute":

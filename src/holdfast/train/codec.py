@@ -234,8 +234,7 @@ def decode(tree: Any, tensor: _Get, array: _Get | None = None, *, plain: bool = 
     made of.
 
     `plain`: for another program, which lacks the classes of this one's enums and named tuples, and may load without
-    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours.
-    """
+    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours."""
     return _decode(tree, _Gets(tensor, array or tensor, plain))
 
 

@@ -151,8 +151,7 @@ def _copy_odd(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Copy into targets that torch does not copy into along with others; returns the other targets, and their
-    sources.
-    """
+    sources."""
     odd = {number for number, each in enumerate(targets) if _is_odd(each)}
     for number in odd:
         with torch.inference_mode(targets[number].is_inference()):

@@ -6,8 +6,7 @@
 
 Needs no job and no launcher; tensors are whole, whatever they were sharded over. State that differs between the ranks
 (random numbers, iterators) is rank 0's. Every byte is checked against its digest. The result appears whole or not at
-all.
-"""
+all."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 
 def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
     """Write the newest snapshot (of this step) there, whole or not at all; returns it. SnapshotError;
-    FileExistsError; OSError.
-    """
+    FileExistsError; OSError."""
     committed = folders.survey(folder).committed
     found = [each for each in committed if step is None or each.step == step]
     if not found:

@@ -70,8 +70,7 @@ class Saving:
         lease: FolderLease | None,
     ) -> None:
         """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
-        rank 0's.
-        """
+        rank 0's."""
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
         self._rescue, self._clock, self._lease = rescue, clock, lease
@@ -110,8 +109,7 @@ class Saving:
 
     def await_settled(self) -> None:
         """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times
-        as long.
-        """
+        as long."""
         if self._settling is not None:
             self._settle()  # with both hands
             self._settling.join()
@@ -134,8 +132,7 @@ class Saving:
 
     def look(self) -> None:
         """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
-        raise.
-        """
+        raise."""
         checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
         for check in checks:
             while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):

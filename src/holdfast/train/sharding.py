@@ -168,8 +168,7 @@ class Layout:
 
     def views(self, memory: memoryview) -> dict[str, torch.Tensor]:
         """The places of the entries in this memory, as tensors of their own type and shape; the text is not among
-        them.
-        """
+        them."""
         views = {}
         for image, begin in ((self.file, 0), (self.beside, self.beside_at)):
             for entry in () if image is None else image.entries:
@@ -247,8 +246,7 @@ def _deal_beside(
     held: Sequence[Sequence[Piece]], ranks: Sequence[int], disk: Sequence[set[_Index]], beside: list[set[_Index]]
 ) -> None:
     """What none of a node's ranks writes to the disk: each piece once, to whoever of those that hold it has least so
-    far.
-    """
+    far."""
     there = set().union(*(disk[rank] for rank in ranks))
     holders: dict[_Index, list[int]] = {}
     wanted: dict[_Index, Piece] = {}

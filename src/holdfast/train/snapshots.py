@@ -107,8 +107,7 @@ class Snapshots:
     failures_max  saves to the disk that fail in a row until all ranks raise; fewer are a warning of rank 0's
     exit_on_stop  leave with exit code 0 when the launcher asks to stop and all is saved; False: `stopping` says it
 
-    Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends.
-    """
+    Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends."""
 
     def __init__(
         self,
@@ -348,8 +347,7 @@ class Snapshots:
     def save(self, *, wait: bool = False) -> None:
         """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
 
-        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike.
-        """
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike."""
         saving = self._begun()
         self._look(saving)
         self._save(saving, durable=True, demanded=True)
@@ -409,8 +407,7 @@ class Snapshots:
     def close(self) -> None:
         """Wait for what is being written, and let go of the folder. What went wrong in the background is raised here.
 
-        Steps that are in memory alone are written by the saver. May be called again.
-        """
+        Steps that are in memory alone are written by the saver. May be called again."""
         if self._closed or self._is_child_s:
             return
         self._closed = True

@@ -52,8 +52,7 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any], place: tuple[int, int] | None) -> None:
     """`place`: None in the same world; otherwise (rank, world), and every rank gets a seed of its own, made from it
-    all.
-    """
+    all."""
     if place is not None:
         rank, world = place
         seed = hashlib.sha256(state["torch"] + f"/{rank}/{world}".encode()).digest()
@@ -198,8 +197,7 @@ class Tracker:
     _kept: _Parts | None = None
     chosen: tuple[str, ...] | None = None
     """This life was begun with these objects alone of a snapshot (`resume(only=…)`); what it saves says so, and is
-    whole.
-    """
+    whole."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """TrackingError for what cannot be tracked, and for a name that is taken."""

@@ -236,8 +236,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Rank 0: say which snapshot it is. Each rank looks for the newest by itself, and one may have become that
-        between.
-        """
+        between."""
         return [replace(plan, storage_data=str(self.snapshot.path)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -210,8 +210,7 @@ class TrackedModel:
 
     def live(self) -> dict[str, Any]:
         """Its state, not detached: parameters and buffers that are tied are known by being one object, on every rank
-        alike.
-        """
+        alike."""
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 

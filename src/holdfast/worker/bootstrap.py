@@ -33,8 +33,7 @@ STACKS_FD = 600
 
 def write_error_file(path: str, error: BaseException, traceback_text: str) -> None:
     """Write what torchelastic's `record` writes, whole or not at all (to a device or pipe: as it comes). Raises
-    OSError.
-    """
+    OSError."""
     import json
     import time
 
@@ -106,8 +105,7 @@ def _fresh_main() -> ModuleType:
 
 def _importer_for(path: str) -> object:
     """The importer of a folder or archive; None for anything else. What the interpreter asks before it opens a
-    script.
-    """
+    script."""
     for hook in sys.path_hooks:
         try:
             return hook(path)
@@ -312,8 +310,7 @@ def _leave(code: int) -> None:
 def _serve_as_nursery() -> None:
     """Returns in each worker that is forked, where everything is as after its own start.
 
-    Here, so that workers have the same frames below them however they were started.
-    """
+    Here, so that workers have the same frames below them however they were started."""
     folder, control_fd = sys.argv[2:4]
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
@@ -354,8 +351,7 @@ def _tell_of_exception(address: str, board: Any) -> None:
 
 def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
     """Open for writing what the agent has open under the descriptor that this word of its board names. Raises
-    OSError, ValueError.
-    """
+    OSError, ValueError."""
     path = address.rpartition("@")[0]
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -4,8 +4,7 @@
 program that has no optimizer, or whose optimizer makes no steps for a long time.
 
 Knows the environment variable and the board's layout. Standard library only; without a launcher none of it does
-anything.
-"""
+anything."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ it is parked, and once more when it is a worker.
 
 Workers are forked twice, so that they fall to the keeper, which is a subreaper: it stays everybody's parent.
 Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
-birth.py; the tests compare a forked worker with one that was started by exec.
-"""
+birth.py; the tests compare a forked worker with one that was started by exec."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ class Importer:
 
     def load(self, module: str) -> str:
         """Import one module; returns why it could not be imported. Raises UnfitError when what it did cannot be
-        forked.
-        """
+        forked."""
         before = dict(os.environ)
         data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
         watched = Watched(data, self.asked)

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 """torch.autograd.backward's arguments. Ours has the same: to take and pass on just anything costs a quarter of a
-microsecond.
-"""
+microsecond."""
 
 
 def begin(address: str) -> None:
@@ -202,8 +201,7 @@ class Marks:
 
     def _is_foreign(self, url: str) -> bool:
         """Whether this address is not that of the agent's store, as from torch 2.14 on: rank 0 has to serve it
-        itself. An older torch makes every rank a client of whatever address it is given, where nobody serves.
-        """
+        itself. An older torch makes every rank a client of whatever address it is given, where nobody serves."""
         if os.environ.get(USE_AGENT_STORE) != "True":
             return False
         host, port = _store_of(url)
@@ -271,8 +269,7 @@ def _never_destruct(c10d: Any, group: Any) -> None:
 
 def _leave_to_eager(function: Any, original: Any) -> None:
     """Have torch's compiler pass this function by: it does so with what lies in torch's folder, as this one says it
-    does.
-    """
+    does."""
     file = os.path.join(os.path.dirname(original.__code__.co_filename), "holdfast", "worker", "progress.py")
     function.__code__ = function.__code__.replace(co_filename=file)
 

@@ -63,8 +63,7 @@ class Crew:
         on_notice: Callable[[str], None],
     ) -> None:
         """`work`: the machine's. `on_store` gets the port of each generation's store that is hosted here, `on_notice` what
-        the user should know.
-        """
+        the user should know."""
         self._options = options
         self._folder = folder
         self._router = router

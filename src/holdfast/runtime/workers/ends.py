@@ -209,8 +209,7 @@ def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
 
 def failure_of_spawn(bare: Failure, *, error_number: int, text: str, now_epoch_s: int) -> Failure:
     """The failure of a worker whose program could not be executed; exit codes as a shell's: 127 not found, else 126.
-    1 where the machine had no room for a process: that says nothing of the program.
-    """
+    1 where the machine had no room for a process: that says nothing of the program."""
     code = _spawn_code(error_number)
     return structs.replace(bare, exit_code=code, message=text, started=False, lived_s=0.0, timestamp=now_epoch_s)
 
@@ -283,8 +282,7 @@ class Ends:
         """Read what this worker left, then report: WorkerRaised or WorkerEnded, after those of earlier calls.
 
         `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; the process is still
-        there.
-        """
+        there."""
         reading = self._tasks.create_task(self._report(worker, bare, tuple(self._reading), raised=raised))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)

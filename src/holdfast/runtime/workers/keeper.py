@@ -471,8 +471,7 @@ def _place_descriptors(wanted: dict[int, int], report: int) -> int:
 
 def main() -> NoReturn:
     """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored, soft limit
-    of files.
-    """
+    of files."""
     fd, agent, ignored, limit = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)

@@ -191,8 +191,7 @@ class KeeperClient:
 
     async def close(self, spare: Collection[int] = ()) -> None:
         """End the keeper and all it has, services too, and reap it. Safe to call twice and after its death: then what
-        it has left to us is killed, which is every child of ours not in `spare`.
-        """
+        it has left to us is killed, which is every child of ours not in `spare`."""
         orderly = self.alive
         self._closing = True
         if orderly:

@@ -44,8 +44,7 @@ FILES_MAX = 4096
 
 def tcp_moved_bytes() -> dict[int, int]:
     """Sent and received by each connection of this machine, by the inode of its socket. Empty where that may not be
-    known.
-    """
+    known."""
     found: dict[int, int] = {}
     with (
         contextlib.suppress(OSError, struct.error),
@@ -165,8 +164,7 @@ def read_stat(pid: int | str) -> Stat | None:
 
 def wanted_s(pid: int, *, all_threads: bool) -> float:
     """Processor time that a process, or its main thread, has used so far, and time for which it waited for a
-    processor: on a machine that has too much to do the second is most of it. 0 where that is not known.
-    """
+    processor: on a machine that has too much to do the second is most of it. 0 where that is not known."""
     tasks = [str(pid)]
     if all_threads:
         with contextlib.suppress(OSError):
@@ -206,8 +204,7 @@ def signals(pid: int | str) -> Signals:
 
 def switches(pid: int) -> int:
     """How often the main thread has gone to sleep or had to give way: the same number twice, and it slept all the
-    while or ran. -1 when there is no such process.
-    """
+    while or ran. -1 when there is no such process."""
     found = 0
     try:
         with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
@@ -293,8 +290,7 @@ def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
 
 def disk_bytes(proc: str = "/proc") -> int:
     """What all disks and network file systems of this machine have read and written so far. It grows while a file is
-    being brought to one of them, when the process that waits for it has nothing else to show.
-    """
+    being brought to one of them, when the process that waits for it has nothing else to show."""
     found = 0
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"{proc}/diskstats", "rb") as file:
         found = sum((int(fields[5]) + int(fields[9])) * SECTOR_BYTES for fields in map(bytes.split, file))
@@ -305,8 +301,7 @@ def disk_bytes(proc: str = "/proc") -> int:
 
 def describe_tasks(pid: int) -> list[str]:
     """One line for each thread: number, name, state, and in which of the kernel's functions it sleeps, where that may
-    be known.
-    """
+    be known."""
     try:
         tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
     except OSError:

@@ -33,8 +33,7 @@ class LineCutter:
     def __init__(self) -> None:
         self.partial = b""
         """The unfinished line; when it overwrote itself: its last complete state, a carriage return, the coming
-        state.
-        """
+        state."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The lines that are complete now, each ending with a newline and without carriage returns."""

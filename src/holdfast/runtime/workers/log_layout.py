@@ -98,8 +98,7 @@ class RunFolder:
 
 def default_log_dir() -> str:
     """Where runs are kept without --log-dir: the user's state folder; where that cannot be written the current
-    folder, and where that cannot be either, one of this user in the temporary folder.
-    """
+    folder, and where that cannot be either, one of this user in the temporary folder."""
     candidates = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"))
     for base in candidates:
         # The XDG standard says that a relative path is to be ignored; expanduser leaves "~" when nobody knows the home.
@@ -135,8 +134,7 @@ def safe_name(run_id: str) -> str:
 
 def open_log(path: Path) -> int:
     """A worker's log for writing. O_APPEND: whoever shares it (children, a truncating worker) never overwrites.
-    Raises OSError.
-    """
+    Raises OSError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 

@@ -46,8 +46,7 @@ class Terminal:
 
     def __init__(self, model_fd: int, file_fd: int, *, columns_taken: int = 0) -> None:
         """`model_fd` is the agent's terminal, whose size is taken over less the columns of our prefix. Owns
-        `file_fd`. Raises OSError.
-        """
+        `file_fd`. Raises OSError."""
         self.master_fd, self.worker_fd = os.openpty()
         self.file_fd = file_fd
         self._model_fd = model_fd
@@ -243,8 +242,7 @@ class LogRouter:
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
         """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then
-        nothing is left open.
-        """
+        nothing is left open."""
         self.end_attempt()
         self.tell_elsewhere(())
         self._last_groups, self._tracebacks = [], {}
@@ -298,8 +296,7 @@ class LogRouter:
 
     def end_attempt(self) -> None:
         """No worker of the attempt lives: show its files to their end, also a last line without newline. Returns at
-        once.
-        """
+        once."""
         for local_rank in list(self._fds):
             self.started(local_rank)
         groups, terminals = self._groups, self._terminals
@@ -334,8 +331,7 @@ class LogRouter:
 
     def _inherited(self, worker: WorkerSlot) -> WorkerStreams:
         """No files at all: as in torchrun, ranks outside the filter are lost and the others write to the agent's own
-        streams.
-        """
+        streams."""
         if self._passes(worker):
             return WorkerStreams(StreamFds(None, None), None, None, None)
         fds = [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]

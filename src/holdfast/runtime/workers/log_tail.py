@@ -112,8 +112,7 @@ class StreamTail:
         held: HeldTraceback | None = None,
     ) -> None:
         """`asks`: somebody at the terminal can answer. `rank`: its lines may be folded with those of other ranks.
-        `held`: a traceback at its end is kept back.
-        """
+        `held`: a traceback at its end is kept back."""
         self.path = path
         self.rank = rank
         self.held = held
@@ -211,8 +210,7 @@ class StreamTail:
 
     def _open_written(self) -> bool:
         """Once something is in it: by then our copies of what the worker writes to are closed, and descriptors are
-        scarce.
-        """
+        scarce."""
         try:
             if self._watch_handle is not None and os.stat(self.path).st_size:
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -181,8 +181,7 @@ KEEP_S_MAX = 0.5
 LOOK_S_MAX = 2.0
 QUIET_S = 0.2
 """A worker whose main thread has slept for so long is taken for one that goes on sleeping while its stacks are
-written.
-"""
+written."""
 READ_S_MAX = 0.2
 """For the program's own lines to be read from its files."""
 SOURCE_CHARS_MAX = 80
@@ -314,8 +313,7 @@ class Looker:
     @contextlib.contextmanager
     def _disk(self) -> Iterator[None]:
         """Around what touches disks, in a thread. While one stalls, one thread waits for it and not one for each
-        look.
-        """
+        look."""
         self._at_disk = True
         try:
             yield
@@ -446,8 +444,7 @@ def _sample(look: _RankLook) -> RankSample:
 
 def _with_source(sample: RankSample) -> RankSample:
     """With the text of the line that the program executes, and which of its threads may hold the lock that it waits
-    for.
-    """
+    for."""
     index = program_frame(sample.frames)
     if index is None:
         return sample

@@ -127,8 +127,7 @@ def interfaces() -> str:
 
 def _address(name: str) -> str:
     """The IPv4 address of an interface that is up; empty otherwise. psutil would tell IPv6 too, and cost a tenth of a
-    second.
-    """
+    second."""
     request = struct.pack("256s", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         flags = struct.unpack_from("<H", fcntl.ioctl(sock, SIOCGIFFLAGS, request), 16)[0]
@@ -144,8 +143,7 @@ def shm() -> str:
 
 def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -> str:
     """Those that may be meant, the fullest first: of the paths that the words name, of our own folders, and any that
-    is full.
-    """
+    is full."""
     import tempfile
 
     named = [os.path.dirname(path) for path in PATH.findall(words)[-PATHS_MAX:]]

@@ -87,8 +87,7 @@ def amd_gpus(sys: Path) -> tuple[str, ...]:
 def intel_gpus(sys: Path, dev: Path, *, by_card: bool) -> tuple[str, ...]:
     """PCI addresses as torch.xpu counts: cards alone where there are any, else what is inside the processor; a card
     comes once for each of its tiles, unless `by_card`. A container sees all of them, but device files for its own
-    only.
-    """
+    only."""
     found = [
         device
         for device in _pci_devices(sys, DISPLAY)

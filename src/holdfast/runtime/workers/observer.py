@@ -47,8 +47,7 @@ class Phases:
         first_step      → the first step of an optimizer is done
 
     A part that was not there (no failure, no process group, no optimizer) is left out; what follows is measured from
-    the last moment there was. Where workers differ, the slowest counts. `write` gets the journal's event.
-    """
+    the last moment there was. Where workers differ, the slowest counts. `write` gets the journal's event."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write

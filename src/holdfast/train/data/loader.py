@@ -151,8 +151,7 @@ class DataLoader:
                        position is kept, by `Snapshots.track` or by a call of `state_dict()`. False: each `for`
                        begins an epoch, and so does a restart; for validation data that are tracked
 
-    Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done.
-    """
+    Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done."""
 
     def __init__(
         self,
@@ -281,8 +280,7 @@ class DataLoader:
 
     def samples_ahead(self, count: int) -> list[int]:
         """Samples, of all ranks together, of the optimizer step that the last batch belongs to and of those after it
-        in the epoch; at most `count` numbers.
-        """
+        in the epoch; at most `count` numbers."""
         cursor = self._position.cursor if self._share is None else self._share.step_start
         return self.plan.samples_ahead(cursor, self._position.length, count)
 
@@ -322,8 +320,7 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next `for` goes over `epoch` from its start. A loaded state is kept: its own epoch goes on at its
-        cursor, and one before it gives no batch, since it is finished.
-        """
+        cursor, and one before it gives no batch, since it is finished."""
         self._position.set_epoch(epoch)
 
     def trained(self) -> None:
@@ -337,8 +334,7 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any
-        num_workers.
-        """
+        num_workers."""
         self.keep_position()
         state = self._position.state_dict()
         return state if self._resumable else {**state, "cursor": 0}

@@ -65,8 +65,7 @@ class Share:
     start: int
     stop: int
     """The batch's positions are start … stop - 1; those at or above the epoch's length wrap to its start (`pad`
-    alone).
-    """
+    alone)."""
     step_start: int
     step_stop: int
     """The positions of the whole optimizer step, all ranks together."""
@@ -90,8 +89,7 @@ class Share:
     @property
     def cursor(self) -> int:
         """How much of the epoch counts as trained once this batch is: micro-batches count when their step is
-        complete.
-        """
+        complete."""
         return self.step_stop if self.last else self.step_start
 
 
@@ -152,8 +150,7 @@ class GlobalBatch:
     @classmethod
     def following(cls, world: int, batch_size: int, every: int = 1, tail: Tail = "even") -> GlobalBatch:
         """`batch_size` samples per rank and micro-batch: the global batch changes with the world, as with torch's
-        loader.
-        """
+        loader."""
         for name, value in (("batch_size", batch_size), ("every", every)):
             _positive(name, value)
         return cls(batch_size * world * every, world, every, tail)
@@ -195,8 +192,7 @@ class GlobalBatch:
 
     def samples_ahead(self, cursor: int, length: int, count: int) -> list[int]:
         """Samples of each of the next optimizer steps of this epoch, at most `count`; with "pad" the repeated ones
-        count.
-        """
+        count."""
         steps = min(count, self.steps(cursor, length))
         return [
             self._samples(start, min(start + self.size, length))
@@ -406,8 +402,7 @@ class Position:
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just
-        before.
-        """
+        before."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise DataError(f"Epochs are whole numbers from 0; {epoch!r} is none.")
         if self._as_loaded and epoch <= self.epoch:

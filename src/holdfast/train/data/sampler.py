@@ -1,7 +1,6 @@
 """DistributedSampler: the one global order, for those who keep torch's loader (or a trainer that builds its own).
 
-A sampler sees indices being drawn, often far ahead of the training; so it has to be told what was trained.
-"""
+A sampler sees indices being drawn, often far ahead of the training; so it has to be told what was trained."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
 
     Takes torch's arguments. A sampler gives no weights, so the tail is not "even": it is filled from the epoch's
     start as torch's is (`drop_last=False`: up to world - 1 samples trained twice) or left out (`drop_last=True`: up
-    to world - 1 lost). Epochs change by `set_epoch`, or by themselves when the one before was drawn to its end.
-    """
+    to world - 1 lost). Epochs change by `set_epoch`, or by themselves when the one before was drawn to its end."""
 
     def __init__(
         self,
@@ -101,8 +99,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just
-        before.
-        """
+        before."""
         self._position.set_epoch(epoch)
         self._begun = self._exhausted = False
 
@@ -121,8 +118,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """(seed, epoch, cursor, length), the order's name and the batch size, equal on all ranks. Raises
-        DataStateError when indices were drawn and nobody has reported what was trained.
-        """
+        DataStateError when indices were drawn and nobody has reported what was trained."""
         if self._begun and not self._told:
             raise DataStateError(
                 "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
@@ -133,8 +129,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there, in the next pass. Raises DataStateError when the state belongs to another dataset, seed or
-        order.
-        """
+        order."""
         self._position.load_state_dict(state)
         self._begun = self._exhausted = False
         # The rest of the epoch may be less than a batch: torch's loader draws it and hands nothing out, so that there
