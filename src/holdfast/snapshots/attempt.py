@@ -73,7 +73,8 @@ def nowhere(phase: str) -> None:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What one rank asks to have saved, and where: the same object in the worker, in the memory slot and in the saver."""
+    """What one rank asks to have saved, and where: the same object in the worker, in the memory slot and in the
+    saver."""
 
     folder: str
     """The snapshot folder; absolute, or relative to the directory of the process that carries it out."""

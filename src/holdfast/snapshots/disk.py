@@ -273,7 +273,8 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
 
 
 def go_direct(file: int) -> None:
-    """Read past the page cache from here on, whole blocks into whole pages; on a file system that cannot, through it."""
+    """Read past the page cache from here on, whole blocks into whole pages; on a file system that cannot, through
+    it."""
     with suppress(OSError):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
 

@@ -11,8 +11,8 @@
 `PrivateTier`: memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save
 ends with the process then.
 
-Both hold a staged image still while it is written, and neither waits unless it is asked to. Not for several threads, but
-for `reserve` and `read_back`. A forked child must leave them alone. Standard library only."""
+Both hold a staged image still while it is written, and neither waits unless it is asked to. Not for several threads,
+but for `reserve` and `read_back`. A forked child must leave them alone. Standard library only."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class Tier(Protocol):
         """Until all that was handed over is on the disk; raises what went wrong."""
 
     def await_predecessor(self) -> None:
-        """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait on."""
+        """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait
+        on."""
 
     def held(self, folder: str) -> list[Slot]:
         """What this node's memory has of this snapshot folder, of all local ranks; each with its request."""
@@ -151,8 +152,8 @@ class SaverClient:
         """See Tier. None: it is not written should this process die."""
         self._committed = self.slots.commit(request)
         if self._making_huge is None:
-            # By a thread of the ordinary priority, which a thread that steps back could not start: a thread that touches
-            # a page waits for it.
+            # By a thread of the ordinary priority, which a thread that steps back could not start: a thread that
+            # touches a page waits for it.
             self._making_huge = threading.Thread(
                 target=self.slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
             )
@@ -187,8 +188,9 @@ class SaverClient:
         """Have the committed slot written; once this returns, the end of this process does not prevent it.
 
         The slot is not staged into until it is written. The request's folder is made absolute. On rank 0 the saver
-        commits when the other ranks' files are there, within `patience_s`. Never waits. Raises SnapshotWriteError when no
-        saver takes it, ValueError when the slot was staged into since, or the request exceeds shelf.PACKET_BYTES_MAX.
+        commits when the other ranks' files are there, within `patience_s`. Never waits. Raises SnapshotWriteError
+        when no saver takes it, ValueError when the slot was staged into since, or the request exceeds
+        shelf.PACKET_BYTES_MAX.
         """
         assert self._committed is not None
         slot = self._committed

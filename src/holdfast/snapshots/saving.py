@@ -47,9 +47,9 @@ OFFER_BYTES_MAX = 1 << 16
 def rescue_attempt() -> int:
     """A number for the attempt in which memory steps are written should the workers die; nothing else has it.
 
-    Rank 0 draws it once per generation and tells the others; all put it into the requests of `Tier.commit`. Random, because
-    no process is there to agree when it is needed, and an attempt that an earlier crash has left must not be met.
-    """
+    Rank 0 draws it once per generation and tells the others; all put it into the requests of `Tier.commit`. Random,
+    because no process is there to agree when it is needed, and an attempt that an earlier crash has left must not be
+    met."""
     return random.SystemRandom().randint(ATTEMPT_MIN, ATTEMPT_MAX)
 
 

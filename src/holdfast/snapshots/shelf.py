@@ -4,10 +4,10 @@
       saver.sock                                 where workers reach the saver
       <local rank>.<0|1>                         slots (slots.py)
 
-A shelf is in use while any process holds a shared lock on the folder itself: the agent under holdfast, the saver and the
-workers elsewhere. The kernel drops a lock with its process, however that ends, and knows it across containers that
-share a /dev/shm. So a process that can lock a shelf alone knows that it belongs to a dead run, and removes it; every
-agent and every first worker does that when it starts.
+A shelf is in use while any process holds a shared lock on the folder itself: the agent under holdfast, the saver and
+the workers elsewhere. The kernel drops a lock with its process, however that ends, and knows it across containers
+that share a /dev/shm. So a process that can lock a shelf alone knows that it belongs to a dead run, and removes it;
+every agent and every first worker does that when it starts.
 
 Under holdfast the saver is the agent's child and started when a worker connects. Elsewhere the first worker of the node
 starts it, as a process of its own that ends after the job: torchrun's end, or under no launcher this process's.
@@ -212,7 +212,8 @@ class SaverAddress:
             self.held.close()
 
 
-# --- the saver: how it is reached and started ----------------------------------------------------------------------------
+# --- the saver: how it is reached and started
+# ----------------------------------------------------------------------------
 
 
 def connect(folder: Path) -> socket.socket:
@@ -292,7 +293,8 @@ def _start_time(pid: int) -> str:
         return ""
 
 
-# --- messages ------------------------------------------------------------------------------------------------------------
+# --- messages
+# ------------------------------------------------------------------------------------------------------------
 
 
 def send(sock: socket.socket, packet: Packet, fds: Sequence[int] = ()) -> None:

@@ -212,7 +212,8 @@ class Slots:
         return next(iter(self.committed()), None)
 
     def forget(self, *, above_step: int) -> None:
-        """Slots of later steps belong to a history that was given up: after the ranks agreed to go on from this step."""
+        """Slots of later steps belong to a history that was given up: after the ranks agreed to go on from this
+        step."""
         for slot in self.committed():
             if slot.step > above_step and (held := self._lock(slot.number)) is not None:
                 os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)

@@ -4,7 +4,7 @@
     dicts whose keys are all text                   as JSON objects
     everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, huge integers, other
                                                     dicts, sets, deques, complex numbers, torch's types, sizes,
-                                                    devices, arrays, numpy's numbers, tensors, members of enums, named tuples
+                                                    devices, arrays, numpy's numbers, tensors, enums, named tuples
 
 A value comes back as the type that it was, or is refused; of other subclasses of plain types a warning says that they
 come back as the plain type. Classes of enums and named tuples are not imported: they are those of the running program.

@@ -66,7 +66,8 @@ class PrivateMapping:
         ]
 
     def copy_pages(self, begin: int, size_bytes: int) -> None:
-        """Copy those of these pages that are not copied yet; others may write to them meanwhile. SnapshotMemoryError."""
+        """Copy those of these pages that are not copied yet; others may write to them meanwhile.
+        SnapshotMemoryError."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + begin
         # By ctypes, which lets go of the interpreter's lock.
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _POPULATE_WRITE) != 0:
@@ -116,7 +117,8 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source into its target, which has the same shape and shares no memory with it; complete when this returns."""
+    """Each source into its target, which has the same shape and shares no memory with it; complete when this
+    returns."""
     # Whatever is done here for each tensor is done hundreds of times while training waits.
     with torch.no_grad():
         if _stream is not None:

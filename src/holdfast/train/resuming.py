@@ -58,7 +58,9 @@ class Resumed:
 
 
 Offer = tuple[int, int, int]
-"""Of a state in memory: its step, which life of the job left it (the number of its attempt), and which save of that life."""
+"""Of a state in memory: its step, which life of the job left it (the number of its attempt), and which save of that
+life.
+"""
 
 
 @dataclass

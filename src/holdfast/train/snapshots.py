@@ -6,9 +6,10 @@
     ...
         snaps.step(loss=loss)
 
-What a save costs the training is one copy of this rank's part into a slot, and a word with rank 0 over the store while
-nothing else is to be done: the plan is made once, the disk is the saver's business (snapshots/saver_client.py). Only the main thread
-talks to other ranks, and only in these methods, which every rank calls equally often.
+What a save costs the training is one copy of this rank's part into a slot, and a word with rank 0 over the store
+while nothing else is to be done: the plan is made once, the disk is the saver's business
+(snapshots/saver_client.py). Only the main thread talks to other ranks, and only in these methods, which every rank
+calls equally often.
 
 Knows when, what and where; how is in state.py, sharding.py, saving.py and resuming.py.
 """
@@ -300,7 +301,8 @@ class Snapshots:
         return self._saving
 
     def _may_begin_anew(self) -> bool:
-        """Beside good snapshots a new beginning would be lost: the next resume() takes them, and retention its steps."""
+        """Beside good snapshots a new beginning would be lost: the next resume() takes them, and retention its
+        steps."""
         found = folders.survey(self.path)
         return found.fresh or (self._fresh_ok and found.newest_valid is None)
 

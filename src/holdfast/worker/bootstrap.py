@@ -377,7 +377,8 @@ def _answer_looks(address: str, board: Any) -> None:
 
 
 def _out_of_the_way(fd: int) -> int:
-    """The same file under a number that no program comes upon; it is open in no other program that this one executes."""
+    """The same file under a number that no program comes upon; it is open in no other program that this one
+    executes."""
     for number in range(min(STACKS_FD, os.sysconf("SC_OPEN_MAX") - 1), 2, -1):
         try:
             os.fstat(number)

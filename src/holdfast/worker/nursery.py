@@ -60,7 +60,8 @@ class UnfitError(Exception):
 
 
 def serve(control_fd: int) -> None:
-    """Import and serve. Returns in each worker, as the process that its command line describes; never in the nursery."""
+    """Import and serve. Returns in each worker, as the process that its command line describes; never in the
+    nursery."""
     control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, birth.FD_MIN))
     os.close(control_fd)
     nursery = ForkServer(control)

@@ -38,7 +38,8 @@ class Source(Protocol):
         """Readable when there may be news."""
 
     def pump(self, now: float) -> float | None:
-        """Put what there is into free streams; the monotonic time of the next call, None: when there is news or room."""
+        """Put what there is into free streams; the monotonic time of the next call, None: when there is news or
+        room."""
 
     @property
     def progress(self) -> int:

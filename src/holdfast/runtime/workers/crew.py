@@ -1,7 +1,7 @@
 """What serves all generations of workers on one node: their supervisor, store, saver, log files and observers.
 
-Executes what the agent's machine asks for and reports each answer as an event of the machine; decides nothing. The workers
-of one generation are in generation.py, one worker in ends.py.
+Executes what the agent's machine asks for and reports each answer as an event of the machine; decides nothing. The
+workers of one generation are in generation.py, one worker in ends.py.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Crew:
         on_store: Callable[[int], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        """`work`: the machine's. `on_store` gets the port of each generation's store that is hosted here, `on_notice` what
-        the user should know."""
+        """`work`: the machine's. `on_store` gets the port of each generation's store that is hosted here,
+        `on_notice` what the user should know."""
         self._options = options
         self._folder = folder
         self._router = router

@@ -281,8 +281,8 @@ class Ends:
     def report(self, worker: Worker, bare: Failure, *, raised: bool = False) -> None:
         """Read what this worker left, then report: WorkerRaised or WorkerEnded, after those of earlier calls.
 
-        `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; the process is still
-        there."""
+        `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; the process is
+        still there."""
         reading = self._tasks.create_task(self._report(worker, bare, tuple(self._reading), raised=raised))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)

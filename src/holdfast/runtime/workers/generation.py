@@ -142,7 +142,8 @@ class RunningGeneration:
             self._report(worker, event.exit_code, stopped=work in ENDING and not others)
 
     def lost(self) -> Callable[[], None] | None:
-        """The supervisor was killed, and the workers with it. Returns what reports their ends; None: there were none."""
+        """The supervisor was killed, and the workers with it. Returns what reports their ends; None: there were
+        none."""
         lost, self._workers = list(self._workers.values()), {}
         stopped = self._work() in ENDING  # what is ordered from now on hastens no worker's end
 

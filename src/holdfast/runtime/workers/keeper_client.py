@@ -96,7 +96,8 @@ class StandbyTold(Struct, frozen=True, tag_field="is", tag="standby"):
 
 
 class Fenced(Struct, frozen=True, tag_field="is", tag="fenced"):
-    """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, and no TreeGone."""
+    """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, and no
+    TreeGone."""
 
 
 class KeeperDied(Struct, frozen=True):

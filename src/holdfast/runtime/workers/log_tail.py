@@ -382,7 +382,8 @@ class Lane:
         return dues
 
     def _show_held(self, group: TailGroup, now: float, told: dict[int, str] | None) -> float | None:
-        """No worker of this group lives: show what they ended with, but for what is told elsewhere, once it is known."""
+        """No worker of this group lives: show what they ended with, but for what is told elsewhere, once it is
+        known."""
         held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
         late = [each.due for _, each in held if each.due is not None and each.due > now]
         if told is None and late:

@@ -62,7 +62,8 @@ class StackFiles:
         self._spying: asyncio.Task[None] | None = None
 
     def keep(self, folder: Path, samples: Sequence[RankSample], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
-        """Write one look down, and say in each sample where. `texts`: all threads of each local rank. Raises OSError."""
+        """Write one look down, and say in each sample where. `texts`: all threads of each local rank. Raises
+        OSError."""
         at = folder / "stacks"
         at.mkdir(exist_ok=True)
         number = self._looks
@@ -463,7 +464,8 @@ def _with_source(sample: RankSample) -> RankSample:
 
 
 def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) -> str:
-    """Which other thread is inside the lock that this line of the program takes, in words; empty: none is to be seen."""
+    """Which other thread is inside the lock that this line of the program takes, in words; empty: none is to be
+    seen."""
     if len(content) > PARSED_BYTES_MAX:
         return ""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):

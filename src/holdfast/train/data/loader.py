@@ -348,7 +348,8 @@ class DataLoader:
 
 
 class _Batches:
-    """What torch's loader draws its batches from; it may be far ahead of the loop, `fetched` holds what is under way."""
+    """What torch's loader draws its batches from; it may be far ahead of the loop, `fetched` holds what is under
+    way."""
 
     def __init__(self) -> None:
         self._keys: Iterator[BatchKey] = iter(())
