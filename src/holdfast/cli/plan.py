@@ -224,7 +224,7 @@ def attempt_folder(options: RunOptions, job_id: str) -> str | None:
 
 def command_text(options: RunOptions, local_rank: int) -> str:
     """What runs, as torchrun would write it: without the bootstrap that holdfast puts around a script."""
-    from holdfast.runtime.workers.spawn import bootstrap_for, worker_argv
+    from holdfast.runtime.workers.preload import bootstrap_for, worker_argv
 
     argv = worker_argv(options, local_rank)
     bootstrap = bootstrap_for(options.command.python or sys.executable)

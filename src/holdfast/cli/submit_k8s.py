@@ -51,7 +51,7 @@ from holdfast.schedulers.kubernetes import (
     documents,
     last_pod,
 )
-from holdfast.snapshots.packets import FINISH_LIMIT_S
+from holdfast.snapshots.shelf import FINISH_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

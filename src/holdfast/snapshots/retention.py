@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotError
-from holdfast.snapshots import disk, folder, reader
+from holdfast.snapshots import disk, folder
 from holdfast.snapshots.attempt import At, nowhere
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import FolderKind, Key
+from holdfast.snapshots.manifest import FolderKind, Key
 from holdfast.text import seconds_of
 
 
@@ -25,8 +25,7 @@ from holdfast.text import seconds_of
 class Keep:
     """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`.
 
-    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else.
-    """
+    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else."""
 
     last: int = 3
     every: str | float | None = None
@@ -76,7 +75,7 @@ class Keep:
 class Verified:
     """Snapshots that were read back whole, so that each is read once. Kept by whoever prunes repeatedly."""
 
-    read: Callable[[Snapshot], None] = reader.verify
+    read: Callable[[Snapshot], None] = folder.verify
     """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
     digests: set[tuple[Path, str]] = field(default_factory=set)
     """Folder and manifest text's identity: another snapshot of the same name is read again."""
@@ -115,8 +114,7 @@ def prune(
 
     Only for the job that has the folder. Snapshots that cannot be read at the moment stay and count for nothing.
     `at` is called with "aside" when the names are gone, and with "deleted" after each deletion: tests kill there.
-    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written.
-    """
+    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written."""
     verified = Verified() if verified is None else verified
     found = list(folder.survey(path).committed)
     damaged: list[tuple[Path, SnapshotError]] = []

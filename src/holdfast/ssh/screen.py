@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from holdfast.runtime.workers.console import SAY_PREFIX, Console, ConsoleStream
-from holdfast.runtime.workers.log_lines import LineCutter
+from holdfast.runtime.workers.log_fold import LineCutter
 
 CHUNK_BYTES_MAX = 64 * 1024
 ONCE_S = 3.0
