@@ -10,7 +10,7 @@ from holdfast.core.coordinator.state import Conclude, DropLink, Event, Heard, Li
 from holdfast.core.machines import Note, Tick
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
-from holdfast.core.progress import Examine
+from holdfast.core.progress import Examine, RankProgress, Stage
 from holdfast.core.protocol import (
     FromAgent,
     FromCoordinator,
@@ -19,6 +19,7 @@ from holdfast.core.protocol import (
     Ping,
     Pong,
     Prepared,
+    Progress,
     Running,
     WorkerDone,
     WorkersFailed,
@@ -145,6 +146,21 @@ def two_of_three(**options: Any) -> Desk:
     desk.join(1, 2)
     desk.wait(LIMITS.settle_s)
     desk.prepare(1, 2)
+    return desk
+
+
+def steps(desk: Desk, number: int, *, own_s: float = 0.0, links: tuple[int, ...] = (1, 2), generation: int = 0) -> None:
+    for link in links:
+        ranks = (RankProgress(0, Stage.STEPPING, number, 0.0, own_s * number),)
+        desk.say(link, Progress(generation or desk.machine.generation, ranks))
+
+
+def training(**options: Any) -> Desk:
+    """Two nodes of one worker each have made 20 steps of 0.1 s, the newest now."""
+    desk = running(**options)
+    for number in (10, 20):
+        desk.wait(1.0)
+        steps(desk, number)
     return desk
 
 

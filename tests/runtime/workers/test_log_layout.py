@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.core.errors import LogDirError
 from holdfast.core.options import LogOptions
-from holdfast.core.text import spoken
 from holdfast.runtime.workers.log_layout import RunFolder, default_log_dir
+from holdfast.text import spoken
 
 
 def test_a_run_folder_is_private_and_new_each_time(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import ProcessEnded
-from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.store_host import StoreHost
 from tests.support.limits import limit_s
 
@@ -209,55 +207,3 @@ def test_listening_addresses(on_bench: OnBench) -> None:
         rig.host.close()
 
     on_bench(scenario)
-
-
-# --- looking into the script ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import torch", True),
-        ("import torch.nn.functional as F", True),
-        ("from torch import nn", True),
-        ("def main():\n    from accelerate import Accelerator", True),
-        ("import json, lightning as L", True),
-        ("import beside", True),
-        ("from beside import *", True),
-        ("from . import beside", True),
-        ("import package", True),
-        ("import numpy", False),
-        ("import torchless", False),
-        ("# import torch", False),
-        ("x = 'import torch'", False),
-        ("import torch(", False),
-        ("\0", False),
-        ("import twice", False),
-    ],
-)
-def test_wants_store(tmp_path: Path, source: str, expected: bool) -> None:
-    (tmp_path / "beside.py").write_text("import torch")
-    (tmp_path / "twice.py").write_text("import beside")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("from transformers import Trainer")
-    (tmp_path / "train.py").write_text(source)
-    assert wants_store(WorkerCommand(kind=CommandKind.SCRIPT, target=str(tmp_path / "train.py"))) is expected
-
-
-def test_wants_store_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text("import torch")
-    (tmp_path / "package" / "module.py").write_text("import torch")
-
-    def wants(kind: CommandKind, target: str) -> bool:
-        return wants_store(WorkerCommand(kind=kind, target=target))
-
-    assert wants(CommandKind.MODULE, "package")
-    assert wants(CommandKind.MODULE, "package.module")
-    assert wants(CommandKind.SCRIPT, "package")
-    assert wants(CommandKind.RUN_PATH, "package/module.py")
-    assert not wants(CommandKind.MODULE, "package.missing")
-    assert not wants(CommandKind.PROGRAM, "package/module.py")
-    assert not wants(CommandKind.SCRIPT, "missing.py")
-    assert not wants(CommandKind.SCRIPT, "/dev/null")

@@ -15,7 +15,7 @@ from holdfast.core.errors import EXIT_REQUEUE, JoinTimeoutError, NodesError
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.core.protocol import Notice, StopReason, Waiting
-from holdfast.core.text import spans
+from holdfast.text import spans
 
 UNBOUNDED = 2**31 - 1
 """`max_restarts` of a job whose restarts somebody else counts."""

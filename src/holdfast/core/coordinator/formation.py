@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
 from holdfast.core.protocol import Assign
-from holdfast.core.text import spans
+from holdfast.text import spans
 
 
 class Candidate(Struct, frozen=True):

@@ -44,7 +44,7 @@ from holdfast.core.coordinator.state import (
     QuitAsked,
     Tell,
     World,
-    is_loopback,
+    is_local,
     master_address,
     names,
 )
@@ -521,7 +521,7 @@ class CoordinatorMachine:
             nproc={node.member: node.nproc for node in seats},
         )
         self._enter(now, Phase.PREPARING)
-        local = all(is_loopback(self.members[name].address) for name in self.world.order)
+        local = all(is_local(self.members[name].address) for name in self.world.order)
         places = assignments(seats, generation=self.generation, restart_count=self.budget.used, local_world=local)
         for name, assign in places.items():
             self._tell(self.members[name], assign)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 
 from msgspec import Struct
 
@@ -18,6 +17,7 @@ from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import Finding, RankStory
 from holdfast.core.protocol import FromAgent, FromCoordinator, StopReason
+from holdfast.text import is_loopback, listed
 
 
 class LinkOpened(Struct, frozen=True):
@@ -236,8 +236,9 @@ class World:
         return len(self.done.get(member, ())) == self.nproc[member]
 
 
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "")
+def is_local(address: str) -> bool:
+    """Loopback, or none: a member on the coordinator's own machine."""
+    return not address or is_loopback(address)
 
 
 def master_address(world: Sequence[Member]) -> str:
@@ -245,14 +246,13 @@ def master_address(world: Sequence[Member]) -> str:
     first = world[0]
     if first.node.local_addr:
         return first.node.local_addr
-    if is_loopback(first.address):
+    if is_local(first.address):
         for other in world[1:]:
-            if not is_loopback(other.address):
+            if not is_local(other.address):
                 return other.reached_at
     return first.address
 
 
 def names(members: Collection[Member], most: int = 8) -> str:
     """Host names for a message, cut short."""
-    hosts = ", ".join(member.node.host for member in islice(members, most))
-    return hosts + (f" and {len(members) - most} more" if len(members) > most else "")
+    return listed([member.node.host for member in members], most)

@@ -1,0 +1,235 @@
+"""Words of messages, and back: numbers, times, lists, addresses, a name for a job that has none. PURE: standard
+library only; everybody may import this."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def duration(seconds: float) -> str:
+    """In words that fit into a line.
+
+    >>> [duration(s) for s in (0.04, 9.94, 59.7, 200, 7500, 200000)]
+    ['0.0 s', '9.9 s', '60 s', '3 min 20 s', '2 h 5 min', '2 d 7 h']
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * MINUTE_S:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < HOUR_S:
+        return f"{whole // MINUTE_S} min {whole % MINUTE_S} s"
+    if whole < DAY_S:
+        return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S} min"
+    return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
+
+
+def seconds_of(text: str | float) -> float | None:
+    """What a person writes for a time: seconds, or a number with a unit. None: it is no time above zero.
+
+    >>> [seconds_of(text) for text in ("90s", "2min", "1.5h", "1d", 30, "0", "soon")]
+    [90.0, 120.0, 5400.0, 86400.0, 30.0, None, None]
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        seconds = float(text)
+    else:
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)\s*", str(text))
+        seconds = float(found[1]) * UNITS_S.get(found[2], 0.0) if found else 0.0
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def plural(number: int, word: str) -> str:
+    """
+    >>> plural(1, "rank"), plural(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def listed(names: Sequence[object], shown_max: int = 8, *, joint: str = ", ") -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"]), listed(["a", "b", "c"], 2)
+    ('a, b, c', 'a, b and 1 more')
+    """
+    more = len(names) - shown_max
+    return joint.join(map(str, names[:shown_max])) + (f" and {more} more" if more > 0 else "")
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers in order, neighbours drawn together.
+
+    >>> spans([3, 0, 1, 2, 7])
+    '0-3, 7'
+    """
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address leads to the machine that uses it.
+
+    >>> [host for host in ("localhost", "127.0.1.1", "::1", "::1%lo", "10.0.0.1", "") if is_loopback(host)]
+    ['localhost', '127.0.1.1', '::1', '::1%lo']
+    """
+    address = host.partition("%")[0]
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+_NOBODYS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+_FIRST = [
+    "able",
+    "amber",
+    "apt",
+    "azure",
+    "bold",
+    "brave",
+    "brisk",
+    "bright",
+    "calm",
+    "candid",
+    "clear",
+    "clever",
+    "cosy",
+    "crisp",
+    "daring",
+    "deft",
+    "eager",
+    "early",
+    "easy",
+    "even",
+    "fair",
+    "fast",
+    "fleet",
+    "fond",
+    "free",
+    "fresh",
+    "gentle",
+    "glad",
+    "golden",
+    "grand",
+    "green",
+    "happy",
+    "hardy",
+    "honest",
+    "jolly",
+    "keen",
+    "kind",
+    "lively",
+    "loyal",
+    "lucky",
+    "mellow",
+    "merry",
+    "mild",
+    "neat",
+    "nimble",
+    "noble",
+    "patient",
+    "plain",
+    "proud",
+    "quick",
+    "quiet",
+    "rapid",
+    "ready",
+    "serene",
+    "sharp",
+    "silver",
+    "smart",
+    "snug",
+    "steady",
+    "sunny",
+    "swift",
+    "tidy",
+    "vivid",
+    "warm",
+]
+_SECOND = [
+    "acorn",
+    "badger",
+    "beaver",
+    "birch",
+    "bison",
+    "cedar",
+    "condor",
+    "coral",
+    "crane",
+    "curlew",
+    "deer",
+    "dove",
+    "eagle",
+    "egret",
+    "elm",
+    "falcon",
+    "fern",
+    "finch",
+    "fox",
+    "gazelle",
+    "gecko",
+    "gull",
+    "hare",
+    "hawk",
+    "hazel",
+    "heron",
+    "hornet",
+    "ibis",
+    "jay",
+    "kestrel",
+    "koala",
+    "lark",
+    "lemur",
+    "lily",
+    "linnet",
+    "lion",
+    "lynx",
+    "magpie",
+    "maple",
+    "marten",
+    "mole",
+    "moose",
+    "newt",
+    "oak",
+    "orca",
+    "osprey",
+    "otter",
+    "owl",
+    "panda",
+    "pine",
+    "plover",
+    "puffin",
+    "quail",
+    "raven",
+    "robin",
+    "seal",
+    "sparrow",
+    "stork",
+    "swan",
+    "tern",
+    "tiger",
+    "walnut",
+    "willow",
+    "wren",
+]
+
+
+def spoken(run_id: str) -> str:
+    """`brave-otter` for a UUID; what somebody has named keeps its name. Made of the run id, so it is the same on all
+    nodes.
+
+    >>> spoken("1b4e28ba-2fa1-41d2-883f-0016d3cca427"), spoken("train-7b")
+    ('snug-birch', 'train-7b')
+    """
+    if not _NOBODYS.fullmatch(run_id):
+        return run_id
+    second, first = divmod(zlib.crc32(run_id.encode()), len(_FIRST))
+    return f"{_FIRST[first]}-{_SECOND[second % len(_SECOND)]}"
