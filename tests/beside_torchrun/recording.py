@@ -112,10 +112,11 @@ def fingerprint(entry: Mapping[str, Any]) -> object:
         rank: {**kept, "env": {name: value for name, value in kept["env"].items() if name not in BY_CHANCE}}
         for rank, kept in entry["probes"].items()
     }
-    text = json.dumps([entry["code"], sorted(entry["files"]), sorted(entry["folders"]), probes], sort_keys=True)
+    text = json.dumps([entry["code"], list(entry["files"]), list(entry["folders"]), probes], sort_keys=True)
     for pattern, name in CHANCE:
         text = pattern.sub(name, text)
-    return json.loads(text)
+    code, files, folders, probes = json.loads(text)
+    return code, sorted(files), sorted(folders), probes
 
 
 _bare: dict[frozenset[tuple[str, str]], Probe] = {}
