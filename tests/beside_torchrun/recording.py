@@ -98,21 +98,25 @@ CHANCE = [
     (re.compile(r"pipe:\[\d+\]"), "pipe"),
     (re.compile(r"/proc/\d+/fd/\d+@\d+"), "<board>"),
     (re.compile(r"/dev/shm/holdfast-[\w-]+@"), "<saver>@"),
-    (re.compile(r"pytest-\d+/(?=home)"), ""),
+    (re.compile(r"pytest-\d+/(popen-gw\d+/)?(?=home)"), ""),
 ]
 """What differs from run to run, and what stands for it."""
+
+BY_CHANCE = {"MASTER_PORT", "TORCHINDUCTOR_CACHE_DIR"}
+"""The second is set by torch's compiler, where something has imported it before torchrun starts its workers."""
 
 
 def fingerprint(entry: Mapping[str, Any]) -> object:
     """What two runs of one line have in common: all but what is drawn, the order of lines and the clock."""
     probes = {
-        rank: {**kept, "env": {name: value for name, value in kept["env"].items() if name != "MASTER_PORT"}}
+        rank: {**kept, "env": {name: value for name, value in kept["env"].items() if name not in BY_CHANCE}}
         for rank, kept in entry["probes"].items()
     }
-    text = json.dumps([entry["code"], sorted(entry["files"]), sorted(entry["folders"]), probes], sort_keys=True)
+    text = json.dumps([entry["code"], list(entry["files"]), list(entry["folders"]), probes], sort_keys=True)
     for pattern, name in CHANCE:
         text = pattern.sub(name, text)
-    return json.loads(text)
+    code, files, folders, probes = json.loads(text)
+    return code, sorted(files), sorted(folders), probes
 
 
 _bare: dict[frozenset[tuple[str, str]], Probe] = {}

@@ -102,11 +102,11 @@ def test_default_is_a_temporary_folder_when_nothing_else_can_be_written(
     assert default_log_dir() != str(folder), "what others may write is not used"
 
 
-def test_default_is_here_when_there_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
+@pytest.mark.parametrize("home", ["file", "/proc/nothing", "/sys"])
+def test_default_is_here_when_there_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    (tmp_path / "file").write_text("")
     monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", str(file))
+    monkeypatch.setenv("HOME", str(tmp_path / home))
     monkeypatch.chdir(tmp_path)
     assert default_log_dir() == str(tmp_path / "holdfast/runs")
 

@@ -338,7 +338,7 @@ def test_a_program_read_from_a_pipe_is_not_read_again(board: Board, start: Start
 
 
 def test_what_a_worker_has_copied_is_counted(board: Board, start: Start, tmp_path: Path) -> None:
-    process = start("import sys\nprint('up')\nsys.stdin.readline()\n")
+    process = start(SLEEPS)
     (before,) = look(board, process)
     (still,) = look(board, process)
     copies = start(

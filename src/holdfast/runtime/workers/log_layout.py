@@ -96,6 +96,10 @@ class RunFolder:
         return self._attempts[generation]
 
 
+KERNEL_FOLDERS = ("/proc", "/sys")
+"""Root has every permission there, and still nothing can be made."""
+
+
 def default_log_dir() -> str:
     """Where runs are kept without --log-dir: the user's state folder; where that cannot be written the current
     folder, and where that cannot be either, one of this user in the temporary folder."""
@@ -162,7 +166,8 @@ def _random_suffix() -> str:
 def _can_be_made(folder: str) -> bool:
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
-    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    in_kernel = os.path.realpath(folder).startswith(KERNEL_FOLDERS)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK) and not in_kernel
 
 
 def _file_in_the_way(path: Path) -> Path:
