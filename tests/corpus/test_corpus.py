@@ -13,8 +13,7 @@ from holdfast.insight.causes.find import cause_of
 from holdfast.insight.causes.texts import TEXTS
 from holdfast.insight.screen import render
 from holdfast.insight.verdicts import judge
-from tests.corpus.cases import CASES
-from tests.corpus.telling import Case, fails
+from tests.corpus.telling import Case, cases, fails
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 SHARE_MIN = 0.95
@@ -23,15 +22,15 @@ CASES_MIN, HARD_MIN = 45, 8
 
 
 def recorded() -> list[Case]:
-    cases = []
+    found = []
     for file in sorted(RECORDED.glob("*.json")):
         data = json.loads(file.read_text())
         evidence = msgspec.convert(data["evidence"], Evidence)
-        cases.append(Case(f"recorded {file.stem}", tuple(data["culprits"]), data["code"], evidence))
-    return cases
+        found.append(Case(f"recorded {file.stem}", tuple(data["culprits"]), data["code"], evidence))
+    return found
 
 
-ALL = [*CASES, *recorded()]
+ALL = [*cases(), *recorded()]
 
 
 def named(verdict: Verdict) -> int | None:
