@@ -22,8 +22,7 @@ from holdfast.snapshots import attempt, packets, shelf, slots
 from holdfast.snapshots import folder as snapshots
 from holdfast.snapshots.attempt import Ticket
 from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
-from holdfast.snapshots.slots import SlotOwner, Slots
-from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench, savers
+from tests.snapshots.saves import SIZE, WAIT_S, Bench, savers
 from tests.support.limits import limit_s, until
 
 WORKER = """
@@ -294,35 +293,6 @@ def test_nothing_is_written_that_need_not_be(tmp_path: Path, body: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     until(lambda: not Path(done.stdout.strip()).exists(), "the shelf is gone")
     assert not list(tmp_path.glob("*.*7"))
-
-
-def test_a_crash_of_two_ranks_saves_the_step_that_both_have(tmp_path: Path) -> None:
-    """One died before it had staged the newest; both have the one before."""
-    held = shelf.Shelf.make("two")
-    folder, number = tmp_path / "snaps", rescue_attempt()
-    folder.mkdir()
-    anchor = subprocess.Popen(["sleep", "600"])
-    clients = []
-    for rank, steps in ((0, (20, 40)), (1, (40, 60))):
-        place = SaverAddress(held.path, rank, 3, anchor.pid, held)
-        clients.append(SaverClient(place))
-        own = Slots(held.path, SlotOwner(rank, rank, 2, 3))
-        for step in steps:
-            memory = own.stage(step, SIZE)
-            assert memory is not None
-            memory[:] = bytes([step + rank]) * SIZE
-            own.commit(Ticket(str(folder), step, number, rank, 2).to_json(), {"from": rank})
-        own.close()
-    for client in clients:
-        client._drop()  # as death does it
-    until(lambda: list(committed(folder)) == [40], "what both have is saved")
-    assert committed(folder) == {40: {"from": 0}}
-    (path,) = folder.glob("step_*/rank_00001.safetensors")
-    assert path.read_bytes() == bytes([41]) * SIZE
-    anchor.kill()
-    anchor.wait()
-    held.close()
-    until(lambda: not held.path.exists(), "the shelf is gone")
 
 
 # --- under another launcher -------------------------------------------------------------------------------------------
