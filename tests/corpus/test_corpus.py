@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.insight.causes import judge
 from holdfast.insight.causes.find import cause_of
-from holdfast.insight.causes.texts import TEXTS
+from holdfast.insight.causes.rules import texts
 from holdfast.insight.screen import render
-from holdfast.insight.verdicts import judge
 from tests.corpus.messages import messages, right_share, wrong
 from tests.corpus.telling import Case, cases, fails
 
@@ -81,7 +81,7 @@ def test_each(case: Case) -> None:
     verdict = judge(case.evidence)
     assert is_right(case, verdict), f"{named(verdict)}: {verdict.cause}"
     assert verdict.code == case.code, verdict.cause
-    assert verdict.code in TEXTS
+    assert verdict.code in texts()
     assert "\n" not in verdict.cause + verdict.advice
 
 
@@ -137,4 +137,4 @@ def test_no_message_is_in_both_halves_and_each_has_a_cause_that_exists() -> None
     halves = [messages(half) for half in HALVES]
     first, second = ({(each.failure.message, each.failure.stderr_tail) for each in half} for half in halves)
     assert not first & second
-    assert {each.code for half in halves for each in half} <= set(TEXTS)
+    assert {each.code for half in halves for each in half} <= set(texts())

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast import text
 from holdfast.core.progress import JobView, NodeView, RankView, Stage, Standing
 from holdfast.core.stacks import Frame, RankSample
-from holdfast.insight import numbers, status
-from holdfast.insight.stacks import group, stack_lines
-from holdfast.insight.status import status_lines
+from holdfast.insight import status
+from holdfast.insight.status import group, stack_lines, status_lines
 from holdfast.runtime.answers import stacks_view
 
 
@@ -96,7 +96,7 @@ def test_nobody_there_yet() -> None:
 
 
 def test_small_words() -> None:
-    assert doctest.testmod(numbers).failed == 0
+    assert doctest.testmod(text).failed == 0
     assert doctest.testmod(status).failed == 0
 
 

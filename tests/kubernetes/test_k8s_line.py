@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from holdfast.cli import main
-from holdfast.cli.submit_k8s_line import OWN
+from holdfast.cli.submit_k8s import OWN
 from tests.kubernetes.manifests import IMAGE, agent_of, submit, validate
 from tests.support.tables import tables
 
@@ -85,7 +85,7 @@ def test_what_looks_like_a_secret_is_noticed() -> None:
     assert "name: HF_TOKEN" in out
     assert (
         err
-        == "holdfast: --env HF_TOKEN=... stands in the manifest for everybody to read; --env-from secret/NAME does not\n"
+        == "holdfast: --env HF_TOKEN=... is in the manifest for everybody to read; --env-from secret/NAME does not\n"
     )
 
 

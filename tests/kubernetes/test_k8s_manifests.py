@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import jsonschema
 import pytest
@@ -10,7 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.schedulers.kubernetes_yaml import Noted, documents
+from holdfast.cli import main
+from holdfast.schedulers.kubernetes import Noted, documents
 from tests.kubernetes.manifests import IMAGE, NEWEST, OLDEST, agent_of, job_of, pod_of, printed, submit, validate
 from tests.kubernetes.pods import expanded
 from tests.support.tables import tables
@@ -185,7 +187,7 @@ def test_the_token_is_in_no_manifest_that_is_printed() -> None:
     assert [each["name"] for each in none] == ["POD_IP"]
 
 
-# --- our YAML beside PyYAML's reading of it ---------------------------------------------------------------------------
+# --- what is written by ruamel.yaml (YAML 1.2) is read by PyYAML (1.1, as kubectl does) --------------------------------
 
 
 MEANINGFUL = (
@@ -237,3 +239,15 @@ b:
 def test_other_types_are_refused() -> None:
     with pytest.raises(TypeError):
         documents([{"a": 1.5}])
+
+
+def test_without_the_library_its_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
+    assert main(["submit", "--k8s", "--nodes", "2", "--image", "i", "train.py"]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.splitlines()[-1] == (
+        "holdfast: HF117: holdfast submit --k8s needs ruamel.yaml: pip install 'holdfast[k8s]'"
+    )

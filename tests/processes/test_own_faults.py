@@ -128,8 +128,8 @@ from holdfast.runtime.workers import machine_facts
 machine_facts.SHM = None
 from holdfast.runtime.observing.torch_events import TorchEvents
 TorchEvents.heard = broken
-from holdfast.insight import hangs, screen, verdicts
-hangs.examine = screen.render = verdicts.judge = broken
+from holdfast.insight import causes, hangs, screen
+hangs.examine = screen.render = causes.judge = broken
 from holdfast import cli
 sys.exit(cli.main(["run", *sys.argv[1:]]))
 """

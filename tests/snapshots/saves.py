@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.snapshots import attempt, folder, reader, shelf
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots import attempt, folder, shelf
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.image import Image, TensorEntry
-from holdfast.snapshots.saver_client import SaverAddress, SaverClient
+from holdfast.snapshots.saver_client import SaverClient
+from holdfast.snapshots.shelf import SaverAddress
 from holdfast.snapshots.slots import Slot
 from tests.support.limits import limit_s, until
 
@@ -40,9 +41,22 @@ class Bench:
         self.folder = folder
         self.anchor = subprocess.Popen(["sleep", "600"])
         held = shelf.Shelf.make("bench")
-        self.place = SaverAddress(held.path, 0, 0, self.anchor.pid, held)
-        self.slots = self.place.slots(rank=0, world=1)
+        self.held = held
+        self.place = SaverAddress(held.path, 0, 0, self.anchor.pid)
+        self.connect()
+
+    def connect(self) -> None:
+        """The worker, or its successor."""
         self.client = SaverClient(self.place)
+        self.slots = self.client.slots
+
+    def hand_over(self, request: SaveRequest, size: int = SIZE) -> None:
+        """Stage this step and have it saved; it is not written of the saver's own accord."""
+        memory = self.client.stage(request.step, size)
+        assert memory is not None
+        memory[:] = bytes([request.step]) * size
+        self.client.commit(None)
+        self.client.persist(request)
 
     def stage(self, step: int, size: int = SIZE) -> Slot:
         memory = self.slots.stage(step, size)
@@ -51,9 +65,8 @@ class Bench:
         return self.slots.commit()
 
     def persist(self, step: int, size: int = SIZE) -> None:
-        slot = self.stage(step, size)
-        ticket = Ticket(str(self.folder), step, attempt.begin(self.folder, step), 0, 1)
-        self.client.persist(slot, ticket, {"step": step})
+        number = attempt.begin(self.folder, step)
+        self.hand_over(SaveRequest(str(self.folder), step, number, 0, 1, metadata={"step": step}), size)
 
     @property
     def saver(self) -> int:
@@ -62,8 +75,7 @@ class Bench:
 
     def close(self) -> None:
         self.client.close()
-        self.slots.close()
-        self.place.close()
+        self.held.close()
         self.anchor.kill()
         self.anchor.wait()
         for pid in savers(self.place.folder):
@@ -95,15 +107,15 @@ def save(
     """Save one step of all ranks; returns the committed folder."""
     number = attempt.begin(path, step)
     for rank in range(world):
-        attempt.write_rank(Ticket(str(path), step, number, rank, world), content(step, rank, items))
-    return attempt.commit(Ticket(str(path), step, number, 0, world), metadata)
+        attempt.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items))
+    return attempt.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}))
 
 
 def load(snapshot: Snapshot) -> list[bytes]:
     """All ranks' files, with their digests checked."""
     loaded = []
     for rank in range(snapshot.manifest.world):
-        with reader.RankFile(snapshot, rank) as file:
+        with folder.RankFile(snapshot, rank) as file:
             loaded.append(bytes(file.load()))
     return loaded
 

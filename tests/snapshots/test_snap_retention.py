@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import RetentionError, SaverLostError, SnapshotDamagedError, SnapshotError, SnapshotGoneError
-from holdfast.snapshots import attempt, folder, layout, reader, retention, saving, slots
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots import attempt, folder, retention, saving, slots
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.manifest import Manifest, RankEntry
+from holdfast.snapshots.manifest import Manifest, RankEntry, rank_file
 from holdfast.snapshots.retention import Keep, Verified, prune
 from holdfast.snapshots.saver_client import read_back
 from holdfast.snapshots.slots import SlotOwner, Slots
@@ -116,7 +116,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     for step in range(1, 5):
         save(tmp_path, step, 1)
     for step in (3, 4):
-        with (tmp_path / f"step_00000000{step}.0001" / layout.rank_file(0)).open("r+b") as file:
+        with (tmp_path / f"step_00000000{step}.0001" / rank_file(0)).open("r+b") as file:
             file.seek(4096)
             file.write(bytes(64))
     done = prune(tmp_path, Keep(last=1))
@@ -128,7 +128,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
 
 def test_nothing_valid_nothing_deleted(tmp_path: Path) -> None:
     path = save(tmp_path, 1, 1)
-    os.truncate(path / layout.rank_file(0), 10)
+    os.truncate(path / rank_file(0), 10)
     assert prune(tmp_path, Keep(last=1)).deleted == ()
     assert prune(tmp_path / "none", Keep(last=1)).kept == ()
 
@@ -137,7 +137,7 @@ def test_each_snapshot_is_read_back_once(tmp_path: Path) -> None:
     verified = Verified()
     save(tmp_path, 1, 1)
     prune(tmp_path, Keep(last=2), verified=verified)
-    file = tmp_path / "step_000000001.0001" / layout.rank_file(0)
+    file = tmp_path / "step_000000001.0001" / rank_file(0)
     file.write_bytes(bytes(file.stat().st_size))
     assert prune(tmp_path, Keep(last=2), verified=verified).damaged == ()
     assert len(prune(tmp_path, Keep(last=2)).damaged) == 1, (
@@ -177,7 +177,7 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
             for snapshot in found.committed[:2]:
                 try:
                     for rank in range(snapshot.manifest.world):
-                        with reader.RankFile(snapshot, rank) as file:
+                        with folder.RankFile(snapshot, rank) as file:
                             assert file.load() == content(snapshot.step, rank, 1000)
                 except SnapshotGoneError:
                     outcomes["gone"] += 1
@@ -193,8 +193,8 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
         for step in range(1, 500):
             number = attempt.begin(tmp_path, step)
             for rank in range(2):
-                attempt.write_rank(Ticket(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
-            attempt.commit(Ticket(str(tmp_path), step, number, 0, 2))
+                attempt.write_rank(SaveRequest(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
+            attempt.commit(SaveRequest(str(tmp_path), step, number, 0, 2))
             prune(tmp_path, Keep(last=1))
             if outcomes["whole"] > 5 and outcomes["gone"] > 5:
                 break
@@ -214,15 +214,15 @@ def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
     for step in (1, 2):
         saves.save(bench.folder, step, 1)
     first, second = (bench.folder / f"step_{step:09d}.0001" for step in (1, 2))
-    read_back(bench.place, first, WAIT_S)
+    read_back(bench.place.folder, first, WAIT_S)
     file = second / "rank_00000.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-        read_back(bench.place, second, WAIT_S)
+        read_back(bench.place.folder, second, WAIT_S)
     with pytest.raises(SnapshotGoneError):
-        read_back(bench.place, bench.folder / "step_000000003.0001", WAIT_S)
+        read_back(bench.place.folder, bench.folder / "step_000000003.0001", WAIT_S)
     bench.persist(4)
-    assert bench.client.wait(WAIT_S)
+    bench.client.wait(WAIT_S)
     assert (bench.folder / "step_000000004.0001").is_dir()
 
 
@@ -231,19 +231,19 @@ def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
     saver = bench.saver
     os.kill(saver, signal.SIGSTOP)
     with pytest.raises(SnapshotError, match="is the saver stopped"):
-        read_back(bench.place, path, 0.05)
+        read_back(bench.place.folder, path, 0.05)
     killing = threading.Timer(0.2, os.kill, (saver, signal.SIGKILL))
     killing.start()
     with pytest.raises(SaverLostError):
-        read_back(bench.place, path, WAIT_S)
+        read_back(bench.place.folder, path, WAIT_S)
     killing.join()
     with pytest.raises(SaverLostError):
-        read_back(bench.place, path, WAIT_S)
+        read_back(bench.place.folder, path, WAIT_S)
 
     def is_read_by_another() -> bool:
         bench.client.check()  # notices that its saver is gone, and starts another one
         with contextlib.suppress(SaverLostError):
-            read_back(bench.place, path, WAIT_S)
+            read_back(bench.place.folder, path, WAIT_S)
             return True
         return False
 
@@ -259,10 +259,10 @@ def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
     assert bench.slots.stage(4, SIZE) is not None
     assert slots.is_any_staged(bench.place.folder, [0])
     with pytest.raises(SnapshotError, match="is the saver stopped"):
-        read_back(bench.place, path, 0.3)
+        read_back(bench.place.folder, path, 0.3)
     assert not slots.is_any_staged(bench.place.folder, [-1, 1, 2]), "others do not"
     bench.slots.commit()
-    read_back(bench.place, path, WAIT_S)
+    read_back(bench.place.folder, path, WAIT_S)
 
 
 def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
@@ -274,7 +274,7 @@ def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
     assert other.stage(3, SIZE) is not None
     other.close()  # as its death leaves it
     assert slots.is_any_staged(bench.place.folder, [1])
-    read_back(bench.place, path, WAIT_S)
+    read_back(bench.place.folder, path, WAIT_S)
 
 
 def test_it_gives_way_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

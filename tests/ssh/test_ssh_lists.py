@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import HostsError
-from holdfast.ssh import discovery
-from holdfast.ssh.complaints import explain, is_turned_away, last_words, parting_words
-from holdfast.ssh.discovery import Discovery
-from holdfast.ssh.facts import HostFacts, expected_from, meeting_address, problems, remarks, same_machine
-from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
+from holdfast.ssh import hosts
+from holdfast.ssh.facts import (
+    AgentExit,
+    Expected,
+    HostFacts,
+    expected_from,
+    meeting_address,
+    problems,
+    remarks,
+    same_machine,
+)
+from holdfast.ssh.hosts import Discovery, HostSpec, parse_file, parse_list, select
 from holdfast.ssh.launcher import chosen_end
-from holdfast.ssh.orders import AgentExit, Expected
+from holdfast.ssh.session import explain, is_turned_away, last_words, parting_words
 from tests.support.limits import limit_s
 from tests.support.tables import tables
 
@@ -66,11 +73,6 @@ def test_include_and_exclude() -> None:
         left("", "x")
     with pytest.raises(HostsError, match="leave no host"):
         left("n1", "n1")
-
-
-def test_some_names() -> None:
-    assert some(["a"]) == "a"
-    assert some(list("abcdefghij"), 8) == "a, b, c, d, e, f, g, h and 2 more"
 
 
 B = HostSpec("b", 2)
@@ -179,7 +181,7 @@ ANSWER_S = round(limit_s(0.25), 1)
 
 
 def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "ANSWER_S", ANSWER_S)
+    monkeypatch.setattr(hosts, "ANSWER_S", ANSWER_S)
     program, told = tmp_path / "hosts", list[str]()
 
     async def answers(*texts: str) -> list[list[HostSpec] | None]:

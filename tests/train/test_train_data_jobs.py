@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.train.batch import GlobalBatch, Tail
 from holdfast.train.data.loader import DataLoader
+from holdfast.train.data.position import GlobalBatch, Tail
 from holdfast.train.data.shards import ShardedDataset
 
 Snapshot = tuple[dict[str, Any] | None, int]

@@ -12,14 +12,13 @@ CONTROL_FD is one end of a SOCK_SEQPACKET socketpair, the keeper has the other (
               worker it is to be, in a packet as above
     to keeper {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}, after which it ends
 
-On its answer's socket a worker says `pid N`, once it is the keeper's own child, and runs when it hears `go`; or somebody
-says `no WHY`. End of file from the keeper means that nobody wants it any more. A standby says `pid N` when it is parked,
-and once more when it is a worker.
+On its answer's socket a worker says `pid N`, once it is the keeper's own child, and runs when it hears `go`; or
+somebody says `no WHY`. End of file from the keeper means that nobody wants it any more. A standby says `pid N` when
+it is parked, and once more when it is a worker.
 
 Workers are forked twice, so that they fall to the keeper, which is a subreaper: it stays everybody's parent.
 Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
-birth.py; the tests compare a forked worker with one that was started by exec.
-"""
+birth.py; the tests compare a forked worker with one that was started by exec."""
 
 from __future__ import annotations
 
@@ -61,7 +60,8 @@ class UnfitError(Exception):
 
 
 def serve(control_fd: int) -> None:
-    """Import and serve. Returns in each worker, as the process that its command line describes; never in the nursery."""
+    """Import and serve. Returns in each worker, as the process that its command line describes; never in the
+    nursery."""
     control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, birth.FD_MIN))
     os.close(control_fd)
     nursery = ForkServer(control)
@@ -103,7 +103,8 @@ class Importer:
         """What watches this process from its start, as a coverage tool does, watches a worker that is started, too."""
 
     def load(self, module: str) -> str:
-        """Import one module; returns why it could not be imported. Raises UnfitError when what it did cannot be forked."""
+        """Import one module; returns why it could not be imported. Raises UnfitError when what it did cannot be
+        forked."""
         before = dict(os.environ)
         data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
         watched = Watched(data, self.asked)

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.outcome import TEXT_BYTES_MAX
+from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.runtime.workers import machine_facts
-from holdfast.runtime.workers.evidence import (
+from holdfast.runtime.workers.ends import (
     MESSAGE_BYTES_MAX,
     OomWatch,
     Recorded,
-    failure_of_exit,
     failure_of_spawn,
     read_error_file,
     read_tail,
+    with_evidence,
 )
 from holdfast.runtime.workers.machine_facts import facts_for
 from tests.support.tables import tables
@@ -95,7 +95,7 @@ def machine(root: Path, cgroup: str, files: dict[str, int]) -> OomWatch:
     (root / "proc" / "self" / "cgroup").write_text(cgroup)
     for name, kills in files.items():
         put(root / name, kills)
-    return OomWatch(proc=root / "proc", cgroups=root / "cgroup")
+    return OomWatch(root)
 
 
 def put(file: Path, kills: int) -> None:
@@ -122,8 +122,10 @@ def test_no_counter_means_no(tmp_path: Path) -> None:
 
 
 def failure(**changes: Any) -> Any:
-    known = {"rank": 5, "local_rank": 1, "host": "n1", "pid": 77, "exit_code": 1, "lived_s": 2.5, "now_epoch_s": 99}
-    return failure_of_exit(**{**known, "error_file": "", "stderr_file": "", **changes})
+    files = {"error_file": "", "stderr_file": "", "now_epoch_s": 99, "out_of_memory": False}
+    known = {"rank": 5, "local_rank": 1, "host": "n1", "pid": 77, "exit_code": 1, "lived_s": 2.5}
+    read = {name: changes.pop(name, value) for name, value in files.items()}
+    return with_evidence(Failure(**{**known, **changes}), **read)
 
 
 def test_a_failure_with_all_its_evidence(tmp_path: Path) -> None:
@@ -155,9 +157,8 @@ def test_out_of_memory_is_a_sigkill_that_nobody_sent(exit_code: int, after_stop:
 
 @pytest.mark.parametrize(("number", "code"), [(2, 127), (13, 126), (8, 126), (11, 1), (12, 1), (24, 1)])
 def test_a_program_that_did_not_start(number: int, code: int) -> None:
-    found = failure_of_spawn(
-        rank=0, local_rank=0, host="n1", error_number=number, text="No such file or directory: x", now_epoch_s=9
-    )
+    bare = Failure(rank=0, local_rank=0, host="n1", pid=0, exit_code=0)
+    found = failure_of_spawn(bare, error_number=number, text="No such file or directory: x", now_epoch_s=9)
     assert (found.exit_code, found.started, found.pid) == (code, False, 0)
     assert found.message == "No such file or directory: x"
 
@@ -205,18 +206,8 @@ def test_what_cannot_be_found_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 def facts_of(folder: Path, *, after_stop: bool) -> dict[str, str]:
     log = folder / "stderr.log"
     log.write_text("OSError: [Errno 24] Too many open files\n")
-    return failure_of_exit(
-        rank=0,
-        local_rank=0,
-        host="a",
-        pid=1,
-        exit_code=1,
-        error_file="",
-        stderr_file=str(log),
-        lived_s=1.0,
-        now_epoch_s=0,
-        after_stop=after_stop,
-    ).facts
+    bare = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, lived_s=1.0, after_stop=after_stop)
+    return with_evidence(bare, error_file="", stderr_file=str(log), now_epoch_s=0).facts
 
 
 def test_the_failure_carries_them(tmp_path: Path) -> None:

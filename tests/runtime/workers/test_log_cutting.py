@@ -7,8 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.runtime.workers.log_fold import FOLD_BYTES_MAX, FOLD_S, HELD_BYTES_MAX, HOLD_S, HeldTraceback, LineFold
-from holdfast.runtime.workers.log_lines import LINE_BYTES_MAX, LineCutter, add_prefix, keep_matching, tame
+from holdfast.runtime.workers.log_fold import (
+    FOLD_BYTES_MAX,
+    FOLD_S,
+    HELD_BYTES_MAX,
+    HOLD_S,
+    LINE_BYTES_MAX,
+    HeldTraceback,
+    LineCutter,
+    LineFold,
+    add_prefix,
+    keep_matching,
+    tame,
+)
 
 
 @pytest.mark.parametrize(

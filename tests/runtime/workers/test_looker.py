@@ -14,11 +14,11 @@ import pytest
 
 from holdfast.core.board import LOOK_SIGNAL
 from holdfast.core.stacks import RankSample
+from holdfast.linux import process_stat
 from holdfast.runtime.workers import kernel, processes
 from holdfast.runtime.workers import looker as looker_module
 from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.looker import Looker, Tally
-from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles
+from holdfast.runtime.workers.looker import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, Looker, StackFiles, Tally
 from tests.runtime.workers.looks import (
     HOLDS_THE_LOCK,
     SLEEPS,
@@ -87,7 +87,7 @@ def test_one_that_spins(board: Board, start: Start) -> None:
 def test_one_that_is_stopped_is_not_asked(board: Board, start: Start, tmp_path: Path) -> None:
     process = start(SLEEPS)
     process.send_signal(signal.SIGSTOP)
-    until(lambda: kernel.read_stat(process.pid).state == "T", "the worker to be where it stays")  # type: ignore[union-attr]
+    until(lambda: process_stat(process.pid).state == "T", "the worker to be where it stays")  # type: ignore[union-attr]
     (sample,) = look(board, process, folder=tmp_path, times=3)
     assert (sample.state, sample.frames) == ("T", ())
     assert "did not write its stacks" in Path(sample.file).read_text()
@@ -101,7 +101,7 @@ def test_one_that_has_become_another_program(board: Board, start: Start) -> None
 
     def sleeps() -> bool:
         """Not only has its name: on a busy machine it is still being loaded then."""
-        stat = kernel.read_stat(process.pid)
+        stat = process_stat(process.pid)
         return stat is not None and (stat.name, stat.state) == ("sleep", "S")
 
     until(sleeps, "the worker to be where it stays")
@@ -403,7 +403,7 @@ def test_native_stacks_where_py_spy_is(
     spy = tmp_path / "py-spy"
     spy.write_text('#!/bin/sh\necho "spied: $*"\n')
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.runtime.workers.looker._py_spy", lambda: str(spy))
     process = start(SLEEPS)
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
@@ -424,7 +424,7 @@ def test_a_spy_that_does_not_end_is_ended_by_the_next_look(
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nexec sleep 600\n")
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.runtime.workers.looker._py_spy", lambda: str(spy))
     (sample,) = look(board, start(SLEEPS), folder=tmp_path, times=3)
     assert "py-spy" not in Path(sample.file).read_text()
 

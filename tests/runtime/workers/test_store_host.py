@@ -12,15 +12,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import ProcessEnded
-from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.store_host import StoreHost
 from tests.support.limits import limit_s
-from tests.support.tables import tables
-
-TABLES = tables(__file__)
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
 CLIENT_LIMIT_S = limit_s(90.0)
@@ -188,35 +183,3 @@ async def test_listening_addresses(bench: Any) -> None:
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) == 0
     rig.host.close()
-
-
-# --- looking into the script ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("source", "expected"), TABLES["wants_store"])
-def test_wants_store(tmp_path: Path, source: str, expected: bool) -> None:
-    (tmp_path / "beside.py").write_text("import torch")
-    (tmp_path / "twice.py").write_text("import beside")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("from transformers import Trainer")
-    (tmp_path / "train.py").write_text(source)
-    assert wants_store(WorkerCommand(kind=CommandKind.SCRIPT, target=str(tmp_path / "train.py"))) is expected
-
-
-def test_wants_store_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text("import torch")
-    (tmp_path / "package" / "module.py").write_text("import torch")
-
-    def wants(kind: CommandKind, target: str) -> bool:
-        return wants_store(WorkerCommand(kind=kind, target=target))
-
-    assert wants(CommandKind.MODULE, "package")
-    assert wants(CommandKind.MODULE, "package.module")
-    assert wants(CommandKind.SCRIPT, "package")
-    assert wants(CommandKind.RUN_PATH, "package/module.py")
-    assert not wants(CommandKind.MODULE, "package.missing")
-    assert not wants(CommandKind.PROGRAM, "package/module.py")
-    assert not wants(CommandKind.SCRIPT, "missing.py")
-    assert not wants(CommandKind.SCRIPT, "/dev/null")

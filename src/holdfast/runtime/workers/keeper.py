@@ -13,7 +13,7 @@ Commands that come over the lifeline (see lifeline.py for the frames); a spawn b
     {"do": "signal", "key", "signum"}      to the leader alone
     {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
     {"do": "ignore", "signum"}             whatever is spawned from here on ignores it
-    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock, unless another fence comes before
+    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; another fence replaces it
     {"do": "remove", "path"}               at the keeper's end, when all is dead: a folder of plain files in memory
     {"do": "exit"}                         as if the agent were gone
 
@@ -470,7 +470,8 @@ def _place_descriptors(wanted: dict[int, int], report: int) -> int:
 
 
 def main() -> NoReturn:
-    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored, soft limit of files."""
+    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored, soft limit
+    of files."""
     fd, agent, ignored, limit = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)

@@ -17,9 +17,8 @@ import socket
 from collections.abc import Callable
 
 from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent, ProcessEnded, SpawnFailed
-from holdfast.snapshots import packets
-from holdfast.snapshots.packets import FINISH_LIMIT_S
-from holdfast.snapshots.shelf import SOCKET, Shelf, clean
+from holdfast.snapshots import shelf
+from holdfast.snapshots.shelf import FINISH_LIMIT_S, SOCKET, Shelf, clean
 
 KEY = "saver#"
 """The savers' keys at the keeper begin so; each has its own, so that a late word about a dead one is ignored."""
@@ -54,7 +53,7 @@ class SaverHost:
             self._open()
         if self._shelf is None:
             return {}
-        return {packets.SAVER_VARIABLE: f"{self._shelf.path}@{generation}@{local_rank}"}
+        return {shelf.SAVER_VARIABLE: f"{self._shelf.path}@{generation}@{local_rank}"}
 
     def handle(self, event: KeeperEvent) -> None:
         """Take notice of the saver's end; events about other processes are ignored."""
@@ -95,7 +94,7 @@ class SaverHost:
     async def _finish(self) -> None:
         assert self._control is not None
         try:
-            packets.send(self._control, {"do": "finish"})
+            shelf.send(self._control, {"do": "finish"})
         except OSError:
             return
         said = self._loop.call_later(
@@ -113,16 +112,16 @@ class SaverHost:
     # --- the process --------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        shelf = None
+        opened = None
         try:
-            shelf = Shelf.make(self._run_id)
-            self._listening = packets.listen(shelf.path / SOCKET)
+            opened = Shelf.make(self._run_id)
+            self._listening = shelf.listen(opened.path / SOCKET)
         except OSError:  # no /dev/shm to write to: a worker that wants one hears of it
-            if shelf is not None:
-                _remove(shelf)
+            if opened is not None:
+                _remove(opened)
             return
-        self._shelf = shelf
-        self._keeper.remove_at_end(str(shelf.path))
+        self._shelf = opened
+        self._keeper.remove_at_end(str(opened.path))
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._start)
         self._cleaning = self._loop.create_task(asyncio.to_thread(clean))
@@ -144,7 +143,7 @@ class SaverHost:
         with theirs, open("/dev/null", "r+b", buffering=0) as null:
             self._keeper.spawn(
                 self._key,
-                packets.saver_argv(self._shelf.path, listening=listening, control=control),
+                shelf.saver_argv(self._shelf.path, listening=listening, control=control),
                 fds={
                     0: null.fileno(),
                     1: null.fileno(),
@@ -161,7 +160,7 @@ class SaverHost:
     def _readable(self) -> None:
         assert self._control is not None
         try:
-            got = packets.receive(self._control)
+            got = shelf.receive(self._control)
         except BlockingIOError:
             return
         if got is None:
