@@ -34,7 +34,7 @@ TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 # What may depend on the version of torch.
 WITH_TORCH := tests/beside_torchrun tests/clients tests/nursery tests/torchrun_handler tests/train tests/runtime/workers/test_store_host.py \
     tests/worker/test_progress.py \
-    tests/processes/test_preload_jobs.py tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py
+    tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py
 
 # Run by `make check` and `make dist`.
 ELSEWHERE := --ignore=tests/tidy --ignore=tests/packaging

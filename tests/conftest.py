@@ -7,9 +7,11 @@ it descends from the test process, or when its environment holds the HOLDFAST_TE
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
+import inspect
 import os
 import resource
 import signal
@@ -108,6 +110,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         with_group = vars(item).get("_nodeid")
         if with_group is not None and item.nodeid != with_group:
             item._id = type(item._id).parse(with_group)  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in an event loop of its own, in which fixtures that are async contexts are entered."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+            for name, value in arguments.items():
+                if isinstance(value, contextlib.AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(run())
+    return True
 
 
 # --- the leak guard ---------------------------------------------------------------------------------------------------

@@ -88,6 +88,12 @@ class Warm:
         processor_time.add(ended["processor_s"])
         return subprocess.CompletedProcess(arguments, ended["code"], out, err)
 
+    def found(self, *line: str | Path, timeout: float = 110.0) -> Any:
+        """The JSON that a script prints."""
+        done = self.run(line, timeout=timeout)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
     def _answer(self, timeout: float) -> dict[str, Any] | None:
         stdout = self._process.stdout
         assert stdout is not None

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from tests.beside_torchrun.beside import SCRIPTS, Launchers, Side
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 TALK = str(SCRIPTS / "talk.py")
 
@@ -27,33 +30,7 @@ TORN_RUNS_MAX = 5
 SAID = re.compile(r"^([WI]1?\d+ \d\d:|holdfast: )")
 """Lines of the launchers themselves."""
 
-LINES = [
-    ("", {}),
-    ("-r 0", {}),
-    ("-r 1", {}),
-    ("-r 2", {}),
-    ("-r 3", {}),
-    ("-r 0:1", {}),
-    ("-r 0:1,1:2", {}),
-    ("-r 1:3,5:3", {}),
-    ("-t 1", {}),
-    ("-t 2", {}),
-    ("-t 3 --role trainer", {}),
-    ("-t 0:1,1:2", {}),
-    ("--tee 1:3 --redirects 0:3", {}),
-    ("-r 3 -t 3", {}),
-    ("-r 1 -t 2", {}),
-    ("-t 3 --local-ranks-filter 1", {}),
-    ("--local-ranks-filter 0", {}),
-    ("-r 1 --local-ranks-filter 0", {}),
-    ("-t 3 --duplicate-stdout-filters keep --duplicate-stderr-filters 'line 1,ends'", {}),
-    ("-t 3 --duplicate-stdout-filters 'commas: 1,,2' --local-ranks-filter 1", {}),
-    ("-t 1 --duplicate-stderr-filters keep", {}),
-    ("-r 3 --duplicate-stdout-filters keep", {}),
-    ("-t 3", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}-${rank}-${local_rank}-${x}> "}),
-    ("-t 3", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": ""}),
-    ("", {"PET_TEE": "1", "PET_REDIRECTS": "2", "PET_LOCAL_RANKS_FILTER": "1", "PET_DUPLICATE_STDOUT_FILTERS": "keep"}),
-]
+LINES = TABLES["log_lines"]
 
 
 @pytest.mark.parametrize(("line", "env"), LINES)

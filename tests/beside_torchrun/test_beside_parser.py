@@ -6,8 +6,10 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,11 @@ import pytest
 from holdfast.cli.grammar import parse
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.core.errors import CallerError, UsageError
+from tests.beside_torchrun.beside import Launchers, Line, Side
 from tests.beside_torchrun.recording import Book, Mode
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 OWN = {
     "drain_timeout",
@@ -52,107 +58,11 @@ OWN = {
 NEWER = {option.dest for option in OPTIONS if option.newer}
 """Options that not every torchrun has with which we compare."""
 
-LINES = """
-train.py
-train.py --lr 3 --nnodes 7
--- train.py a b
--- train.py -- a
-train.py -- a
-train.py -- a -- b
-train.py a -- b
-train.py -m -r 3
---nnodes 2 train.py
---nnodes=1:4 train.py
---nnodes= train.py
---nnode 2 train.py
---nproc-per-node 4 train.py
---nproc_per_node=gpu train.py
---nproc_per 2 train.py
---nproc-per-node -1 train.py
---nproc-per-node -1.5 train.py
--1 a
--m pkg.mod a b
---module pkg.mod
--mr3 pkg.mod
--mr 3 pkg.mod
--r3 -t1 train.py
--r=3 -t 0:1,1:2 train.py
---redirect=3 --tee 2 train.py
---rdzv-backend c10d --rdzv-endpoint host:1234 --rdzv-id x train.py
---rdzv_backend=c10d --rdzv_endpoint=host:1234 --rdzv_id=x train.py
---rdzv-conf join_timeout=3,a=b train.py
---stand train.py
---standalone --nproc-per-node=2 train.py --standalone
---max-restarts 3 --monitor-interval 5 train.py
---max_restarts=-3 train.py
---monitor_interval=1e-2 train.py
---start-method fork --run-path train.py
---no-python ./prog -c 3
---no_python /bin/echo hi
---role trainer --role other train.py
---role 'a b' train.py
---role '' train.py
---role=-x train.py
-'--role=a b' train.py
-'a b.py' c
-'- b.py' c
-'-x y.py' c
-- a
-'' a
---log-dir /tmp/x --local-ranks-filter 0,1 train.py
---duplicate-stdout-filters a,b,,c --duplicate_stderr_filters x train.py
---duplicate-stdout-filters '' train.py
---node-rank 1 --master-addr h --master-port 29501 train.py
---node_rank=1 --master_addr=h --master_port=29501 train.py
---local-addr 10.0.0.1 train.py
---logs-specs default --numa-binding node train.py
---signals-to-handle SIGUSR1 --shutdown-timeout 5 train.py
---virtual-local-rank train.py
---virtual_local_rank --event-log-handler console train.py
---nnodes 2 -- train.py
---role x -- --odd a
--- -m a
-"""
+LINES = TABLES["lines"]
 
-REFUSED = """
+REFUSED = TABLES["refused_by_torchrun"]
 
---standalone
---nnodes
---nnodes -- 2 train.py
---nnodes --role x train.py
---role -x train.py
---nproc 2 train.py
---m 2 train.py
---rdzv x train.py
---unknown train.py
--x train.py
--mx train.py
---max-restarts two train.py
---max-restarts 1.5 train.py
---monitor-interval x train.py
---master-port http train.py
---node-rank '' train.py
---start-method thread train.py
---numa-binding nodes train.py
---standalone=1 train.py
--m=1 train.py
---shutdown-timeout 1.5 train.py
---nproc_per-node 2 train.py
---
-"""
-
-ENVIRONMENTS: list[dict[str, str]] = [
-    {"PET_NNODES": "2:3", "PET_NPROC_PER_NODE": "gpu"},
-    {"PET_STANDALONE": "1", "PET_MODULE": "0", "PET_NO_PYTHON": "7"},
-    {"PET_RUN_PATH": " 1 ", "PET_VIRTUAL_LOCAL_RANK": "-1"},
-    {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "h:1", "PET_RDZV_ID": "", "PET_RDZV_CONF": "a=b"},
-    {"PET_MAX_RESTARTS": "3", "PET_MONITOR_INTERVAL": "0.5", "PET_SHUTDOWN_TIMEOUT": "9"},
-    {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "h", "PET_MASTER_PORT": "1", "PET_LOCAL_ADDR": "l"},
-    {"PET_LOG_DIR": "/x", "PET_REDIRECTS": "3", "PET_TEE": "1", "PET_LOCAL_RANKS_FILTER": "0"},
-    {"PET_DUPLICATE_STDOUT_FILTERS": "a,,b,c", "PET_DUPLICATE_STDERR_FILTERS": ""},
-    {"PET_ROLE": "", "PET_START_METHOD": "fork", "PET_EVENT_LOG_HANDLER": "console", "PET_SIGNALS_TO_HANDLE": ""},
-    {"PET_R": "3", "PET_T": "3", "PET_M": "1", "MASTER_ADDR": "no", "MASTER_PORT": "1", "PET_HELP": "1"},
-]
+ENVIRONMENTS = TABLES["environments"]
 
 VARIABLES = ("PET_", "MASTER_")
 
@@ -241,7 +151,7 @@ def torchrun(torchrun_mode: Mode, torchrun_book: Book) -> Parser:
     return Parser(torchrun_mode, torchrun_book)
 
 
-@pytest.mark.parametrize("line", LINES.strip().splitlines())
+@pytest.mark.parametrize("line", LINES)
 def test_a_line_means_what_it_means_to_torchrun(torchrun: Parser, line: str) -> None:
     argv = shlex.split(line)
     expected = torchrun.run(argv)
@@ -249,7 +159,7 @@ def test_a_line_means_what_it_means_to_torchrun(torchrun: Parser, line: str) -> 
     assert torchrun.ours(argv) == expected
 
 
-@pytest.mark.parametrize("line", REFUSED.splitlines()[1:])
+@pytest.mark.parametrize("line", REFUSED)
 def test_a_line_that_torchrun_refuses_is_refused(torchrun: Parser, line: str) -> None:
     argv = shlex.split(line)
     assert torchrun.run(argv) is None
@@ -331,3 +241,62 @@ def test_an_option_of_a_later_torchrun_takes_no_beginning_from_an_older_one() ->
     with pytest.raises(UsageError, match="--log-dir or") as error:
         parse(["--log=x", "train.py"], {}, OPTIONS)
     assert "--log-line" not in str(error.value)
+
+
+# --- lines that cannot be run: one or two lines with a code and exit 2, where torchrun fails as well ------------------
+
+
+SAME, STRICTER, SLOW = "", "torchrun runs it, or waits for minutes", "torchrun refuses it after importing torch again"
+"""torchrun is asked for the first kind only."""
+
+BAD = TABLES["refused_lines"]
+
+
+@pytest.mark.parametrize(("line", "env", "code", "compared"), BAD)
+def test_a_bad_line(
+    launchers: Launchers, tmp_path: Path, line: str, env: dict[str, str], code: str, compared: str
+) -> None:
+    state = tmp_path / "state"
+    bad = Line(shlex.split(line), {"XDG_STATE_HOME": str(state), "TMPDIR": str(tmp_path), **env})
+    job = launchers.holdfast(bad)
+    if compared == SAME:
+        theirs = launchers.torchrun(bad).finish()
+        assert theirs.code in (1, 2), theirs
+        assert theirs.probes() == {}
+    ours = job.finish()
+    assert ours.code == 2, ours
+    said = ours.err.splitlines()
+    assert 1 <= len(said) <= 2, ours
+    assert re.match(rf"holdfast: {code}: \S", said[0]), ours
+    assert ours.out == ""
+    assert untouched(ours, state)
+
+
+def untouched(ours: Side, state: Path) -> bool:
+    return not state.exists() and not ours.logs.exists() and ours.probes() == {}
+
+
+def test_a_module_is_looked_for_by_python_alone(launchers: Launchers) -> None:
+    """Finding it would mean importing its package: the worker's interpreter says that it is missing, under both."""
+    theirs, ours = launchers.pair("-m", "missing.module")
+    assert (theirs.code, ours.code) == (1, 1), f"{theirs}\n{ours}"
+    for side in (theirs, ours):
+        assert "No module named 'missing'" in side.err
+
+
+KINDER = [
+    # torchrun fails at these.
+    ("probe.py", {"PET_STANDALONE": "true"}),
+    ("-r 10:1,0:1 probe.py", {}),
+    ("probe.py --m 3 --n", {}),
+    ("--log-dir /dev/null -t 1 --duplicate-stdout-filters a probe.py", {}),
+    ("--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id a/b --log-dir {logs} probe.py", {}),
+]
+
+
+@pytest.mark.parametrize(("line", "env"), KINDER)
+def test_lines_that_only_torchrun_refuses(launchers: Launchers, line: str, env: dict[str, str]) -> None:
+    theirs, ours = launchers.pair(*shlex.split(line), env=env)
+    assert theirs.code in (1, 2), theirs
+    assert ours.code == 0, ours
+    assert list(ours.probes()) == ["0.0"]

@@ -11,49 +11,11 @@ import pytest
 
 from tests.beside_torchrun.beside import PROBE, Launchers, Line
 from tests.beside_torchrun.compare import INTENDED, RUN_PATH, differences
+from tests.support.tables import tables
 
-LINES = [
-    ("probe.py", {}),
-    ("--standalone probe.py a 'b  c' '' --nnodes 7", {}),
-    ("--nproc-per-node 2 probe.py", {"OMP_NUM_THREADS": "5", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
-    ("--nproc_per_node=3 --max_restarts=2 --log_dir={logs} probe.py", {}),
-    ("--nproc-per 2 --stand --max-r 4 --ro x ./probe.py", {}),
-    ("probe.py -- a -- b", {}),
-    ("--nproc-per-node 2 -m probe a", {}),
-    ("-m pkg -- a", {}),
-    ("-m pkg.module -m b", {"PYTHONPATH": ""}),
-    (
-        "--no-python --nproc-per-node 2 ./program.sh ${local_rank} $local_rank x${local_rank}y ${rank} $$ $$$$HOME ''",
-        {},
-    ),
-    ("--nproc-per-node 2 probe.py ${local_rank} $local_rank $local_ranks ${local_rank $$ $HOME 5$", {}),
-    ("--no-python sh ./program.sh", {}),
-    ("--virtual-local-rank --nproc-per-node 2 probe.py ${local_rank}", {"CUDA_VISIBLE_DEVICES": "4, 7 ,9"}),
-    ("--virtual-local-rank --nproc-per-node 2 --no-python ./program.sh ${local_rank}", {}),
-    ("--role trainer --nproc-per-node 2 probe.py", {}),
-    ("--signals-to-handle SIGTERM,SIGUSR1 probe.py", {}),
-    ("--signals-to-handle= probe.py", {}),
-    ("--log-dir /dev/null probe.py", {}),
-    ("probe.py", {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "pet", "PET_MAX_RESTARTS": "3", "PET_LOG_DIR": "{logs}"}),
-    ("--nproc-per-node 1 probe.py", {"PET_NPROC_PER_NODE": "2", "PET_STANDALONE": "1", "PET_MODULE": "0"}),
-    ("probe", {"PET_MODULE": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM"}),
-    ("--nproc-per-node 2 probe.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
-    ("--nproc-per-node 2 --max-restarts 1 probe.py fail", {}),
-    (
-        "probe.py",
-        {
-            "TORCHELASTIC_RUN_ID": "outer",
-            "TORCHELASTIC_RESTART_COUNT": "4",
-            "RANK": "7",
-            "WORLD_SIZE": "9",
-            "LOCAL_RANK": "3",
-            "MASTER_ADDR": "nowhere",
-            "MASTER_PORT": "1",
-        },
-    ),
-    ("probe.py", {"PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::DeprecationWarning", "PYTHONSAFEPATH": "1"}),
-    ("probe.py", {"NODE_RANK": "5", "LANG": "C", "LC_ALL": "C", "TERM": "dumb", "COLUMNS": "33"}),
-]
+TABLES = tables(__file__)
+
+LINES = TABLES["worker_lines"]
 
 
 @pytest.mark.parametrize(("line", "env"), LINES)

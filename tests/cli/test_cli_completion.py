@@ -19,6 +19,9 @@ from holdfast.cli import COMMANDS, main
 from holdfast.cli.completion import KNOWN_VALUES, SHELLS, commands
 from holdfast.cli.options import OPTIONS
 from tests.support.limits import limit_s
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 WAIT_S = 20.0
 
@@ -34,33 +37,7 @@ for line in "${{lines[@]}}"; do
 done
 """
 
-ASKED: list[tuple[str, str]] = [
-    ("holdfast ru", "run"),
-    ("holdfast s", "submit status stacks stop shim snaps"),
-    ("holdfast run --gro", "--grow"),
-    ("holdfast run --grow ", "now drain never"),
-    ("holdfast run --grow n", "now never"),
-    ("holdfast run --grow=d", "drain"),
-    ("holdfast run --start_method fo", "fork forkserver"),
-    ("holdfast run --grow now --stan", "--standalone --standby"),
-    ("holdfast run --role a --nproc-per-node g", "gpu"),
-    ("holdfast run --nnodes 1:4 --hosts me@a:8 --grow=n", "now never"),
-    ("holdfast run --nnodes 1:4 train.py --gro", ""),
-    ("holdfast run --standalone train.py --gro", ""),
-    ("holdfast run -- train.py --gro", ""),
-    ("holdfast launch --use", "--use-env"),
-    ("holdfast submit --k8s --imag", "--image"),
-    ("holdfast submit --slurm --partit", "--partition"),
-    ("holdfast submit --slurm --no-fol", "--no-follow"),
-    ("holdfast doctor --all-reduce ", "auto off"),
-    ("holdfast completion ", "bash zsh fish tcsh"),
-    ("holdfast explain HF20", "HF200 HF201 HF202 HF203 HF204 HF205 HF206 HF207 HF208 HF209"),
-    ("holdfast snaps ex", "export"),
-    ("holdfast snaps export --form", "--format"),
-    ("holdfast snaps export x --format t", "torch"),
-    ("holdfast logs --fol", "--follow"),
-    ("holdfast nonsense --h", "--help"),
-]
+ASKED = TABLES["completions"]
 
 
 @pytest.fixture

@@ -9,6 +9,9 @@ import pytest
 from holdfast.cli.grammar import parse
 from holdfast.cli.options import OPTIONS, Option
 from holdfast.core.errors import EnvironmentValueError, UsageError
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 
 @pytest.mark.parametrize(
@@ -30,29 +33,13 @@ def test_a_prefix_is_said(line: str, notices: tuple[str, ...] | None) -> None:
         assert parse(shlex.split(line), {}, OPTIONS).notices == notices
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("--nprc", "--nproc-per-node"),
-        ("--standlone", "--standalone"),
-        ("--rdzv_endpont", "--rdzv-endpoint"),
-        ("--max-restart-s", "--max-restarts"),
-        ("--logdir", "--log-dir"),
-        ("--NNODES", "--nnodes"),
-        ("--pln", "--plan"),
-        ("--gpus", "--nproc-per-node"),
-        ("--num_processes", "--nproc-per-node"),
-        ("-n", "--nproc-per-node"),
-        ("--num-machines", "--nnodes"),
-        ("--main_process_port", "--master-port"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "meant"), TABLES["unknown_options"])
 def test_an_unknown_option_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(UsageError, match=f"{typed} is no option; did you mean {meant}\\?"):
         parse([typed, "x.py"], {}, OPTIONS)
 
 
-@pytest.mark.parametrize("name", ["zzzz", "--qqqqqqqq", "-x"])
+@pytest.mark.parametrize("name", TABLES["no_guess"])
 def test_nothing_near_is_no_guess(name: str) -> None:
     if name.startswith("-"):
         with pytest.raises(UsageError, match="see holdfast run --help"):
@@ -82,20 +69,7 @@ def test_words_for_flags_in_variables(text: str, value: bool) -> None:
     assert parse(["x.py"], {"PET_STANDALONE": text}, OPTIONS).values.standalone is value
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "problem"),
-    [
-        ("PET_STANDALONE", "", "a flag is"),
-        ("PET_STANDALONE", "maybe", "a flag is"),
-        ("PET_MODULE", "1.0", "a flag is"),
-        ("PET_MAX_RESTARTS", "many", "not a whole number"),
-        ("PET_MONITOR_INTERVAL", "", "not a number"),
-        ("PET_MASTER_PORT", "http", "not a whole number"),
-        ("PET_START_METHOD", "thread", "must be one of spawn, fork, forkserver"),
-        ("PET_NUMA_BINDING", "nodes", "must be one of node, socket"),
-        ("HOLDFAST_PLAN", "perhaps", "a flag is"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "problem"), TABLES["bad_variables"])
 def test_a_bad_variable_is_named_with_its_value(name: str, text: str, problem: str) -> None:
     with pytest.raises(EnvironmentValueError, match=f"^{name}={text}: {problem}"):
         parse(["x.py"], {name: text}, OPTIONS)
@@ -122,16 +96,7 @@ def test_help_and_version_need_no_script_and_read_no_variable() -> None:
     assert not parse(["x.py", "--help"], {}, OPTIONS).values.help
 
 
-@pytest.mark.parametrize(
-    ("variable", "meant"),
-    [
-        ("HOLDFAST_HANG_TIMOUT", "HOLDFAST_HANG_TIMEOUT"),
-        ("HOLDFAST_NNODES", "PET_NNODES"),
-        ("HOLDFAST_TOKENS", "HOLDFAST_TOKEN"),
-        ("PET_NO_DEDUPE", "HOLDFAST_NO_DEDUP"),
-        ("PET_MAX_RESTART", "PET_MAX_RESTARTS"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "meant"), TABLES["misspelt_variables"])
 def test_a_misspelt_variable_is_answered_with_the_nearest_of_either_prefix(variable: str, meant: str) -> None:
     (notice,) = parse(["x.py"], {variable: "1"}, OPTIONS).notices
     assert notice == f"{variable} is not read; did you mean {meant}?"
@@ -142,9 +107,7 @@ def test_a_variable_that_is_read_by_another_command_is_no_mistake() -> None:
     assert parse(["x.py"], dict.fromkeys(names, "on"), OPTIONS).notices == ()
 
 
-@pytest.mark.parametrize(
-    "option", ["--nproc-per-node", "--nproc_per_node=4", "--nnodes=2", "--rdzv-endpoint", "--standalone"]
-)
+@pytest.mark.parametrize("option", TABLES["late_options"])
 def test_an_option_after_the_script_is_hinted_at_once(option: str) -> None:
     parsed = parse(["x.py", "--lr", "3", option, "4", "--max-restarts", "1"], {}, OPTIONS)
     (notice,) = parsed.notices

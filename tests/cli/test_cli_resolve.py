@@ -16,6 +16,9 @@ from holdfast.cli.options import LAUNCH_OPTIONS
 from holdfast.cli.resolve import Resolution, resolve
 from holdfast.core.options import CommandKind, Endpoint, RunOptions, Std
 from holdfast.runtime.workers.log_layout import default_log_dir
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 PROBES = Probes(nvml=lambda: ["GPU-a", "GPU-b"], torch=lambda name: 3, backends=lambda _: True, cpus=8)
 
@@ -178,34 +181,7 @@ def test_launch_gives_the_local_rank_as_an_argument() -> None:
     assert not resolution("--use-env train.py").options.command.local_rank_argument
 
 
-NOTICES = [
-    ("--nnode 1 train.py", {}, "--nnode taken as --nnodes"),
-    (
-        "--standalone --rdzv-backend static --rdzv-endpoint h:1 train.py",
-        {},
-        "--rdzv-backend static, --rdzv-endpoint h:1",
-    ),
-    ("--master-addr h train.py", {}, "--master-addr h without effect: one node without an endpoint"),
-    ("--standalone --master-port 3 train.py", {}, "--master-port 3 without effect: --standalone"),
-    ("--standalone --nnodes 1:4 train.py", {}, "--nnodes 1:4 taken as 1"),
-    ("--node-rank 2 train.py", {}, "--node-rank 2 without effect: this job has one node"),
-    ("--rdzv-backend c10d --master-addr h train.py", {}, "only used with backend static, not c10d"),
-    ("--rdzv-backend c10d train.py", {"PET_MASTER_PORT": "3"}, "PET_MASTER_PORT=3 without effect"),
-    ("--rdzv-endpoint h:1 --master-addr h train.py", {}, "--rdzv-endpoint says where to meet"),
-    ("--rdzv-backend c10d --nnodes 1:4 --node-rank 9 train.py", {}, "--node-rank 9 without effect: ranks are 0 to 3"),
-    ("--rdzv-backend c10d --nnodes 2 train.py", {}, "nodes meet at localhost:29400, so only on this machine"),
-    ("--rdzv-id '' train.py", {}, "--rdzv-id '' is empty, taken as "),
-    ("--nnodes 2 --rdzv-id '' train.py", {}, "the nodes will not find each other"),
-    ("--rdzv-backend c10d --rdzv-conf heartbeat=3 train.py", {}, "did you mean heartbeat_timeout?"),
-    ("--signals-to-handle SIGFOO,SIGTERM train.py", {}, "SIGFOO is no signal"),
-    ("-r 0:1,7:1 train.py", {}, "--redirects 0:1,7:1: this node has no local rank 7, only 0 to 0"),
-    ("--local-ranks-filter 0,3,2 --nproc-per-node 2 train.py", {}, "no local rank 2, 3, only 0 to 1"),
-    ("--duplicate-stdout-filters a -t 2 train.py", {}, "--duplicate-stdout-filters has no effect: it applies"),
-    ("--duplicate-stderr-filters a --log-dir /dev/null -t 2 train.py", {}, "has no effect: with --log-dir /dev/null"),
-    ("-r 3 --log-dir /dev/null train.py", {}, "--redirects 3 has no effect"),
-    ("--run-path -m train.py", {}, "--module without effect: --run-path wins"),
-    ("--run-path --no-python train.py", {"PET_MODULE": "1"}, "PET_MODULE=True and --no-python without effect"),
-]
+NOTICES = TABLES["notices"]
 
 
 @pytest.mark.parametrize(("line", "environ", "said"), NOTICES)

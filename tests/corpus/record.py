@@ -1,4 +1,4 @@
-"""Run a fault of faults.py for real, three ranks over gloo, and keep what the coordinator heard of it.
+"""Run a fault of faults.toml for real, three ranks over gloo, and keep what the coordinator heard of it.
 
     python tests/corpus/record.py            every fault
     python tests/corpus/record.py NAME ...   these
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -68,18 +69,16 @@ def neutral_places(folder: str) -> list[tuple[str, str]]:
 
 
 def main(names: list[str]) -> None:
-    sys.path.insert(0, str(HERE))
-    from faults import COMMON, FAULTS
-
+    data = tomllib.loads((HERE / "faults.toml").read_text())
     RECORDED.mkdir(exist_ok=True)
-    for name in names or list(FAULTS):
-        body, culprits, code = FAULTS[name]
+    for name in names or list(data["fault"]):
+        fault = data["fault"][name]
         try:
-            evidence = record(COMMON + body)
+            evidence = record(data["common"] + fault["script"])
         except (OSError, subprocess.TimeoutExpired) as error:
             print(f"{name}: {error}", file=sys.stderr)
             continue
-        case = {"culprits": culprits, "code": code, "evidence": evidence}
+        case = {"culprits": fault["culprits"], "code": fault["code"], "evidence": evidence}
         (RECORDED / f"{name}.json").write_text(json.dumps(case, indent=1) + "\n")
         print(name, len(evidence["failures"]))  # type: ignore[arg-type]
 

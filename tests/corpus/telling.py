@@ -1,11 +1,14 @@
-"""How failures look when they reach the coordinator: helpers for the cases that no CPU machine can make.
+"""How failures look when they reach the coordinator: the cases of cases.toml, which no CPU machine can make.
 
 The texts are what torch, NCCL, CUDA and the kernel print, as users paste them.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from holdfast.core.outcome import Evidence, Failure
 
@@ -34,6 +37,13 @@ OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 10.01 GiB. GPU 2 has a total capacity of 79.10 GiB of which 3.38 GiB is free. "
     "Including non-PyTorch memory, this process has 75.71 GiB memory in use."
 )
+CUDA_TAIL = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+SEGFAULT = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f0 (most recent call first):\n  File "/data/job/train.py", line 9 in step\n'
+TEXTS = {name: text for name, text in globals().items() if name.isupper()}
+"""What the data files name in braces."""
 
 
 @dataclass(frozen=True)
@@ -46,26 +56,56 @@ class Case:
     hard: bool = False
 
 
-def case(
+def data(name: str) -> dict[str, Any]:
+    """A data file of this folder, its texts filled in."""
+    return _filled(tomllib.loads((Path(__file__).parent / name).read_text()))  # type: ignore[no-any-return]
+
+
+def _filled(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _filled(each) for key, each in value.items()}
+        case list():
+            return tuple(_filled(each) for each in value)
+        case str():
+            for name, text in TEXTS.items():
+                value = value.replace(f"{{{name}}}", text)
+    return value
+
+
+def cases() -> list[Case]:
+    """All of cases.toml."""
+    return [_case(**entry) for entry in data("cases.toml")["case"]]
+
+
+def _case(
     name: str,
     code: str,
-    culprits: tuple[int, ...] | int,
-    *failures: Failure,
+    culprits: tuple[int, ...],
+    failures: tuple[dict[str, Any], ...],
     hard: bool = False,
     lost: tuple[str, ...] = (),
     done: tuple[int, ...] = (),
-    hosts: tuple[str, ...] = ("a", "b"),
 ) -> Case:
     evidence = Evidence(
         generation=1,
         restarts=0,
-        failures=failures,
+        failures=tuple(map(_failure, failures)),
         lost_nodes=lost,
         gave_up="no restart is left",
         done=done,
-        hosts=hosts,
+        hosts=("a", "b"),
     )
-    return Case(name, (culprits,) if isinstance(culprits, int) else culprits, code, evidence, hard)
+    return Case(name, culprits, code, evidence, hard)
+
+
+def _failure(entry: dict[str, Any]) -> Failure:
+    match entry:
+        case {"cut": rank, **rest}:
+            return cut(rank, **rest)
+        case {"watchdog": rank, **rest}:
+            return watchdog(rank, **rest)
+    return fails(**entry)
 
 
 def fails(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from tests.warm_jobs import WarmJobs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
+ON_RANKS = ROOT / "tests" / "train" / "scripts" / "on_ranks.py"
 ACCURACY_MIN = 0.95
 
 pytestmark = [pytest.mark.xdist_group("torch examples"), pytest.mark.timeout(240)]
@@ -39,11 +39,11 @@ def last_loss(text: str) -> str:
 
 
 def on_forked_ranks(jobs: WarmJobs, *lines: tuple[int, str, *tuple[str, ...]]) -> list[str]:
-    """What each of these examples printed, run as `scripts/ranks.py` says: (ranks, example, arguments…)."""
-    arguments = [json.dumps([ranks, str(EXAMPLES / name), *rest]) for ranks, name, *rest in lines]
-    done = jobs.run(Path(__file__).parent / "scripts" / "ranks.py", *arguments)
+    """What each of these examples printed, run as `on_ranks.py` says: (ranks or 0 for one plain process, example, arguments…)."""
+    words = [word for ranks, name, *rest in lines for word in ("--", str(ranks), EXAMPLES / name, *rest)]
+    done = jobs.run(ON_RANKS, "sklearn.datasets", *words[1:])
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.split("---\n")[:-1]
+    return done.stdout.split("\f")[:-1]
 
 
 def test_without_a_launcher(jobs: WarmJobs) -> None:

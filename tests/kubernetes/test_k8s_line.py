@@ -15,6 +15,9 @@ import yaml
 from holdfast.cli import main
 from holdfast.cli.submit_k8s import OWN
 from tests.kubernetes.manifests import IMAGE, agent_of, submit, validate
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 FAKE = """\
 #!{python}
@@ -27,77 +30,8 @@ if os.environ.get("KUBECTL_FAILS"):
     sys.exit(1)
 """
 
-BAD = [
-    ("--nodes 4 train.py", "HF101: --image is missing"),
-    ("--image x train.py", "HF103: --nodes is missing"),
-    ("--image x --nodes 0 train.py", "HF103: --nodes 0: a job needs at least 1 node"),
-    ("--image x --nodes 8:4 train.py", "HF103: --nodes 8:4: the minimum 8 is above the maximum 4"),
-    ("--image x --nodes four train.py", "HF103: --nodes four: must be a number N or a range MIN:MAX"),
-    ("--image x --nodes 99999 train.py", "HF103: --nodes 99999: more than 10000 pods"),
-    ("--image x --nodes 2 --nnodes 2 train.py", "HF103: --nodes 2 and --nnodes 2 say the same"),
-    ("--image x --nodes 2", "HF101: no training script given"),
-    ("--image 'a b' --nodes 2 train.py", "HF101: --image a b: is no image"),
-    ("--image x --nodes 2 --name Llama train.py", "HF101: --name Llama: must be lower-case letters"),
-    ("--image x --nodes 2 --name 7b train.py", "HF101: --name 7b: must be lower-case letters"),
-    ("--image x --nodes 2 --name a_b train.py", "HF101: --name a_b: must be"),
-    ("--image x --nodes 2 --name a- train.py", "HF101: --name a-: must be"),
-    (f"--image x --nodes 2 --name {'a' * 56} train.py", "56 letters; with what the pods' names add, 55 are the most"),
-    (f"--image x --nodes 100 --jobset --name {'a' * 50} train.py", "47 are the most"),
-    ("--image x --nodes 2 --namespace Team train.py", "HF101: --namespace Team: must be"),
-    ("--image x --nodes 2 --gpus -1 train.py", "HF101: --gpus -1: must be 0 or more"),
-    ("--image x --nodes 2 --gpus all train.py", "HF101: --gpus all: not a whole number"),
-    ("--image x --nodes 2 --gpu-resource gpu train.py", "HF101: --gpu-resource gpu: must be DOMAIN/NAME"),
-    ("--image x --nodes 2 --cpus 0 train.py", "HF101: --cpus 0: must be a number of CPUs"),
-    ("--image x --nodes 2 --cpus 4Gi train.py", "HF101: --cpus 4Gi: must be a number of CPUs"),
-    ("--image x --nodes 2 --memory 64 train.py", "HF101: --memory 64: means 64 bytes; write the unit, as in 64Gi"),
-    ("--image x --nodes 2 --memory 64GB train.py", "HF101: --memory 64GB: must be a size"),
-    ("--image x --nodes 2 --shm 0Gi train.py", "HF101: --shm 0Gi: must be more than nothing"),
-    ("--image x --nodes 2 --volume data train.py", "HF101: --volume data: must be SOURCE:/PATH"),
-    ("--image x --nodes 2 --volume data:mnt train.py", "HF101: --volume data:mnt: must be SOURCE:/PATH"),
-    ("--image x --nodes 2 --volume nfs/a:/mnt train.py", "HF101: --volume nfs/a:/mnt: 'nfs/a' must be CLAIM"),
-    ("--image x --nodes 2 --env A train.py", "HF101: --env A: has no value; write A=VALUE, or --env-from"),
-    ("--image x --nodes 2 --env A=1 --env 2=3 train.py", "HF101: --env 2=3: must be NAME=VALUE"),
-    ("--image x --nodes 2 --env HOLDFAST_TOKEN=hush train.py", "HF143: --env HOLDFAST_TOKEN=...: would be"),
-    ("--image x --nodes 2 --env-from wandb train.py", "HF101: --env-from wandb: must be secret/NAME"),
-    ("--image x --nodes 2 --run-as root train.py", "HF101: --run-as root: must be UID"),
-    ("--image x --nodes 2 --run-as 0 train.py", "HF101: --run-as 0: must be UID or UID:GID, numbers, and not root"),
-    ("--image x --nodes 2 --label a train.py", "HF101: --label a: must be KEY=VALUE"),
-    ("--image x --nodes 2 --label a=b/c train.py", "HF101: --label a=b/c: 'b/c' must be"),
-    ("--image x --nodes 2 --retries -1 train.py", "HF101: --retries -1: must be 0 or more"),
-    ("--image x --nodes 2 --cwd here train.py", "HF101: --cwd here: must be a whole path"),
-    ("--image x --nodes 2 --standalone train.py", "HF101: --standalone: not for --k8s"),
-    ("--image x --nodes 2 --node-rank 1 train.py", "HF101: --node-rank 1: not for --k8s"),
-    ("--image x --nodes 2 --rdzv-backend etcd train.py", "HF101: --rdzv-backend and --rdzv-endpoint: leave both"),
-    ("--image x --nodes 2 --rdzv-conf password=hush train.py", "HF143: --rdzv-conf password=...: would be"),
-    ("--image x --nodes 2 --health 0.0.0.0:80 train.py", "HF105: --health 0.0.0.0:80: in a pod it is a port"),
-    ("--image x --nodes 2 --metrics x train.py", "HF101: --metrics x:"),
-    ("--image x --nodes 2 --drain-timeout 0 train.py", "HF101: --drain-timeout 0.0: must be a positive"),
-    ("--image x --nodes 2 --max-restarts two train.py", "HF101: --max-restarts two: not a whole number"),
-    ("--image x --nodes 2 --token-secret a --no-token train.py", "HF101: --no-token and --token-secret exclude"),
-    ("--image x --nodes 2 --apply --dry-run train.py", "HF101: --apply and --dry-run exclude each other"),
-    ("--image x --nodes 2 --replicas 3 train.py", "HF101: --replicas is no option"),
-    ("--image Foo --nodes 2 train.py", "HF101: --image Foo: is no image"),
-    ("--image a:b:c --nodes 2 train.py", "HF101: --image a:b:c: is no image"),
-    ("--image x --nodes 2 --cpus 0.0005 train.py", "HF101: --cpus 0.0005: CPUs are counted in thousandths"),
-    ("--image x --nodes 2 --volume d:/dev/shm/ train.py", "HF101: --volume d:/dev/shm: that place is the pods' own"),
-    ("--image x --nodes 2 --volume d:/a --volume e:/a/ train.py", "HF101: --volume e:/a: that place is that of d"),
-    ("--image x --nodes 2 --volume /a/../b:/c train.py", "a path must not go back by .."),
-    ("--image x --nodes 2 --volume d:/ train.py", "would hide everything that is in the image"),
-    ("--image x --nodes 2 --env POD_IP=::1 train.py", "HF101: --env POD_IP=...: Kubernetes tells this one"),
-    ("--image x --nodes 2 --label app.kubernetes.io/instance=y train.py", "by this one the pods find each other"),
-    ("--image x --nodes 2 --health 29400 train.py", "HF105: --health 29400: that port is where the pods meet"),
-    ("--image x --nodes 2 --metrics 29400 train.py", "HF105: --metrics 29400: that port is where the pods meet"),
-    ("--image x --nodes 2 --retries 9999999999 train.py", "HF101: --retries 9999999999: must be 2147483647 or less"),
-    ("--image x --nodes 2 --drain-timeout 1e300 train.py", "longer than Kubernetes can wait"),
-    ("--image x --nodes 2 --nproc-per-node 0 train.py", "--nproc-per-node 0: the number of workers must be at least 1"),
-    ("--image x --nodes 2 --nproc-per-node cuda train.py", "did you mean gpu?"),
-    ("--image x --nodes 2 --tee 9 train.py", "--tee 9: must be 0 (none)"),
-    ("--image x --nodes 2 --no-python -m train.py", "HF101: --no-python and --module exclude each other"),
-    ("--image x --nodes 2 --preempt-signal SIGTERM train.py", "has a meaning of its own"),
-    ("--image x --nodes 2 ''", "HF102: the training script's name is empty"),
-    ("--image x --nodes 2 train.py \udcff", "HF101: '\\udcff': not UTF-8, which manifests must be"),
-    ("--imag x --nodes 2 --namespce y train.py", "HF101: --namespce is no option; did you mean --namespace?"),
-]
+NOT_UTF_8 = ("--image x --nodes 2 train.py \udcff", "HF101: '\\udcff': not UTF-8, which manifests must be")
+BAD = TABLES["refused_lines"]
 
 
 @pytest.fixture
@@ -112,7 +46,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return record
 
 
-@pytest.mark.parametrize(("line", "said"), BAD)
+@pytest.mark.parametrize(("line", "said"), [*BAD, NOT_UTF_8])
 def test_bad_lines_give_one_message_and_no_manifest(line: str, said: str) -> None:
     code, out, err = submit(*shlex.split(line))
     assert (code, out) == (2, "")

@@ -3,72 +3,23 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import jsonschema
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from holdfast.cli import main
+from holdfast.schedulers.kubernetes import Noted, documents
 from tests.kubernetes.manifests import IMAGE, NEWEST, OLDEST, agent_of, job_of, pod_of, printed, submit, validate
 from tests.kubernetes.pods import expanded
+from tests.support.tables import tables
 
-LINES = {
-    "plain": (*IMAGE, "--nodes", "4", "train.py"),
-    "elastic": (*IMAGE, "--nodes", "4:8", "--jobset", "train.py"),
-    "alone": (*IMAGE, "--nodes", "1", "train.py"),
-    "jobset": (*IMAGE, "--nodes", "4", "--jobset", "--ttl", "600", "train.py"),
-    "everything": (
-        *IMAGE,
-        *("--nodes", "2:3", "--name", "llama", "--namespace", "team", "--gpus", "8", "--gpu-resource", "amd.com/gpu"),
-        *(
-            "--cpus",
-            "32",
-            "--memory",
-            "256Gi",
-            "--shm",
-            "64Gi",
-            "--retries",
-            "0",
-            "--ttl",
-            "3600",
-            "--cwd",
-            "/workspace",
-        ),
-        *(
-            "--volume",
-            "data:/mnt/data:ro",
-            "--volume",
-            "configmap/c:/c",
-            "--volume",
-            "secret/s:/s",
-            "--volume",
-            "/raid:/raid",
-        ),
-        *(
-            "--env",
-            "A=1,2",
-            "--env",
-            "B=$(hostname)",
-            "--env",
-            "C=a$$b$$(D)$",
-            "--env",
-            "EMPTY=",
-            "--env-from",
-            "secret/wandb",
-        ),
-        *("--env-from", "configmap/settings", "--service-account", "trainer", "--pull-secret", "registry"),
-        *("--priority-class", "batch", "--node-selector", "gpu.example/kind=b200", "--run-as", "1000:100"),
-        *(
-            "--label",
-            "kueue.x-k8s.io/queue-name=team-a",
-            "--label",
-            "cost=research",
-            "--metrics",
-            "9500",
-            "--health",
-            "9401",
-        ),
-        *("--max-restarts", "3", "--rdzv-conf", "lease=10", "-m", "pkg.train", "--lr", "$(date)", "--", "-x"),
-    ),
-}
+TABLES = tables(__file__)
+
+LINES = TABLES["lines"]
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -234,3 +185,69 @@ def test_the_token_is_in_no_manifest_that_is_printed() -> None:
     assert mine[1]["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "token"}}
     none = agent_of(printed(*IMAGE, "--nodes", "2", "--no-token", "train.py"))["env"]
     assert [each["name"] for each in none] == ["POD_IP"]
+
+
+# --- what is written by ruamel.yaml (YAML 1.2) is read by PyYAML (1.1, as kubectl does) --------------------------------
+
+
+MEANINGFUL = (
+    "yes No ON off true null ~ y n 1 1_0 0x1F 1e3 1:30 .inf -1 - -- --- ... 2001-01-01 = << * & ! % @ ` a:b a: #x"
+)
+AWKWARD = ["", " a", "a ", "a #b", "a: b", "\x7f", "\x85", "\u2028", "\ufeff", "\U0001f600", '"', "\\", "a\nb\t\r\0"]
+TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from([*MEANINGFUL.split(), *AWKWARD])
+SCALARS = st.none() | st.booleans() | st.integers() | TEXTS
+QUIETLY = settings(deadline=None, max_examples=60)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4), max_leaves=10
+)
+
+
+@QUIETLY
+@given(VALUES)
+def test_what_is_written_is_read(value: object) -> None:
+    assert list(yaml.safe_load_all(documents([value]))) == [value]
+
+
+@QUIETLY
+@given(st.lists(st.dictionaries(TEXTS, SCALARS, min_size=1, max_size=3), min_size=2, max_size=3), TEXTS)
+def test_several_documents_under_a_comment(values: list[object], head: str) -> None:
+    assert list(yaml.safe_load_all(documents(values, head.replace("\x00", "")))) == values
+
+
+def test_comments_stand_above_what_they_are_about() -> None:
+    text = documents(
+        [{"a": Noted(1, "one\ntwo"), "b": [Noted({"c": 1, "d": Noted([2], "in it")}, "item"), Noted("x", "y")]}]
+    )
+    assert (
+        text
+        == """\
+# one
+# two
+a: 1
+b:
+  # item
+  - c: 1
+    # in it
+    d:
+      - 2
+  # y
+  - x
+"""
+    )
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(TypeError):
+        documents([{"a": 1.5}])
+
+
+def test_without_the_library_its_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
+    assert main(["submit", "--k8s", "--nodes", "2", "--image", "i", "train.py"]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.splitlines()[-1] == (
+        "holdfast: HF117: holdfast submit --k8s needs ruamel.yaml: pip install 'holdfast[k8s]'"
+    )

@@ -3,14 +3,22 @@ when all is well again all nodes train."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from soak import disk
 from tests.network.fleet import FENCE_S, LEASE_S, SHORT_LEASE, Fleet, until
+from tests.network.hosts import why_not
+from tests.support.limits import limit_s
 
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
 CHAOS_S = float(os.environ.get("CHAOS_S", "12"))
@@ -80,3 +88,70 @@ def all_train(job: Fleet, since_s: float) -> None:
         return newest.hosts == names and newest.complete and newest.last_s() > since_s + 1.0
 
     until(good, lambda: f"all to train\n{job.story()}")
+
+
+# --- a short soak: workers without torch, a fixed seed ----------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MINUTES, SOAK_SEED, GAP_S = 0.25, 3, 3.0
+LIMIT_S = 200.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_short_soak(tmp_path: Path) -> None:
+    if why := why_not() or disk.why_not():
+        pytest.skip(why)
+    site = tmp_path / "soak" / "holdfast"
+    line = [sys.executable, "-m", "soak", "--folder", site.parent, "chaos", "--launchers", "holdfast"]
+    options = ["--worker", "plain", "--minutes", MINUTES, "--seed", SOAK_SEED, "--gap", GAP_S, "--results", "none"]
+    done = subprocess.run(
+        map(str, [*line, *options]), cwd=ROOT, capture_output=True, text=True, timeout=limit_s(LIMIT_S)
+    )
+    print(done.stdout)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    events = [json.loads(line) for line in (site / "rig.jsonl").read_text().splitlines()]
+    happened = [event["event"] for event in events]
+    assert happened.count("fault") == len(json.loads((site / "schedule.json").read_text())) >= 4
+    assert (happened[0], happened[-1]) == ("start", "end")
+    assert [event["together"] for event in events if event["event"] == "reunion"] == [True]
+
+
+# --- torch over the network: ranks meet at MASTER_ADDR, talk by gloo, and go on when a node is gone -------------------
+
+
+STEPS = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+site, world = os.environ["SITE"], dist.get_world_size()
+progress = os.open(f"{site}/world{world}.rank{dist.get_rank()}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+while True:
+    total = torch.tensor([1.0, float(os.path.exists(site + "/finish"))])
+    dist.all_reduce(total)
+    assert total[0].item() == world, total
+    os.write(progress, b".")
+    if total[1].item() == world:
+        break
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_training_goes_on_without_a_killed_node(fleet) -> None:
+    job: Fleet = fleet(3)
+    job.c10d("2:3")
+    job.script.write_text(STEPS)
+    agents = job.start_all([1, 2, 3])
+    until(lambda: steps(job, 3) > 20, job.story, 90)
+    job.hosts[3].kill()
+    until(lambda: steps(job, 2) > 0, job.story)
+    job.finish_all(agents[:2])
+
+
+def steps(job: Fleet, world: int) -> int:
+    """How many steps the slowest rank of this world has done."""
+    files = [job.folder / f"world{world}.rank{rank}" for rank in range(world)]
+    return min(os.path.getsize(file) if file.exists() else 0 for file in files)

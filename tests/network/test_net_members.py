@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
-from tests.network.fleet import LONG_LEASE, Fleet, until, workers_on
+import pytest
+
+from tests.network.fleet import Fleet, until, workers_on
 from tests.support.limits import limit_s
-
-
-def test_third_joins_two(fleet) -> None:
-    job: Fleet = fleet(3)
-    job.c10d("1:3")
-    agents = job.start_all([1, 2])
-    job.trains([1, 2])
-    since_s = time.monotonic()
-    agents.append(job.start(3))
-    second = job.trains([1, 2, 3], since_s)
-    assert [second.place(f"node{number}") for number in (1, 2, 3)] == [[0], [1], [2]]
-    assert second.restarts == 0
-    job.finish_all(agents)
-    job.check()
 
 
 def test_two_arrivals_are_one_regroup(fleet) -> None:
@@ -46,40 +35,6 @@ def connected(job: Fleet, number: int) -> bool:
     return ":29400" in job.hosts[number].run(["ss", "--tcp", "--numeric", "state", "established"])
 
 
-def test_spare_is_promoted(fleet) -> None:
-    """One node too many waits; when a member is lost it takes its place, in one generation."""
-    job: Fleet = fleet(4)
-    job.c10d("3", conf=LONG_LEASE)
-    agents = job.start_all([1, 2, 3])
-    first = job.trains([1, 2, 3])
-    agents.append(job.start(4))
-    agents[3].says("this one stands by as a spare")
-    assert job.generations == [first], "a spare is no reason to regroup"
-    since_s = time.monotonic()
-    job.hosts[2].kill()
-    second = job.trains([1, 3, 4], since_s)
-    assert [second.place(f"node{number}") for number in (1, 3, 4)] == [[0], [2], [1]], "who stays keeps its place"
-    job.finish_all([agents[0], agents[2], agents[3]])
-    assert job.generations == [first, second]
-    job.check()
-
-
-def test_leave_on_notice(fleet) -> None:
-    """SIGTERM to one agent: it leaves with 143, the others go on, and the restart budget (0) is not touched."""
-    job: Fleet = fleet(3)
-    job.c10d("2:3", conf=LONG_LEASE)
-    agents = job.start_all([1, 2, 3])
-    job.trains([1, 2, 3])
-    since_s = time.monotonic()
-    agents[2].signal(signal.SIGTERM)
-    second = job.trains([1, 2], since_s)
-    assert agents[2].end() == 128 + signal.SIGTERM
-    job.start(3)
-    job.trains([1, 2, 3], second.born_s)
-    job.finish_all([*agents[:2], job.agents[-1]])
-    job.check()
-
-
 def test_too_few_are_left(fleet) -> None:
     """Below the minimum nobody trains; when a node comes again, all do."""
     job: Fleet = fleet(2)
@@ -95,3 +50,70 @@ def test_too_few_are_left(fleet) -> None:
     job.trains([1, 2], since_s)
     job.finish_all(agents)
     job.check()
+
+
+# --- nodes on a network find each other: names, addresses, families, wishes, and what is said when they do not --------
+
+
+@pytest.mark.parametrize("endpoint", ["node1", "[fd00:77::1]:29477"])
+def test_three_nodes_of_different_sizes_meet(fleet, endpoint: str) -> None:
+    if endpoint.startswith("[") and not os.path.exists("/proc/sys/net/ipv6"):
+        pytest.skip("this kernel has no IPv6")
+    job = fleet(3)
+    job.c10d("3", endpoint)
+    agents = [
+        job.start(number, "--nproc-per-node", str(size), env={"CONNECT": "1"})
+        for number, size in ((3, 1), (2, 2), (1, 1))
+    ]
+    generation = job.trains([1, 2, 3])
+    job.finish_all(agents)
+    assert generation.world == 4
+    assert [len(generation.place(f"node{number}")) for number in (1, 2, 3)] == [1, 2, 1]
+    assert generation.place("node1") == [0], "rank 0 is where the coordinator is"
+    assert generation.master == ("fd00:77::1" if endpoint.startswith("[") else "10.77.0.1")
+    job.check()
+
+
+def test_own_name_is_a_loopback_address(fleet) -> None:
+    """As Debian's installer writes it: on node1 its own name is 127.0.1.1, everywhere else it is what it is."""
+    job = fleet(3)
+    book = job.hosts.phone_book()
+    job.hosts[1].hosts_file.write_text(book.replace("10.77.0.1 node1", "127.0.1.1 node1"))
+    job.c10d("3")
+    agents = [job.start(number, env={"CONNECT": "1"}) for number in (1, 2, 3)]
+    assert job.trains([1, 2, 3]).master == "10.77.0.1"
+    job.finish_all(agents)
+
+
+def test_local_addr_is_what_the_others_are_told(fleet) -> None:
+    job = fleet(2)
+    job.hosts[1].run(["ip", "addr", "add", "10.77.9.1/16", "dev", "eth0"])
+    job.c10d("2")
+    agents = [job.start(1, "--local-addr", "10.77.9.1", env={"CONNECT": "1"}), job.start(2, env={"CONNECT": "1"})]
+    assert job.trains([1, 2]).master == "10.77.9.1"
+    job.finish_all(agents)
+
+
+def test_name_resolves_late(fleet) -> None:
+    job = fleet(2)
+    job.c10d("2", "meeting.example:29477")
+    agents = job.start_all([1, 2])
+    for agent in agents:
+        agent.says("does not resolve")
+    for host in job.hosts:
+        host.hosts_file.write_text(job.hosts.phone_book() + "10.77.0.1 meeting.example\n")
+    assert job.trains([1, 2]).master == "10.77.0.1"
+    job.finish_all(agents)
+
+
+def test_silent_port_is_named(fleet) -> None:
+    """A firewall between the nodes: what was tried is said while waiting and at the end."""
+    job = fleet(2)
+    job.hosts.blackhole(1, 29400)
+    job.c10d("2", conf=f"join_timeout={round(limit_s(2.5))}")
+    first, second = job.start_all([1, 2])
+    second.says("waiting for the coordinator: no coordinator at node1:29400: 10.77.0.1: no answer within 3 s")
+    assert second.end() != 0
+    assert "10.77.0.1: no answer within 3 s" in second.text.splitlines()[-1] + second.text.splitlines()[-2], second.text
+    assert first.end() != 0
+    assert "1 of 2 nodes" in first.text or "1 of at least 2 nodes" in first.text, first.text

@@ -122,16 +122,6 @@ def test_stop_saves_first_on_all_nodes(site: Site, endpoint: str) -> None:
     assert not entries(site)
 
 
-def test_stop_ends_workers_that_know_no_safe_point(site: Site) -> None:
-    agent = job(site, "on_signal('SIGTERM', exit_code=0)\n" + HOLD)
-    done = holdfast("stop")
-    assert done.returncode == 0
-    assert "has ended: signalled, exit code 143" in done.stdout
-    assert len(site.trail("signal", name="SIGTERM")) == 2
-    assert agent.end() == 143
-    site.all_gone()
-
-
 def test_kill_asks_nobody(site: Site) -> None:
     agent = job(site, "on_signal('SIGTERM')\nchild()\ndaemon()\n" + HOLD)
     assert told("kill")["exit_code"] == 137

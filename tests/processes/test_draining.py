@@ -98,19 +98,6 @@ def test_a_newcomer_is_taken_in_between_two_steps(site, endpoint: str) -> None:
     assert min(each["step"] for each in site.trail("step", world=2)) == step + 1
 
 
-def test_grow_never_leaves_the_job_alone(site, endpoint: str) -> None:
-    script = site.script(STEPS)
-    first = site.start(*c10d(endpoint, "1:2", "--grow", "never"), script)
-    site.wait(5, "step")
-    second = site.start(*c10d(endpoint, "1:2", "--grow", "never"), script)
-    second.says("this one stands by as a spare")
-    count = len(site.trail("step"))
-    site.wait(count + 30, "step")
-    assert not site.trail("left")
-    (site.folder / "finish").touch()
-    assert [first.end(), second.end()] == [0, 0], first.text + second.text
-
-
 def test_a_preemption_signal_is_the_agents_alone(site) -> None:
     """Schedulers send it to every process of a step: workers must not die of it."""
     agent = site.start("--preempt-signal", "usr1", "--nproc-per-node", "2", site.script(STEPS))

@@ -50,9 +50,7 @@ for step in range(80):
 note("done")
 '''
 ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
-STOPPED = "def trouble(): rank_1(lambda: os.kill(os.getpid(), signal.SIGSTOP))"
 LATE = "def trouble(): rank_1(all_sleep)"
-PAUSE = "def trouble(): all_sleep()"
 # Four of them, which leave most of a processor free: together they get what a look asks for on a busy machine too.
 BUSY_CHILD = """
 import subprocess
@@ -96,17 +94,6 @@ def test_a_rank_that_sleeps_is_named_on_every_node_and_all_start_again(site, end
     site.all_gone()
 
 
-def test_who_cannot_save_is_given_no_time_to(site) -> None:
-    """The grace is ten minutes; for those who hang it is seconds."""
-    args = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *FAST)
-    agent = site.start(*args, "--hang-timeout", f"{HANG_S:g}", "--shutdown-timeout", "600", script(site, STOPPED))
-    agent.says(f"rank 1 on {HOST} is stopped by a signal (kill -CONT")
-    assert agent.end() == 0, agent.text
-    assert {each["round"] for each in site.trail("done")} == {1}
-    assert [hang["code"] for hang in hangs(agent)] == ["HF242"]
-    site.all_gone()
-
-
 def test_without_restarts_the_hang_is_the_verdict(site) -> None:
     args = ("--standalone", "--nproc-per-node", "2", *FAST, "--hang-timeout", f"{HANG_S:g}")
     agent = site.start(*args, script(site, ASLEEP))
@@ -138,17 +125,6 @@ def test_work_of_a_child_is_no_hang(site) -> None:
     assert agent.end() == 0, agent.text
     assert {each["round"] for each in site.trail("done")} == {0}
     assert hangs(agent) == []
-
-
-def test_a_pause_of_all_is_no_hang(site) -> None:
-    agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, script(site, PAUSE))
-    site.wait(2, "last")
-    stacks = agent.folder / "stacks"
-    until(lambda: stacks.is_dir() and len(list(stacks.glob("gen1_3_rank*"))) == 2, lambda: agent.text)
-    (site.folder / "go").touch()
-    assert agent.end() == 0, agent.text
-    assert hangs(agent) == []
-    assert "train.py:" not in agent.text
 
 
 TORCH = f"""

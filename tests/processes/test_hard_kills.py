@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -33,15 +34,6 @@ def test_nothing_outlives_a_killed_agent(site) -> None:
     agent.signal(signal.SIGKILL)
     site.all_gone(limit_s=1.0)
     assert not Path(f"/proc/{keeper}").exists() or agent.end() == 137
-
-
-def test_two_agents_killed_at_the_same_time(site, endpoint: str) -> None:
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, site.script(SIX))
-    agents = [site.start(*args) for _ in range(2)]
-    site.wait(2, "up")
-    for agent in agents:
-        agent.signal(signal.SIGKILL)
-    site.all_gone(limit_s=1.0)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -129,3 +121,107 @@ def test_a_killed_store_host_is_replaced(site) -> None:
     assert agent.end(60) == 0, agent.text
     assert len(site.trail("end")) == 2
     site.all_gone()
+
+
+# --- the process that holds the workers is gone at an agent's start, again and again, or cannot be there --------------
+
+
+AT_BIRTH = """
+import os, signal, sys
+from holdfast import cli
+from holdfast.runtime.workers import keeper, preload
+
+begin = preload.begin
+
+def killed_first(handle, options):
+    os.kill(handle.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, handle.pid, os.WEXITED | os.WNOWAIT)
+    begin(handle, options)
+
+preload.begin = killed_first
+sys.exit(cli.main(["run", *sys.argv[1:]]))
+"""
+
+EVER_AGAIN = """
+import sys
+from holdfast import cli
+from holdfast.runtime.workers import crew, keeper, keeper_client
+
+revive = keeper_client.revive_keeper
+
+def revive_and_kill(dead, spare=()):
+    handle = revive(dead, spare)
+    import os, signal
+    os.kill(handle.pid, signal.SIGKILL)
+    return handle
+
+crew.revive_keeper = revive_and_kill
+from holdfast.runtime.workers.preload import begin
+from holdfast.runtime.workers import preload
+
+def killed(handle, options):
+    import os, signal
+    os.kill(handle.pid, signal.SIGKILL)
+
+preload.begin = killed
+sys.exit(cli.main(["run", *sys.argv[1:]]))
+"""
+
+NOT_AGAIN = EVER_AGAIN.replace(
+    "handle = revive(dead, spare)", 'raise BlockingIOError(11, "Resource temporarily unavailable")'
+)
+
+NO_PROC = """
+import sys
+from holdfast import cli
+from holdfast.runtime.workers import keeper
+
+keeper.PROC = "/nowhere/self/fd"
+sys.exit(cli.main(["run", *sys.argv[1:]]))
+"""
+
+NO_FORK = """
+import os, sys
+from holdfast import cli
+
+def fork():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+os.fork = fork
+sys.exit(cli.main(["run", *sys.argv[1:]]))
+"""
+
+
+def start(site, tmp_path: Path, text: str, *more: str):
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    script = site.script("meet()")
+    return site.start("--standalone", *more, script, program=[sys.executable, str(program)])
+
+
+@pytest.mark.parametrize("more", [(), ("--preempt-signal", "USR1")])
+def test_killed_at_birth_it_is_replaced(site, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """With an order on its way, and with none."""
+    agent = start(site, tmp_path, AT_BIRTH, *more)
+    assert agent.end() == 0, agent.text
+    assert len(site.trail("up")) == 1
+
+
+@pytest.mark.parametrize("text", [EVER_AGAIN, NOT_AGAIN], ids=["ends", "does not start"])
+def test_one_that_never_stays_ends_the_agent(site, tmp_path: Path, text: str) -> None:
+    agent = start(site, tmp_path, text)
+    assert agent.end() == 70, agent.text
+    assert "HF903" in agent.text
+    assert agent.verdict["code"] == "HF903"
+    assert len(agent.events("keeper_died")) <= 6
+    site.all_gone()
+
+
+@pytest.mark.parametrize(("text", "word"), [(NO_PROC, "/proc"), (NO_FORK, "ulimit -u")])
+def test_a_machine_that_cannot_have_one(site, tmp_path: Path, text: str, word: str) -> None:
+    agent = start(site, tmp_path, text)
+    assert agent.end() == 2, agent.text
+    assert "HF112" in agent.text
+    assert word in agent.text
+    assert agent.text.count("\n") == 1, agent.text
+    assert site.trail() == []

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots import shelf
 from tests.processes.conftest import is_alive, until
 
 ONE = ("--standalone", "--nproc-per-node", "1")
@@ -87,44 +86,12 @@ if ROUND < 2:
     assert not Path(shelf_of(site)).exists()
 
 
-def test_a_restarted_worker_resumes_from_memory(site) -> None:
-    body = """
-found = own.newest()
-if found is None:
-    stage(20)
-    stage(40)
-    own.stage(60, SIZE)
-    die()
-note("found", step=found.step, good=bytes(found.data) == bytes([40]) * SIZE, before=found.generation)
-"""
-    code, agent = site.run(*ONE, "--max-restarts", "1", script(site, body))
-    assert code == 0, agent.text
-    (found,) = site.trail("found")
-    assert (found["step"], found["good"], found["before"]) == (40, True, 1)
-    assert [each["generation"] for each in site.trail("place")] == [1, 2]
-    assert len({each["place"] for each in site.trail("place")}) == 1
-    assert not Path(shelf_of(site)).exists()
-
-
 def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
     body = "persist(20)\nsaver.wait(20 * SLOWNESS)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
     code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
     assert code == 137, agent.text
     assert snapshots(site) == [20, 40]
     assert (site.folder / "snaps" / "step_000000040.600000000").is_dir()
-
-
-def test_two_ranks_are_rescued_together(site) -> None:
-    body = "stage(40, 600000000)\nmeet()\nif RANK == 1: die()\nhold()"
-    found = site.folder / "snaps"
-    found.mkdir()
-    code, agent = site.run("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script(site, body))
-    assert code == 137, agent.text
-    (path,) = found.glob("step_000000040.*")
-    assert sorted(each.name for each in path.iterdir() if each.suffix == ".safetensors") == [
-        "rank_00000.safetensors",
-        "rank_00001.safetensors",
-    ]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -256,28 +223,3 @@ def test_two_agents_on_one_machine_have_a_shelf_each(site, endpoint: str) -> Non
     places = {each["place"] for each in site.trail("place")}
     assert len(places) == 2
     assert not any(Path(each).exists() for each in places)
-
-
-def test_a_full_shm_is_the_worker_s_to_hear_and_nobody_s_end(site) -> None:
-    body = """
-from holdfast.core.errors import SnapshotMemoryError
-try:
-    own.reserve(1 << 50)
-except SnapshotMemoryError as error:
-    note("told", text=str(error))
-"""
-    code, agent = site.run(*ONE, script(site, body))
-    assert code == 0, agent.text
-    assert "has no room for a copy of" in site.trail("told")[0]["text"]
-
-
-def test_an_agent_cleans_up_after_dead_runs_only(site) -> None:
-    dead, living = shelf.Shelf.make("dead"), shelf.Shelf.make("living")
-    dead.close()
-    try:
-        code, agent = site.run(*ONE, site.script("note('second')"))
-        assert code == 0, agent.text
-        assert not dead.path.exists()
-        assert living.path.exists()
-    finally:
-        living.remove()

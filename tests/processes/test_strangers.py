@@ -54,20 +54,6 @@ def test_a_second_job_of_one_node_is_refused(site, endpoint: str) -> None:
     assert site.trail("never") == []
 
 
-def test_another_backend_is_refused(site, endpoint: str) -> None:
-    script = site.script("meet()")
-    host = site.start(*c10d(endpoint), script)
-    site.joined(1)
-    port = endpoint.rpartition(":")[2]
-    static = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", port)
-    code, stranger = site.run(*static, "--rdzv-id", "mine", script)
-    assert code == 2, stranger.text
-    assert "c10d" in stranger.text
-    assert "static" in stranger.text
-    guest = site.start(*c10d(endpoint), script)
-    assert (host.end(), guest.end()) == (0, 0)
-
-
 def test_two_tokens(site, endpoint: str) -> None:
     script = site.script("meet()")
     host = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
@@ -140,3 +126,48 @@ def test_noise_at_a_running_job(site, endpoint: str) -> None:
     assert [agent.end() for agent in agents] == [0, 0]
     assert host.text.count("\n") == len(NOISE), host.text
     assert len(site.trail("up")) == 2
+
+
+# --- nothing that a job starts finds the job's secret in its environment, nor in that of its launcher -----------------
+
+
+SECRET = "a-secret-of-32-characters-0123456"
+
+LOOKS = """
+def environment(pid):
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read()
+
+def parents(pid):
+    while pid > 1:
+        yield pid
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            pid = int(file.read().rpartition(b")")[2].split()[1])
+        if f"AGENT={os.environ['AGENT']}".encode() not in environment(pid):
+            return
+
+child = subprocess.run(["env"], capture_output=True, text=True).stdout
+secret = os.environ["WANTED"].encode()[::-1]
+note("found", own=[name for name, value in os.environ.items() if secret in value.encode()],
+     child=secret.decode() in child, above=[secret in environment(pid) for pid in parents(os.getpid())])
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"HOLDFAST_TOKEN": SECRET},
+        {"PET_RDZV_CONF": f"password={SECRET}"},
+    ],
+    ids=["token", "password"],
+)
+def test_no_worker_has_the_secret(site, given: dict[str, str]) -> None:
+    env = {**given, "WANTED": SECRET[::-1]}
+    # Executed, as users do: a forked agent has the memory of its parent.
+    agent = site.start("--standalone", site.script(LOOKS), env=env, program=(sys.executable, "-m", "holdfast", "run"))
+    assert agent.end() == 0, agent.text
+    (found,) = site.trail("found")
+    assert found["own"] == []
+    assert not found["child"]
+    assert len(found["above"]) >= 3, "worker, keeper, agent"
+    assert not any(found["above"]), found

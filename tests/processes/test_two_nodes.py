@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from collections.abc import Callable
@@ -44,20 +43,6 @@ def test_nodes_of_different_sizes(site, free_port: Callable[[], int], host: str)
     assert {(each["agent"], each["local_world"]) for each in site.trail("size")} == {("0", "1"), ("1", "3")}
 
 
-def test_static(site, free_port: Callable[[], int]) -> None:
-    port = str(free_port())
-    script = site.script("meet()\nassert PORT == os.environ['WANTED'], PORT")
-    agents = [
-        site.start(
-            *("--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port, script),
-            env={"WANTED": port},
-        )
-        for rank in ("1", "0")
-    ]
-    assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
-    assert {(each["agent"], each["rank"]) for each in site.trail("up")} == {("0", 1), ("1", 0)}
-
-
 def test_static_failure_restarts_both(site, free_port: Callable[[], int]) -> None:
     port = str(free_port())
     script = site.script("meet()\nif ROUND == 0:\n  if RANK == 1: sys.exit(1)\n  hold()")
@@ -65,21 +50,6 @@ def test_static_failure_restarts_both(site, free_port: Callable[[], int]) -> Non
     agents = [site.start(*args, "--node-rank", str(rank), script) for rank in range(2)]
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
     assert len(site.trail("up", round=1)) == 2
-
-
-def test_jobs_stacked_on_one_host(site) -> None:
-    script = site.script("meet()\ntime.sleep(0.3)")
-    args = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "2", script)
-    agents = [site.start(*args) for _ in range(3)]
-    assert [agent.end() for agent in agents] == [0, 0, 0]
-    assert len({each["port"] for each in site.trail("up")}) == 3
-
-
-def test_three_agents(site, endpoint: str) -> None:
-    script = site.script("meet()")
-    agents = [site.start(*c10d(endpoint, "3"), "--nproc-per-node", "2", script) for _ in range(3)]
-    assert [agent.end() for agent in agents] == [0, 0, 0], agents[0].text
-    assert places(site) == [(rank, 6) for rank in range(6)]
 
 
 # --- failure ----------------------------------------------------------------------------------------------------------
@@ -298,9 +268,3 @@ def number(site, agent) -> str:
 
 def wait_for(condition: Callable[[], object], agent) -> None:
     until(condition, lambda: agent.text)
-
-
-def test_verdicts_are_json(site) -> None:
-    done, agent = site.run("--standalone", site.script("sys.exit(3)"))
-    assert done == 3
-    assert json.loads((agent.folder / "verdict.json").read_text())["exit_code"] == 3

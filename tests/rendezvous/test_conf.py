@@ -5,69 +5,26 @@ import pytest
 from holdfast.core.errors import RendezvousConfigError
 from holdfast.core.policy import Limits
 from holdfast.rendezvous.conf import KEYS, limits_from_conf, parse_conf, read_conf, unknown_key_notices
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 BASE = Limits()
 
 
-@pytest.mark.parametrize(
-    ("text", "conf"),
-    [
-        ("", {}),
-        ("   ", {}),
-        ("a=1", {"a": "1"}),
-        (" a = 1 , b = x=y ", {"a": "1", "b": "x=y"}),
-        ("a=1,a=2", {"a": "2"}),
-        ("'join_timeout=5,timeout=5'", {"'join_timeout": "5", "timeout": "5'"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "conf"), TABLES["grammar"])
 def test_grammar(text: str, conf: dict[str, str]) -> None:
     assert parse_conf(text) == conf
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("=1", "format"),
-        (",", "format"),
-        ("a=1,", "format"),
-        ("a", "'a' must have a value"),
-        ("a=", "'a' must have a value"),
-        ("a=1,b= ", "'b' must have a value"),
-        ("backend=c10d", "--rdzv-backend"),
-        ("endpoint=h:1", "--rdzv-endpoint"),
-        ("run_id=1", "--rdzv-id"),
-        ("min_nodes=1", "--nnodes"),
-        ("max_nodes=1", "--nnodes"),
-        ("local_addr=h", "--local-addr"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), TABLES["malformed"])
 def test_malformed(text: str, words: str) -> None:
     with pytest.raises(RendezvousConfigError, match=words) as caught:
         parse_conf(text)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("backend", "text"),
-    [
-        ("c10d", "join_timeout=1.5"),
-        ("c10d", "join_timeout=soon"),
-        ("c10d", "join_timeout=0"),
-        ("c10d", "last_call_timeout=-1"),
-        ("c10d", "keep_alive_max_attempt=0"),
-        ("c10d", "keep_alive_interval=x"),
-        ("c10d", "read_timeout=0"),
-        ("c10d", "is_host=maybe"),
-        ("c10d", "store_type=cloud"),
-        ("c10d", "lease=nan"),
-        ("c10d", "lease=inf"),
-        ("c10d", "settle=-1"),
-        ("static", "timeout=1.5"),
-        ("static", "lease=x"),
-        ("etcd", "protocol=ftp"),
-        ("etcd-v2", "protocol=ftp"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "text"), TABLES["bad_values"])
 def test_bad_values_are_told_with_key_and_value(backend: str, text: str) -> None:
     with pytest.raises(RendezvousConfigError) as caught:
         limits_from_conf(backend, parse_conf(text), BASE)
@@ -93,32 +50,7 @@ def test_values_are_typed() -> None:
     assert read_conf("c10d", conf) == {"join_timeout": 5.0, "lease": 2.5, "token_file": "/t", "store_type": "tcp"}
 
 
-@pytest.mark.parametrize(
-    ("backend", "text", "expected"),
-    [
-        ("c10d", "", {}),
-        ("c10d", "join_timeout=7,last_call_timeout=3,settle=0.5", {"join_s": 7.0, "last_call_s": 3.0, "settle_s": 0.5}),
-        ("c10d", "timeout=5", {"join_s": 5.0}),
-        ("c10d", "timeout=5,join_timeout=7", {"join_s": 7.0}),
-        ("c10d", "timeout=5'", {}),
-        ("static", "", {"join_s": 900.0}),
-        ("static", "timeout=5", {"join_s": 5.0}),
-        ("static", "join_timeout=5", {"join_s": 5.0}),
-        ("etcd", "join_timeout=5", {"join_s": 5.0}),
-        ("etcd-v2", "timeout=5", {"join_s": 5.0}),
-        ("c10d", "keep_alive_interval=5,keep_alive_max_attempt=3", {"lease_s": 15.0, "fence_s": 10.0}),
-        ("c10d", "keep_alive_interval=2", {"lease_s": 6.0, "fence_s": 4.0}),
-        ("c10d", "keep_alive_max_attempt=6", {"lease_s": 30.0, "fence_s": 20.0}),
-        ("c10d", "lease=3", {"lease_s": 3.0, "fence_s": 2.0, "ping_interval_s": 0.5}),
-        ("c10d", "hang_report=2.5", {"hang_report_s": 2.5, "look_gap_s": 1.25, "slow_report_s": 10.0}),
-        ("static", "hang_report=90", {"join_s": 900.0, "hang_report_s": 90.0, "slow_report_s": 360.0}),
-        ("c10d", "hang_report_max=900", {"hang_report_max_s": 900.0}),
-        ("static", "lease=3", {"join_s": 900.0, "lease_s": 3.0, "fence_s": 2.0, "ping_interval_s": 0.5}),
-        ("c10d", "lease=3,keep_alive_interval=60", {"lease_s": 3.0, "fence_s": 2.0, "ping_interval_s": 0.5}),
-        ("c10d", "heartbeat_timeout=60", {"lease_s": 90.0, "fence_s": 60.0}),
-        ("c10d", "lease=30,heartbeat_timeout=5", {"lease_s": 30.0, "fence_s": 5.0}),
-    ],
-)
+@pytest.mark.parametrize(("backend", "text", "expected"), TABLES["limits"])
 def test_limits(backend: str, text: str, expected: dict[str, float]) -> None:
     limits = limits_from_conf(backend, parse_conf(text), BASE)
     changed = {
@@ -136,16 +68,7 @@ def test_patience_keeps_its_order(text: str) -> None:
     assert limits.ping_interval_s * 2 < limits.fence_s < limits.lease_s
 
 
-@pytest.mark.parametrize(
-    ("backend", "key", "nearest"),
-    [
-        ("c10d", "heartbeat", "heartbeat_timeout"),
-        ("c10d", "'join_timeout", "join_timeout"),
-        ("c10d", "join-timeout", "join_timeout"),
-        ("c10d", "keep_alive_intervall", "keep_alive_interval"),
-        ("static", "rank", "--node-rank"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "key", "nearest"), TABLES["nearest_keys"])
 def test_a_key_that_does_nothing_is_told_with_the_nearest(backend: str, key: str, nearest: str) -> None:
     (notice,) = unknown_key_notices(backend, {key: "1"})
     assert key in notice

@@ -11,6 +11,9 @@ from holdfast.core.options import Endpoint
 from holdfast.rendezvous.conf import parse_conf
 from holdfast.rendezvous.etcd import Leader, Memory, Servers, leader_key, read_record, write_record
 from holdfast.rendezvous.etcd_conf import read_etcd_conf
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 HERE = Endpoint(host="e1", port=2379)
 
@@ -40,7 +43,7 @@ def test_password_from_a_file(tmp_path: Path) -> None:
     assert (made.user, made.password) == ("me", "secret")
 
 
-@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+@pytest.mark.parametrize("backend", TABLES["etcd_refused"])
 @pytest.mark.parametrize(
     "text",
     [

@@ -56,107 +56,73 @@ class Bench:
         return self.answers.looked(link, Looked(self.desk.machine.generation, self.look(), (sample,)))
 
 
-def on_a_loop(body: Callable[[], Any]) -> None:
-    async def run() -> None:
-        result = body()
-        if result is not None:
-            await result
-
-    asyncio.run(run())
-
-
-def test_status() -> None:
-    def body() -> None:
-        bench = Bench(running)
-        bench.answers.asked(2, Ask(7, Question.STATUS))
-        (answer,) = bench.lines[2].sent
-        assert isinstance(answer, Answer)
-        assert answer.number == 7
-        assert msgspec.json.decode(answer.body, type=JobView).world_size == 2
-        assert not bench.lines[1].sent
-
-    on_a_loop(body)
+async def test_status() -> None:
+    bench = Bench(running)
+    bench.answers.asked(2, Ask(7, Question.STATUS))
+    (answer,) = bench.lines[2].sent
+    assert isinstance(answer, Answer)
+    assert answer.number == 7
+    assert msgspec.json.decode(answer.body, type=JobView).world_size == 2
+    assert not bench.lines[1].sent
 
 
 @pytest.mark.parametrize(("question", "drain"), [(Question.STOP, True), (Question.KILL, False)])
-def test_the_end_is_the_machines_to_order(question: Question, drain: bool) -> None:
-    def body() -> None:
-        bench = Bench(running)
-        bench.answers.asked(1, Ask(1, question, "somebody"))
-        assert bench.lines[1].answer == {"nodes": 2}
-        assert bench.fed == [QuitAsked(drain, "somebody")]
-
-    on_a_loop(body)
+async def test_the_end_is_the_machines_to_order(question: Question, drain: bool) -> None:
+    bench = Bench(running)
+    bench.answers.asked(1, Ask(1, question, "somebody"))
+    assert bench.lines[1].answer == {"nodes": 2}
+    assert bench.fed == [QuitAsked(drain, "somebody")]
 
 
-def test_stacks_of_all_nodes() -> None:
-    def body() -> None:
-        bench = Bench(running)
-        bench.answers.asked(2, Ask(5, Question.STACKS))
-        here, there = Frame("a.py", 1, "f"), Frame("b.py", 2, "g")
-        assert bench.looked(1, here)
-        assert not [message for message in bench.lines[2].sent if isinstance(message, Answer)]
-        assert bench.looked(2, there)
-        told = bench.lines[2].answer
-        assert [(rank["rank"], rank["host"], rank["stack"]) for rank in told["ranks"]] == [(0, "n1", 0), (1, "n2", 1)]
-        assert told["silent"] == []
-        assert bench.looked(2, there), "an answer that comes too late is nobody else's either"
-
-    on_a_loop(body)
+async def test_stacks_of_all_nodes() -> None:
+    bench = Bench(running)
+    bench.answers.asked(2, Ask(5, Question.STACKS))
+    here, there = Frame("a.py", 1, "f"), Frame("b.py", 2, "g")
+    assert bench.looked(1, here)
+    assert not [message for message in bench.lines[2].sent if isinstance(message, Answer)]
+    assert bench.looked(2, there)
+    told = bench.lines[2].answer
+    assert [(rank["rank"], rank["host"], rank["stack"]) for rank in told["ranks"]] == [(0, "n1", 0), (1, "n2", 1)]
+    assert told["silent"] == []
+    assert bench.looked(2, there), "an answer that comes too late is nobody else's either"
 
 
-def test_a_node_that_is_gone_or_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "LOOK_S_MAX", 0.01)
-
-    async def wait(bench: Bench) -> None:
-        await asyncio.wait_for(bench.lines[1].answered.wait(), limit_s(10))
-        assert bench.lines[1].answer["silent"] == ["n1", "n2"]
-
-    def silent() -> Any:
-        bench = Bench(running)
-        bench.answers.asked(1, Ask(1, Question.STACKS))
-        return wait(bench)
-
-    def gone() -> None:
-        bench = Bench(running)
-        bench.answers.asked(1, Ask(1, Question.STACKS))
-        bench.looked(1)
-        bench.answers.link_closed(2)
-        assert [rank["rank"] for rank in bench.lines[1].answer["ranks"]] == [0]
-
-    on_a_loop(silent)
-    on_a_loop(gone)
+    bench = Bench(running)
+    bench.answers.asked(1, Ask(1, Question.STACKS))
+    await asyncio.wait_for(bench.lines[1].answered.wait(), limit_s(10))
+    assert bench.lines[1].answer["silent"] == ["n1", "n2"]
 
 
-def test_without_workers_there_are_no_stacks() -> None:
-    def body() -> None:
-        bench = Bench(gathering)
-        bench.desk.join(1)
-        bench.answers.asked(1, Ask(1, Question.STACKS))
-        assert bench.lines[1].answer["ranks"] == []
+async def test_a_node_that_is_gone_is_not_waited_for() -> None:
+    bench = Bench(running)
+    bench.answers.asked(1, Ask(1, Question.STACKS))
+    bench.looked(1)
+    bench.answers.link_closed(2)
+    assert [rank["rank"] for rank in bench.lines[1].answer["ranks"]] == [0]
 
-    on_a_loop(body)
+
+async def test_without_workers_there_are_no_stacks() -> None:
+    bench = Bench(gathering)
+    bench.desk.join(1)
+    bench.answers.asked(1, Ask(1, Question.STACKS))
+    assert bench.lines[1].answer["ranks"] == []
 
 
 @pytest.mark.parametrize("question", Question)
-def test_who_has_not_joined_learns_and_ends_nothing(question: Question) -> None:
-    def body() -> None:
-        bench = Bench(running)
-        bench.lines[9] = Line()
-        bench.desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
-        bench.answers.asked(9, Ask(1, question, "a stranger"))
-        assert bench.lines[9].sent == [Answer(1, b"")]
-        assert bench.fed == []
-        assert not any(isinstance(message, Look) for line in bench.lines.values() for message in line.sent)
-
-    on_a_loop(body)
+async def test_who_has_not_joined_learns_and_ends_nothing(question: Question) -> None:
+    bench = Bench(running)
+    bench.lines[9] = Line()
+    bench.desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+    bench.answers.asked(9, Ask(1, question, "a stranger"))
+    assert bench.lines[9].sent == [Answer(1, b"")]
+    assert bench.fed == []
+    assert not any(isinstance(message, Look) for line in bench.lines.values() for message in line.sent)
 
 
-def test_looks_of_the_machine_are_the_machines() -> None:
-    def body() -> None:
-        assert not Bench(running).answers.looked(1, Looked(1, 3))
-
-    on_a_loop(body)
+async def test_looks_of_the_machine_are_the_machines() -> None:
+    assert not Bench(running).answers.looked(1, Looked(1, 3))
 
 
 def test_an_answer_fits_into_a_frame() -> None:
@@ -184,15 +150,12 @@ def test_an_answer_fits_into_a_frame() -> None:
     assert len(told.ranks) >= 5000
 
 
-def test_a_view_that_cannot_be_made_is_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_view_that_cannot_be_made_is_an_empty_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(now: float) -> JobView:
         raise KeyError(now)
 
-    def play() -> None:
-        bench = Bench(running)
-        monkeypatch.setattr(bench.desk.machine, "view", broken)
-        bench.answers.asked(1, Ask(4, Question.STATUS, "me"))
-        assert bench.lines[1].sent == [Answer(4, b"")]
-        assert bench.faulty[0].startswith("status: ")
-
-    on_a_loop(play)
+    bench = Bench(running)
+    monkeypatch.setattr(bench.desk.machine, "view", broken)
+    bench.answers.asked(1, Ask(4, Question.STATUS, "me"))
+    assert bench.lines[1].sent == [Answer(4, b"")]
+    assert bench.faulty[0].startswith("status: ")

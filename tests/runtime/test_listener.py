@@ -115,103 +115,79 @@ BAD = [
 
 @pytest.mark.parametrize("token", [None, TOKEN])
 @pytest.mark.parametrize(("data", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_bad_bytes_cost_that_connection_and_one_line(data: bytes, words: str, token: bytes | None) -> None:
-    async def main() -> None:
-        async with door(token=token) as opened:
-            await say(opened.claim.port, data)
-            assert len(opened.lines) == 1
-            assert opened.lines[0].startswith("dropped a connection from 127.0.0.1:")
-            assert words in opened.lines[0]
-            assert "\n" not in opened.lines[0]
-            await opened.lets_a_good_node_in()
-            assert len(opened.lines) == 1
-
-    asyncio.run(main())
+async def test_bad_bytes_cost_that_connection_and_one_line(data: bytes, words: str, token: bytes | None) -> None:
+    async with door(token=token) as opened:
+        await say(opened.claim.port, data)
+        assert len(opened.lines) == 1
+        assert opened.lines[0].startswith("dropped a connection from 127.0.0.1:")
+        assert words in opened.lines[0]
+        assert "\n" not in opened.lines[0]
+        await opened.lets_a_good_node_in()
+        assert len(opened.lines) == 1
 
 
 @pytest.mark.parametrize("length", [1, 9, 10, 13, 40])
-def test_a_torn_hello_costs_one_line(length: int) -> None:
-    async def main() -> None:
-        async with door() as opened:
-            await say(opened.claim.port, hello()[:length], end=True)
-            await settled(lambda: bool(opened.lines))
-            await opened.lets_a_good_node_in()
-            assert len(opened.lines) == 1
-            assert "closed the connection" in opened.lines[0]
-
-    asyncio.run(main())
+async def test_a_torn_hello_costs_one_line(length: int) -> None:
+    async with door() as opened:
+        await say(opened.claim.port, hello()[:length], end=True)
+        await settled(lambda: bool(opened.lines))
+        await opened.lets_a_good_node_in()
+        assert len(opened.lines) == 1
+        assert "closed the connection" in opened.lines[0]
 
 
-def test_an_old_version_is_told_why() -> None:
-    async def main() -> None:
-        async with door() as opened:
-            answer = await say(opened.claim.port, preamble(0) + frame(b"x"))
-            assert answer.startswith(preamble())
-            assert b"REFUSED\nHF111\nthe coordinator speaks version 2" in answer
-
-    asyncio.run(main())
+async def test_an_old_version_is_told_why() -> None:
+    async with door() as opened:
+        answer = await say(opened.claim.port, preamble(0) + frame(b"x"))
+        assert answer.startswith(preamble())
+        assert b"REFUSED\nHF111\nthe coordinator speaks version 2" in answer
 
 
-def test_a_wrong_proof_is_dropped_and_told() -> None:
-    async def main() -> None:
-        async with door(token=TOKEN) as opened:
-            answer = await say(opened.claim.port, hello(TOKEN) + frame(b"\x92\xa5proof\xc4\x01x"))
-            assert b"REFUSED\nHF305\n" in answer
-            assert len(opened.lines) == 1
-            assert "differ" in opened.lines[0]
-            await opened.lets_a_good_node_in()
-
-    asyncio.run(main())
+async def test_a_wrong_proof_is_dropped_and_told() -> None:
+    async with door(token=TOKEN) as opened:
+        answer = await say(opened.claim.port, hello(TOKEN) + frame(b"\x92\xa5proof\xc4\x01x"))
+        assert b"REFUSED\nHF305\n" in answer
+        assert len(opened.lines) == 1
+        assert "differ" in opened.lines[0]
+        await opened.lets_a_good_node_in()
 
 
 @pytest.mark.parametrize(
     "first", [b"", b"HOLD", preamble(), hello()[:30]], ids=["nothing", "part", "preamble", "hello"]
 )
-def test_one_who_says_too_little_is_dropped_in_time(first: bytes) -> None:
-    async def main() -> None:
-        async with door(handshake_s_max=HANDSHAKE_S) as opened:
-            await say(opened.claim.port, first)  # returns because the other side closes
-            assert opened.lines
-            assert f"no handshake within {HANDSHAKE_S:g} s" in opened.lines[0]
-            assert len(opened.lines) == 1
-            await opened.lets_a_good_node_in()
-
-    asyncio.run(main())
+async def test_one_who_says_too_little_is_dropped_in_time(first: bytes) -> None:
+    async with door(handshake_s_max=HANDSHAKE_S) as opened:
+        await say(opened.claim.port, first)  # returns because the other side closes
+        assert opened.lines
+        assert f"no handshake within {HANDSHAKE_S:g} s" in opened.lines[0]
+        assert len(opened.lines) == 1
+        await opened.lets_a_good_node_in()
 
 
-def test_an_accepted_node_is_not_under_the_time_limit() -> None:
-    async def main() -> None:
-        async with door(handshake_s_max=HANDSHAKE_S) as opened:
-            connection = await dial(opened.claim.endpoint, JOB, NODE)
-            await asyncio.sleep(2 * HANDSHAKE_S)
-            connection.send(Ping(number=1))
-            await settled(lambda: bool(opened.received))
-            connection.abort()
-
-    asyncio.run(main())
+async def test_an_accepted_node_is_not_under_the_time_limit() -> None:
+    async with door(handshake_s_max=HANDSHAKE_S) as opened:
+        connection = await dial(opened.claim.endpoint, JOB, NODE)
+        await asyncio.sleep(2 * HANDSHAKE_S)
+        connection.send(Ping(number=1))
+        await settled(lambda: bool(opened.received))
+        connection.abort()
 
 
-def test_a_port_probe_is_not_worth_a_line() -> None:
-    async def main() -> None:
-        async with door() as opened:
-            await say(opened.claim.port, b"", end=True)
-            await opened.lets_a_good_node_in()
-            assert opened.lines == []
-
-    asyncio.run(main())
+async def test_a_port_probe_is_not_worth_a_line() -> None:
+    async with door() as opened:
+        await say(opened.claim.port, b"", end=True)
+        await opened.lets_a_good_node_in()
+        assert opened.lines == []
 
 
-def test_a_crowd_at_the_door_does_not_keep_good_nodes_out() -> None:
-    async def main() -> None:
-        async with door(arrivals_max=8) as opened:
-            crowd = [await asyncio.open_connection("127.0.0.1", opened.claim.port) for _ in range(30)]
-            await opened.lets_a_good_node_in()
-            assert "too many connections" in opened.lines[0]
-            for _, writer in crowd:
-                writer.close()
-            await asyncio.gather(*(writer.wait_closed() for _, writer in crowd), return_exceptions=True)
-
-    asyncio.run(main())
+async def test_a_crowd_at_the_door_does_not_keep_good_nodes_out() -> None:
+    async with door(arrivals_max=8) as opened:
+        crowd = [await asyncio.open_connection("127.0.0.1", opened.claim.port) for _ in range(30)]
+        await opened.lets_a_good_node_in()
+        assert "too many connections" in opened.lines[0]
+        for _, writer in crowd:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for _, writer in crowd), return_exceptions=True)
 
 
 def test_lines_are_limited() -> None:
@@ -225,85 +201,70 @@ def test_lines_are_limited() -> None:
     assert asyncio.run(main())[LOG_LINES_MAX:] == ["dropped 7 more connections like these"]
 
 
-def test_messages_right_behind_the_handshake_are_not_lost() -> None:
-    async def main() -> None:
-        async with door() as opened:
-            pings = [Ping(number=1), Ping(number=2)]
-            await say(opened.claim.port, hello() + b"".join(frame(encode(ping)) for ping in pings), end=True)
-            await settled(lambda: bool(opened.closed))
-            assert opened.received == pings
-
-    asyncio.run(main())
+async def test_messages_right_behind_the_handshake_are_not_lost() -> None:
+    async with door() as opened:
+        pings = [Ping(number=1), Ping(number=2)]
+        await say(opened.claim.port, hello() + b"".join(frame(encode(ping)) for ping in pings), end=True)
+        await settled(lambda: bool(opened.closed))
+        assert opened.received == pings
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_bytes_may_come_one_by_one(size: int) -> None:
-    async def main() -> None:
-        async with door() as opened:
-            loop = asyncio.get_running_loop()
-            with socket.create_connection(("127.0.0.1", opened.claim.port)) as sock:
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                data = hello()
-                for at in range(0, len(data), size):
-                    await loop.sock_sendall(sock, data[at : at + size])
-                    await asyncio.sleep(0)
-                await settled(lambda: bool(opened.hellos))
-            await settled(lambda: bool(opened.closed))
-
-    asyncio.run(main())
+async def test_bytes_may_come_one_by_one(size: int) -> None:
+    async with door() as opened:
+        loop = asyncio.get_running_loop()
+        with socket.create_connection(("127.0.0.1", opened.claim.port)) as sock:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            data = hello()
+            for at in range(0, len(data), size):
+                await loop.sock_sendall(sock, data[at : at + size])
+                await asyncio.sleep(0)
+            await settled(lambda: bool(opened.hellos))
+        await settled(lambda: bool(opened.closed))
 
 
 @pytest.mark.parametrize("cut", [1, 4, 5, 6])
-def test_store_clients_are_handed_over_with_their_first_bytes(cut: int) -> None:
+async def test_store_clients_are_handed_over_with_their_first_bytes(cut: int) -> None:
     words = STORE_MAGIC + b"\r*\x14\x00\x00"
 
-    async def main() -> None:
-        taken: list[bytes] = []
+    taken: list[bytes] = []
 
-        def take(transport: asyncio.Transport, first: bytes) -> None:
-            taken.append(first)
-            transport.close()
+    def take(transport: asyncio.Transport, first: bytes) -> None:
+        taken.append(first)
+        transport.close()
 
-        other: TakeOver = take
-        async with door(other=other) as opened:
-            reader, writer = await asyncio.open_connection("127.0.0.1", opened.claim.port)
-            writer.write(words[:cut])
-            await asyncio.sleep(0.02)
-            writer.write(words[cut:])
-            with contextlib.suppress(ConnectionError):
-                await reader.read()
-            writer.close()
-            assert len(taken) == 1
-            assert words.startswith(taken[0])
-            assert len(taken[0]) >= len(STORE_MAGIC)
-            assert opened.lines == []
-            await opened.lets_a_good_node_in()
-
-    asyncio.run(main())
+    other: TakeOver = take
+    async with door(other=other) as opened:
+        reader, writer = await asyncio.open_connection("127.0.0.1", opened.claim.port)
+        writer.write(words[:cut])
+        await asyncio.sleep(0.02)
+        writer.write(words[cut:])
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        assert len(taken) == 1
+        assert words.startswith(taken[0])
+        assert len(taken[0]) >= len(STORE_MAGIC)
+        assert opened.lines == []
+        await opened.lets_a_good_node_in()
 
 
-def test_garbage_is_dropped_with_a_store_behind_as_well() -> None:
-    async def main() -> None:
-        async with door(other=lambda transport, first: pytest.fail("handed over")) as opened:
-            await say(opened.claim.port, b"\x00\xce\xf7nonsense")
-            assert len(opened.lines) == 1
-            await opened.lets_a_good_node_in()
-
-    asyncio.run(main())
+async def test_garbage_is_dropped_with_a_store_behind_as_well() -> None:
+    async with door(other=lambda transport, first: pytest.fail("handed over")) as opened:
+        await say(opened.claim.port, b"\x00\xce\xf7nonsense")
+        assert len(opened.lines) == 1
+        await opened.lets_a_good_node_in()
 
 
-def test_after_close_nobody_comes_in() -> None:
-    async def main() -> None:
-        async with door() as opened:
-            _, writer = await asyncio.open_connection("127.0.0.1", opened.claim.port)
-            await asyncio.sleep(0.02)
-            opened.listener.close()
-            with pytest.raises(OSError, match="111"):
-                await asyncio.open_connection("127.0.0.1", opened.claim.port)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-            assert opened.lines == []
-
-    asyncio.run(main())
+async def test_after_close_nobody_comes_in() -> None:
+    async with door() as opened:
+        _, writer = await asyncio.open_connection("127.0.0.1", opened.claim.port)
+        await asyncio.sleep(0.02)
+        opened.listener.close()
+        with pytest.raises(OSError, match="111"):
+            await asyncio.open_connection("127.0.0.1", opened.claim.port)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        assert opened.lines == []

@@ -97,130 +97,109 @@ async def within(work: Awaitable[bytes]) -> bytes:
         return await work
 
 
-def test_a_half_close_goes_through_and_the_answer_comes_back() -> None:
-    async def main() -> None:
-        async with front() as opened, store(echo) as port:
-            opened.proxy.set_target("127.0.0.1", port)
-            reader, writer = await opened.client()
-            writer.write(b"words")
-            assert await within(reader.readexactly(5)) == b"words"
-            writer.write_eof()
-            assert await within(reader.read()) == b"bye"
-            await finish((reader, writer))
-            assert opened.lines == []
-
-    asyncio.run(main())
+async def test_a_half_close_goes_through_and_the_answer_comes_back() -> None:
+    async with front() as opened, store(echo) as port:
+        opened.proxy.set_target("127.0.0.1", port)
+        reader, writer = await opened.client()
+        writer.write(b"words")
+        assert await within(reader.readexactly(5)) == b"words"
+        writer.write_eof()
+        assert await within(reader.read()) == b"bye"
+        await finish((reader, writer))
+        assert opened.lines == []
 
 
-def test_a_client_that_comes_early_is_held() -> None:
-    async def main() -> None:
-        async with front() as opened, store(echo) as port:
-            reader, writer = await opened.client()
-            writer.write(b"early")
-            await asyncio.sleep(0.05)
-            opened.proxy.set_target("127.0.0.1", port)
-            assert await within(reader.readexactly(5)) == b"early"
-            await finish((reader, writer))
-
-    asyncio.run(main())
+async def test_a_client_that_comes_early_is_held() -> None:
+    async with front() as opened, store(echo) as port:
+        reader, writer = await opened.client()
+        writer.write(b"early")
+        await asyncio.sleep(0.05)
+        opened.proxy.set_target("127.0.0.1", port)
+        assert await within(reader.readexactly(5)) == b"early"
+        await finish((reader, writer))
 
 
-def test_a_client_is_not_held_for_ever() -> None:
-    async def main() -> None:
-        async with front(hold_s_max=0.05) as opened:
-            reader, writer = await opened.client()
-            with contextlib.suppress(ConnectionResetError):
-                assert await within(reader.read()) == b""
-            await finish((reader, writer))
-            assert opened.lines == ["dropped a client of the store: no store was ready within 0.05 s"]
-
-    asyncio.run(main())
+async def test_a_client_is_not_held_for_ever() -> None:
+    async with front(hold_s_max=0.05) as opened:
+        reader, writer = await opened.client()
+        with contextlib.suppress(ConnectionResetError):
+            assert await within(reader.read()) == b""
+        await finish((reader, writer))
+        assert opened.lines == ["dropped a client of the store: no store was ready within 0.05 s"]
 
 
-def test_a_store_that_is_gone_is_told(free_port: Callable[[], int]) -> None:
-    async def main() -> None:
-        async with front() as opened:
-            opened.proxy.set_target("127.0.0.1", free_port())
-            reader, writer = await opened.client()
-            with contextlib.suppress(ConnectionResetError):
-                assert await within(reader.read()) == b""
-            await finish((reader, writer))
-            assert len(opened.lines) == 1
-            assert "cannot be reached" in opened.lines[0]
-
-    asyncio.run(main())
+async def test_a_store_that_is_gone_is_told(free_port: Callable[[], int]) -> None:
+    async with front() as opened:
+        opened.proxy.set_target("127.0.0.1", free_port())
+        reader, writer = await opened.client()
+        with contextlib.suppress(ConnectionResetError):
+            assert await within(reader.read()) == b""
+        await finish((reader, writer))
+        assert len(opened.lines) == 1
+        assert "cannot be reached" in opened.lines[0]
 
 
-def test_a_dying_store_is_felt_by_its_clients() -> None:
+async def test_a_dying_store_is_felt_by_its_clients() -> None:
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(1)
         writer.transport.abort()
 
-    async def main() -> None:
-        async with front() as opened, store(die) as port:
-            opened.proxy.set_target("127.0.0.1", port)
-            reader, writer = await opened.client()
-            writer.write(b"x")
-            with contextlib.suppress(ConnectionResetError):
-                assert await within(reader.read()) == b""
-            await finish((reader, writer))
-
-    asyncio.run(main())
+    async with front() as opened, store(die) as port:
+        opened.proxy.set_target("127.0.0.1", port)
+        reader, writer = await opened.client()
+        writer.write(b"x")
+        with contextlib.suppress(ConnectionResetError):
+            assert await within(reader.read()) == b""
+        await finish((reader, writer))
 
 
-def test_a_dying_client_is_felt_by_the_store() -> None:
-    async def main() -> None:
-        over = asyncio.Event()
+async def test_a_dying_client_is_felt_by_the_store() -> None:
+    over = asyncio.Event()
 
-        async def watch(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                while await reader.read(100):
-                    pass
-            finally:
-                over.set()
+    async def watch(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.read(100):
+                pass
+        finally:
+            over.set()
 
-        async with front() as opened, store(watch) as port:
-            opened.proxy.set_target("127.0.0.1", port)
-            _, writer = await opened.client()
-            await asyncio.sleep(0.02)
-            writer.transport.abort()
-            async with asyncio.timeout(PATIENCE_S):
-                await over.wait()
-
-    asyncio.run(main())
+    async with front() as opened, store(watch) as port:
+        opened.proxy.set_target("127.0.0.1", port)
+        _, writer = await opened.client()
+        await asyncio.sleep(0.02)
+        writer.transport.abort()
+        async with asyncio.timeout(PATIENCE_S):
+            await over.wait()
 
 
-def test_a_slow_reader_holds_the_writer_back() -> None:
+async def test_a_slow_reader_holds_the_writer_back() -> None:
     """Far more than any buffer on the way is offered; only what was read may have been taken from the writer."""
     offered = 200 * 1024 * 1024
 
-    async def main() -> None:
-        sent = 0
+    sent = 0
 
-        async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal sent
-            while sent < offered:
-                writer.write(bytes(65536))
-                await writer.drain()
-                sent += 65536
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        while sent < offered:
+            writer.write(bytes(65536))
+            await writer.drain()
+            sent += 65536
 
-        async with front() as opened, store(pour) as port:
-            opened.proxy.set_target("127.0.0.1", port)
-            reader, writer = await opened.client()
-            await within(reader.readexactly(1000))
-            before = -1
-            async with asyncio.timeout(PATIENCE_S):
-                while sent != before:  # until all buffers are full
-                    before = sent
-                    await asyncio.sleep(0.1)
-            assert sent < offered // 4
-            await within(reader.readexactly(20 * 1024 * 1024))  # and it goes on once there is room
-            await finish((reader, writer))
-
-    asyncio.run(main())
+    async with front() as opened, store(pour) as port:
+        opened.proxy.set_target("127.0.0.1", port)
+        reader, writer = await opened.client()
+        await within(reader.readexactly(1000))
+        before = -1
+        async with asyncio.timeout(PATIENCE_S):
+            while sent != before:  # until all buffers are full
+                before = sent
+                await asyncio.sleep(0.1)
+        assert sent < offered // 4
+        await within(reader.readexactly(20 * 1024 * 1024))  # and it goes on once there is room
+        await finish((reader, writer))
 
 
-def test_a_new_generation_has_a_new_store() -> None:
+async def test_a_new_generation_has_a_new_store() -> None:
     def named(name: bytes) -> Talk:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(name)
@@ -228,20 +207,17 @@ def test_a_new_generation_has_a_new_store() -> None:
 
         return talk
 
-    async def main() -> None:
-        async with front() as opened, store(named(b"old")) as old, store(named(b"new")) as new:
-            opened.proxy.set_target("127.0.0.1", old)
-            first = await opened.client()
-            assert await within(first[0].readexactly(3)) == b"old"
-            opened.proxy.clear_target()
-            second = await opened.client()
-            await asyncio.sleep(0.02)
-            opened.proxy.set_target("127.0.0.1", new)
-            assert await within(second[0].readexactly(3)) == b"new"
-            await finish(first)
-            await finish(second)
-
-    asyncio.run(main())
+    async with front() as opened, store(named(b"old")) as old, store(named(b"new")) as new:
+        opened.proxy.set_target("127.0.0.1", old)
+        first = await opened.client()
+        assert await within(first[0].readexactly(3)) == b"old"
+        opened.proxy.clear_target()
+        second = await opened.client()
+        await asyncio.sleep(0.02)
+        opened.proxy.set_target("127.0.0.1", new)
+        assert await within(second[0].readexactly(3)) == b"new"
+        await finish(first)
+        await finish(second)
 
 
 STORE_AND_CLIENTS = """
@@ -280,25 +256,22 @@ os.wait()
 """
 
 
-def test_clients_of_torch_do_not_notice() -> None:
+async def test_clients_of_torch_do_not_notice() -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
 
-    async def main() -> None:
-        async with front() as opened:
-            line = [sys.executable, "-c", STORE_AND_CLIENTS, str(opened.claim.port), str(PATIENCE_S)]
-            clients = await asyncio.create_subprocess_exec(*line, stdout=asyncio.subprocess.PIPE)
-            try:
-                assert clients.stdout is not None
-                opened.proxy.set_target("127.0.0.1", int(await clients.stdout.readline()))
-                async with asyncio.timeout(limit_s(60)):
-                    told, _ = await clients.communicate()
-                assert (clients.returncode, told) == (0, b"clients are content\n")
-                (await dial(opened.claim.endpoint, JOB, NODE)).abort()  # and the coordinator is still there
-            finally:
-                if clients.returncode is None:
-                    clients.kill()
-                    await clients.wait()
-            assert opened.lines == []
-
-    asyncio.run(main())
+    async with front() as opened:
+        line = [sys.executable, "-c", STORE_AND_CLIENTS, str(opened.claim.port), str(PATIENCE_S)]
+        clients = await asyncio.create_subprocess_exec(*line, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert clients.stdout is not None
+            opened.proxy.set_target("127.0.0.1", int(await clients.stdout.readline()))
+            async with asyncio.timeout(limit_s(60)):
+                told, _ = await clients.communicate()
+            assert (clients.returncode, told) == (0, b"clients are content\n")
+            (await dial(opened.claim.endpoint, JOB, NODE)).abort()  # and the coordinator is still there
+        finally:
+            if clients.returncode is None:
+                clients.kill()
+                await clients.wait()
+        assert opened.lines == []

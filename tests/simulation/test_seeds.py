@@ -6,13 +6,22 @@ runs 50,000.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.core.agent.machine import AgentMachine
+from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.core.machines import Note
 from holdfast.core.policy import Limits
+from holdfast.insight.events import problems
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions
+from tests.support.simulator.scenario import inputs, play
 from tests.support.simulator.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds
 
 # Read while the tests are collected: the session's own home removes HOLDFAST_ variables afterwards.
@@ -80,3 +89,42 @@ def test_the_draws_reach_everything() -> None:
     assert {drawn.nodes for drawn in draws} == set(range(1, 9))
     assert any(drawn.options.fixed_ranks for drawn in draws)
     assert sum(drawn.must_succeed for drawn in draws) > 100
+
+
+# --- what the machines note in golden scenarios and in simulated jobs is what the table of events says ----------------
+
+
+SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.txt"))
+SEEDS = 40
+
+
+def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: set[str] = set()
+    seen: set[str] = set()
+
+    def listening(machine: type, prefix: str) -> None:
+        handle: Callable[..., list[object]] = machine.handle  # type: ignore[attr-defined]
+
+        def listen(self: Any, now: float, event: object) -> list[object]:
+            commands = handle(self, now, event)
+            for command in commands:
+                if isinstance(command, Note):
+                    name = prefix + command.event
+                    record = {"time": 1.0, "monotonic": 1.0, "event": name, **json.loads(json.dumps(command.fields))}
+                    wrong.update(problems(record))
+                    seen.add(name)
+            return commands
+
+        monkeypatch.setattr(machine, "handle", listen)
+
+    listening(AgentMachine, "agent.")
+    listening(CoordinatorMachine, "coordinator.")
+    for path in SCENARIOS:
+        play(inputs(path.read_text(encoding="utf-8")))
+    for seed in range(SEEDS):
+        run_seed(seed)
+    assert wrong == set()
+    assert seen >= {
+        *("agent.fenced", "agent.link_lost", "agent.resumed", "coordinator.assigned", "coordinator.drain_to"),
+        *("coordinator.lost", "coordinator.over", "coordinator.resumed", "coordinator.verdict"),
+    }

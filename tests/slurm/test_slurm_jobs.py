@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from importlib.util import find_spec
 
 import pytest
 
-from tests.processes.conftest import is_alive
+from tests.conftest import descendants
+from tests.processes.conftest import Site, is_alive
 from tests.slurm.cluster import until
 from tests.slurm.conftest import HOLDFAST, Jobs
 
@@ -175,3 +178,32 @@ def test_preemption_by_a_higher_partition_loses_no_sample_and_repeats_none(jobs:
     samples = [sample for each in jobs.trail("trained") for sample in each["samples"]]
     assert sorted(samples) == list(range(60)), jobs.told(number)
     assert {each["life"] for each in jobs.trail("trained")} == {0, 1}
+
+
+# --- Slurm sends --signal's USR1 to every process of a step; no Slurm is needed to do the same ------------------------
+
+
+DRAINS = """
+from holdfast.worker import should_stop
+meet()
+while not should_stop():
+    time.sleep(0.01)
+note("saved")
+"""
+
+
+def test_a_signal_to_every_process_is_a_notice(site: Site) -> None:
+    agent = site.start("--preempt-signal", "USR1", "--nproc-per-node", "2", site.script(DRAINS))
+    site.wait(2, "up")
+    for pid in {agent.pid, *descendants(agent.pid)}:
+        os.kill(pid, signal.SIGUSR1)
+    assert agent.end() == 75, agent.text
+    assert len(site.trail("saved")) == 2
+
+
+def test_workers_get_the_default_back(site: Site) -> None:
+    """Without --preempt-signal it is torchrun's: passed on, and deadly to who has not asked for it."""
+    agent = site.start(site.script("meet(); hold()"))
+    site.wait(1, "up")
+    agent.signal(signal.SIGUSR1)
+    assert agent.end() == 128 + signal.SIGUSR1, agent.text

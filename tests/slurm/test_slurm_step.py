@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,10 @@ from holdfast.cli.resolve import resolve
 from holdfast.cli.under_slurm import srun_environment, srun_line, take_in
 from holdfast.core.errors import EnvironmentValueError, NodesError, UsageError
 from holdfast.schedulers.slurm_job import over
-from holdfast.schedulers.slurm_step import ScontrolOutput, SlurmStep, read_step, tasks_per_node
+from holdfast.schedulers.slurm_step import ScontrolOutput, SlurmStep, expand, read_step, tasks_per_node
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -56,17 +61,7 @@ def test_an_interactive_shell_is_no_step(step_id: str) -> None:
     assert read_step({**STEP, "SLURM_STEP_ID": step_id}) is None
 
 
-@pytest.mark.parametrize(
-    ("title", "is_step"),
-    [
-        ("slurmstepd: [7.1]", True),
-        ("slurmstepd: [7+0.1]", True),
-        ("slurmstepd: [7.batch]", False),  # a job submitted from within a step has that one's variables
-        ("slurmstepd: [6.1]", False),  # so has a salloc's shell there
-        ("/bin/sh", True),
-        ("", True),
-    ],
-)
+@pytest.mark.parametrize(("title", "is_step"), TABLES["steps_of_others"])
 def test_the_step_of_whoever_submitted_the_job_does_not_count(title: str, is_step: bool) -> None:
     assert (read_step({**STEP, "SLURM_TASK_PID": "1"}, lambda _pid: title) is not None) == is_step
     parts = {"SLURM_HET_SIZE": "2", "SLURM_TASK_PID": "1"}
@@ -152,17 +147,7 @@ def test_slurms_signal_is_a_notice_unless_said() -> None:
     assert "preempt_signal" not in differing("train.py")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"SLURM_STEP_NODELIST": "n[1-3]"},
-        {"SLURM_NODEID": "2"},
-        {"SLURM_NODEID": "x"},
-        {"SLURM_JOB_ID": ""},
-        {"SLURM_STEP_TASKS_PER_NODE": "2x"},
-        {"SLURM_RESTART_COUNT": "-1"},
-    ],
-)
+@pytest.mark.parametrize("more", TABLES["contradictions"])
 def test_a_step_that_contradicts_itself_is_refused(more: dict[str, str]) -> None:
     with pytest.raises(EnvironmentValueError):
         read_step({**STEP, **more})
@@ -242,25 +227,43 @@ def test_the_token_is_inherited_and_everything_else_too() -> None:
     assert "HOLDFAST_TOKEN" not in srun_environment(own, {})
 
 
-@pytest.mark.parametrize(
-    ("text", "failed", "said"),
-    [
-        ("JobId=1 JobState=RUNNING Reason=None Restarts=1 BatchFlag=1", False, ""),
-        ("JobId=1 JobState=RUNNING Reason=None Restarts=2 BatchFlag=1", False, "restart 2"),
-        ("JobId=1 JobState=PENDING Reason=BeginTime Restarts=2", False, "restart 2"),
-        ("JobId=1 JobState=COMPLETING Restarts=2", False, ""),
-        ("JobId=1 JobState=CANCELLED Restarts=1", False, "CANCELLED"),
-        (
-            "JobId=2 ArrayJobId=1 JobState=FAILED Restarts=2\nJobId=1 ArrayJobId=1 JobState=RUNNING Restarts=1",
-            False,
-            "",
-        ),
-        ("slurm_load_jobs error: Invalid job id specified", True, "no more"),
-        ("slurm_load_jobs error: Unable to contact slurm controller", True, ""),
-        ("", False, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "failed", "said"), TABLES["lives"])
 def test_when_a_life_is_over(text: str, failed: bool, said: str) -> None:
     reason = over(ScontrolOutput(text, failed), 1, 1)
     assert said in reason
     assert bool(reason) == bool(said)
+
+
+# --- slurm's lists of hosts: ours against `scontrol show hostnames`, where there is one -------------------------------
+
+
+LISTS = [
+    *("n1", "n[1-3]", "node[01-03,7]", "a,b[1-2,09-11],c", "r[1-2]n[01-02]"),
+    *("n[001-003],m[9-11]", "gpu-a[08-12]", "n[1-2],n4,n[6]"),
+]
+
+
+@pytest.mark.parametrize("text", TABLES["scontrol_lists"])
+def test_it_says_what_scontrol_says(text: str, tmp_path: Path) -> None:
+    if shutil.which("scontrol") is None:
+        pytest.skip("scontrol is not installed: apt-get install slurm-client")
+    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+    line = ["scontrol", "show", "hostnames", text]
+    done = subprocess.run(
+        line,
+        env={"PATH": "/usr/bin:/bin", "SLURM_CONF": str(tmp_path / "slurm.conf")},
+        capture_output=True,
+        check=True,
+    )
+    assert list(expand(text)) == done.stdout.decode().split()
+
+
+@pytest.mark.parametrize(("text", "hosts"), TABLES["node_lists"])
+def test_lists(text: str, hosts: str) -> None:
+    assert " ".join(expand(text)) == hosts
+
+
+@pytest.mark.parametrize("text", TABLES["no_lists"])
+def test_what_is_no_list_is_refused(text: str) -> None:
+    with pytest.raises(EnvironmentValueError):
+        expand(text)

@@ -16,6 +16,9 @@ from holdfast.schedulers.slurm_batch import Batch, Directive, script
 from holdfast.schedulers.slurm_job import JobState, read_job
 from holdfast.schedulers.slurm_step import ScontrolOutput
 from tests.support.limits import limit_s
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -29,45 +32,14 @@ def read(line: str) -> submit.BatchRequest:
     return submit.read(shlex.split(line))
 
 
-@pytest.mark.parametrize(
-    ("line", "directives", "run"),
-    [
-        ("-N 4 --time 1:00 train.py a", "--nodes=4 --time=1:00", "train.py a"),
-        ("-N4 -pgpu -t5 train.py", "--nodes=4 --partition=gpu --time=5", "train.py"),
-        ("--nodes=4 --exclusive --exclusive=user train.py", "--nodes=4 --exclusive --exclusive=user", "train.py"),
-        (
-            "--nproc-per-node 8 -N2 --max-restarts=3 train.py",
-            "--nodes=2",
-            "--nproc-per-node 8 --max-restarts=3 train.py",
-        ),
-        ("--gres gpu:8 -m pkg.train -N 4", "--gres=gpu:8", "-m pkg.train -N 4"),
-        ("--exclude n1 train.py --time 3", "--exclude=n1", "train.py --time 3"),
-        ("--signal=USR2@60 train.py", "--signal=USR2@60", "--preempt-signal USR2 train.py"),
-        ("--signal=10 train.py", "--signal=10", "--preempt-signal USR1 train.py"),
-        ("--signal=USR1 --preempt-signal USR2 train.py", "--signal=USR1", "--preempt-signal USR2 train.py"),
-    ],
-)
+@pytest.mark.parametrize(("line", "directives", "run"), TABLES["whose_words"])
 def test_whose_words(line: str, directives: str, run: str) -> None:
     batch = read(line).batch
     assert " ".join(map(str, batch.directives)) == directives
     assert batch.command == (sys.executable, "-m", "holdfast", "run", "--slurm", *shlex.split(run))
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("-n 8 train.py", "one agent on each node"),
-        ("--ntasks-per-node=8 train.py", "one agent on each node"),
-        ("--wrap=x train.py", "--wrap"),
-        ("--signal=B:USR1@9 train.py", "write --signal=USR1@9"),
-        ("--signal=NOPE@9 train.py", "no signal"),
-        ("--nnodess 3 train.py", "did you mean --nnodes"),
-        ("--hosts a,b train.py", "--hosts is no option"),
-        ("--max-restarts x train.py", "not a whole number"),
-        ("--time", "needs a value"),
-        ("-N 4", "no training script"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), TABLES["refused"])
 def test_what_cannot_be_is_said(line: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read(line)
@@ -98,9 +70,7 @@ def test_a_file_of_somebody_else_is_left_alone() -> None:
     assert path.read_text().endswith("mine\n")
 
 
-@pytest.mark.parametrize(
-    ("code", "preempted", "requeued"), [(75, False, True), (0, True, False), (1, False, False), (143, True, True)]
-)
+@pytest.mark.parametrize(("code", "preempted", "requeued"), TABLES["requeues"])
 def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool, requeued: bool) -> None:
     """With a scontrol that only notes what it was asked."""
     time = "2030-01-01T00:00:00" if preempted else "None"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.snapshots.saver_bench import Bench
+from tests.snapshots.saves import Bench
 
 
 @pytest.fixture

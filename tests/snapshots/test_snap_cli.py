@@ -16,6 +16,9 @@ from holdfast.snapshots import attempt, lease
 from holdfast.snapshots.manifest import MANIFEST, rank_file
 from tests.snapshots.saves import save
 from tests.support.limits import limit_s
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 
 def out(capsys: pytest.CaptureFixture[str]) -> str:
@@ -103,22 +106,7 @@ def test_prune_beside_a_job_is_refused(
     assert (runs / "attempt.step_000000005.0001").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["prune", "."],
-        ["prune", ".", "--keep-last", "0"],
-        ["prune", ".", "--keep-every", "soon"],
-        ["prune", ".", "--keep-best", "loss"],
-        ["prune", ".", "--keep-best", "loss:min:0"],
-        ["export", "."],
-        ["export", ".", "--to", "x", "--format", "pickle"],
-        ["ls"],
-        ["ls", ".", "--frobnicate"],
-        ["list", "."],
-        [],
-    ],
-)
+@pytest.mark.parametrize("arguments", TABLES["bad_lines"])
 def test_bad_lines_are_one_line(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,9 @@ from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
 from holdfast.core.errors import UsageError
 from holdfast.ssh.facts import LaunchSpec
 from holdfast.ssh.session import client_line
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -127,34 +130,7 @@ def test_a_hostfile_with_the_mark_of_windows(folder: Path) -> None:
     assert [(each.name, each.slots) for each in order("--hostfile hosts train.py").hosts] == [("a", 2), ("b", None)]
 
 
-BAD = [
-    ("--hosts a,b gone.py", "HF102", "gone.py does not exist"),
-    ("--hosts a,b --hostfile f train.py", "HF101", "exclude each other"),
-    ("--hostfile gone train.py", "HF140", "--hostfile gone: No such file"),
-    ("--hostfile empty train.py", "HF140", "names no host"),
-    ("--hosts a,a train.py", "HF140", "twice"),
-    ("--hosts a,b --include c train.py", "HF140", "no such host"),
-    ("--hosts a,b --nnodes 3 train.py", "HF103", "only 2 hosts are named"),
-    ("--hosts a,b --nnodes 1 train.py", "HF103", "2 hosts are named"),
-    ("--hosts a,b --nnodes x train.py", "HF103", "must be a number"),
-    ("--hosts a,b --node-rank 1 train.py", "HF101", "one node's own"),
-    ("--hosts a,b --local-addr h train.py", "HF101", "one node's own"),
-    ("--hosts a,b --standalone train.py", "HF101", "one node by itself"),
-    ("--hosts a,b --rdzv-backend static train.py", "HF101", "c10d"),
-    ("--hosts a,b --rdzv-endpoint localhost:29400 train.py", "HF105", "another machine on each host"),
-    ("--hosts a,b --env NOT_SET train.py", "HF101", "NOT_SET is not set here"),
-    ("--hosts a,b --env A=1 train.py", "HF101", "export A and give its name"),
-    ("--hosts a,b -", "HF102", "standard input"),
-    ("--hosts a,b --max-restarts -1 train.py", "HF101", "must be 0 or more"),
-    ("--host-discovery gone --nnodes 1:2 train.py", "HF140", "no such file"),
-    ("--host-discovery ./train.py --nnodes 1:2 train.py", "HF140", "not executable"),
-    ("--host-discovery ./train.py train.py", "HF103", "needs --nnodes"),
-    ("--host-discovery ./train.py --include a --nnodes 1:2 train.py", "HF101", "chooses itself"),
-    ("--include a train.py", "HF101", "--include a needs --hosts"),
-    ("--cwd / train.py", "HF101", "--cwd / needs --hosts"),
-    ("--hosts a --slurm train.py", "HF101", "by srun"),
-    ("--hosts a --on-disconnect never train.py", "HF101", "must be one of end, detach"),
-]
+BAD = TABLES["refused_lines"]
 
 
 @pytest.mark.parametrize(("line", "code", "said"), BAD)

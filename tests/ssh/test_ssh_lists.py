@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from holdfast.core.errors import HostsError
+from holdfast.ssh import hosts
 from holdfast.ssh.facts import (
     AgentExit,
     Expected,
@@ -15,9 +19,13 @@ from holdfast.ssh.facts import (
     remarks,
     same_machine,
 )
-from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select
+from holdfast.ssh.hosts import Discovery, HostSpec, parse_file, parse_list, select
 from holdfast.ssh.launcher import chosen_end
 from holdfast.ssh.session import explain, is_turned_away, last_words, parting_words
+from tests.support.limits import limit_s
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 
 @pytest.mark.parametrize(
@@ -34,30 +42,7 @@ def test_lists(text: str, hosts: list[HostSpec]) -> None:
     assert parse_list(text) == hosts
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "names no host"),
-        (" , ", "names no host"),
-        ("a:0", "slots are workers"),
-        ("a:x", "slots are workers"),
-        ("a:" + "9" * 5000, "slots are workers"),
-        ("a:", "slots are workers"),
-        ("a,b,a:2", "host a is there twice"),
-        ("a,A", "host a is there twice"),
-        ("me@a,you@a", "host a is there twice"),
-        ("::1", "write an IPv6 address in brackets"),
-        ("[::1", "an IPv6 address is written"),
-        ("[::1]8", "an IPv6 address is written"),
-        ("-oProxyCommand=evil", "no usable host name"),
-        ("me@-evil", "no usable host name"),
-        ("-l@host", "no usable user name"),
-        ("@a", "no usable user name"),
-        ("a b", "no usable host name"),
-        ("a;reboot", "no usable host name"),
-        ("$(reboot)", "no usable host name"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), TABLES["bad_lists"])
 def test_bad_lists(text: str, said: str) -> None:
     with pytest.raises(HostsError, match=said.replace("$", r"\$")):
         parse_list(text)
@@ -68,16 +53,7 @@ def test_hostfiles_of_all_kinds() -> None:
     assert parse_file(text, "f") == [HostSpec("n1", 8), HostSpec("n2", 4), HostSpec("me@n3"), HostSpec("::1", 2)]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a slots=8\nb 4", "f, line 2: '4' is not understood"),
-        ("a slots", "f, line 1: 'slots' is not understood"),
-        ("a:2 slots=3", "'slots=3' is not understood"),
-        ("a slots=none", "f, line 1: .*slots are workers"),
-        ("a\nb\na", "f: host a is there twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), TABLES["bad_hostfiles"])
 def test_bad_hostfiles(text: str, said: str) -> None:
     with pytest.raises(HostsError, match=said):
         parse_file(text, "f")
@@ -151,20 +127,7 @@ def differing(**changes: object) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"python": "3.12.0"}, "Python 3.12.0 there, 3.11.7 elsewhere"),
-        ({"torch": "2.12"}, "torch 2.12 there, 2.13 elsewhere"),
-        ({"torch": ""}, "torch is not installed there"),
-        ({"holdfast": ""}, "holdfast is not installed for /p there"),
-        ({"holdfast": "2"}, "holdfast 2 there, 1 here"),
-        ({"script": "cd" * 32}, "train.py is another one there (cdcdcdcdcdcd, elsewhere abababababab)"),
-        ({"trouble": "script: No such file", "script": ""}, "train.py cannot be read there (No such file)"),
-        ({"trouble": "cwd: Permission denied", "script": ""}, "folder /w cannot be entered there (Permission denied)"),
-        ({"cores": 1}, "2 workers, but 1 CPU core there"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), TABLES["differences"])
 def test_what_differs_is_one_line_with_the_host(changes: dict[str, object], said: str) -> None:
     (line,) = differing(**changes)
     assert line.startswith("host b: ")
@@ -208,3 +171,44 @@ def test_whose_end_is_the_jobs() -> None:
     assert chosen_end([left, failed], ["a", "b", "c"]) == failed
     assert chosen_end([(b, AgentExit(code=2)), left], ["a", "b"]) == left
     assert chosen_end([], ["a"]) is None
+
+
+# --- the user's program that tells which hosts there are: when its answer counts --------------------------------------
+
+
+ANSWER_S = round(limit_s(0.25), 1)
+"""A program that answers at all does so within this time on a slow machine too."""
+
+
+def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "ANSWER_S", ANSWER_S)
+    program, told = tmp_path / "hosts", list[str]()
+
+    async def answers(*texts: str) -> list[list[HostSpec] | None]:
+        one = Discovery(str(program), told.append)
+        found = []
+        for text in texts:
+            program.write_text(text)
+            program.chmod(0o755)
+            found.append(await one.ask())
+        return found
+
+    good, nothing = "#!/bin/sh\necho a:2; echo; echo b", "#!/bin/sh\n"
+    two = [HostSpec("a", 2), HostSpec("b")]
+    assert asyncio.run(answers(nothing, good, nothing, good)) == [[], two, None, two]
+    assert told == [f"--host-discovery {program} names no host any more; the hosts stay as they are"]
+    told.clear()
+    bad = [
+        "#!/bin/sh\necho a; exit 3",
+        "#!/bin/sh\necho a; exit 3",  # said once
+        "#!/bin/sh\necho a; echo a:2",
+        "#!/bin/sh\necho error: no route",
+        "#!/bin/sh\nsleep 600",
+        "#!/bin/sh\nsleep 600 & echo a",  # holds our pipe
+        "#!/not/here\n",
+    ]
+    assert asyncio.run(answers(*bad)) == [None] * len(bad)
+    said = ("ended with 3", "a is there twice", "line 1: 'error:'", f"no answer within {ANSWER_S:g} s", "No such file")
+    for line, part in zip(told, said, strict=True):
+        assert part in line
+        assert line.endswith("; the hosts stay as they are")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +136,7 @@ def test_a_model_is_not_kept_alive() -> None:
 
 def test_resizes_leave_the_loss_curve_as_it_is(warm: Warm) -> None:
     """DDP on 2, 3, 4, 1 ranks and FSDP2 on 4, 2, 3, as one process undisturbed; epochs with uneven tails."""
-    done = warm.run([SCRIPTS / "curve.py"], timeout=170)
-    assert done.returncode == 0, done.stderr
-    curves = json.loads(done.stdout)
+    curves = warm.found(SCRIPTS / "curve.py", timeout=170)
     assert len(curves["undisturbed"]) == 16
     assert curves["ddp"] == pytest.approx(curves["undisturbed"], rel=1e-5)
     assert curves["fsdp"] == pytest.approx(curves["undisturbed"], rel=1e-5)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from holdfast.train.sharding import Piece, assign
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "snapshot_ranks.py"
 pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.timeout(180)]
-
-
-def found_by(warm: Warm, case: str, folder: Path) -> Any:
-    done = warm.run([SCRIPT, case, folder], timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 def agree(results: list[Any], reference: Any, source: str, world_then: int) -> None:
@@ -29,7 +26,7 @@ def agree(results: list[Any], reference: Any, source: str, world_then: int) -> N
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
 def test_saved_on_four_ranks_loaded_on_any(warm: Warm, kind: str, tmp_path: Path) -> None:
-    found = found_by(warm, f"reshard_{kind}", tmp_path)
+    found = warm.found(SCRIPT, f"reshard_{kind}", tmp_path)
     reference = found["saved"][0]
     assert all(state == reference for state in found["saved"])
     for name, results in found["loaded"].items():
@@ -39,26 +36,68 @@ def test_saved_on_four_ranks_loaded_on_any(warm: Warm, kind: str, tmp_path: Path
 
 
 def test_each_node_has_enough_in_memory_and_the_disk_has_everything_once(warm: Warm, tmp_path: Path) -> None:
-    found = found_by(warm, "nodes", tmp_path)
+    found = warm.found(SCRIPT, "nodes", tmp_path)
     reference = found["saved"][0]
     agree(found["memory"], reference, "memory", 4)
     agree(found["resized"], reference, "disk", 4)
     assert max(found["sizes"]) < 1.1 * min(found["sizes"])
 
 
-def test_a_killed_job_goes_on_as_if_nothing_had_happened(warm: Warm, tmp_path: Path) -> None:
-    found = found_by(warm, "curve", tmp_path)
-    assert "killed 9" in found["killed"]
-    for calm, resumed in zip(found["calm"], found["resumed"], strict=True):
-        assert "error" not in resumed, resumed
-        step = resumed["resumed"]["step"]
-        # The newest step in memory that the dead rank had, too: 12, while the disk has 8.
-        assert (step, resumed["resumed"]["source"]) == (12, "memory")
-        assert resumed["losses"] == calm["losses"][step:]
-        assert resumed["drawn"] == calm["drawn"][step:]
-        assert resumed["state"] == calm["state"]
+# --- which rank writes which piece ------------------------------------------------------------------------------------
 
 
-def test_what_one_rank_cannot_do_is_told_to_all(warm: Warm, tmp_path: Path) -> None:
-    for result in found_by(warm, "unequal", tmp_path):
-        assert "odd['what']['is'][1]" in result["error"]
+class Counted(list[Any]):
+    """Pieces that know how often somebody has begun to go through them."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def replicated(name: str, items: int) -> Piece:
+    return Piece(name, (0,), (items,), (items,), torch.float32)
+
+
+def job(chance: random.Random) -> tuple[list[Counted], list[str]]:
+    """A world of ranks on nodes: replicated tensors, sharded ones, and shards that have replicas (HSDP)."""
+    world = chance.randint(1, 12)
+    nodes = [f"node{chance.randrange(chance.randint(1, 4))}" for _ in range(world)]
+    held = [Counted() for _ in range(world)]
+    for number in range(chance.randint(0, 40)):
+        items = chance.choice([1, 7, 64, 4096])
+        shards = chance.choice([each for each in range(1, world + 1) if world % each == 0])
+        for rank, pieces in enumerate(held):
+            at = rank % shards * items
+            pieces.append(Piece(f"p{number}", (at,), (items,), (items * shards,), torch.float32))
+    for pieces in held:
+        chance.shuffle(pieces)
+    return held, nodes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_piece_is_on_the_disk_once_and_at_hand_on_every_node(seed: int) -> None:
+    held, nodes = job(random.Random(seed))
+    said = [[(piece.key, piece.offsets) for piece in pieces] for pieces in held]
+    shares = assign(held, nodes)
+    disk = [said[rank][number] for rank, (numbers, _) in enumerate(shares) for number in numbers]
+    assert sorted(disk) == sorted({index for pieces in said for index in pieces})
+    for node in set(nodes):
+        ranks = [rank for rank, each in enumerate(nodes) if each == node]
+        there = [said[rank][number] for rank in ranks for numbers in shares[rank] for number in numbers]
+        assert len(there) == len(set(there))
+        assert set(there) == {index for rank in ranks for index in said[rank]}
+
+
+def test_what_a_node_keeps_beside_is_dealt_evenly_among_its_ranks() -> None:
+    held = [[replicated(f"p{number}", 1024) for number in range(300)] for _ in range(6)]
+    shares = assign(held, ["a", "a", "a", "b", "b", "b"])
+    counts = [len(file) + len(beside) for file, beside in shares]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_no_rank_looks_through_what_another_holds_for_each_piece() -> None:
+    held = [Counted(replicated(f"p{number}", 64) for number in range(50)) for _ in range(8)]
+    assign(held, ["a", "b"] * 4)
+    assert max(pieces.passes for pieces in held) < 8

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from holdfast.core import board as layout
 from holdfast.core.board import BOARD_VARIABLE
+from holdfast.core.progress import Stage
 from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
 from holdfast.worker.drain import SafePoints
 from tests.support.limits import limit_s
@@ -117,3 +120,100 @@ def test_nobody_passes_where_all_are_to_stop(board: Board) -> None:
 def test_a_board_takes_no_name_in_any_folder(board: Board) -> None:
     path = board.address(0).partition("@")[0]
     assert os.readlink(path).startswith("/memfd:")
+
+
+# --- holdfast.worker.at_step: how far the whole job is, on the board and in the report --------------------------------
+
+
+def test_where_it_began_and_where_it_is(board: Board) -> None:
+    assert board.job_steps(1) == (-1, -1)
+    program = "from holdfast.worker import at_step\nat_step(0)\nat_step(1)\nat_step(41)"
+    environment = {**os.environ, BOARD_VARIABLE: board.address(1)}
+    subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, timeout=limit_s(30), start_new_session=True
+    )
+    assert board.job_steps(1) == (0, 41)
+    assert board.job_steps(0) == (-1, -1)
+
+
+def test_without_a_launcher_it_does_nothing() -> None:
+    program = "from holdfast.worker import at_step\nat_step(3)"
+    environment = {name: value for name, value in os.environ.items() if name != BOARD_VARIABLE}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=limit_s(30))
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+FAILS = """
+import os, sys
+from holdfast.worker import at_step, beat
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+at_step(20 if again else 0)
+for step in range(20 if again else 0, 60 if again else 33):
+    beat()
+    at_step(step + 1)
+sys.exit(0 if again else 5)
+"""
+
+
+def test_a_restart_costs_steps_and_the_report_says_how_many(run_cli: Any, tmp_path: Any) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    line = ["--standalone", "--max-restarts", "1", "--log-dir", str(tmp_path / "logs"), str(tmp_path / "train.py")]
+    done = run_cli(line, timeout=60)
+    assert done.code == 0, done
+    (folder,) = (tmp_path / "logs").iterdir()
+    line = [sys.executable, "-m", "holdfast", "report", "--json", str(folder)]
+    told = json.loads(subprocess.run(line, capture_output=True, timeout=limit_s(30), check=True).stdout)
+    assert told["history"]["lost_steps"] == 13
+
+
+# --- beat(): on the board under an agent, and nothing anywhere else ---------------------------------------------------
+
+
+def run(source: str, address: str | None, *, leads: bool = True) -> None:
+    env = {"PATH": "/usr/bin:/bin", **({} if address is None else {layout.BOARD_VARIABLE: address})}
+    line = [sys.executable, "-c", source]
+    done = subprocess.run(line, env=env, start_new_session=leads, capture_output=True, text=True, timeout=limit_s(30))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+BEATS = "from holdfast.worker import beat\nfor _ in range(3): beat()"
+
+
+def test_beats_are_counted(board: Board) -> None:
+    before_ns = time.monotonic_ns()
+    run(BEATS, board.address(1))
+    now_ns = time.monotonic_ns()
+    other, mine = board.progress(now_ns)
+    assert (mine.stage, mine.steps, mine.local_rank) == (Stage.STEPPING, 3, 1)
+    assert 0 <= mine.age_s <= (now_ns - before_ns) / 1e9
+    assert (other.stage, other.steps) == (Stage.STARTING, 0)
+
+
+def test_steps_count_where_there_are_both(board: Board) -> None:
+    run(BEATS, board.address(0))
+    board._words[layout.slot(0) + layout.STEPS] = 7
+    progress = board.progress(time.monotonic_ns())[0]
+    assert (progress.steps, progress.beats) == (7, 3)
+
+
+def test_a_child_has_no_say(board: Board) -> None:
+    run(
+        "import os\nfrom holdfast.worker import beat\nbeat()\nif os.fork() == 0:\n    beat()\n    os._exit(0)\nos.wait()",
+        board.address(0),
+    )
+    run(BEATS, board.address(0), leads=False)
+    assert board.progress(time.monotonic_ns())[0].steps == 1
+
+
+@pytest.mark.parametrize("address", [None, "", "nonsense", "/proc/1/nothing@16", "/dev/null@16", "@", "/x@y"])
+def test_it_never_raises(address: str | None) -> None:
+    run(BEATS, address)
+
+
+def test_stages_in_their_order(board: Board) -> None:
+    told = [board.progress(time.monotonic_ns())[0].stage]
+    for mark in (layout.MEETING, layout.STORE, layout.GROUP, layout.STEPS):
+        board._words[layout.slot(0) + mark] = 1
+        told.append(board.progress(time.monotonic_ns())[0].stage)
+    assert told == [Stage.STARTING, Stage.MEETING, Stage.GROUPING, Stage.READY, Stage.STEPPING]
+    assert board.progress(time.monotonic_ns() + 5_000_000_000)[1].age_s > 5, "before the first step: since the start"

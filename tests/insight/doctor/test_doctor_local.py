@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from holdfast.core.doctor import DoctorFinding, Folder, Gpu, Interface, Level, LocalFacts, TorchFacts, TorchState
+from holdfast.core.doctor import (
+    DoctorFinding,
+    Gpu,
+    Interface,
+    JointCheck,
+    Level,
+    LocalFacts,
+    NodePath,
+    NodeReport,
+    Reached,
+    Reduced,
+    Summary,
+    TorchFacts,
+    TorchState,
+)
 from holdfast.insight.doctor.findings import as_json, code_texts, exit_code, lines_of, render, worst
 from holdfast.insight.doctor.local import chosen, examine, proposed, slow_import
+from holdfast.insight.doctor.together import examine_together, release
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 GIB = 2**30
 ETH0 = Interface(name="eth0", addresses=("10.0.0.7",))
@@ -19,38 +38,12 @@ GPU = Gpu(index=0, name="H200", driver="570.86", memory_total_mib=140000, memory
 TORCH = TorchFacts(
     state=TorchState.OK, version="2.13.0", cuda="12.6", nccl="2.27.3", distributed=True, gloo=True, gpus=1, seconds=2.0
 )
-WELL = LocalFacts(
-    host="node7",
-    python="3.11.7",
-    holdfast="0.1.0",
-    nproc=2,
-    nodes=2,
-    torch=TORCH,
-    driver="570.86",
-    gpus=(GPU,),
-    shm=Folder(path="/dev/shm", total_bytes=64 * GIB, free_bytes=60 * GIB),
-    folders=(Folder(path="/logs", total_bytes=100 * GIB, free_bytes=90 * GIB),),
-    limits={"nofile": 65536, "nproc": None, "memlock": None, "core": 0},
-    infiniband=("mlx5_0",),
-    memory_bytes=512 * GIB,
-    memory_available_bytes=400 * GIB,
-    cpus=64,
-    cpus_allowed=64,
-    ptrace_scope=1,
-    clock_synchronised=True,
-    own_addresses=("10.0.0.7",),
-    interfaces=(LO, ETH0),
-    default_interface="eth0",
-    ephemeral_ports=(32768, 60999),
-    endpoint="node7:29400",
-    endpoint_port=29400,
-    endpoint_is_here=True,
-)
+WELL = msgspec.convert(TABLES["well"], LocalFacts)
 
 
 def found(**changes: Any) -> dict[str, tuple[Level, str]]:
     """Codes of what is not well, with level and text."""
-    findings = examine(replace(WELL, **changes))
+    findings = examine(msgspec.convert({**TABLES["well"], **msgspec.to_builtins(changes)}, LocalFacts))
     return {each.code: (each.level, each.why) for each in findings if each.level is not Level.PASS}
 
 
@@ -66,84 +59,20 @@ def test_a_node_on_which_all_is_well_passes_every_check() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "level", "text"),
-    [
-        ({"python": "3.9.2"}, "HF500", Level.FATAL, "3.9.2"),
-        (torch(state=TorchState.ABSENT), "HF501", Level.WARN, "not installed"),
-        (torch(state=TorchState.BROKEN, error="ImportError: libcudart.so"), "HF501", Level.FATAL, "libcudart.so"),
-        (torch(state=TorchState.SILENT, seconds=60.0), "HF501", Level.FATAL, "within 60 s"),
-        (torch(seconds=45.0), "HF501", Level.WARN, "45 s to import"),
-        (torch(gloo=False), "HF502", Level.FATAL, "without gloo"),
-        (torch(distributed=False), "HF502", Level.FATAL, "without torch.distributed"),
-        (torch(cuda=""), "HF503", Level.WARN, "a build for CPUs"),
-        (torch(gpus=0, gpu_error="driver too old"), "HF503", Level.FATAL, "driver too old"),
-        (torch(unsupported=("GPU 0 (sm_90)",)), "HF503", Level.FATAL, "sm_90"),
-        ({"variables": {"CUDA_VISIBLE_DEVICES": ""}}, "HF503", Level.WARN, "hides every GPU"),
-        ({"gpu_error": "Driver/library version mismatch"}, "HF504", Level.FATAL, "mismatch"),
-        ({"gpus": (replace(GPU, ecc_errors=3),)}, "HF504", Level.FATAL, "GPU 0 has 3"),
-        ({"gpus": (replace(GPU, memory_used_mib=30000),)}, "HF505", Level.WARN, "30000 of 140000"),
-        ({"gpus": (replace(GPU, users=("pid 17 python, 9 MiB",)),)}, "HF505", Level.WARN, "pid 17"),
-        (
-            {"shm": Folder(path="/dev/shm", total_bytes=64 * 2**20, free_bytes=64 * 2**20)},
-            "HF510",
-            Level.WARN,
-            "64 MiB",
-        ),
-        ({"shm": Folder(path="/dev/shm", total_bytes=64 * GIB, free_bytes=2**20)}, "HF510", Level.WARN, "1 MiB of"),
-        ({"shm": Folder(path="/dev/shm", error="Read-only")}, "HF510", Level.FATAL, "Read-only"),
-        ({"limits": {"nofile": 1024}}, "HF511", Level.WARN, "1024"),
-        ({"limits": {"nproc": 512}}, "HF512", Level.WARN, "512"),
-        ({"pids_limit": 600, "pids_used": 200}, "HF512", Level.WARN, "600"),
-        ({"limits": {"memlock": 65536}}, "HF513", Level.WARN, "mlx5_0"),
-        ({"limits": {"core": None}}, "HF514", Level.WARN, "core"),
-        ({"memory_limit_bytes": GIB}, "HF515", Level.RETRY, "the cgroup allows 1 GiB"),
-        ({"memory_available_bytes": GIB}, "HF515", Level.RETRY, "1 GiB of 512 GiB"),
-        ({"cpu_quota": 1.5}, "HF516", Level.WARN, "1.5 CPUs' time"),
-        ({"cpus_allowed": 1}, "HF516", Level.WARN, "1 of 64"),
-        ({"overcommit": 2}, "HF517", Level.WARN, "overcommit_memory=2"),
-        ({"ptrace_scope": 2}, "HF518", Level.WARN, "ptrace_scope=2"),
-        ({"folders": (Folder(path="/logs", error="Permission denied"),)}, "HF519", Level.FATAL, "Permission denied"),
-        ({"folders": (Folder(path="/logs", free_bytes=2**20),)}, "HF519", Level.WARN, "1 MiB free"),
-        ({"variables": {"OMP_NUM_THREADS": "64"}}, "HF521", Level.WARN, "64 threads × 2 workers on 64 CPUs"),
-        ({"variables": {"OMP_NUM_THREADS": "many"}}, "HF521", Level.WARN, "'many'"),
-        ({"clock_synchronised": False}, "HF530", Level.WARN, "NTP"),
-        ({"own_addresses": (), "resolve_error": "Name or service not known"}, "HF531", Level.WARN, "does not resolve"),
-        ({"resolve_s": 5.0}, "HF531", Level.WARN, "5.0 s"),
-        ({"own_addresses": ("127.0.1.1",)}, "HF532", Level.WARN, "node7 is 127.0.1.1, a loopback address"),
-        ({"interfaces": (LO,)}, "HF534", Level.FATAL, "loopback"),
-        ({"variables": {"NCCL_SOCKET_IFNAME": "ib"}}, "HF535", Level.FATAL, "ib: no such interface"),
-        ({"variables": {"GLOO_SOCKET_IFNAME": "lo"}}, "HF535", Level.WARN, "lo"),
-        ({"variables": {"GLOO_SOCKET_IFNAME": "eth"}}, "HF535", Level.FATAL, "eth: no such"),
-        ({"interfaces": (LO, DOCKER0, ETH0)}, "HF536", Level.WARN, "docker0 beside eth0"),
-        ({"endpoint_port": 40000}, "HF537", Level.WARN, "40000"),
-        ({"ephemeral_ports": (60000, 60100)}, "HF537", Level.WARN, "only 101"),
-        ({"endpoint_holder": "pid 4711 (alice): python"}, "HF538", Level.RETRY, "pid 4711"),
-        ({"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}, "HF539", Level.WARN, "CUDA_LAUNCH_BLOCKING=1"),
-        ({"variables": {"MASTER_ADDR": "10.0.0.9", "RANK": "3"}}, "HF539", Level.WARN, "RANK, MASTER_ADDR"),
-        ({"variables": {"NCCL_DEBUG_FILE": "/tmp/nccl.txt"}}, "HF539", Level.WARN, "one file"),
-        ({"variables": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}, "HF539", Level.WARN, "hangs for ever"),
-    ],
+    ("changes", "code", "level", "text"), [*TABLES["troubles"], ({"limits": {"core": None}}, "HF514", "warn", "core")]
 )
-def test_each_trouble_is_found_and_nothing_else(changes: dict[str, Any], code: str, level: Level, text: str) -> None:
+def test_each_trouble_is_found_and_nothing_else(changes: dict[str, Any], code: str, level: str, text: str) -> None:
     got = found(**changes)
     assert list(got) == [code]
-    assert got[code][0] is level
+    assert got[code][0] is Level(level)
     assert text in got[code][1]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gpus": (), "driver": "", "torch": replace(TORCH, cuda="", gpus=0)},
-        {"nodes": 1, "own_addresses": ("127.0.1.1",), "interfaces": (LO,)},
-        {"endpoint": "127.0.0.1:29400", "own_addresses": ("127.0.1.1",), "interfaces": (LO, DOCKER0)},
-        {"variables": {"OMP_NUM_THREADS": "1"}, "cpus_allowed": 2},
-        {"variables": {"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "0"}},
-        {"variables": {"NCCL_SOCKET_IFNAME": "eth"}, "interfaces": (LO, DOCKER0, ETH0)},
-        {"variables": {"GLOO_SOCKET_IFNAME": "eth0"}, "own_addresses": ("127.0.1.1",)},
+        *TABLES["no_troubles"],
         {"limits": {"core": None}, "core_pattern": "|/usr/lib/systemd/systemd-coredump %P"},
-        {"infiniband": (), "limits": {"memlock": 65536}},
-        {"ptrace_scope": 2, "privileged": True},
         {"clock_synchronised": None},
     ],
 )
@@ -233,3 +162,185 @@ def test_a_slow_import_is_the_disks_fault_only_where_nothing_computes(cpu_s: flo
         state=TorchState.OK, version="2", seconds=40.0, cpu_s=cpu_s, load=load, distributed=True, gloo=True
     )
     assert says in slow_import(found, "slow")[1]
+
+
+# --- what several nodes found: pairs, names, latency, bandwidth, clocks, versions, the all-reduce ---------------------
+
+
+HOSTS = ("a", "b", "c")
+SUMMARY = Summary(
+    host="", python="3.11.7", torch="2.13.0", nccl="2.27", holdfast="0.1.0", interface="eth0", has_torch=True
+)
+
+
+def link(to: int, **changes: Any) -> NodePath:
+    made = NodePath(
+        to=to,
+        reached=Reached.YES,
+        address=f"10.0.0.{to}:4{to}000",
+        names=(f"10.0.0.{to}",),
+        latency_s=0.0002,
+        clock_offset_s=0.001,
+        bytes_s=1e9,
+    )
+    return replace(made, **changes)
+
+
+def report(
+    me: int, *changed: NodePath, number: int = 3, findings: tuple[DoctorFinding, ...] = (), **summary: Any
+) -> NodeReport:
+    links = {to: link(to) for to in range(number) if to != me} | {each.to: each for each in changed}
+    return NodeReport(
+        summary=replace(SUMMARY, host=HOSTS[me] if me < 3 else str(me), **summary),
+        links=tuple(links.values()),
+        findings=findings,
+    )
+
+
+def check(*reports: NodeReport | None, **changes: Any) -> JointCheck:
+    return replace(
+        JointCheck(wanted=(3, 3), came=HOSTS, reports=reports or (report(0), report(1), report(2))), **changes
+    )
+
+
+def found_together(told: JointCheck, me: int = 0) -> list[tuple[str, Level, str]]:
+    findings = examine_together(told, me)
+    return [(each.code, each.level, each.why) for each in findings if each.level is not Level.PASS]
+
+
+def test_three_nodes_on_which_all_is_well() -> None:
+    findings = examine_together(check(reduced=(Reduced(ok=True, seconds=0.1),) * 3), 0)
+    assert {each.level for each in findings} == {Level.PASS}
+    assert {each.code for each in findings} == {"HF550", "HF560", "HF561", "HF563", "HF564", "HF565", "HF566", "HF570"}
+
+
+def test_a_node_that_did_not_come_is_missing_and_one_above_the_minimum_is_not() -> None:
+    told = check(report(0, number=2), report(1, number=2), came=("a", "b"))
+    assert found_together(told) == [("HF550", Level.RETRY, "2 of 3 came: a, b")]
+    assert found_together(replace(told, wanted=(1, 3))) == []
+
+
+def test_a_pair_that_fails_is_named_in_both_directions() -> None:
+    told = check(report(0), report(1, link(2, reached=Reached.SILENT)), report(2))
+    ((code, level, why),) = found_together(told)
+    assert (code, level) == ("HF560", Level.FATAL)
+    assert why == "b → c (10.0.0.2:42000): timed out; c → b works"
+    (fix,) = [each.fix for each in examine_together(told, 0) if each.level is Level.FATAL]
+    assert fix.startswith("a firewall or security group on c?")
+
+
+def test_a_pair_that_fails_both_ways_and_one_that_nobody_could_try() -> None:
+    cut = check(
+        report(0),
+        report(1, link(2, reached=Reached.SILENT)),
+        report(2, link(1, reached=Reached.REFUSED, error="connection refused")),
+    )
+    ((_, _, why),) = found_together(cut)
+    assert why == "b → c (10.0.0.2:42000): timed out; c → b (10.0.0.1:41000): refused"
+    told = check(report(0), report(1, link(2, reached=Reached.UNREACHABLE, error="no route to host")), None)
+    texts = {code: why for code, _, why in found_together(told)}
+    assert texts["HF560"] == "b → c (10.0.0.2:42000): no route (no route to host); c → b: not tried"
+    assert texts["HF554"] == "c came, and fell silent before the end"
+
+
+def test_a_stranger_at_the_address_is_no_firewall() -> None:
+    told = check(report(0, link(1, reached=Reached.STRANGER, error="another")), report(1), report(2))
+    (fix,) = [each.fix for each in examine_together(told, 0) if each.code == "HF560"]
+    assert "NAT" in fix
+
+
+def test_very_many_pairs_are_counted() -> None:
+    number = 12
+    names = tuple(f"n{index}" for index in range(number))
+    reports = [
+        report(
+            me, *(link(to, reached=Reached.SILENT) for to in range(number) if 5 in (me, to) and to != me), number=number
+        )
+        for me in range(number)
+    ]
+    other = [
+        report(me, *(link(to, reached=Reached.SILENT) for to in range(number) if to != me), number=number)
+        for me in range(number)
+    ]
+    told = check(*reports, came=names, wanted=(number, number))
+    assert len([code for code, _, _ in found_together(told) if code == "HF560"]) == 11
+    lines = [why for code, _, why in found_together(replace(told, reports=tuple(other))) if code == "HF560"]
+    assert len(lines) == 17
+    assert lines[-1].startswith("and 50 more pairs; most often with n")
+
+
+def test_a_name_that_does_not_resolve_or_means_another_is_named() -> None:
+    told = check(report(0), report(1, link(2, names=(), name_error="unknown")), report(2, link(0, names=("10.9.9.9",))))
+    assert found_together(told) == [
+        ("HF561", Level.WARN, "a is 10.9.9.9 on c, but is reached at 10.0.0.0"),
+        ("HF561", Level.WARN, "c does not resolve on b"),
+    ]
+
+
+def test_names_do_not_matter_on_loopback() -> None:
+    here = [replace(each, address="127.0.0.1:4000", names=("192.0.2.1",)) for each in (link(1), link(2))]
+    assert found_together(check(report(0, *here), report(1), report(2))) == []
+
+
+@pytest.mark.parametrize(("seconds", "is_slow"), [(0.03, True), (0.0021, True), (0.0019, False)])
+def test_a_slow_or_odd_round_trip_is_named(seconds: float, is_slow: bool) -> None:
+    got = found_together(check(report(0, link(1, latency_s=seconds)), report(1), report(2)))
+    assert bool(got) is is_slow
+    if is_slow:
+        assert got[0][0] == "HF563"
+        assert "a → b" in got[0][2]
+
+
+@pytest.mark.parametrize(("bytes_s", "is_slow"), [(1e7, True), (1.9e8, True), (2.1e8, False), (None, False)])
+def test_a_slow_or_odd_connection_is_named(bytes_s: float | None, is_slow: bool) -> None:
+    got = found_together(check(report(0), report(1), report(2, link(1, bytes_s=bytes_s))))
+    assert bool(got) is is_slow
+    if is_slow:
+        assert got[0][0] == "HF564"
+        assert "c → b" in got[0][2]
+
+
+def test_a_clock_that_differs_is_named_once() -> None:
+    told = check(report(0, link(2, clock_offset_s=-3.5)), report(1, link(2, clock_offset_s=-3.5)), report(2))
+    assert found_together(told) == [("HF565", Level.WARN, "c is 3.5 s behind a")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "level", "text"),
+    [
+        ({"torch": "2.9.1"}, "HF567", Level.FATAL, "torch 2.13.0 on a, c; torch 2.9.1 on b"),
+        ({"torch": "2.13.1+cu126"}, "HF567", Level.WARN, "torch 2.13.1+cu126 on b"),
+        ({"torch": ""}, "HF567", Level.FATAL, "torch none on b"),
+        ({"nccl": "2.21"}, "HF567", Level.FATAL, "NCCL 2.21 on b"),
+        ({"python": "3.12.1"}, "HF566", Level.WARN, "Python 3.12.1 on b"),
+        ({"holdfast": "0.2.0"}, "HF566", Level.WARN, "holdfast 0.2.0 on b"),
+    ],
+)
+def test_different_versions_are_named(changes: dict[str, str], code: str, level: Level, text: str) -> None:
+    ((got, of_level, why),) = found_together(check(report(0), report(1, **changes), report(2)))
+    assert (got, of_level) == (code, level)
+    assert text in why
+
+
+def test_a_release_is_its_first_two_numbers() -> None:
+    assert release("2.13.0+cu126") == release("2.13.1") != release("2.9.1")
+
+
+def test_an_all_reduce_that_fails_proposes_the_interfaces_that_work() -> None:
+    bad = Reduced(
+        ok=False,
+        error="RuntimeError: Gloo connectFullMesh failed with [/a/pair.cc:152] timed out, remote=[127.0.1.1]:1$0",
+    )
+    told = check(reduced=(Reduced(ok=True), bad, Reduced(ok=False, silent=True)))
+    ((code, level, why),) = found_together(told)
+    assert (code, level) == ("HF570", Level.FATAL)
+    assert "b: RuntimeError: Gloo connectFullMesh failed timed out, remote=[127.0.1.1]:1, c: did not end in time" in why
+    (fix,) = [each.fix for each in examine_together(told, 0) if each.code == "HF570"]
+    assert fix == "set GLOO_SOCKET_IFNAME to the interface that works: a eth0, b eth0, c eth0"
+
+
+def test_what_others_found_at_home_is_shown_once_and_without_our_own() -> None:
+    small = DoctorFinding(code="HF510", level=Level.WARN, what="/dev/shm", why="has only 64 MiB", fix="more")
+    told = check(*(report(me, findings=(small,)) for me in range(3)))
+    (finding,) = [each for each in examine_together(told, 1) if each.code == "HF510"]
+    assert finding.node == "a, c"

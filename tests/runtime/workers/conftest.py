@@ -9,7 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,24 +65,19 @@ class Bench:
             await asyncio.sleep(0.01)
 
 
-Scenario = Callable[[Bench], Awaitable[None]]
-
-
 @pytest.fixture
-def on_bench() -> Iterator[Callable[..., None]]:
-    """`on_bench(scenario, ignored=())` runs it against a fresh keeper and closes that."""
+def bench(request: pytest.FixtureRequest) -> Iterator[AbstractAsyncContextManager[Bench]]:
+    """A fresh keeper, closed at the end of the test. Parameter: the signals that it ignores."""
 
-    def run(scenario: Scenario, ignored: tuple[int, ...] = ()) -> None:
-        async def play() -> None:
-            bench = Bench(ignored)
-            try:
-                await scenario(bench)
-            finally:
-                await bench.close()
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Bench]:
+        made = Bench(getattr(request, "param", ()))
+        try:
+            yield made
+        finally:
+            await made.close()
 
-        asyncio.run(play())
-
-    yield run
+    yield opened()
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 0)
     while True:  # orphans that fell to us in the meantime
         try:
@@ -189,11 +185,13 @@ class Site:
 
 
 @pytest.fixture
-def on_site(on_bench: Callable[..., None], tmp_path: Path) -> Callable[..., None]:
-    def run(scenario: Callable[[Site], Any]) -> None:
-        on_bench(lambda bench: scenario(Site(bench, tmp_path)))
+def site(bench: AbstractAsyncContextManager[Bench], tmp_path: Path) -> AbstractAsyncContextManager[Site]:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Site]:
+        async with bench as made:
+            yield Site(made, tmp_path)
 
-    return run
+    return opened()
 
 
 @pytest.fixture

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
+from holdfast.runtime.workers import machine_facts
 from holdfast.runtime.workers.ends import (
     MESSAGE_BYTES_MAX,
-    TAIL_LINES_MAX,
     OomWatch,
     Recorded,
     failure_of_spawn,
@@ -20,6 +22,10 @@ from holdfast.runtime.workers.ends import (
     read_tail,
     with_evidence,
 )
+from holdfast.runtime.workers.machine_facts import facts_for
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 WHOLE = {"message": {"message": "a.B: text", "extraInfo": {"py_callstack": "Traceback", "timestamp": "17"}}}
 
@@ -69,17 +75,7 @@ def test_long_texts_are_cut_in_the_middle(tmp_path: Path) -> None:
         assert "[...]" in text
 
 
-@pytest.mark.parametrize(
-    ("log", "tail"),
-    [
-        ("", ""),
-        ("one\ntwo\n\n\n", "one\ntwo"),
-        ("no newline", "no newline"),
-        ("10%\r20%\r30%\nnext\r\n", "30%\nnext"),
-        ("".join(f"{n}\n" for n in range(100)), "\n".join(str(n) for n in range(100 - TAIL_LINES_MAX, 100))),
-        ("torn" * TEXT_BYTES_MAX + "\nwhole\n", "whole"),
-    ],
-)
+@pytest.mark.parametrize(("log", "tail"), TABLES["tails"])
 def test_tail_of_a_log(tmp_path: Path, log: str, tail: str) -> None:
     (tmp_path / "log").write_bytes(log.encode())
     assert read_tail(str(tmp_path / "log")) == tail
@@ -107,18 +103,7 @@ def put(file: Path, kills: int) -> None:
     file.write_text(f"low 0\noom 9\noom_kill_disable 0\noom_kill {kills}\noom_group_kill 0\n")
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "counter"),
-    [
-        ("0::/job/one\n", "sys/fs/cgroup/job/one/memory.events"),
-        ("0::/\n", "sys/fs/cgroup/memory.events"),
-        ("0::/hidden/from/inside\n", "sys/fs/cgroup/memory.events"),
-        ("4:cpu,memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control"),
-        ("4:memory:/outer\n", "sys/fs/cgroup/memory/memory.oom_control"),
-        ("0::/job\n", "sys/fs/cgroup/unified/job/memory.events"),
-        ("0::/\n", "proc/vmstat"),
-    ],
-)
+@pytest.mark.parametrize(("cgroup", "counter"), TABLES["counters"])
 def test_where_the_kernel_counts(tmp_path: Path, cgroup: str, counter: str) -> None:
     watch = machine(tmp_path, cgroup, {counter: 3})
     assert not watch.struck()
@@ -176,3 +161,99 @@ def test_a_program_that_did_not_start(number: int, code: int) -> None:
     found = failure_of_spawn(bare, error_number=number, text="No such file or directory: x")
     assert (found.exit_code, found.started, found.pid) == (code, False, 0)
     assert found.message == "No such file or directory: x"
+
+
+# --- what a failed worker's node adds: only what the failure's words ask for ------------------------------------------
+
+
+def test_nothing_is_gathered_for_a_plain_exception() -> None:
+    assert facts_for("ValueError: the batch is empty", 1) == {}
+
+
+def test_a_lost_connection_asks_for_nothing() -> None:
+    assert (
+        facts_for("RuntimeError: gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40364", 1) == {}
+    )
+
+
+@pytest.mark.parametrize(("words", "name", "part"), TABLES["words"])
+def test_words_ask_for_a_fact(words: str, name: str, part: str) -> None:
+    found = facts_for(words, 1)
+    assert list(found) == [name]
+    assert part in found[name]
+    assert "\n" not in found[name]
+
+
+def test_a_bus_error_asks_without_words() -> None:
+    assert "shm" in facts_for("", -signal.SIGBUS)
+
+
+def test_who_holds_the_port() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        words = f"DistNetworkError: The server socket has failed to listen. port: {port}, code: -98, name: EADDRINUSE"
+        assert f"port {port} is held by pid {os.getpid()}" in facts_for(words, 1)["port"]
+    assert "port" not in facts_for("EADDRINUSE without a number", 1)
+
+
+def test_what_cannot_be_found_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_facts, "SHM", "/no/such/place")
+    assert "shm" not in facts_for("insufficient shared memory", 1)
+
+
+def facts_of(folder: Path, *, after_stop: bool) -> dict[str, str]:
+    log = folder / "stderr.log"
+    log.write_text("OSError: [Errno 24] Too many open files\n")
+    bare = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, lived_s=1.0, after_stop=after_stop)
+    return with_evidence(bare, error_file="", stderr_file=str(log)).facts
+
+
+def test_the_failure_carries_them(tmp_path: Path) -> None:
+    assert "nofile" in facts_of(tmp_path, after_stop=False)
+    assert facts_of(tmp_path, after_stop=True) == {}
+
+
+def test_the_disk_that_the_words_name_is_looked_at() -> None:
+    assert "/proc/self " not in facts_for("OSError: [Errno 28] No space left on device", 1)["disks"]
+    words = "OSError: [Errno 28] No space left on device: '/proc/self/step_900.pt'"
+    assert "/proc/self 0% full" in machine_facts.disks("", words)
+
+
+def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda / ext4 rw,relatime 0 0\nproc /proc proc rw 0 0\nhead:/home /home nfs4 rw 0 0\n"
+        "/dev/sr0 /cd ext4 ro,nosuid 0 0\n/dev/sdb /my\\040data xfs rw 0 0\ngcs /b fuse.gcsfuse rw 0 0\n"
+    )
+    assert machine_facts.mounted(str(mounts)) == ["/", "/my data"]
+    assert machine_facts.mounted(str(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "AttributeError: module 'random' has no attribute 'shuffle'",
+        "ImportError: cannot import name 'shuffle' from 'random' ({folder}/random.py)",
+        "ImportError: cannot import name 'x' from partially initialized module 'random.x' ({folder}/random.py)",
+        "ModuleNotFoundError: No module named 'random.core'",
+    ],
+)
+def test_a_file_beside_the_script_that_has_the_name_of_a_library_is_named(tmp_path: Path, words: str) -> None:
+    traceback = f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 3, in <module>\n'
+    words = traceback + words.format(folder=tmp_path)
+    assert "hides" not in facts_for(words, 1)
+    (tmp_path / "random.py").touch()
+    assert facts_for(words, 1)["hides"] == f"{tmp_path}/random.py hides the library random"
+
+
+def test_a_module_that_is_no_library_hides_none_and_what_is_imported_from_a_library_is_not_hidden(
+    tmp_path: Path,
+) -> None:
+    for name in ("utils_of_mine.py", "random.py"):
+        (tmp_path / name).touch()
+    place = f'  File "{tmp_path}/train.py", line 3, in <module>\n'
+    assert "hides" not in facts_for(f"{place}AttributeError: module 'utils_of_mine' has no attribute 'f'", 1)
+    whole = "ImportError: cannot import name 'f' from 'random' (/usr/lib/python3/dist-packages/random.py)"
+    assert "hides" not in facts_for(place + whole, 1)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from holdfast.runtime.workers.keeper_client import (
     revive_keeper,
 )
 from tests.support.limits import until
-
-OnBench = Callable[..., None]
 
 NUISANCE = """
     import os, signal, sys, time
@@ -90,161 +87,139 @@ async def output_of(bench: Any, argv: list[str], **options: Any) -> str:
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_program_starts_and_its_end_is_told(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("a", ["sh", "-c", "exit 7"])
-        started = await bench.next(ProcessStarted)
-        ended = await bench.next(ProcessEnded)
-        assert (started.key, ended) == ("a", ProcessEnded("a", started.pid, 7))
-        bench.keeper.spawn("b", ["sleep", "100"])
-        pid = (await bench.next(ProcessStarted)).pid
-        bench.keeper.signal("b", signal.SIGUSR1)
-        assert await bench.next(ProcessEnded) == ProcessEnded("b", pid, -signal.SIGUSR1)
-        bench.keeper.signal("b", signal.SIGTERM)  # too late: nothing happens
-
-    on_bench(scenario)
+async def test_a_program_starts_and_its_end_is_told(bench: Any) -> None:
+    bench.keeper.spawn("a", ["sh", "-c", "exit 7"])
+    started = await bench.next(ProcessStarted)
+    ended = await bench.next(ProcessEnded)
+    assert (started.key, ended) == ("a", ProcessEnded("a", started.pid, 7))
+    bench.keeper.spawn("b", ["sleep", "100"])
+    pid = (await bench.next(ProcessStarted)).pid
+    bench.keeper.signal("b", signal.SIGUSR1)
+    assert await bench.next(ProcessEnded) == ProcessEnded("b", pid, -signal.SIGUSR1)
+    bench.keeper.signal("b", signal.SIGTERM)  # too late: nothing happens
 
 
-def test_what_cannot_be_executed_is_said(on_bench: OnBench, tmp_path: Path) -> None:
+async def test_what_cannot_be_executed_is_said(bench: Any, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("no program")
 
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("a", ["no-such-program"])
-        assert await bench.next(SpawnFailed) == SpawnFailed(
-            "a", errno.ENOENT, "No such file or directory: no-such-program"
-        )
-        bench.keeper.spawn("b", [str(plain)])
-        assert (await bench.next(SpawnFailed)).errno == errno.EACCES
-        bench.keeper.spawn("c", ["true"], cwd="/no/such/folder")
-        failed = await bench.next(SpawnFailed)
-        assert (failed.errno, failed.text) == (errno.ENOENT, "No such file or directory: /no/such/folder")
-        bench.keeper.spawn("d", ["true"], cpus=[100_000])
-        assert (await bench.next(SpawnFailed)).errno == errno.EINVAL
-        bench.keeper.spawn("e", ["true"])  # no "ended" of the failed ones in between
-        assert (await bench.next(ProcessStarted)).key == "e"
-        await bench.next(ProcessEnded)
-
-    on_bench(scenario)
+    bench.keeper.spawn("a", ["no-such-program"])
+    assert await bench.next(SpawnFailed) == SpawnFailed("a", errno.ENOENT, "No such file or directory: no-such-program")
+    bench.keeper.spawn("b", [str(plain)])
+    assert (await bench.next(SpawnFailed)).errno == errno.EACCES
+    bench.keeper.spawn("c", ["true"], cwd="/no/such/folder")
+    failed = await bench.next(SpawnFailed)
+    assert (failed.errno, failed.text) == (errno.ENOENT, "No such file or directory: /no/such/folder")
+    bench.keeper.spawn("d", ["true"], cpus=[100_000])
+    assert (await bench.next(SpawnFailed)).errno == errno.EINVAL
+    bench.keeper.spawn("e", ["true"])  # no "ended" of the failed ones in between
+    assert (await bench.next(ProcessStarted)).key == "e"
+    await bench.next(ProcessEnded)
 
 
-def test_environment_folder_and_cpus(on_bench: OnBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the agent, from which the keeper is forked."""
     monkeypatch.setenv("KEPT", "1")
     monkeypatch.setenv("DROPPED", "1")
+
+
+@pytest.mark.usefixtures("environment")
+async def test_environment_folder_and_cpus(bench: Any, tmp_path: Path) -> None:
     cpu = min(os.sched_getaffinity(0))
     odd = "\udcff\n ü"  # a byte that is no UTF-8
 
-    async def scenario(bench: Any) -> None:
-        probe = "import os; print(dict(os.environ)); print(os.getcwd()); print(os.sched_getaffinity(0))"
-        text = await output_of(
-            bench,
-            [sys.executable, "-c", probe],
-            env_set={"ADDED": odd},
-            env_unset=["DROPPED"],
-            cwd=str(tmp_path),
-            cpus=[cpu],
-        )
-        environment, cwd, cpus = text.splitlines()
-        assert repr(odd) in environment
-        assert "'KEPT': '1'" in environment
-        assert "DROPPED" not in environment
-        assert (cwd, cpus) == (str(tmp_path), f"{{{cpu}}}")
-
-    on_bench(scenario)
+    probe = "import os; print(dict(os.environ)); print(os.getcwd()); print(os.sched_getaffinity(0))"
+    text = await output_of(
+        bench,
+        [sys.executable, "-c", probe],
+        env_set={"ADDED": odd},
+        env_unset=["DROPPED"],
+        cwd=str(tmp_path),
+        cpus=[cpu],
+    )
+    environment, cwd, cpus = text.splitlines()
+    assert repr(odd) in environment
+    assert "'KEPT': '1'" in environment
+    assert "DROPPED" not in environment
+    assert (cwd, cpus) == (str(tmp_path), f"{{{cpu}}}")
 
 
-def test_no_descriptor_leaks_into_a_worker(on_bench: OnBench, tmp_path: Path) -> None:
-    async def scenario(bench: Any) -> None:
-        listing = [sys.executable, "-c", "import os; print(sorted(os.listdir('/proc/self/fd'), key=int)[:-1])"]
-        assert (await output_of(bench, listing)).strip() == "['0', '1', '2']"
-        with (tmp_path / "extra").open("w") as extra:
-            script = "ls /proc/self/fd >&5; echo to-out; echo to-err >&2"
-            text = await output_of(bench, ["sh", "-c", script], fds={5: extra.fileno()})
-        assert text == "to-out\nto-err\n"
-        assert {"0", "1", "2", "5"} <= set((tmp_path / "extra").read_text().split())
-
-    on_bench(scenario)
+async def test_no_descriptor_leaks_into_a_worker(bench: Any, tmp_path: Path) -> None:
+    listing = [sys.executable, "-c", "import os; print(sorted(os.listdir('/proc/self/fd'), key=int)[:-1])"]
+    assert (await output_of(bench, listing)).strip() == "['0', '1', '2']"
+    with (tmp_path / "extra").open("w") as extra:
+        script = "ls /proc/self/fd >&5; echo to-out; echo to-err >&2"
+        text = await output_of(bench, ["sh", "-c", script], fds={5: extra.fileno()})
+    assert text == "to-out\nto-err\n"
+    assert {"0", "1", "2", "5"} <= set((tmp_path / "extra").read_text().split())
 
 
-def test_every_descriptor_gets_to_its_number(on_bench: OnBench, tmp_path: Path) -> None:
+async def test_every_descriptor_gets_to_its_number(bench: Any, tmp_path: Path) -> None:
     numbers = range(9, 2, -1)  # among them all numbers that the keeper itself uses, in another order
 
-    async def scenario(bench: Any) -> None:
-        files = {number: (tmp_path / str(number)).open("w") for number in numbers}
-        script = "; ".join(f"echo {number} >&{number}" for number in numbers)
-        bench.keeper.spawn("a", ["sh", "-c", script], fds={number: file.fileno() for number, file in files.items()})
-        for file in files.values():
-            file.close()
-        await bench.next(ProcessStarted)
-        assert (await bench.next(ProcessEnded)).exit_code == 0
-        assert [int((tmp_path / str(number)).read_text()) for number in numbers] == list(numbers)
-
-    on_bench(scenario)
+    files = {number: (tmp_path / str(number)).open("w") for number in numbers}
+    script = "; ".join(f"echo {number} >&{number}" for number in numbers)
+    bench.keeper.spawn("a", ["sh", "-c", script], fds={number: file.fileno() for number, file in files.items()})
+    for file in files.values():
+        file.close()
+    await bench.next(ProcessStarted)
+    assert (await bench.next(ProcessEnded)).exit_code == 0
+    assert [int((tmp_path / str(number)).read_text()) for number in numbers] == list(numbers)
 
 
-def test_a_worker_leads_its_own_session_with_fresh_signals(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        status = status_of(await output_of(bench, ["cat", "/proc/self/status"]))
-        assert [signals(status[name]) for name in ("SigBlk", "SigIgn", "SigCgt", "SigPnd")] == [0, 0, 0, 0]
-        pid, group, session = (await output_of(bench, ["sh", "-c", "cut -d' ' -f1,5,6 /proc/$$/stat"])).split()
-        assert pid == group == session
-
-    on_bench(scenario)
+async def test_a_worker_leads_its_own_session_with_fresh_signals(bench: Any) -> None:
+    status = status_of(await output_of(bench, ["cat", "/proc/self/status"]))
+    assert [signals(status[name]) for name in ("SigBlk", "SigIgn", "SigCgt", "SigPnd")] == [0, 0, 0, 0]
+    pid, group, session = (await output_of(bench, ["sh", "-c", "cut -d' ' -f1,5,6 /proc/$$/stat"])).split()
+    assert pid == group == session
 
 
-def test_a_signal_ignored_at_the_agents_start_stays_ignored(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        status = status_of(await output_of(bench, ["cat", "/proc/self/status"]))
-        assert signals(status["SigIgn"]) == 1 << (signal.SIGHUP - 1)
-
-    on_bench(scenario, ignored=(signal.SIGHUP,))
+@pytest.mark.parametrize("bench", [(signal.SIGHUP,)], indirect=True)
+async def test_a_signal_ignored_at_the_agents_start_stays_ignored(bench: Any) -> None:
+    status = status_of(await output_of(bench, ["cat", "/proc/self/status"]))
+    assert signals(status["SigIgn"]) == 1 << (signal.SIGHUP - 1)
 
 
 # --- ending -----------------------------------------------------------------------------------------------------------
 
 
-def test_kill_tree_leaves_nothing_but_services(on_bench: OnBench, tmp_path: Path) -> None:
+async def test_kill_tree_leaves_nothing_but_services(bench: Any, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("service", ["sh", "-c", "sleep 1000 & wait"], service=True)
-        service = (await bench.next(ProcessStarted)).pid
-        for key in ("a", "b"):
-            bench.keeper.spawn(key, nuisance(pids))
-            await bench.next(ProcessStarted)
-        await bench.until(lambda: len(noted(pids)) == 2 * NUISANCE_PROCESSES)
-        await bench.until(lambda: len(processes.descendants(service)) == 1)
-        bench.keeper.kill_tree()
-        ended = [await bench.next(ProcessEnded) for _ in range(2)]
-        assert {event.exit_code for event in ended} == {-signal.SIGKILL}
-        assert await bench.next(TreeKilled) == TreeKilled(())
-        assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
-        assert processes.is_alive(service)
-        assert len(processes.descendants(service)) == 1
-
-    on_bench(scenario)
-
-
-def test_kill_tree_of_what_ended_workers_left(on_bench: OnBench, tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("a", nuisance(pids))
+    bench.keeper.spawn("service", ["sh", "-c", "sleep 1000 & wait"], service=True)
+    service = (await bench.next(ProcessStarted)).pid
+    for key in ("a", "b"):
+        bench.keeper.spawn(key, nuisance(pids))
         await bench.next(ProcessStarted)
-        await bench.until(lambda: len(noted(pids)) == NUISANCE_PROCESSES)
-        bench.keeper.signal("a", signal.SIGTERM)
-        await bench.next(ProcessEnded)
-        assert [pid for pid in noted(pids) if processes.is_alive(pid)]
-        bench.keeper.kill_tree()
-        await bench.next(TreeKilled)
-        assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
-        bench.keeper.kill_tree()  # with nothing to kill: answered all the same
-        assert await bench.next(TreeKilled) == TreeKilled(())
-
-    on_bench(scenario)
+    await bench.until(lambda: len(noted(pids)) == 2 * NUISANCE_PROCESSES)
+    await bench.until(lambda: len(processes.descendants(service)) == 1)
+    bench.keeper.kill_tree()
+    ended = [await bench.next(ProcessEnded) for _ in range(2)]
+    assert {event.exit_code for event in ended} == {-signal.SIGKILL}
+    assert await bench.next(TreeKilled) == TreeKilled(())
+    assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
+    assert processes.is_alive(service)
+    assert len(processes.descendants(service)) == 1
 
 
-def test_kill_tree_outruns_a_tree_that_keeps_forking(on_bench: OnBench) -> None:
+async def test_kill_tree_of_what_ended_workers_left(bench: Any, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    bench.keeper.spawn("a", nuisance(pids))
+    await bench.next(ProcessStarted)
+    await bench.until(lambda: len(noted(pids)) == NUISANCE_PROCESSES)
+    bench.keeper.signal("a", signal.SIGTERM)
+    await bench.next(ProcessEnded)
+    assert [pid for pid in noted(pids) if processes.is_alive(pid)]
+    bench.keeper.kill_tree()
+    await bench.next(TreeKilled)
+    assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
+    bench.keeper.kill_tree()  # with nothing to kill: answered all the same
+    assert await bench.next(TreeKilled) == TreeKilled(())
+
+
+async def test_kill_tree_outruns_a_tree_that_keeps_forking(bench: Any) -> None:
     # Bounded, because a tree that grows without end would take the machine with it, should the keeper ever lose.
     forking = """
         import os, time
@@ -261,70 +236,54 @@ def test_kill_tree_outruns_a_tree_that_keeps_forking(on_bench: OnBench) -> None:
         time.sleep(1000)
     """
 
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("a", [sys.executable, "-c", textwrap.dedent(forking)])
-        await bench.next(ProcessStarted)
-        await bench.until(lambda: len(processes.descendants(bench.keeper.handle.pid)) > 4)
-        bench.keeper.kill_tree()
-        await bench.next(ProcessEnded)
-        assert await bench.next(TreeKilled) == TreeKilled(())
-        assert not processes.descendants(bench.keeper.handle.pid)
-
-    on_bench(scenario)
+    bench.keeper.spawn("a", [sys.executable, "-c", textwrap.dedent(forking)])
+    await bench.next(ProcessStarted)
+    await bench.until(lambda: len(processes.descendants(bench.keeper.handle.pid)) > 4)
+    bench.keeper.kill_tree()
+    await bench.next(ProcessEnded)
+    assert await bench.next(TreeKilled) == TreeKilled(())
+    assert not processes.descendants(bench.keeper.handle.pid)
 
 
-def test_close_ends_services_too(on_bench: OnBench) -> None:
-    seen: list[int] = []
-
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("service", ["sleep", "1000"], service=True)
-        seen.append((await bench.next(ProcessStarted)).pid)
-        seen.append(bench.keeper.handle.pid)
-        await bench.close()
-        assert not [pid for pid in seen if processes.is_alive(pid)]
-        assert not bench.keeper.alive
-
-    on_bench(scenario)
-    assert len(seen) == 2
+async def test_close_ends_services_too(bench: Any) -> None:
+    bench.keeper.spawn("service", ["sleep", "1000"], service=True)
+    seen = [(await bench.next(ProcessStarted)).pid, bench.keeper.handle.pid]
+    await bench.close()
+    assert not [pid for pid in seen if processes.is_alive(pid)]
+    assert not bench.keeper.alive
 
 
-def test_a_keeper_that_is_killed_takes_its_workers_along_and_can_be_replaced(on_bench: OnBench, tmp_path: Path) -> None:
+async def test_a_keeper_that_is_killed_takes_its_workers_along_and_can_be_replaced(bench: Any, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("a", nuisance(pids))
-        leader = (await bench.next(ProcessStarted)).pid
-        await bench.until(lambda: len(noted(pids)) == NUISANCE_PROCESSES)
-        os.kill(bench.keeper.handle.pid, signal.SIGKILL)
-        await bench.next(KeeperDied)
-        await bench.until(lambda: not processes.is_alive(leader))  # by its parent-death signal
-        bench.keeper.spawn("ignored", ["true"])  # no effect, no exception
-        handle = await asyncio.to_thread(revive_keeper, bench.keeper.handle, bench.others)
-        bench.keeper = KeeperClient(handle, bench.events.put_nowait)
-        assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
-        assert (await output_of(bench, ["echo", "again"])) == "again\n"
-
-    on_bench(scenario)
+    bench.keeper.spawn("a", nuisance(pids))
+    leader = (await bench.next(ProcessStarted)).pid
+    await bench.until(lambda: len(noted(pids)) == NUISANCE_PROCESSES)
+    os.kill(bench.keeper.handle.pid, signal.SIGKILL)
+    await bench.next(KeeperDied)
+    await bench.until(lambda: not processes.is_alive(leader))  # by its parent-death signal
+    bench.keeper.spawn("ignored", ["true"])  # no effect, no exception
+    handle = await asyncio.to_thread(revive_keeper, bench.keeper.handle, bench.others)
+    bench.keeper = KeeperClient(handle, bench.events.put_nowait)
+    assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
+    assert (await output_of(bench, ["echo", "again"])) == "again\n"
 
 
-def test_a_keeper_whose_agent_does_not_listen_still_kills(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        bench.keeper.spawn("a", ["sleep", "1000"])
-        pid = (await bench.next(ProcessStarted)).pid
-        keeper = bench.keeper
-        asyncio.get_running_loop().remove_reader(keeper.handle.sock)
-        for number in range(600):  # more events than a socket holds
-            keeper.kill_tree() if number == 599 else keeper.spawn(f"x{number}", ["/nonexistent"])
-        await bench.until(lambda: not processes.is_alive(pid))
-        asyncio.get_running_loop().add_reader(keeper.handle.sock, keeper._readable)
-        kinds = []
-        while not kinds or kinds[-1] is not TreeKilled:
-            kinds.append(type(await bench.next(object)))
-        # One that is killed between fork and exec has ended, and has not failed to start.
-        assert kinds.count(SpawnFailed) + kinds.count(ProcessEnded) == 600
-        assert kinds.count(SpawnFailed) > 500
-
-    on_bench(scenario)
+async def test_a_keeper_whose_agent_does_not_listen_still_kills(bench: Any) -> None:
+    bench.keeper.spawn("a", ["sleep", "1000"])
+    pid = (await bench.next(ProcessStarted)).pid
+    keeper = bench.keeper
+    asyncio.get_running_loop().remove_reader(keeper.handle.sock)
+    for number in range(600):  # more events than a socket holds
+        keeper.kill_tree() if number == 599 else keeper.spawn(f"x{number}", ["/nonexistent"])
+    await bench.until(lambda: not processes.is_alive(pid))
+    asyncio.get_running_loop().add_reader(keeper.handle.sock, keeper._readable)
+    kinds = []
+    while not kinds or kinds[-1] is not TreeKilled:
+        kinds.append(type(await bench.next(object)))
+    # One that is killed between fork and exec has ended, and has not failed to start.
+    assert kinds.count(SpawnFailed) + kinds.count(ProcessEnded) == 600
+    assert kinds.count(SpawnFailed) > 500
 
 
 # --- the end of the agent ---------------------------------------------------------------------------------------------
@@ -388,11 +347,8 @@ def test_under_nohup_the_workers_ignore_sighup_and_nothing_else() -> None:
     assert signals(status_of("".join(lines))["SigIgn"]) == 1 << (signal.SIGHUP - 1)
 
 
-def test_terminal_signals_do_not_end_the_keeper(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        assert await output_of(bench, ["echo", "ready"]) == "ready\n"  # it has come so far as to ignore them
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            os.kill(bench.keeper.handle.pid, signum)
-        assert await output_of(bench, ["echo", "still"]) == "still\n"
-
-    on_bench(scenario)
+async def test_terminal_signals_do_not_end_the_keeper(bench: Any) -> None:
+    assert await output_of(bench, ["echo", "ready"]) == "ready\n"  # it has come so far as to ignore them
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(bench.keeper.handle.pid, signum)
+    assert await output_of(bench, ["echo", "still"]) == "still\n"

@@ -21,6 +21,9 @@ from holdfast.runtime.workers.numa import (
     parse_cpu_list,
     visible_gpus,
 )
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
 
 
 class FakeMachine:
@@ -67,23 +70,7 @@ def cpus(text: str) -> list[int]:
     return sorted(parse_cpu_list(text))
 
 
-@pytest.mark.parametrize(
-    ("mode", "rank", "expected"),
-    [
-        ("node", 0, "0-3,16-19"),
-        ("node", 2, "8-11,24-27"),
-        ("node", 3, "0-3,16-19"),  # -1: no node known, so the first
-        ("socket", 0, "0-7,16-23"),
-        ("socket", 2, "8-15,24-31"),
-        ("exclusive", 0, "0-1,16-17"),  # 4 cores for ranks 0, 1 and 3: the first gets the one over
-        ("exclusive", 1, "2,18"),
-        ("exclusive", 2, "8-11,24-27"),
-        ("exclusive", 3, "3,19"),
-        ("core-complex", 0, "0-1,16-17"),
-        ("core-complex", 1, "2-3,18-19"),
-        ("core-complex", 3, "0-1,16-17"),  # round again
-    ],
-)
+@pytest.mark.parametrize(("mode", "rank", "expected"), TABLES["by_gpu"])
 def test_by_gpu(tmp_path: Path, mode: str, rank: int, expected: str) -> None:
     machine = FakeMachine(tmp_path, gpus_on=(0, 0, 2, -1)).seen()
     assert cpus_for(mode, rank, 4, machine) == cpus(expected)
@@ -244,17 +231,7 @@ def test_what_is_inside_the_processor_counts_where_there_is_no_card(devices: Fak
     assert devices.seen() == ("0000:00:02.0",), "the second is for video"
 
 
-@pytest.mark.parametrize(
-    ("mask", "hierarchy", "buses"),
-    [
-        ("3,0", "FLAT", ["3b", "9a"]),  # the mask does not change the order
-        ("1", "COMPOSITE", ["9a"]),
-        ("1.0,1.1", "COMPOSITE", ["9a"]),
-        ("7", "FLAT", []),
-        ("", "FLAT", ["3b", "3b", "9a", "9a"]),
-        ("any", "FLAT", ["3b", "3b", "9a", "9a"]),
-    ],
-)
+@pytest.mark.parametrize(("mask", "hierarchy", "buses"), TABLES["level_zero"])
 def test_the_mask_of_level_zero(devices: FakeDevices, mask: str, hierarchy: str, buses: list[str]) -> None:
     devices.add("0000:3b:00.0", INTEL_CARD, node="renderD128", tiles=("tile0", "tile1"))
     devices.add("0000:9a:00.0", INTEL_CARD, node="renderD129", tiles=("tile0", "tile1"))

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import ProcessEnded
 from holdfast.runtime.workers.store_host import StoreHost
 from tests.support.limits import limit_s
-
-OnBench = Callable[..., None]
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
 CLIENT_LIMIT_S = limit_s(90.0)
@@ -81,129 +78,108 @@ class Rig:
         return processes.descendants(self.keeper.handle.pid)
 
 
-def test_two_generations_have_nothing_in_common_but_the_server(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        rig = Rig(bench)
-        client = await Client.start()
-        first = rig.host.open(1, loopback_only=False)
-        assert await client.ask(f"stores.setdefault(1, connect({first})).set('stale', 'x')") is None
-        servers = rig.servers
-        assert len(servers) == 1
-        second = rig.host.open(2, loopback_only=True)
-        assert await client.ask(f"stores.setdefault(2, connect({second})).check(['stale'])") is False
-        assert await client.ask("works(stores[1]), works(stores[2])") == (False, True)
-        assert rig.servers == servers
-        rig.host.close_generation()
-        while await client.ask("works(stores[2])"):
-            pass
-        assert rig.lost == []
-        # The server dies in the third generation, and another one serves the fourth.
-        third = rig.host.open(3, loopback_only=True)
-        assert await client.ask(f"works(stores.setdefault(3, connect({third})))") is True
-        os.kill(servers[0], signal.SIGKILL)
-        await bench.until(lambda: bool(rig.lost))
-        assert [generation for generation, _ in rig.lost] == [3]
-        fourth = rig.host.open(4, loopback_only=True)
-        assert await client.ask(f"works(stores.setdefault(4, connect({fourth})))") is True
-        assert len(rig.lost) == 1
-        await client.end()
-        rig.host.close()
-        await bench.until(lambda: not rig.servers)
-        assert len(rig.lost) == 1
-
-    on_bench(scenario)
+async def test_two_generations_have_nothing_in_common_but_the_server(bench: Any) -> None:
+    rig = Rig(bench)
+    client = await Client.start()
+    first = rig.host.open(1, loopback_only=False)
+    assert await client.ask(f"stores.setdefault(1, connect({first})).set('stale', 'x')") is None
+    servers = rig.servers
+    assert len(servers) == 1
+    second = rig.host.open(2, loopback_only=True)
+    assert await client.ask(f"stores.setdefault(2, connect({second})).check(['stale'])") is False
+    assert await client.ask("works(stores[1]), works(stores[2])") == (False, True)
+    assert rig.servers == servers
+    rig.host.close_generation()
+    while await client.ask("works(stores[2])"):
+        pass
+    assert rig.lost == []
+    # The server dies in the third generation, and another one serves the fourth.
+    third = rig.host.open(3, loopback_only=True)
+    assert await client.ask(f"works(stores.setdefault(3, connect({third})))") is True
+    os.kill(servers[0], signal.SIGKILL)
+    await bench.until(lambda: bool(rig.lost))
+    assert [generation for generation, _ in rig.lost] == [3]
+    fourth = rig.host.open(4, loopback_only=True)
+    assert await client.ask(f"works(stores.setdefault(4, connect({fourth})))") is True
+    assert len(rig.lost) == 1
+    await client.end()
+    rig.host.close()
+    await bench.until(lambda: not rig.servers)
+    assert len(rig.lost) == 1
 
 
-def test_a_late_word_about_a_dead_server_does_not_end_the_next_generation(on_bench: OnBench) -> None:
+async def test_a_late_word_about_a_dead_server_does_not_end_the_next_generation(bench: Any) -> None:
     """Its control socket is closed at once; that it was reaped is said later, on a busy machine much later."""
 
-    async def scenario(bench: Any) -> None:
-        rig = Rig(bench)
-        late: list[Any] = []
-        bench.keeper._on_event = late.append
-        with socket.socket() as probe:
-            probe.connect(("127.0.0.1", rig.host.open(1, loopback_only=True)))
-            await bench.until(lambda: bool(rig.servers))
-            os.kill(rig.servers[0], signal.SIGKILL)
-            await bench.until(lambda: bool(rig.lost))
-        port = rig.host.open(2, loopback_only=True)
-        await bench.until(lambda: any(isinstance(event, ProcessEnded) for event in late))
-        for event in late:
-            rig.host.handle(event)
-        assert [generation for generation, _ in rig.lost] == [1]
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) == 0
-        rig.host.close()
-
-    on_bench(scenario)
+    rig = Rig(bench)
+    late: list[Any] = []
+    bench.keeper._on_event = late.append
+    with socket.socket() as probe:
+        probe.connect(("127.0.0.1", rig.host.open(1, loopback_only=True)))
+        await bench.until(lambda: bool(rig.servers))
+        os.kill(rig.servers[0], signal.SIGKILL)
+        await bench.until(lambda: bool(rig.lost))
+    port = rig.host.open(2, loopback_only=True)
+    await bench.until(lambda: any(isinstance(event, ProcessEnded) for event in late))
+    for event in late:
+        rig.host.handle(event)
+    assert [generation for generation, _ in rig.lost] == [1]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) == 0
+    rig.host.close()
 
 
-def test_nothing_is_started_when_nobody_connects(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        rig = Rig(bench)
-        ports = {rig.host.open(generation, loopback_only=True) for generation in (1, 2, 3)}
-        await asyncio.sleep(0.05)
-        assert rig.servers == []
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", rig.host.open(4, loopback_only=True))) == 0
-            await bench.until(lambda: len(rig.servers) == 1)
-        rig.host.close()
-        assert len(ports) == 3
-
-    on_bench(scenario)
-
-
-def test_an_eager_host_starts_with_the_first_generation(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        rig = Rig(bench, eager=True)
-        assert rig.servers == []
-        rig.host.open(1, loopback_only=True)
+async def test_nothing_is_started_when_nobody_connects(bench: Any) -> None:
+    rig = Rig(bench)
+    ports = {rig.host.open(generation, loopback_only=True) for generation in (1, 2, 3)}
+    await asyncio.sleep(0.05)
+    assert rig.servers == []
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", rig.host.open(4, loopback_only=True))) == 0
         await bench.until(lambda: len(rig.servers) == 1)
-        rig.host.close()
-        await bench.until(lambda: not rig.servers)
-        assert rig.lost == []
+    rig.host.close()
+    assert len(ports) == 3
 
-    on_bench(scenario)
+
+async def test_an_eager_host_starts_with_the_first_generation(bench: Any) -> None:
+    rig = Rig(bench, eager=True)
+    assert rig.servers == []
+    rig.host.open(1, loopback_only=True)
+    await bench.until(lambda: len(rig.servers) == 1)
+    rig.host.close()
+    await bench.until(lambda: not rig.servers)
+    assert rig.lost == []
 
 
 @pytest.mark.parametrize("python", ["no-such-python", "/bin/false"])
-def test_a_server_that_cannot_run_is_told_and_clients_are_refused(on_bench: OnBench, python: str) -> None:
-    async def scenario(bench: Any) -> None:
-        rig = Rig(bench, python=python, eager=True)
-        port = rig.host.open(7, loopback_only=True)
-        await bench.until(lambda: bool(rig.lost))
-        assert rig.lost[0][0] == 7
-        with socket.socket() as probe:
-            await bench.until(lambda: probe.connect_ex(("127.0.0.1", port)) != 0)
-
-    on_bench(scenario)
+async def test_a_server_that_cannot_run_is_told_and_clients_are_refused(bench: Any, python: str) -> None:
+    rig = Rig(bench, python=python, eager=True)
+    port = rig.host.open(7, loopback_only=True)
+    await bench.until(lambda: bool(rig.lost))
+    assert rig.lost[0][0] == 7
+    with socket.socket() as probe:
+        await bench.until(lambda: probe.connect_ex(("127.0.0.1", port)) != 0)
 
 
-def test_a_python_without_torch_is_told(on_bench: OnBench, tmp_path: Path) -> None:
+async def test_a_python_without_torch_is_told(bench: Any, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no site-packages
     python.chmod(0o755)
 
-    async def scenario(bench: Any) -> None:
-        rig = Rig(bench, python=str(python), eager=True)
-        rig.host.open(1, loopback_only=True)
-        await bench.until(lambda: bool(rig.lost))
-        assert rig.lost[0][0] == 1
-        assert "has no torch" in rig.lost[0][1]
-        rig.host.close()
-
-    on_bench(scenario)
+    rig = Rig(bench, python=str(python), eager=True)
+    rig.host.open(1, loopback_only=True)
+    await bench.until(lambda: bool(rig.lost))
+    assert rig.lost[0][0] == 1
+    assert "has no torch" in rig.lost[0][1]
+    rig.host.close()
 
 
-def test_listening_addresses(on_bench: OnBench) -> None:
-    async def scenario(bench: Any) -> None:
-        rig = Rig(bench)
-        rig.host.open(1, loopback_only=True)
-        assert rig.host._listening is not None
-        assert rig.host._listening.getsockname()[0] == "127.0.0.1"
-        port = rig.host.open(2, loopback_only=False)
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) == 0
-        rig.host.close()
-
-    on_bench(scenario)
+async def test_listening_addresses(bench: Any) -> None:
+    rig = Rig(bench)
+    rig.host.open(1, loopback_only=True)
+    assert rig.host._listening is not None
+    assert rig.host._listening.getsockname()[0] == "127.0.0.1"
+    port = rig.host.open(2, loopback_only=False)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) == 0
+    rig.host.close()

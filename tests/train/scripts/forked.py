@@ -38,12 +38,10 @@ def _start(function: Callable[[], None], rank: int, world: int, port: int) -> in
         return pid
     code = 1
     try:
-        torch.set_num_threads(
-            1
-        )  # not before the fork: two threads of the child may repair torch's pool at once, and abort
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+        # Not before the fork: two threads of the child may repair torch's pool at once, and abort.
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         function()
         code = 0
     except SystemExit as end:

@@ -15,7 +15,11 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+import torch.multiprocessing
 from forked import run_ranks
+
+# What spawns imports everything again in each rank.
+torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
 
 
 def run(script: str, arguments: list[str], plain: bool) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import random
 import signal
 import sys
 import traceback
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo  # DDP and optimizers would import it in every rank
 import torch.distributed as dist
@@ -228,68 +226,6 @@ def case_nodes(folder: Path) -> Any:
         "memory": ranks(4, lambda: load_on("ddp", folder), "nodes", per_node=2),
         "resized": ranks(2, lambda: load_on("ddp", folder), "nodes", per_node=1),
     }
-
-
-def case_curve(folder: Path) -> Any:
-    """Killed in the middle, with all the others; what comes after is as if nothing had happened."""
-
-    def life(place: Path, kill_at: int = 0) -> Any:
-        model, optimizer = build("fsdp")
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
-        snaps = ht.Snapshots(place, every=ht.steps(8), memory_every=2)
-        snaps.track(model=model, optimizer=optimizer, schedule=schedule)
-        resumed = snaps.resume()
-        if resumed is None:
-            random.seed(dist.get_rank())
-            np.random.seed(dist.get_rank())
-        losses, drawn = [], []
-        while snaps.state.step < 16:
-            if snaps.state.step == kill_at and kill_at and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            loss = train(model, optimizer, snaps.state.step)
-            schedule.step()
-            drawn.append([torch.rand(1).item(), random.random(), float(np.random.rand())])
-            losses.append(loss.item())
-            snaps.step(loss=loss)
-        state = whole(model, optimizer)
-        snaps.close()
-        return {"resumed": resumed and vars(resumed), "losses": losses, "drawn": drawn, "state": state}
-
-    def doomed() -> Any:
-        # The others lose their connections to the dead one, and end.
-        return life(folder / "killed", kill_at=13)
-
-    return {
-        "calm": ranks(3, lambda: life(folder / "calm"), "calm"),
-        "killed": [text if isinstance(text, str) else "?" for text in ranks(3, doomed, "killed")],
-        "resumed": ranks(3, lambda: life(folder / "killed"), "killed"),
-    }
-
-
-def case_unequal(folder: Path) -> Any:
-    """What one rank cannot do is told to all."""
-
-    def odd() -> Any:
-        model, optimizer = build("ddp")
-        snaps = ht.Snapshots(folder, every=None)
-        snaps.track(model=model, optimizer=optimizer, odd=Odd(dist.get_rank() == 1))
-        snaps.resume()
-        try:
-            snaps.save()
-        finally:
-            snaps.close()
-
-    return ranks(2, odd)
-
-
-class Odd:
-    def __init__(self, bad: bool) -> None:
-        self.bad = bad
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"what": {"is": [1, object()]}} if self.bad else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 if __name__ == "__main__":
