@@ -6,10 +6,9 @@ import doctest
 from typing import Any
 
 import msgspec
-from holdfast.core.stacks import Frame, RankSample
 
 from holdfast import text
-from holdfast.core.progress import JobView, NodeView, RankView, Stage, Standing
+from holdfast.core.progress import Frame, JobView, NodeView, RankSample, RankView, Stage, Standing
 from holdfast.insight import status
 from holdfast.insight.status import group, stack_lines, status_lines
 from holdfast.runtime.answers import stacks_view
