@@ -38,10 +38,9 @@ from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
 from holdfast.runtime.workers.observer import Observer, Phases, ProgressNotes
 from holdfast.runtime.workers.preload import order_for, script_argv
-from holdfast.runtime.workers.saver_host import SaverHost
+from holdfast.runtime.workers.service_host import SaverHost, StoreHost, free_port
 from holdfast.runtime.workers.sources import wants_store
 from holdfast.runtime.workers.spawn import worker_argv, worker_fds
-from holdfast.runtime.workers.store_host import StoreHost, free_port
 
 SIGKILL = 9
 GUARD_S = 0.25

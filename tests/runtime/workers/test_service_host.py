@@ -1,4 +1,4 @@
-"""The store host with torch's own clients, over generations; and without any."""
+"""The store host with torch's own clients, over generations, and without any; a saver that cannot be started."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import pytest
 from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import ProcessEnded
+from holdfast.runtime.workers.service_host import SaverHost, StoreHost
 from holdfast.runtime.workers.sources import wants_store
-from holdfast.runtime.workers.store_host import StoreHost
+from holdfast.snapshots import packets
+from holdfast.snapshots.shelf import SOCKET
 from tests.support.limits import limit_s
 
 OnBench = Callable[..., None]
@@ -209,6 +211,27 @@ def test_listening_addresses(on_bench: OnBench) -> None:
         rig.host.close()
 
     on_bench(scenario)
+
+
+def test_a_saver_that_cannot_be_started_is_reported_once(on_bench: OnBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ""
+    notices: list[str] = []
+
+    async def scenario(bench: Any) -> None:
+        nonlocal folder
+        host = SaverHost(bench.keeper, "job", notices.append)
+        bench.keeper._on_event = host.handle
+        monkeypatch.setattr(packets.sys, "executable", "/no/such/python")
+        folder = host.environment(1, 0)[packets.SAVER_VARIABLE].partition("@")[0]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+            worker.connect(f"{folder}/{SOCKET}")
+            await bench.until(lambda: bool(notices))
+        await host.close()
+
+    on_bench(scenario)
+    (notice,) = notices
+    assert "could not be started: No such file or directory" in notice
+    assert not Path(folder).exists()
 
 
 # --- looking into the script ------------------------------------------------------------------------------------------
