@@ -81,10 +81,11 @@ def test_status() -> None:
 
 @pytest.mark.parametrize(("question", "drain"), [(Question.STOP, True), (Question.KILL, False)])
 def test_the_end_is_the_machines_to_order(question: Question, drain: bool) -> None:
-    def body() -> None:
+    async def body() -> None:
         bench = Bench(running)
         bench.answers.asked(1, Ask(1, question, "somebody"))
         assert bench.lines[1].answer == {"nodes": 2}
+        await asyncio.sleep(0)
         assert bench.fed == [QuitAsked(drain, "somebody")]
 
     on_a_loop(body)

@@ -48,15 +48,14 @@ from holdfast.core.outcome import Failure, Outcome, fault_outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import JobView, RankProgress
 from holdfast.core.protocol import Answer, FromAgent, FromCoordinator, Waiting
+from holdfast.runtime.answers import Inquiry, OwnNode
 from holdfast.runtime.control import Control
 from holdfast.runtime.detached import run_detached
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.faults import Troubles, as_error, fault_of
-from holdfast.runtime.inquiry import Inquiry
 from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
 from holdfast.runtime.observing import observing
-from holdfast.runtime.own_node import OwnNode
 from holdfast.runtime.versions import node_versions
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.crew import Crew
