@@ -12,7 +12,7 @@ from holdfast.core.errors import UsageError
 from holdfast.core.protocol import Question
 from holdfast.core.stacks import StacksView
 from holdfast.insight.stacks import group, stack_lines
-from holdfast.runtime.control_client import ask_any
+from holdfast.runtime.running import ask_any
 
 
 def main(argv: Sequence[str]) -> int:

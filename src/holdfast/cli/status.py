@@ -23,8 +23,7 @@ from holdfast.core.outcome import Outcome
 from holdfast.core.progress import JobView
 from holdfast.core.protocol import Question
 from holdfast.insight.status import status_lines
-from holdfast.runtime.control_client import ask_any
-from holdfast.runtime.running import RunningAgent
+from holdfast.runtime.running import RunningAgent, ask_any
 
 WATCH_S = "2"
 WATCH_S_MIN = 0.1

@@ -16,8 +16,7 @@ from holdfast.core.errors import ControlSilentError, NoRunError
 from holdfast.core.protocol import Question
 from holdfast.insight.numbers import plural
 from holdfast.insight.screen import how_it_ended
-from holdfast.runtime.control_client import Call, Reply, ask
-from holdfast.runtime.running import RunningAgent
+from holdfast.runtime.running import Call, Reply, RunningAgent, ask
 
 EXIT_NOT_STOPPED = 1
 SAY_S = 60.0

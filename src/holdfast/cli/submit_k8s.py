@@ -14,7 +14,7 @@ from holdfast.cli import grammar
 from holdfast.cli.helptext import line as help_line
 from holdfast.cli.submit_k8s_line import K8S, OWN, POD, TABLE, read_job
 from holdfast.core.errors import MissingPackageError, SubmitError, UsageError
-from holdfast.rendezvous.token import draw_token
+from holdfast.runtime.secret_variables import draw_token
 from holdfast.schedulers import kubernetes
 from holdfast.schedulers.kubernetes_yaml import documents
 

@@ -31,7 +31,7 @@ from holdfast.core.errors import (
     UsageError,
 )
 from holdfast.rendezvous.conf import parse_conf
-from holdfast.rendezvous.token import TOKEN_VARIABLE
+from holdfast.runtime.secret_variables import TOKEN_VARIABLE
 from holdfast.schedulers import kubernetes_words as words
 from holdfast.schedulers.kubernetes import (
     HEALTH_PORT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.cli.printing import Parser
-from holdfast.rendezvous.token import draw_token
+from holdfast.runtime.secret_variables import draw_token
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,8 +6,7 @@ import os
 
 from holdfast.core.errors import RendezvousConfigError
 from holdfast.core.options import Endpoint, EtcdOptions
-from holdfast.rendezvous.conf import Conf, read_conf
-from holdfast.rendezvous.endpoint import parse_endpoint
+from holdfast.rendezvous.conf import Conf, parse_endpoint, read_conf
 from holdfast.rendezvous.registry import default_port
 
 PASSWORD_BYTES_MAX = 4096

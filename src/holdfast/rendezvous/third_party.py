@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import ClassVar, NamedTuple
 
-from holdfast.rendezvous.endpoint import parse_endpoint
+from holdfast.rendezvous.conf import parse_endpoint
 
 
 class Place(NamedTuple):

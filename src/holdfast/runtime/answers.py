@@ -22,7 +22,7 @@ from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.progress import JobView, NodeView, RankProgress, RankView
 from holdfast.core.protocol import Answer, Ask, FromAgent, FromCoordinator, Look, Looked, Question, Quit
 from holdfast.core.stacks import Frame, RankSample, RankStack, StacksView
-from holdfast.runtime.control_client import Reply
+from holdfast.runtime.running import Reply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

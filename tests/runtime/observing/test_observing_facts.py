@@ -15,9 +15,8 @@ from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions,
 from holdfast.core.policy import JobSpec, Limits
 from holdfast.core.progress import JobView, NodeView, RankProgress, Stage
 from holdfast.runtime.observing.exposition import Metrics
-from holdfast.runtime.observing.health import STALL_S, health
 from holdfast.runtime.observing.torch_events import TorchEvents
-from holdfast.runtime.observing.vitals import STEP_WINDOW_S, Vitals, VitalsSample
+from holdfast.runtime.observing.vitals import STALL_S, STEP_WINDOW_S, Vitals, VitalsSample, health
 
 GENERATION = {"restart_count": 0, "world_size": 4, "rank_base": 2, "nproc": 2}
 

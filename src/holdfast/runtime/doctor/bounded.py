@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from holdfast.runtime.detached import run_detached
+from holdfast.runtime.driver import run_detached
 
 ANSWER_BYTES_MAX = 256 * 1024
 REAP_S_MAX = 2.0

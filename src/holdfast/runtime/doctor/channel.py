@@ -21,8 +21,8 @@ from holdfast.core.errors import (
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.runtime.connection import plain_address
-from holdfast.runtime.detached import run_detached
 from holdfast.runtime.doctor.messages import Message, decode, encode
+from holdfast.runtime.driver import run_detached
 from holdfast.wire.framing import frame
 from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from holdfast.wire.session import Session

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from holdfast.core.doctor import Folder, LocalFacts
-from holdfast.rendezvous.port_holder import who_holds
+from holdfast.rendezvous.claim import who_holds
 from holdfast.runtime.doctor import programs, system
 from holdfast.runtime.doctor.bounded import bounded, run_bounded
 from holdfast.version import __version__

@@ -39,9 +39,7 @@ from holdfast.core.errors import (
 )
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.rendezvous.claim import Claim, claim
-from holdfast.rendezvous.port_holder import who_holds
-from holdfast.runtime.detached import run_detached
+from holdfast.rendezvous.claim import Claim, claim, who_holds
 from holdfast.runtime.doctor import probe, system
 from holdfast.runtime.doctor.bounded import bounded, end
 from holdfast.runtime.doctor.channel import Channel, dial
@@ -59,6 +57,7 @@ from holdfast.runtime.doctor.messages import (
     Told,
 )
 from holdfast.runtime.doctor.programs import CHECKUP, ERROR_CHARS_MAX, last_json
+from holdfast.runtime.driver import run_detached
 
 
 class Reducer:

@@ -22,7 +22,7 @@ from holdfast.core.board import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame, program_threads
 from holdfast.core.locks import is_inside, wanted_at
 from holdfast.core.stacks import Frame, RankSample
-from holdfast.runtime.detached import run_detached
+from holdfast.runtime.driver import run_detached
 from holdfast.runtime.workers import kernel, sockets
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.processes import is_alive

@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec import structs
 
 from holdfast.core.stacks import RankSample
-from holdfast.runtime.detached import run_detached
+from holdfast.runtime.driver import run_detached
 from holdfast.runtime.workers import kernel
 
 FIRST_LOOKS_MAX = 10
