@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from holdfast.core.errors import EtcdUnreachableError
-from holdfast.rendezvous.etcd import Memory
+from holdfast.rendezvous.elections import Memory
 from holdfast.runtime.etcd_service import Office
 from tests.support.limits import limit_s
 

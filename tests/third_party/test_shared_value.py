@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.errors import BackendError, BackendUnreachableError, HoldfastError
-from holdfast.rendezvous.etcd import Leader, Memory
+from holdfast.rendezvous.elections import Leader, Memory
 from holdfast.rendezvous.shared_value import ValueApi, ValueTenure, ValueWatch
 from holdfast.rendezvous.third_party import SharedValue
 
@@ -148,7 +148,7 @@ def test_garbage_is_named_and_left_alone(storage: Storage, value: bytes) -> None
 
 def test_another_jobs_value(storage: Storage) -> None:
     assert Node(storage, "a", "other").take() is not None
-    with pytest.raises(BackendError, match="'other' to 'job'"):
+    with pytest.raises(BackendError, match="of the job 'other', not of 'job'"):
         Node(storage, "b").api.leader()
 
 

@@ -112,7 +112,7 @@ def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> Etcd
     """None with any other backend. Raises RendezvousConfigError or EndpointError."""
     if backend not in ("etcd", "etcd-v2"):
         return None
-    from holdfast.rendezvous.etcd_conf import read_etcd_conf
+    from holdfast.rendezvous.etcd import read_etcd_conf
 
     return read_etcd_conf(backend, conf, endpoint)
 

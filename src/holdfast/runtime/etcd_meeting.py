@@ -21,8 +21,7 @@ from holdfast.core.hang import Examine
 from holdfast.core.options import Endpoint, RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.rendezvous.claim import Claim, claim
-from holdfast.rendezvous.elections import Election
-from holdfast.rendezvous.etcd import Api, Leader, Tenure
+from holdfast.rendezvous.elections import Api, Election, Leader, Tenure
 from holdfast.runtime.driver import run_detached
 from holdfast.runtime.etcd_service import ElectedService, Office, clock_s
 from holdfast.runtime.journal import Journal

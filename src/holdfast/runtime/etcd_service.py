@@ -25,12 +25,12 @@ from holdfast.core.coordinator.elected import ElectedCoordinator
 from holdfast.core.errors import EtcdError
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import Assign, Finish
-from holdfast.rendezvous.etcd import Memory
+from holdfast.rendezvous.elections import Memory
 from holdfast.runtime.coordinator_service import CoordinatorService
 from holdfast.runtime.journal import Journal
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.etcd import Api, Tenure
+    from holdfast.rendezvous.elections import Api, Tenure
 
 RENEWALS_PER_LEASE = 5
 HELD_PER_LEASE = 0.8
