@@ -191,7 +191,7 @@ class CoordinatorService:
         return self._links.pop(number, None) is not None
 
     def _broken(self, error: HoldfastError, event: Event) -> None:
-        """The machine cannot go on: the sender of what broke it is cut off, and all others learn that the job is over."""
+        """The machine cannot go on: the sender of what broke it is cut off, all others learn that the job is over."""
         self._journal.write("coordinator.fault", error=str(error))
         if isinstance(event, Heard) and (sender := self._links.pop(event.link, None)) is not None:
             sender.close("its message broke the coordinator")

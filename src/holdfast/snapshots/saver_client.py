@@ -139,7 +139,7 @@ class SaverClient:
         `slot`: as `Slots.commit` gave it; it is not staged into until it is written. The ticket's folder is made
         absolute. On rank 0 the saver commits when the other ranks' files are there, within `patience_s`, with
         `metadata`. Never waits. Raises SnapshotWriteError when no saver takes it, ValueError when the slot was staged
-        into since, or ticket and metadata exceed packets.PACKET_BYTES_MAX.
+        into since, or ticket and metadata exceed seqpacket.MESSAGE_BYTES_MAX.
         """
         lent = lend(self._place.folder, slot)
         try:

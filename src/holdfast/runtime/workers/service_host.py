@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from holdfast import seqpacket
 from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent, ProcessEnded, SpawnFailed
 from holdfast.snapshots import packets
 from holdfast.snapshots.packets import FINISH_LIMIT_S
@@ -80,19 +81,18 @@ class ServiceProcess:
     def start(self, argv: Sequence[str], fds: Mapping[int, int] | None = None, *, warm: bool = False) -> None:
         """`fds`: number in the process -> descriptor of ours, beside CONTROL_FD."""
         self._started += 1
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = seqpacket.pair()
         with theirs, open("/dev/null", "r+b", buffering=0) as null:
             standard = dict.fromkeys((0, 1, 2), null.fileno())
             passed = {**standard, CONTROL_FD: theirs.fileno(), **(fds or {})}
             self.keeper.spawn(self._key, argv, fds=passed, service=True, warm=warm)
-        ours.setblocking(False)
         self._control = ours
         self._loop.add_reader(ours, self._readable)
 
     def send(self, packet: packets.Packet, fds: Sequence[int] = ()) -> None:
         """Never waits. Raises OSError: BlockingIOError when the process does not read, another when it is gone."""
         assert self._control is not None
-        packets.send(self._control, packet, fds)
+        seqpacket.send(self._control, packet, fds)
 
     def why_ended(self, event: KeeperEvent) -> str:
         """Of an event about the running process; empty for all others."""
@@ -114,7 +114,7 @@ class ServiceProcess:
     def _readable(self) -> None:
         assert self._control is not None
         try:
-            received = packets.receive(self._control)
+            received = seqpacket.receive(self._control)
         except BlockingIOError:
             return
         if received is None:
