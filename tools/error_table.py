@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.core import errors
-from holdfast.insight.causes.texts import TEXTS
-from holdfast.insight.doctor.codes import CODES
+from holdfast.insight.causes.rules import texts
+from holdfast.insight.doctor.findings import code_texts
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
 HEAD = """# Errors and exit codes
 
-This page is made by `make fmt` from `src/holdfast/core/errors.py`, `insight/causes/texts.py` and `insight/doctor/codes.py`. Codes are never reused.
+This page is made by `make fmt` from `src/holdfast/core/errors.py`, `insight/causes/texts.toml` and `insight/doctor/codes.toml`. Codes are never reused.
 
 An error of the command line, the configuration or the machine is one or two lines on stderr that start with its code, and nothing was
 started. `holdfast run` never answers bad input with a traceback of its own.
@@ -87,6 +87,6 @@ def render() -> str:
         f"{' '.join((error.__doc__ or '').split())} |"
         for error in sorted(tree(), key=lambda error: error.code)
     ]
-    verdicts = [f"| {code} | {text.name} |" for code, text in sorted(TEXTS.items())]
-    doctors = [f"| {code} | {' '.join(each.cause.split())} |" for code, each in sorted(CODES.items())]
+    verdicts = [f"| {code} | {text.name} |" for code, text in sorted(texts().items())]
+    doctors = [f"| {code} | {' '.join(each.cause.split())} |" for code, each in sorted(code_texts().items())]
     return "\n".join([head + "\n".join(rows), VERDICTS + "\n".join(verdicts), DOCTORS + "\n".join(doctors), ""])

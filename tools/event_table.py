@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.insight.events import ALWAYS, GROUPS, EventKind, Field
+from holdfast.insight.events import EventGroup, EventKind, Field, table
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "events.md"
 
 HEAD = """# events.jsonl: what happened on a node
 
-This page is made from `src/holdfast/insight/events.py` by `make fmt`. The tests hold the records of real jobs against that table.
+This page is made from `src/holdfast/insight/events.toml` by `make fmt`. Tests compare the records of real jobs with it.
 
 Every agent writes `events.jsonl` into its run folder (`<log dir>/<run id>_<8 characters>`): one JSON object per line, complete
 when the line ends. It is written by a thread of its own: a disk that stalls costs events, never training. `holdfast report`
@@ -40,12 +40,11 @@ workers failed (torchrun tells `SUCCEEDED`). In `metadata.metadata` numbers are 
 
 def render() -> str:
     """The whole page."""
-    return HEAD + fields_table(ALWAYS) + "\n" + "\n".join(map(group_text, GROUPS)) + TAIL
+    return HEAD + fields_table(table().always) + "\n" + "\n".join(map(group_text, table().group)) + TAIL
 
 
-def group_text(group: tuple[str, tuple[EventKind, ...]]) -> str:
-    title, kinds = group
-    return f"## {title}\n\n" + "\n".join(event_text(kind) for kind in kinds)
+def group_text(group: EventGroup) -> str:
+    return f"## {group.title}\n\n" + "\n".join(event_text(kind) for kind in group.event)
 
 
 def event_text(kind: EventKind) -> str:

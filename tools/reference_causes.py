@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.insight.causes.texts import TEXTS
-from holdfast.insight.doctor.codes import CODES
+from holdfast.insight.causes.rules import texts
+from holdfast.insight.doctor.findings import code_texts
 from holdfast.insight.explain import Explanation, everything
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "causes.md"
@@ -22,8 +22,8 @@ codes, in [errors.md](errors.md).
 def render() -> str:
     """The whole page."""
     known = everything()
-    verdicts = section(known[code] for code in sorted(TEXTS))
-    findings = section(known[code] for code in sorted(CODES))
+    verdicts = section(known[code] for code in sorted(texts()))
+    findings = section(known[code] for code in sorted(code_texts()))
     return f"{HEAD}\n## Verdicts\n{verdicts}\n## `holdfast doctor`\n{findings}"
 
 

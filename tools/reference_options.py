@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-from holdfast.cli import COMMANDS, doctor
+from holdfast.cli import COMMANDS, SHARED, doctor
 from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
@@ -121,7 +121,8 @@ def command(name: str) -> str:
 
 def parser_of(name: str) -> argparse.ArgumentParser | None:
     """argparse's parser of a command; None where it has none."""
-    made = getattr(import_module(f"holdfast.cli.{name}"), "parser", None)
+    module = import_module(f"holdfast.cli.{SHARED.get(name, (name,))[0]}")
+    made = getattr(module, f"{name}_parser" if name in SHARED else "parser", None)
     parser = None if made is None else made()
     return parser if isinstance(parser, argparse.ArgumentParser) else None
 

@@ -34,7 +34,8 @@ from holdfast.snapshots import attempt
 from holdfast.snapshots.attempt import PHASES
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import Slots
-from holdfast.train import saving, sharding, snapshots, tiers
+from holdfast.snapshots import saver_client
+from holdfast.train import saving, sharding, snapshots
 
 RUN_ID = f"kills{os.getpid()}"
 STEPS_MAX = 5000
@@ -102,7 +103,7 @@ def arm(point: str, folder: Path, chance: random.Random) -> None:
         reach = lambda phase: reached() if phase == where else None  # noqa: E731
         for name in ("begin", "write_rank", "commit"):
             setattr(attempt, name, partial(getattr(attempt, name), at=reach))
-        snapshots.open_tier = lambda **_: tiers.PrivateTier()
+        snapshots.open_tier = lambda **_: saver_client.PrivateTier()
     elif who == "saver":
         threading.Thread(target=_watch, args=(where, folder, reached), daemon=True).start()
     elif where == "half copied":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import signal
@@ -133,7 +134,12 @@ class Launchers:
             if self._mode is Mode.RECORD:
                 runs[number:] = [made]
             elif number < len(runs):
-                assert fingerprint(made) == fingerprint(runs[number]), f"torchrun does not do what is recorded: {side}"
+                then, now = (
+                    json.dumps(fingerprint(each), indent=1, sort_keys=True).splitlines()
+                    for each in (runs[number], made)
+                )
+                changes = "\n".join(difflib.unified_diff(then, now, "recorded", "torchrun", lineterm="", n=1))
+                assert not changes, f"torchrun does not do what is recorded: {changes}\n{side}"
 
         job.ended = ended
         return job

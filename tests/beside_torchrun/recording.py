@@ -91,11 +91,16 @@ class Places:
 
 
 CHANCE = [
+    (re.compile(r"(?<=holdfast/runs/)[^/\"\\]+"), "<run>"),  # of a launcher that torchrun has started: ours
     (re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"), "<id>"),
     (re.compile(r"_[a-z0-9_]{8}(?=/|\\?\"|$)"), "_<chance>"),
     (re.compile(r" at 0x[0-9a-f]+"), ""),
+    (re.compile(r"pipe:\[\d+\]"), "pipe"),
+    (re.compile(r"/proc/\d+/fd/\d+@\d+"), "<board>"),
+    (re.compile(r"/dev/shm/holdfast-[\w-]+@"), "<saver>@"),
+    (re.compile(r"pytest-\d+/(?=home)"), ""),
 ]
-"""What torchrun draws, and what stands for it."""
+"""What differs from run to run, and what stands for it."""
 
 
 def fingerprint(entry: Mapping[str, Any]) -> object:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from holdfast.cli.devices import Count, Probes, ask_torch, count_listed, count_processes
+from holdfast.cli.devices import Count, Probes, ask_torch, count_listed, count_processes, nvml_uuids
 from holdfast.core.errors import ProcessesError
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444"]
@@ -162,3 +165,58 @@ def test_what_torch_says(tmp_path: Path) -> None:
         ask_torch("npu", fake_python(tmp_path, "echo trace >&2; echo \"No module named 'torch'\" >&2; exit 1"))
     with pytest.raises(ProcessesError, match="does not run: No such file"):
         ask_torch("npu", str(tmp_path / "missing"))
+
+
+# --- NVML ---------------------------------------------------------------------------------------------------------------
+
+
+class FakeNvml(ModuleType):
+    """nvidia-ml-py on a machine with these GPUs, by UUID; None: one that does not tell its own."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, gpus: Sequence[str | None] | None) -> None:
+        super().__init__("pynvml")
+        self._gpus = gpus
+        self.open = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's names
+        if self._gpus is None:
+            raise self.NVMLError("no driver")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self._gpus or ())
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        uuid = (self._gpus or ())[handle]
+        if uuid is None:
+            raise self.NVMLError("not supported")
+        return uuid
+
+
+@pytest.mark.parametrize(
+    ("gpus", "uuids"), [(["GPU-a", None], ["GPU-a", ""]), ([], []), (None, None)], ids=["gpus", "no GPU", "no driver"]
+)
+def test_nvml_is_closed_again(
+    gpus: list[str | None] | None, uuids: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml(gpus)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert nvml_uuids() == uuids
+    assert nvml.open == 0
+
+
+def test_without_the_library_nobody_complains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml_uuids() is None
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert count_processes("gpu", {}, Probes(root=str(tmp_path))) == Count(1, "gpu", "/dev/nvidia*")

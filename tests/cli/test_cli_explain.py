@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main, run_command
-from holdfast.insight.causes.rules import RULES
-from holdfast.insight.causes.texts import ADVICE, TEXTS
-from holdfast.insight.explain import HEADINGS, everything, nearest, normal, search
+from holdfast.insight.causes.rules import advice, rules, texts
+from holdfast.insight.explain import everything, headings, nearest, normal, search
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "holdfast"
 
@@ -47,7 +46,7 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = explain(capsys, "--json", "HF216")
     (told,) = json.loads(out)
-    assert (told["code"], told["name"]) == ("HF216", TEXTS["HF216"].name)
+    assert (told["code"], told["name"]) == ("HF216", texts()["HF216"].name)
     assert "shm-size" in told["fix"]
     assert len(json.loads(explain(capsys, "--json")[1])) == len(everything())
 
@@ -77,7 +76,7 @@ def test_every_code_in_the_source_is_explained() -> None:
 
 
 def test_every_rule_and_advice_has_a_text() -> None:
-    assert {rule.code for rule in RULES} | set(ADVICE) <= set(TEXTS)
+    assert {rule.code for rule in rules()} | set(advice()) <= set(texts())
 
 
 def test_texts_are_complete_and_differ() -> None:
@@ -85,7 +84,7 @@ def test_texts_are_complete_and_differ() -> None:
         assert normal(code) == code
         assert all((each.name, each.cause, each.evidence, each.fix)), code
         assert "\n" not in each.name + each.cause + each.evidence + each.fix
-    names = [text.name for text in TEXTS.values()]
+    names = [text.name for text in texts().values()]
     assert len(set(names)) == len(names)
 
 
@@ -107,7 +106,7 @@ def test_words_are_searched_for(capsys: pytest.CaptureFixture[str], words: list[
 def test_the_bare_list_has_headings(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("explain", []) == 0
     out = capsys.readouterr().out
-    for start, heading in HEADINGS.items():
+    for start, heading in headings().items():
         assert f"{start}xx  {heading}" in out
     listed = {line.split()[0] for line in out.splitlines() if line.startswith("  HF")}
     assert listed == set(everything())

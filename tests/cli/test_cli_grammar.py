@@ -148,7 +148,7 @@ def test_a_variable_that_is_read_by_another_command_is_no_mistake() -> None:
 def test_an_option_after_the_script_is_hinted_at_once(option: str) -> None:
     parsed = parse(["x.py", "--lr", "3", option, "4", "--max-restarts", "1"], {}, OPTIONS)
     (notice,) = parsed.notices
-    assert notice.startswith(f"{option.partition('=')[0]} stands after x.py, so it is the script's own")
+    assert notice.startswith(f"{option.partition('=')[0]} comes after x.py, so it is the script's own")
     assert parsed.values.training_script_args[2] == option
 
 
@@ -163,7 +163,7 @@ def test_what_scripts_call_their_own_options_is_no_mistake(option: str) -> None:
     "line", ["--nnodes 2 \\ # two nodes", "\\ # the script\n", "--nnodes 2 \\ x.py", "--nnodes 2 \\ \n x.py"]
 )
 def test_a_backslash_that_does_not_end_its_line_is_told(line: str) -> None:
-    with pytest.raises(UsageError, match="a backslash goes on to the next line only as the last character"):
+    with pytest.raises(UsageError, match="a backslash continues a line only as its last character"):
         parse(shlex.split(line, comments=True), {}, OPTIONS)
 
 

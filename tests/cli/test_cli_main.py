@@ -52,6 +52,7 @@ def test_help_loads_nothing_but_a_bit_of_the_standard_library(argv: tuple[str, .
         "argparse",
         "difflib",
         "inspect",
+        "tomllib",
     }
 
 
@@ -184,7 +185,7 @@ def test_an_output_that_is_closed_or_full() -> None:
     assert printed('"$PYTHON" -m holdfast explain HF212 >&-').stderr == ""
     full = printed('"$PYTHON" -m holdfast explain HF212 > /dev/full')
     assert full.returncode == 1
-    assert full.stderr == "holdfast: what there is to say cannot be written: No space left on device\n"
+    assert full.stderr == "holdfast: the output cannot be written: No space left on device\n"
 
 
 INTERRUPTED_WHILE_IMPORTING = """

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main, plan_options
+from holdfast.cli import main
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
 from holdfast.cli.options import OPTIONS
-from holdfast.cli.plan import render
+from holdfast.cli.plan import HEAD, render
 from holdfast.cli.resolve import resolve
 
 
@@ -46,7 +46,7 @@ def test_what_is_done_about_hangs(line: str, environ: dict[str, str], said: str)
 def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
     text, _, _ = plan(
         "--nnode 2 --node-rank 1 --nproc-per-node 2 --master-addr h --log-dir /l --role r train.py '$local_rank'"
-    ).partition(f"\n\n{plan_options.HEAD}\n")
+    ).partition(f"\n\n{HEAD}\n")
     assert (
         text
         == f"""\

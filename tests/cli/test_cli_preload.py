@@ -10,7 +10,7 @@ import pytest
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
 from holdfast.cli.options import OPTIONS
-from holdfast.cli.preload import decide
+from holdfast.cli.program import decide
 from holdfast.cli.resolve import resolve
 from holdfast.core.errors import UsageError
 from holdfast.core.options import CommandKind, Preload, WorkerCommand
@@ -167,3 +167,45 @@ def test_bound_workers_are_forked_only_if_their_threads_are_counted() -> None:
     assert (
         options("--preload", "auto", "--numa-binding", "node", "--nproc-per-node", "2", "train.py").modules == REDUCES
     )
+
+
+# --- whether a store will be wanted ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "package"),
+    [
+        ("import torch.nn.functional as F", "torch"),
+        ("from torch import nn", "torch"),
+        ("def main():\n    from accelerate import Accelerator", "accelerate"),
+        ("import json, lightning as L", "lightning"),
+        ("import os\nos.environ['A'] = '1'\nimport torch", "torch"),
+        ("import beside", "torch"),
+        ("from beside import *", "torch"),
+        ("from . import beside", "torch"),
+        ("import twice", "torch"),
+        ("import package", "transformers"),
+        ("import numpy", ""),
+        ("import torchless", ""),
+        ("# import torch", ""),
+        ("x = 'import torch'", ""),
+        ("import torch(", ""),
+        ("\0", ""),
+    ],
+)
+def test_which_package_brings_torch(source: str, package: str) -> None:
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("from transformers import Trainer")
+    assert read(source, beside="import torch", twice="import beside").torch == package
+
+
+@pytest.mark.parametrize("wish", ["auto", "none", "json"])
+def test_it_is_known_whatever_is_preloaded(wish: str) -> None:
+    Path("train.py").write_text("import torch")
+
+    def brings(*line: str) -> str:
+        return resolve(parse(["--preload", wish, *line], {}, OPTIONS), {}, Probes(cpus=1)).options.preload.torch
+
+    assert brings("train.py") == "torch"
+    Path("train.py").chmod(0o755)
+    assert not brings("--no-python", "./train.py")

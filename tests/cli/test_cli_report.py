@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.insight.events import EVENTS
-from holdfast.insight.incidents import incidents
+from holdfast.insight.events import events
+from holdfast.insight.history import incidents
 from tests.support.limits import limit_s
 
 PHASES = {
@@ -183,7 +183,7 @@ def test_no_field_that_is_missing_ends_a_report(
     """Journals of another version have less, or more."""
     file = Path(two_nodes[0]) / "events.jsonl"
     whole = [json.loads(line) for line in file.read_text().splitlines()]
-    known = [{"time": 1005.0, "monotonic": 1.0, "event": name, "generation": 1} for name in EVENTS]
+    known = [{"time": 1005.0, "monotonic": 1.0, "event": name, "generation": 1} for name in events()]
     less = [
         {key: value for key, value in event.items() if key != name}
         for event in [*whole, *known]

@@ -23,7 +23,7 @@ RANKS = 3
 
 RUNNER = """
 import sys, msgspec
-import holdfast.insight.verdicts as verdicts
+import holdfast.insight.causes as verdicts
 judge = verdicts.judge
 def keep(evidence):
     with open(sys.argv[1], "wb") as file:

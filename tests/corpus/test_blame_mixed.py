@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.core.outcome import Evidence, Failure
-from holdfast.insight.verdicts import judge
+from holdfast.insight.causes import judge
 from tests.corpus.telling import (
     C10D,
     GLOO_CLOSED,

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.insight.causes import judge
 from holdfast.insight.causes.find import cause_of
-from holdfast.insight.causes.texts import TEXTS
+from holdfast.insight.causes.rules import texts
 from holdfast.insight.screen import render
-from holdfast.insight.verdicts import judge
 from tests.corpus.cases import CASES
 from tests.corpus.telling import Case, fails
 
@@ -81,7 +81,7 @@ def test_each(case: Case) -> None:
     verdict = judge(case.evidence)
     assert is_right(case, verdict), f"{named(verdict)}: {verdict.cause}"
     assert verdict.code == case.code, verdict.cause
-    assert verdict.code in TEXTS
+    assert verdict.code in texts()
     assert "\n" not in verdict.cause + verdict.advice
 
 

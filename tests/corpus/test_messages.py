@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.insight.causes.texts import TEXTS
+from holdfast.insight.causes.rules import texts
 from tests.corpus.messages import messages, right_share, wrong
 
 SHARE_MIN = {"learned": 0.98, "held_out": 0.95}
@@ -23,4 +23,4 @@ def test_no_message_is_in_both_halves_and_each_has_a_cause_that_exists() -> None
     halves = [messages(half) for half in SHARE_MIN]
     first, second = ({(each.failure.message, each.failure.stderr_tail) for each in half} for half in halves)
     assert not first & second
-    assert {each.code for half in halves for each in half} <= set(TEXTS)
+    assert {each.code for half in halves for each in half} <= set(texts())

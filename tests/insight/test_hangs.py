@@ -72,8 +72,12 @@ class Rank:
     busy: bool = False
     starved: bool = False
     """It waits for a processor all the while."""
+    hindered: bool = False
+    """It computes a little and sleeps a little, and waits for a processor in between."""
     starved_children: bool = False
     stirs: bool = False
+    main_cpu_s: float = 0.0
+    """Processor time of its main thread between two samples."""
     children: bool = False
     """Its children use the processor."""
     saves: int = 0
@@ -101,18 +105,18 @@ def story(number: int, rank: Rank) -> RankStory:
             local_rank=number % 4,
             pid=4700 + number,
             state=rank.state,
-            cpu_s=10.0 + index * (1.9 if rank.busy else 0.01),
+            cpu_s=10.0 + index * (1.9 if rank.busy else 0.1 if rank.hindered else 0.01),
             frames=frames,
             note=rank.note,
             source=rank.source,
-            main_cpu_s=8.0 + index * (0.1 if rank.stirs else 0.01),
+            main_cpu_s=8.0 + index * (rank.main_cpu_s or (0.04 if rank.stirs else 0.01)),
             moved_bytes=index * (50_000_000 if rank.copies else 9_000 + rank.saves // 2),
             children_cpu_s=3.0 + index * (1.9 if rank.children else 0.02),
             children_bytes=index * rank.saves // 2,
             disk_bytes=10**12 + index * (80_000_000 if rank.disk else 0),
             at_s=100.0 + index * rank.gap_s,
             talked_bytes=index * rank.talks,
-            wanted_s=index * (1.6 if rank.starved else 0.3),
+            wanted_s=index * (1.6 if rank.starved else 0.75 if rank.hindered else 0.3),
             children_wanted_s=index * (1.6 if rank.starved_children else 0.3),
         )
         for index, frames in enumerate(rank.frames)
@@ -306,6 +310,12 @@ QUIET: dict[str, tuple[Finding, HangKind, str, bool, bool]] = {
     ),
     "numpy that gets no processor": (
         found({3: steady(NUMPY, "R", starved=True)}), HangKind.HUNG, "HF240", True, False,
+    ),
+    "short work, again and again, that gets little of the processor": (
+        found({3: steady(NUMPY, hindered=True)}), HangKind.HUNG, "HF240", True, False,
+    ),
+    "an evaluation in short steps": (
+        found({3: steady(NUMPY, main_cpu_s=0.1)}), HangKind.HUNG, "HF240", True, False,
     ),
     "an idle child": (found({3: steady(CALLS_CHILD)}), HangKind.HUNG, "HF240", False, False),
     "all wait, and one has a busy child": (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.insight.incidents import incidents
+from holdfast.insight.history import incidents
 from holdfast.insight.page import POINTS_MAX, Block, bar, lines, thinned
 
 VOID = {"meta", "br"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.core.stacks import Frame, RankSample
-from holdfast.insight.stacks import group, stack_lines
+from holdfast.insight.status import group, stack_lines
 from holdfast.runtime.answers import stacks_view
 
 TORCH = "/opt/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"

@@ -6,8 +6,9 @@ import doctest
 
 import msgspec
 
+from holdfast import text
 from holdfast.core.progress import JobView, NodeView, RankView, Stage, Standing
-from holdfast.insight import numbers, status
+from holdfast.insight import status
 from holdfast.insight.status import status_lines
 
 
@@ -92,5 +93,5 @@ def test_nobody_there_yet() -> None:
 
 
 def test_small_words() -> None:
-    assert doctest.testmod(numbers).failed == 0
+    assert doctest.testmod(text).failed == 0
     assert doctest.testmod(status).failed == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec import structs
 
 from holdfast.core.hang import Finding, HangKind, RankStory
 from holdfast.core.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.core.stacks import Frame, RankSample
+from holdfast.insight.causes import judge
+from holdfast.insight.causes import rules as causes_rules
 from holdfast.insight.screen import render
-from holdfast.insight.verdicts import judge
 from tests.corpus.telling import GLOO_CLOSED, SITE, cut, fails, watchdog
 
 HANG = Finding(
@@ -58,6 +60,15 @@ def test_a_hang_explains_the_time_outs_that_end_it() -> None:
 
 def test_a_fault_of_its_own_outweighs_a_hang() -> None:
     assert judge(evidence(fails(1, code=-9), hang=HANG)).code == "HF204"
+
+
+def test_what_a_script_says_of_a_peer_in_its_own_words_is_outweighed_by_any_other_reason() -> None:
+    """Its exception may be reported before the death that it is about."""
+    said = fails(1, "RuntimeError: Connection closed by peer [127.0.0.1]:4711", line="raise RuntimeError(text)")
+    killed = fails(2, code=-9)
+    for failures in ((said, killed), (killed, said)):
+        assert judge(evidence(*failures)).culprit == killed
+    assert judge(evidence(said, cut(0))).culprit == said
 
 
 def test_a_lost_node_explains_complaints_but_no_own_fault() -> None:
@@ -413,3 +424,14 @@ def test_the_rank_that_a_barrier_names_is_the_culprit() -> None:
     verdict = judge(evidence(complaint, stopped))
     assert (verdict.code, verdict.culprit) == ("HF209", stopped)
     assert verdict.cause.startswith("rank 2 on a did not come: rank 0 waited in vain")
+
+
+def test_the_rules_are_made_without_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict and the thread that reads the rules ahead may be first at the same moment. msgspec's decoder crashes
+    when two threads are the first to use a type."""
+
+    def decode(*_: object) -> None:
+        raise AssertionError("the decoder was used")
+
+    monkeypatch.setattr(causes_rules.msgspec, "convert", decode)
+    assert causes_rules.rules.__wrapped__() == causes_rules.rules()

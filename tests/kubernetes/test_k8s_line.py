@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from holdfast.cli import main
-from holdfast.cli.submit_k8s_line import OWN
+from holdfast.cli.submit_k8s import OWN
 from tests.kubernetes.manifests import IMAGE, agent_of, submit, validate
 
 FAKE = """\
@@ -57,7 +57,7 @@ BAD = [
     ("--image x --nodes 2 --volume nfs/a:/mnt train.py", "HF101: --volume nfs/a:/mnt: 'nfs/a' must be CLAIM"),
     ("--image x --nodes 2 --env A train.py", "HF101: --env A: has no value; write A=VALUE, or --env-from"),
     ("--image x --nodes 2 --env A=1 --env 2=3 train.py", "HF101: --env 2=3: must be NAME=VALUE"),
-    ("--image x --nodes 2 --env HOLDFAST_TOKEN=hush train.py", "HF143: --env HOLDFAST_TOKEN=...: would stand"),
+    ("--image x --nodes 2 --env HOLDFAST_TOKEN=hush train.py", "HF143: --env HOLDFAST_TOKEN=...: would be"),
     ("--image x --nodes 2 --env-from wandb train.py", "HF101: --env-from wandb: must be secret/NAME"),
     ("--image x --nodes 2 --run-as root train.py", "HF101: --run-as root: must be UID"),
     ("--image x --nodes 2 --run-as 0 train.py", "HF101: --run-as 0: must be UID or UID:GID, numbers, and not root"),
@@ -68,7 +68,7 @@ BAD = [
     ("--image x --nodes 2 --standalone train.py", "HF101: --standalone: not for --k8s"),
     ("--image x --nodes 2 --node-rank 1 train.py", "HF101: --node-rank 1: not for --k8s"),
     ("--image x --nodes 2 --rdzv-backend etcd train.py", "HF101: --rdzv-backend and --rdzv-endpoint: leave both"),
-    ("--image x --nodes 2 --rdzv-conf password=hush train.py", "HF143: --rdzv-conf password=...: would stand"),
+    ("--image x --nodes 2 --rdzv-conf password=hush train.py", "HF143: --rdzv-conf password=...: would be"),
     ("--image x --nodes 2 --health 0.0.0.0:80 train.py", "HF105: --health 0.0.0.0:80: in a pod it is a port"),
     ("--image x --nodes 2 --metrics x train.py", "HF101: --metrics x:"),
     ("--image x --nodes 2 --drain-timeout 0 train.py", "HF101: --drain-timeout 0.0: must be a positive"),
@@ -151,7 +151,7 @@ def test_what_looks_like_a_secret_is_noticed() -> None:
     assert "name: HF_TOKEN" in out
     assert (
         err
-        == "holdfast: --env HF_TOKEN=... stands in the manifest for everybody to read; --env-from secret/NAME does not\n"
+        == "holdfast: --env HF_TOKEN=... is in the manifest for everybody to read; --env-from secret/NAME does not\n"
     )
 
 

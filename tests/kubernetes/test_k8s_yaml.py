@@ -1,13 +1,16 @@
-"""Our YAML beside PyYAML's reading of it."""
+"""What is written by ruamel.yaml (YAML 1.2) is read by PyYAML (1.1, as kubectl does)."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.schedulers.kubernetes_yaml import Noted, documents
+from holdfast.cli import main
+from holdfast.schedulers.kubernetes import Noted, documents
 
 MEANINGFUL = (
     "yes No ON off true null ~ y n 1 1_0 0x1F 1e3 1:30 .inf -1 - -- --- ... 2001-01-01 = << * & ! % @ ` a:b a: #x"
@@ -58,3 +61,15 @@ b:
 def test_other_types_are_refused() -> None:
     with pytest.raises(TypeError):
         documents([{"a": 1.5}])
+
+
+def test_without_the_library_its_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
+    assert main(["submit", "--k8s", "--nodes", "2", "--image", "i", "train.py"]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.splitlines()[-1] == (
+        "holdfast: HF117: holdfast submit --k8s needs ruamel.yaml: pip install 'holdfast[k8s]'"
+    )

@@ -15,7 +15,7 @@ from holdfast.version import __version__
 from tests.support.limits import limit_s
 
 ROOT = Path(__file__).parent.parent.parent
-NEEDED = ["msgspec", "psutil", "setuptools>=77"]
+NEEDED = ["msgspec", "nvidia-ml-py", "psutil", "setuptools>=77"]
 """By the package, and for the sdist to be built."""
 SCRIPT = """
 import os
@@ -75,6 +75,10 @@ def test_a_job_runs_where_it_is_installed(pattern: str, install: Callable[[Path]
     )
     head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert f"commit {head}" in shown.stdout
+    explained = subprocess.run(
+        [commands / "holdfast", "explain", "HF211"], env=environment, capture_output=True, text=True
+    )
+    assert "HF211" in explained.stdout, explained.stderr  # from a table that is shipped as a data file
 
 
 def test_the_wheel_brings_the_compiled_part(install: Callable[[Path], Path]) -> None:

@@ -31,7 +31,7 @@ MODULES = (
     "holdfast.runtime.workers.keeper",
     "holdfast.runtime.workers.preload",
     "holdfast.insight.screen",
-    "holdfast.insight.verdicts",
+    "holdfast.insight.causes",
 )
 ORDER_BYTES_MAX = 1 << 20
 ANSWER_S_MAX = 60.0

@@ -55,13 +55,13 @@ def test_a_hard_limit_that_is_too_low(site) -> None:
 BROKEN = """
 import errno, sys
 from holdfast import cli
-from holdfast.runtime.workers import crew
+from holdfast.runtime.workers import generation
 
 class Board:
     def __init__(self, nproc):
         raise OSError(errno.EMFILE, "Too many open files")
 
-crew.Board = Board
+generation.Board = Board
 sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 

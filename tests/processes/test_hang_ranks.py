@@ -27,7 +27,7 @@ from holdfast.insight.hangs import examine
 from holdfast.runtime.workers import kernel
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import Looker
-from holdfast.runtime.workers.spawn import BOOTSTRAP
+from holdfast.runtime.workers.preload import BOOTSTRAP
 from tests.support.limits import limit_s
 
 pytest.importorskip("torch")

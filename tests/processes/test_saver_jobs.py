@@ -16,19 +16,23 @@ ONE = ("--standalone", "--nproc-per-node", "1")
 SIZE = 1 << 20
 SAVES = f"""
 from holdfast.core.errors import SnapshotError
-from holdfast.snapshots.attempt import Ticket, begin
-from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
+from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.saver_client import SaverClient
+from holdfast.snapshots.shelf import SaverAddress
+from holdfast.snapshots.saving import rescue_attempt
 SIZE, SNAPS = {SIZE}, os.path.join(os.path.dirname(os.environ["TRAIL"]), "snaps")
 place = SaverAddress.find()
-own, saver = place.slots(rank=RANK, world=WORLD), SaverClient(place)
+saver = SaverClient(place, rank=RANK, world=WORLD)
+own = saver.slots
 
 def stage(step, rescue=0):
     memory = own.stage(step, SIZE)
     memory[:] = bytes([step % 251]) * SIZE
-    return own.commit(Ticket(SNAPS, step, rescue, RANK, WORLD).to_json() if rescue else None, {{"kept": step}})
+    saver.commit(SaveRequest(SNAPS, step, rescue, RANK, WORLD, metadata={{"kept": step}}) if rescue else None)
 
 def persist(step):
-    saver.persist(stage(step), Ticket(SNAPS, step, begin(SNAPS, step), RANK, WORLD))
+    stage(step)
+    saver.persist(SaveRequest(SNAPS, step, begin(SNAPS, step), RANK, WORLD))
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -68,9 +72,9 @@ def test_workers_killed_right_after_persist_lose_no_save(site) -> None:
 on_signal("SIGTERM")
 SNAPS += str(RANK)
 if ROUND < 2:
-    slot = stage(ROUND)
+    stage(ROUND)
     meet()
-    saver.persist(slot, Ticket(SNAPS, ROUND, begin(SNAPS, ROUND), 0, 1))
+    saver.persist(SaveRequest(SNAPS, ROUND, begin(SNAPS, ROUND), 0, 1))
     time.sleep([0, 0.001, 0.005, 0.02, 0.05, 0.1][RANK])
     die()
 """
@@ -103,7 +107,7 @@ note("found", step=found.step, good=bytes(found.data) == bytes([40]) * SIZE, bef
 
 
 def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
-    body = "persist(20)\nassert saver.wait(20 * SLOWNESS)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
+    body = "persist(20)\nsaver.wait(20 * SLOWNESS)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
     code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
     assert code == 137, agent.text
     assert snapshots(site) == [20, 40]
@@ -153,7 +157,7 @@ def test_a_killed_agent_leaves_no_process_and_no_file(site) -> None:
 
 
 def test_what_a_killed_agent_and_keeper_left_goes_with_the_next_start(site) -> None:
-    agent = site.start(*ONE, script(site, "persist(5)\nassert saver.wait(20 * SLOWNESS)\nstage(6)\nmeet()\nhold()"))
+    agent = site.start(*ONE, script(site, "persist(5)\nsaver.wait(20 * SLOWNESS)\nstage(6)\nmeet()\nhold()"))
     site.wait(1, "up")
     place = shelf_of(site)
     saver = saver_of(place)
@@ -181,7 +185,7 @@ while len(own.committed()) < 2:
         note("error", code=error.code)
         persist(2)
     time.sleep(0.01)
-assert saver.wait(20 * SLOWNESS)
+saver.wait(20 * SLOWNESS)
 saver.check()
 saver.close()
 """
@@ -189,7 +193,7 @@ saver.close()
         *ONE,
         script(
             site,
-            "assert saver.wait(20 * SLOWNESS)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n"
+            "saver.await_predecessor(20 * SLOWNESS)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n"
             + body,
         ),
     )
@@ -213,7 +217,7 @@ if found is None:
     hold()
 note("found", step=found.step)
 persist(41)
-assert saver.wait(20 * SLOWNESS)
+saver.wait(20 * SLOWNESS)
 saver.check()
 """
     agent = site.start(*ONE, "--max-restarts", "1", script(site, body))
@@ -228,7 +232,7 @@ saver.check()
 
 
 def test_a_failed_save_of_a_dead_worker_is_told_on_the_console(site) -> None:
-    body = "saver.persist(stage(1), Ticket('/nowhere', 1, 1, 0, 1))\ndie()"
+    body = "stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\ndie()"
     code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
     assert code == 137
     assert "snapshots: rank 0, before its restart: /nowhere" in agent.text, agent.text

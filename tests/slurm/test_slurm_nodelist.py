@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import EnvironmentValueError
-from holdfast.schedulers.slurm_nodelist import HOSTS_MAX, expand
+from holdfast.schedulers.slurm_step import HOSTS_MAX, expand
 
 LISTS = [
     *("n1", "n[1-3]", "node[01-03,7]", "a,b[1-2,09-11],c", "r[1-2]n[01-02]"),

@@ -13,8 +13,8 @@ from holdfast.cli.plan import render
 from holdfast.cli.resolve import resolve
 from holdfast.cli.under_slurm import srun_environment, srun_line, take_in
 from holdfast.core.errors import EnvironmentValueError, NodesError, UsageError
+from holdfast.schedulers.slurm_job import over
 from holdfast.schedulers.slurm_step import ScontrolOutput, SlurmStep, read_step, tasks_per_node
-from holdfast.schedulers.slurm_watch import over
 
 BATCH = {
     "SLURM_JOB_ID": "7",

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main, submit_slurm
+from holdfast.cli import main, submit
 from holdfast.core.errors import CallerError, ScriptError, UsageError
-from holdfast.schedulers.slurm_batch import Batch, script
+from holdfast.schedulers.slurm_batch import Batch, Directive, script
 from holdfast.schedulers.slurm_job import JobState, read_job
-from holdfast.schedulers.slurm_options import Directive
 from holdfast.schedulers.slurm_step import ScontrolOutput
 from tests.support.limits import limit_s
 
@@ -26,8 +25,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(line: str) -> submit_slurm.BatchRequest:
-    return submit_slurm.read(shlex.split(line))
+def read(line: str) -> submit.BatchRequest:
+    return submit.read(shlex.split(line))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_a_file_of_somebody_else_is_left_alone() -> None:
     path = Path("train.sbatch")
     path.write_text("#!/bin/bash\nmine\n")
     with pytest.raises(UsageError, match=r"train\.sbatch"):
-        submit_slurm.write(path, "x")
+        submit.write(path, "x")
     assert path.read_text().endswith("mine\n")
 
 
@@ -145,8 +144,8 @@ def test_what_scontrol_says_of_a_job() -> None:
 def test_a_log_is_followed_to_the_jobs_end(
     folder: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submit_slurm, "JOB_LOOK_S", 0.0)
-    monkeypatch.setattr(submit_slurm, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(submit, "JOB_LOOK_S", 0.0)
+    monkeypatch.setattr(submit, "LAST_WORDS_S", 0.0)
     log = folder / "log"
     states = iter(["PENDING", "RUNNING", None, "RUNNING", "PENDING", "RUNNING", "COMPLETED"])
 
@@ -156,18 +155,18 @@ def test_a_log_is_followed_to_the_jobs_end(
             file.write(f"{state}\n".encode())
         return None if state is None else JobState(state, "Priority", "n1", str(log), 0)
 
-    assert submit_slurm.Follower("7", ask).run() == 0
+    assert submit.Follower("7", ask).run() == 0
     out, err = capfdbinary.readouterr()
     assert out.decode().split() == ["PENDING", "RUNNING", "None", "RUNNING", "PENDING", "RUNNING", "COMPLETED"]
     assert err.decode().count("waits (Priority)") == 2
 
 
 def test_ctrl_c_leaves_the_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(_self: submit_slurm.Follower) -> int:
+    def interrupted(_self: submit.Follower) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submit_slurm.Follower, "run", interrupted)
-    assert submit_slurm.follow("7") == 130
+    monkeypatch.setattr(submit.Follower, "run", interrupted)
+    assert submit.follow("7") == 130
     assert "scancel 7" in capsys.readouterr().err
 
 
@@ -177,4 +176,4 @@ def test_what_sbatch_refuses_is_said(folder: Path, monkeypatch: pytest.MonkeyPat
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(CallerError, match="invalid partition"):
-        submit_slurm.submit(Path("train.sbatch"))
+        submit.submit(Path("train.sbatch"))

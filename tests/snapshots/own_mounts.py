@@ -18,8 +18,9 @@ HEAD = """
 import os, subprocess, sys
 from pathlib import Path
 from holdfast.core.errors import *
-from holdfast.snapshots import attempt, folder, lease, layout, reader, retention
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots import attempt, folder, lease, retention
+from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.manifest import rank_file
 from soak.disk import mounted
 from tests.snapshots.saves import content, is_whole, newest, save
 

@@ -9,8 +9,9 @@ import subprocess
 from pathlib import Path
 
 from holdfast.snapshots import attempt, shelf
-from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import SaverAddress, SaverClient
+from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.saver_client import SaverClient
+from holdfast.snapshots.shelf import SaverAddress
 from holdfast.snapshots.slots import Slot
 from tests.support.limits import limit_s, until
 
@@ -35,9 +36,22 @@ class Bench:
         self.folder = folder
         self.anchor = subprocess.Popen(["sleep", "600"])
         held = shelf.Shelf.make("bench")
-        self.place = SaverAddress(held.path, 0, 0, self.anchor.pid, held)
-        self.slots = self.place.slots(rank=0, world=1)
+        self.held = held
+        self.place = SaverAddress(held.path, 0, 0, self.anchor.pid)
+        self.connect()
+
+    def connect(self) -> None:
+        """The worker, or its successor."""
         self.client = SaverClient(self.place)
+        self.slots = self.client.slots
+
+    def hand_over(self, request: SaveRequest, size: int = SIZE) -> None:
+        """Stage this step and have it saved; it is not written of the saver's own accord."""
+        memory = self.client.stage(request.step, size)
+        assert memory is not None
+        memory[:] = bytes([request.step]) * size
+        self.client.commit(None)
+        self.client.persist(request)
 
     def stage(self, step: int, size: int = SIZE) -> Slot:
         memory = self.slots.stage(step, size)
@@ -46,9 +60,8 @@ class Bench:
         return self.slots.commit()
 
     def persist(self, step: int, size: int = SIZE) -> None:
-        slot = self.stage(step, size)
-        ticket = Ticket(str(self.folder), step, attempt.begin(self.folder, step), 0, 1)
-        self.client.persist(slot, ticket, {"step": step})
+        number = attempt.begin(self.folder, step)
+        self.hand_over(SaveRequest(str(self.folder), step, number, 0, 1, metadata={"step": step}), size)
 
     @property
     def saver(self) -> int:
@@ -57,8 +70,7 @@ class Bench:
 
     def close(self) -> None:
         self.client.close()
-        self.slots.close()
-        self.place.close()
+        self.held.close()
         self.anchor.kill()
         self.anchor.wait()
         for pid in savers(self.place.folder):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.snapshots import attempt, folder, reader
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots import attempt, folder
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.image import Image, TensorEntry
 
@@ -32,15 +32,15 @@ def save(
     """Save one step of all ranks; returns the committed folder."""
     number = attempt.begin(path, step)
     for rank in range(world):
-        attempt.write_rank(Ticket(str(path), step, number, rank, world), content(step, rank, items))
-    return attempt.commit(Ticket(str(path), step, number, 0, world), metadata)
+        attempt.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items))
+    return attempt.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}))
 
 
 def load(snapshot: Snapshot) -> list[bytes]:
     """All ranks' files, with their digests checked."""
     loaded = []
     for rank in range(snapshot.manifest.world):
-        with reader.RankFile(snapshot, rank) as file:
+        with folder.RankFile(snapshot, rank) as file:
             loaded.append(bytes(file.load()))
     return loaded
 

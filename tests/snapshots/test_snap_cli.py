@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.snapshots import attempt, layout, lease
+from holdfast.snapshots import attempt, lease
+from holdfast.snapshots.manifest import MANIFEST, rank_file
 from tests.snapshots.saves import save
 from tests.support.limits import limit_s
 
@@ -30,10 +31,10 @@ def runs(tmp_path: Path) -> Path:
     """Steps 1 to 4, of which 3 is damaged inside and 4 at its end, and debris."""
     for step in range(1, 5):
         save(tmp_path, step, metadata={"metrics": {"loss": 1 / step}})
-    with (tmp_path / "step_000000003.0001" / layout.rank_file(1)).open("r+b") as file:
+    with (tmp_path / "step_000000003.0001" / rank_file(1)).open("r+b") as file:
         file.seek(9999)
         file.write(b"damage")
-    os.truncate(tmp_path / "step_000000004.0001" / layout.rank_file(0), 100)
+    os.truncate(tmp_path / "step_000000004.0001" / rank_file(0), 100)
     attempt.begin(tmp_path, 5)
     return tmp_path
 
@@ -174,7 +175,7 @@ def test_debris_that_is_no_folder_goes_too(runs: Path, capsys: pytest.CaptureFix
     assert main(["snaps", "prune", str(runs), "--debris"]) == 0
     capsys.readouterr()
     assert sorted(path.name for path in runs.glob("*.step_*")) == []
-    assert (runs / "step_000000001.0001" / layout.MANIFEST).exists()
+    assert (runs / "step_000000001.0001" / MANIFEST).exists()
 
 
 def test_a_folder_without_snapshots_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,16 +21,17 @@ from holdfast.core.errors import (
     SnapshotIncompleteError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import attempt, digest, disk, folder, layout, reader
-from holdfast.snapshots.attempt import PHASES, Ticket
-from holdfast.snapshots.layout import Key
+from holdfast.snapshots import attempt, disk, folder
+from holdfast.snapshots.attempt import PHASES, SaveRequest
+from holdfast.snapshots.disk import CHUNK_BYTES, digest
+from holdfast.snapshots.manifest import MANIFEST, Key, parse_name, rank_file, record_file
 from tests.snapshots.saves import content, is_whole, load, newest, save
 from tests.support.limits import limit_s
 
 SAVE = """
 import os, signal, sys
 from holdfast.snapshots import attempt
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.attempt import SaveRequest
 from tests.snapshots.saves import content
 path, first, last, phase = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 def at(reached):
@@ -40,8 +41,8 @@ def at(reached):
 for step in range(first, last + 1):
     number = attempt.begin(path, step, at=at)
     for rank in range(2):
-        attempt.write_rank(Ticket(path, step, number, rank, 2), content(step, rank), at=at)
-    attempt.commit(Ticket(path, step, number, 0, 2), at=at)
+        attempt.write_rank(SaveRequest(path, step, number, rank, 2), content(step, rank), at=at)
+    attempt.commit(SaveRequest(path, step, number, 0, 2), at=at)
 """
 
 
@@ -59,18 +60,18 @@ def test_a_snapshot_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert is_whole(found)
     assert sorted(os.listdir(path)) == sorted(
         [
-            layout.MANIFEST,
-            *(layout.rank_file(rank) for rank in range(3)),
-            *(layout.record_file(rank) for rank in range(3)),
+            MANIFEST,
+            *(rank_file(rank) for rank in range(3)),
+            *(record_file(rank) for rank in range(3)),
         ]
     )
-    reader.verify(found)
+    folder.verify(found)
 
 
 def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     path = save(tmp_path, 1, 1)
-    with safetensors.safe_open(str(path / layout.rank_file(0)), "np") as file:
+    with safetensors.safe_open(str(path / rank_file(0)), "np") as file:
         assert sorted(file.keys()) == ["bias", "step", "weight"]
 
 
@@ -80,7 +81,7 @@ def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shift", [0, 1])
 def test_files_of_all_sizes_from_any_address(tmp_path: Path, size_bytes: int, shift: int) -> None:
     """shift=1 is an address that O_DIRECT does not take."""
-    memory = reader._memory(size_bytes + shift)
+    memory = folder._memory(size_bytes + shift)
     memory[shift:] = random.Random(size_bytes).randbytes(size_bytes)
     begun: list[int] = []
     disk.write_all(tmp_path / "file", memory[shift:])
@@ -101,11 +102,11 @@ def test_a_file_system_in_memory() -> None:
 
 
 def test_the_digest_sees_every_bit_and_the_length() -> None:
-    data = bytearray(random.Random(3).randbytes(digest.CHUNK_BYTES + 100))
-    seen = {digest.digest(data), digest.digest(data[:-1]), digest.digest(bytes(len(data))), digest.digest(b"")}
-    for bit in (0, 8 * digest.CHUNK_BYTES - 1, 8 * digest.CHUNK_BYTES, 8 * len(data) - 1):
+    data = bytearray(random.Random(3).randbytes(CHUNK_BYTES + 100))
+    seen = {digest(data), digest(data[:-1]), digest(bytes(len(data))), digest(b"")}
+    for bit in (0, 8 * CHUNK_BYTES - 1, 8 * CHUNK_BYTES, 8 * len(data) - 1):
         data[bit // 8] ^= 1 << bit % 8
-        seen.add(digest.digest(data))
+        seen.add(digest(data))
         data[bit // 8] ^= 1 << bit % 8
     assert len(seen) == 8
 
@@ -130,66 +131,66 @@ def test_the_order_is_step_then_attempt_never_time(tmp_path: Path) -> None:
 def test_a_rename_replaces_nothing(tmp_path: Path) -> None:
     """Two savers that believe in the same attempt: the second fails, the first one's snapshot is untouched."""
     committed = save(tmp_path, 5, 1)
-    ticket = Ticket(str(tmp_path), 5, 1, 0, 1)
-    ticket.attempt_path.mkdir()
-    attempt.write_rank(ticket, content(99, 0))
+    request = SaveRequest(str(tmp_path), 5, 1, 0, 1)
+    request.attempt_path.mkdir()
+    attempt.write_rank(request, content(99, 0))
     with pytest.raises(SnapshotWriteError, match=r"not empty|exists"):
-        attempt.commit(ticket)
+        attempt.commit(request)
     assert newest(tmp_path).path == committed
     assert is_whole(newest(tmp_path))
     assert not folder.survey(tmp_path).debris
 
 
-def test_a_ticket_travels_as_json() -> None:
-    ticket = Ticket("runs/a", 5, 1, 0, 4, {"loader": [1, 2]})
-    assert Ticket.from_json(json.loads(json.dumps(ticket.to_json()))) == ticket
+def test_a_request_travels_as_json() -> None:
+    request = SaveRequest("runs/a", 5, 1, 0, 4, {"loader": [1, 2]})
+    assert SaveRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
 
 
 def test_ranks_may_come_in_any_order_and_late(tmp_path: Path) -> None:
     number = attempt.begin(tmp_path, 4)
-    tickets = [Ticket(str(tmp_path), 4, number, rank, 3) for rank in range(3)]
+    requests = [SaveRequest(str(tmp_path), 4, number, rank, 3) for rank in range(3)]
     done: list[Path] = []
-    waiting = threading.Thread(target=lambda: done.append(attempt.commit(tickets[0], patience=limit_s(30))))
+    waiting = threading.Thread(target=lambda: done.append(attempt.commit(requests[0], patience=limit_s(30))))
     waiting.start()
-    for ticket in reversed(tickets):
+    for request in reversed(requests):
         assert not done
-        attempt.write_rank(ticket, content(4, ticket.rank))
+        attempt.write_rank(request, content(4, request.rank))
     waiting.join()
-    assert done == [tickets[0].committed_path]
+    assert done == [requests[0].committed_path]
     assert is_whole(newest(tmp_path))
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     number = attempt.begin(tmp_path, 2)
-    attempt.write_rank(Ticket(str(tmp_path), 2, number, 0, 3), content(2, 0))
+    attempt.write_rank(SaveRequest(str(tmp_path), 2, number, 0, 3), content(2, 0))
     with pytest.raises(SnapshotIncompleteError, match=r"step 2 was not saved.*rank 1, 2"):
-        attempt.commit(Ticket(str(tmp_path), 2, number, 0, 3), patience=0.05)
+        attempt.commit(SaveRequest(str(tmp_path), 2, number, 0, 3), patience=0.05)
     found = folder.survey(tmp_path)
     assert [snapshot.step for snapshot in found.committed] == [1]
     assert not found.debris
     with pytest.raises(SnapshotIncompleteError, match="gave up"):
-        attempt.write_rank(Ticket(str(tmp_path), 2, number, 1, 3), content(2, 1))
+        attempt.write_rank(SaveRequest(str(tmp_path), 2, number, 1, 3), content(2, 1))
 
 
 def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
     number = attempt.begin(tmp_path, 2)
-    tickets = [Ticket(str(tmp_path), 2, number, rank, 2) for rank in range(2)]
-    attempt.write_rank(tickets[0], content(2, 0))
-    (tickets[1].attempt_path / layout.rank_file(1)).mkdir()
+    requests = [SaveRequest(str(tmp_path), 2, number, rank, 2) for rank in range(2)]
+    attempt.write_rank(requests[0], content(2, 0))
+    (requests[1].attempt_path / rank_file(1)).mkdir()
     with pytest.raises(SnapshotWriteError, match="File exists"):
-        attempt.write_rank(tickets[1], content(2, 1))
+        attempt.write_rank(requests[1], content(2, 1))
     with pytest.raises(SnapshotIncompleteError, match=r"rank 1: cannot write"):
-        attempt.commit(tickets[0], patience=3600)
+        attempt.commit(requests[0], patience=3600)
 
 
 def test_a_file_that_shrank_before_the_commit_is_not_committed(tmp_path: Path) -> None:
     number = attempt.begin(tmp_path, 2)
-    ticket = Ticket(str(tmp_path), 2, number, 0, 1)
-    attempt.write_rank(ticket, content(2, 0))
-    os.truncate(ticket.attempt_path / layout.rank_file(0), 1000)
+    request = SaveRequest(str(tmp_path), 2, number, 0, 1)
+    attempt.write_rank(request, content(2, 0))
+    os.truncate(request.attempt_path / rank_file(0), 1000)
     with pytest.raises(SnapshotDamagedError, match="rank 0"):
-        attempt.commit(ticket)
+        attempt.commit(request)
     assert not folder.survey(tmp_path).committed
 
 
@@ -259,11 +260,11 @@ def test_debris_alone_is_no_silent_start_from_zero(tmp_path: Path) -> None:
 
 def test_names() -> None:
     for name in ("step_000000001.0001", "step_1234567890.12345", "attempt.step_000000001.0001"):
-        found = layout.parse(name)
+        found = parse_name(name)
         assert found is not None
         assert found.key.named(found.kind) == name
     for name in ("bad.step_000000001.0001.2", "gone.step_000000001.0001.17"):
-        assert layout.parse(name) is not None
+        assert parse_name(name) is not None
     for name in (
         "step_1.1",
         "step_0000000001.0001",
@@ -271,13 +272,13 @@ def test_names() -> None:
         "x.step_000000001.0001",
         "step_000000001",
     ):
-        assert layout.parse(name) is None, name
+        assert parse_name(name) is None, name
     assert Key(10**9, 1).name > "", "large steps have names too"
 
 
 def test_load_returns_memory_of_its_own(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
-    with reader.RankFile(newest(tmp_path), 0) as file:
+    with folder.RankFile(newest(tmp_path), 0) as file:
         data = file.load()
         image = file.image
     data[image.spans["bias"]] = bytes(6)
@@ -287,7 +288,7 @@ def test_load_returns_memory_of_its_own(tmp_path: Path) -> None:
 def test_a_late_writer_leaves_nothing_in_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it wrote, the save was given up and begun again, under the same number."""
     number = attempt.begin(tmp_path, 1)
-    late = Ticket(str(tmp_path), 1, number, 1, 2)
+    late = SaveRequest(str(tmp_path), 1, number, 1, 2)
     write = disk._write
 
     def slow(file: int, data: memoryview, begin: int = 0) -> None:

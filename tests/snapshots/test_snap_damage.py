@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import NoValidSnapshotError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
-from holdfast.snapshots import folder, layout, reader
-from holdfast.snapshots.digest import CHUNK_BYTES
+from holdfast.snapshots import folder
+from holdfast.snapshots.disk import CHUNK_BYTES
 from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.manifest import MANIFEST, rank_file, record_file
 from tests.snapshots.saves import content, is_whole, newest, save
 
-FILE = layout.rank_file(1)
+FILE = rank_file(1)
 
 
 def truncated(path: Path) -> None:
@@ -55,15 +56,15 @@ def header_zeroed(path: Path) -> None:
 def swapped(path: Path) -> None:
     """The two ranks' files have equal sizes."""
     (path / FILE).rename(path / "aside")
-    (path / layout.rank_file(0)).rename(path / FILE)
-    (path / "aside").rename(path / layout.rank_file(0))
+    (path / rank_file(0)).rename(path / FILE)
+    (path / "aside").rename(path / rank_file(0))
 
 
 def swapped_with_records(path: Path) -> None:
     swapped(path)
-    (path / layout.record_file(1)).rename(path / "aside")
-    (path / layout.record_file(0)).rename(path / layout.record_file(1))
-    (path / "aside").rename(path / layout.record_file(0))
+    (path / record_file(1)).rename(path / "aside")
+    (path / record_file(0)).rename(path / record_file(1))
+    (path / "aside").rename(path / record_file(0))
 
 
 def file_of_another_step(path: Path) -> None:
@@ -80,43 +81,43 @@ def file_is_folder(path: Path) -> None:
 
 
 def record_missing(path: Path) -> None:
-    (path / layout.record_file(1)).unlink()
+    (path / record_file(1)).unlink()
 
 
 def record_edited(path: Path) -> None:
-    file = path / layout.record_file(1)
+    file = path / record_file(1)
     record = json.loads(file.read_text())
     record["chunks"][0] = "0" * 64
     file.write_text(json.dumps(record))
 
 
 def record_torn(path: Path) -> None:
-    os.truncate(path / layout.record_file(1), 100)
+    os.truncate(path / record_file(1), 100)
 
 
 def manifest_missing(path: Path) -> None:
-    (path / layout.MANIFEST).unlink()
+    (path / MANIFEST).unlink()
 
 
 def manifest_torn(path: Path) -> None:
-    os.truncate(path / layout.MANIFEST, 200)
+    os.truncate(path / MANIFEST, 200)
 
 
 def manifest_edited(path: Path) -> None:
-    file = path / layout.MANIFEST
+    file = path / MANIFEST
     file.write_text(file.read_text().replace('"loss": 0.5', '"loss": 0.1'))
 
 
 def manifest_of_another(path: Path) -> None:
-    shutil.copy(path.parent / "step_000000001.0001" / layout.MANIFEST, path / layout.MANIFEST)
+    shutil.copy(path.parent / "step_000000001.0001" / MANIFEST, path / MANIFEST)
 
 
 def manifest_not_text(path: Path) -> None:
-    (path / layout.MANIFEST).write_bytes(b"\xff\xfe")
+    (path / MANIFEST).write_bytes(b"\xff\xfe")
 
 
 def manifest_nested(path: Path) -> None:
-    (path / layout.MANIFEST).write_text("[" * 200_000)
+    (path / MANIFEST).write_text("[" * 200_000)
 
 
 def all_removed(path: Path) -> None:
@@ -140,7 +141,7 @@ def read_back(path: Path) -> Snapshot:
         chosen = folder.choose(folder.survey(path))
         assert chosen is not None
         try:
-            reader.verify(chosen)
+            folder.verify(chosen)
         except SnapshotDamagedError as error:
             folder.quarantine(chosen.path, str(error))
         else:
@@ -154,9 +155,9 @@ def test_damage_is_found_named_and_passed_over(tmp_path: Path, damage: Callable[
     assert newest(tmp_path).step == 2
     damage(bad)
     with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
-        reader.verify(folder.inspect(bad))
+        folder.verify(folder.inspect(bad))
     with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
-        reader.verify(folder.inspect(bad), lambda: None)
+        folder.verify(folder.inspect(bad), lambda: None)
     chosen = read_back(tmp_path)
     assert chosen.step == 1
     assert is_whole(chosen)
@@ -181,7 +182,7 @@ def test_damage_to_the_only_one_is_no_silent_start_from_zero(tmp_path: Path, dam
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Some hundred bits, in the header, at the chunks' edges and anywhere."""
     path = save(tmp_path, 1, 1)
-    file, chance = path / layout.rank_file(0), random.Random(5)
+    file, chance = path / rank_file(0), random.Random(5)
     whole = file.read_bytes()
     bits = [0, 7, 8 * 100, 8 * len(whole) - 1, *(chance.randrange(8 * len(whole)) for _ in range(200))]
     for bit in bits:
@@ -190,10 +191,10 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             opened.write(bytes([whole[bit // 8] ^ (1 << bit % 8)]))
             opened.flush()
             with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-                reader.verify(newest(tmp_path))
+                folder.verify(newest(tmp_path))
             opened.seek(bit // 8)
             opened.write(whole[bit // 8 : bit // 8 + 1])
-    reader.verify(newest(tmp_path))
+    folder.verify(newest(tmp_path))
 
 
 @pytest.mark.parametrize("odd_bytes", [-4, 0, 4, 4096])
@@ -201,20 +202,20 @@ def test_reading_back_beside_a_training_finds_it_in_any_chunk(tmp_path: Path, od
     """Whole chunks are read past the page cache, the last one through it."""
     few = len(content(1, 0, 1 << 20)) - (4 << 20)  # what the header and the small tensors take
     path = save(tmp_path, 1, 1, items=(2 * CHUNK_BYTES + odd_bytes - few) // 4)
-    file = path / layout.rank_file(0)
+    file = path / rank_file(0)
     size_bytes = file.stat().st_size
     assert abs(size_bytes - 2 * CHUNK_BYTES - odd_bytes) < 8
-    reader.verify(newest(tmp_path), lambda: None)
+    folder.verify(newest(tmp_path), lambda: None)
     for at in (CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 9, size_bytes - 1):
         whole = file.read_bytes()
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
         with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-            reader.verify(newest(tmp_path), lambda: None)
+            folder.verify(newest(tmp_path), lambda: None)
         file.write_bytes(whole)
     snapshot = newest(tmp_path)
     os.truncate(file, CHUNK_BYTES + 100)
     with pytest.raises(SnapshotDamagedError, match="it ends after"):
-        reader.verify(snapshot, lambda: None)
+        folder.verify(snapshot, lambda: None)
 
 
 def test_a_file_system_that_promised_to_read_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,14 +230,14 @@ def test_a_file_system_that_promised_to_read_past_the_cache(tmp_path: Path, monk
         return real(file, buffers, begin)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    reader.verify(newest(tmp_path), lambda: None)
+    folder.verify(newest(tmp_path), lambda: None)
     assert refused == [0]
 
 
 def test_the_bytes_of_the_manifest_count(tmp_path: Path) -> None:
     """A changed byte is found, or means the same (white space, the case of an escape)."""
     path = save(tmp_path, 1, 1, {"metrics": {"loss": 0.5}})
-    file = path / layout.MANIFEST
+    file = path / MANIFEST
     whole, before = file.read_bytes(), newest(tmp_path)
     for position in range(0, len(whole), 3):
         file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
@@ -250,9 +251,9 @@ def test_the_bytes_of_the_manifest_count(tmp_path: Path) -> None:
 def test_a_newer_version_is_neither_damaged_nor_passed_over(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
-    manifest = json.loads((path / layout.MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_text())
     manifest["version"] = 2
-    (path / layout.MANIFEST).write_text(json.dumps(manifest))
+    (path / MANIFEST).write_text(json.dumps(manifest))
     found = folder.survey(tmp_path)
     assert [problem.damaged for problem in found.problems] == [False]
     with pytest.raises(SnapshotVersionError, match="version 2"):

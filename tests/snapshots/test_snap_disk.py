@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import SnapshotError, SnapshotWriteError
-from holdfast.snapshots import attempt, folder, reader
+from holdfast.snapshots import attempt, folder
 from tests.snapshots.own_mounts import run_with_disk
 from tests.snapshots.saves import is_whole, newest, save
 from tests.support.limits import limit_s
@@ -57,14 +57,14 @@ def test_a_rank_that_finds_the_disk_full_gives_its_space_back_and_says_so(tmp_pa
         before = os.statvfs(disk.path).f_bfree
         assert before > 0
         try:
-            attempt.write_rank(Ticket(str(path), 2, number, 1, 2), content(2, 1))
+            attempt.write_rank(SaveRequest(str(path), 2, number, 1, 2), content(2, 1))
         except SnapshotWriteError as error:
             assert "it needs 1 MB" in str(error), error
         else:
             raise SystemExit("it was written")
         assert os.statvfs(disk.path).f_bfree >= before - 2
         try:
-            attempt.commit(Ticket(str(path), 2, number, 0, 2), patience=60)
+            attempt.commit(SaveRequest(str(path), 2, number, 0, 2), patience=60)
         except SnapshotIncompleteError as error:
             assert "rank 1" in str(error) and "No space" in str(error), error
         else:
@@ -81,7 +81,7 @@ def test_a_read_only_disk_is_read_and_not_written(tmp_path: Path) -> None:
         save(path, 1)
         bad = save(path, 2)
         attempt.begin(path, 3)
-        with (bad / layout.rank_file(0)).open("r+b") as file:
+        with (bad / rank_file(0)).open("r+b") as file:
             file.write(bytes(64))
         subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
         for refused in (lambda: attempt.begin(path, 3), lambda: lease.acquire(path, "x")):
@@ -92,7 +92,7 @@ def test_a_read_only_disk_is_read_and_not_written(tmp_path: Path) -> None:
             else:
                 raise SystemExit("it was written")
         try:
-            reader.verify(newest(path))
+            folder.verify(newest(path))
         except SnapshotDamagedError as error:
             assert folder.quarantine(newest(path).path, str(error)) is None
         else:
@@ -155,7 +155,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_what_was_read_outlives_the_snapshot(tmp_path: Path) -> None:
     """What was read stays valid when the snapshot is deleted."""
     save(tmp_path, 1, 1)
-    with reader.RankFile(newest(tmp_path), 0) as file:
+    with folder.RankFile(newest(tmp_path), 0) as file:
         before = file.load()
     kept = bytes(before)
     for each in newest(tmp_path).path.iterdir():

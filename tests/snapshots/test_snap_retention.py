@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotGoneError
-from holdfast.snapshots import attempt, folder, layout, reader, retention
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots import attempt, folder, retention
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.manifest import Manifest, RankEntry
+from holdfast.snapshots.manifest import Manifest, RankEntry, rank_file
 from holdfast.snapshots.retention import Keep, Verified, prune
 from tests.snapshots.saves import content, is_whole, newest, save
 from tests.support.limits import limit_s
@@ -123,7 +123,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     for step in range(1, 5):
         save(tmp_path, step, 1)
     for step in (3, 4):
-        with (tmp_path / f"step_00000000{step}.0001" / layout.rank_file(0)).open("r+b") as file:
+        with (tmp_path / f"step_00000000{step}.0001" / rank_file(0)).open("r+b") as file:
             file.seek(4096)
             file.write(bytes(64))
     done = prune(tmp_path, Keep(last=1))
@@ -135,7 +135,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
 
 def test_nothing_valid_nothing_deleted(tmp_path: Path) -> None:
     path = save(tmp_path, 1, 1)
-    os.truncate(path / layout.rank_file(0), 10)
+    os.truncate(path / rank_file(0), 10)
     assert prune(tmp_path, Keep(last=1)).deleted == ()
     assert prune(tmp_path / "none", Keep(last=1)).kept == ()
 
@@ -144,7 +144,7 @@ def test_each_snapshot_is_read_back_once(tmp_path: Path) -> None:
     verified = Verified()
     save(tmp_path, 1, 1)
     prune(tmp_path, Keep(last=2), verified=verified)
-    file = tmp_path / "step_000000001.0001" / layout.rank_file(0)
+    file = tmp_path / "step_000000001.0001" / rank_file(0)
     file.write_bytes(bytes(file.stat().st_size))
     assert prune(tmp_path, Keep(last=2), verified=verified).damaged == ()
     assert len(prune(tmp_path, Keep(last=2)).damaged) == 1, (
@@ -184,7 +184,7 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
             for snapshot in found.committed[:2]:
                 try:
                     for rank in range(snapshot.manifest.world):
-                        with reader.RankFile(snapshot, rank) as file:
+                        with folder.RankFile(snapshot, rank) as file:
                             assert file.load() == content(snapshot.step, rank, 1000)
                 except SnapshotGoneError:
                     outcomes["gone"] += 1
@@ -200,8 +200,8 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
         for step in range(1, 500):
             number = attempt.begin(tmp_path, step)
             for rank in range(2):
-                attempt.write_rank(Ticket(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
-            attempt.commit(Ticket(str(tmp_path), step, number, 0, 2))
+                attempt.write_rank(SaveRequest(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
+            attempt.commit(SaveRequest(str(tmp_path), step, number, 0, 2))
             prune(tmp_path, Keep(last=1))
             if outcomes["whole"] > 5 and outcomes["gone"] > 5:
                 break

@@ -8,20 +8,24 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast import seqpacket
 from holdfast.core.errors import (
     SaverLostError,
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.snapshots import attempt, packets, shelf, slots
+from holdfast.snapshots import attempt, shelf, slots
 from holdfast.snapshots import folder as snapshots
-from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
+from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.saver_client import SaverClient
+from holdfast.snapshots.saving import rescue_attempt
+from holdfast.snapshots.shelf import SaverAddress
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots.saver_bench import SIZE, WAIT_S, Bench, savers
 from tests.support.limits import limit_s, until
@@ -29,21 +33,24 @@ from tests.support.limits import limit_s, until
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from holdfast.snapshots.attempt import Ticket, begin
-from holdfast.snapshots.saver_client import SaverAddress, SaverClient
+from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.saver_client import SaverClient
+from holdfast.snapshots.shelf import SaverAddress
 
 FOLDER, SIZE = sys.argv[1], 2 << 20
 LIMIT_S = 20 * float(os.environ["TEST_SLOWNESS"])
 place = SaverAddress.find()
-own, saver = place.slots(rank=0, world=1), SaverClient(place)
+saver = SaverClient(place)
+own = saver.slots
 
 def stage(step, rescue=0):
     memory = own.stage(step, SIZE)
     memory[:] = bytes([step % 251]) * SIZE
-    return own.commit(Ticket(FOLDER, step, rescue, 0, 1).to_json() if rescue else None, {"kept": step})
+    saver.commit(SaveRequest(FOLDER, step, rescue, 0, 1, metadata={"kept": step}) if rescue else None)
 
 def persist(step):
-    saver.persist(stage(step), Ticket(FOLDER, step, begin(FOLDER, step), 0, 1), {"loss": 0.5})
+    stage(step)
+    saver.persist(SaveRequest(FOLDER, step, begin(FOLDER, step), 0, 1, metadata={"loss": 0.5}))
 
 def say(*words):
     os.write(1, (" ".join(map(str, (place.folder, *words))) + "\\n").encode())  # one line, whoever else writes
@@ -75,23 +82,19 @@ def content(folder: Path, step: int) -> bytes:
 def test_what_was_handed_over_is_on_the_disk(bench: Bench) -> None:
     bench.persist(1)
     bench.persist(2)
-    assert bench.client.wait(WAIT_S)
-    bench.client.check()
+    bench.client.wait(WAIT_S)
     assert committed(bench.folder) == {1: {"step": 1}, 2: {"step": 2}}
     assert content(bench.folder, 2) == b"\2" * SIZE
-    assert bench.client.in_flight == []
+    assert not bench.client.busy
 
 
 def test_a_failure_comes_out_at_the_next_call_as_what_it_is(bench: Bench) -> None:
-    slot = bench.stage(1)
-    bench.client.persist(slot, Ticket(str(bench.folder / "no"), 1, 1, 0, 1))
-    assert bench.client.wait(WAIT_S)
+    bench.hand_over(SaveRequest(str(bench.folder / "no"), 1, 1, 0, 1))
     with pytest.raises(SnapshotIncompleteError, match="is not there"):
-        bench.client.check()
+        bench.client.wait(WAIT_S)
     bench.client.check()
     bench.persist(2)
-    assert bench.client.wait(WAIT_S)
-    bench.client.check()
+    bench.client.wait(WAIT_S)
     assert list(committed(bench.folder)) == [2]
 
 
@@ -103,32 +106,29 @@ def test_a_killed_saver_is_told_and_replaced(bench: Bench) -> None:
         "it writes",
     )
     os.kill(first, signal.SIGKILL)
-    until(lambda: bench.client.wait(0), "its end is seen")
     with pytest.raises(SaverLostError, match="step 1 was not saved"):
-        bench.client.check()
+        bench.client.wait(WAIT_S)
     bench.client.check()
     bench.persist(2)
-    assert bench.client.wait(WAIT_S)
-    bench.client.check()
+    bench.client.wait(WAIT_S)
     assert list(committed(bench.folder)) == [2]
     assert bench.saver != first
 
 
 def test_a_saver_that_died_between_saves_is_nobody_s_error(bench: Bench) -> None:
     bench.persist(1)
-    assert bench.client.wait(WAIT_S)
+    bench.client.wait(WAIT_S)
     os.kill(bench.saver, signal.SIGKILL)
     until(lambda: not savers(bench.place.folder), "it has ended")
     bench.persist(2)
-    assert bench.client.wait(WAIT_S)
-    bench.client.check()
+    bench.client.wait(WAIT_S)
     assert sorted(committed(bench.folder)) == [1, 2]
 
 
 def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     """Back-pressure: two saves are taken, then there is no slot, at once; nothing is lost."""
     bench.persist(1)
-    assert bench.client.wait(WAIT_S)
+    bench.client.wait(WAIT_S)
     os.kill(bench.saver, signal.SIGSTOP)
     bench.persist(2)
     for step in range(3, 20):
@@ -141,8 +141,7 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     os.kill(bench.saver, signal.SIGCONT)
     assert bench.client.wait_for_slot(WAIT_S)
     bench.stage(22)
-    assert bench.client.wait(WAIT_S)
-    bench.client.check()
+    bench.client.wait(WAIT_S)
     assert sorted(committed(bench.folder)) == [1, 2, 20]
     assert content(bench.folder, 2) == b"\2" * SIZE
 
@@ -153,45 +152,44 @@ def test_a_successor_waits_for_its_predecessor_s_saves(bench: Bench) -> None:
     bench.persist(1)
     bench.persist(2)
     bench.client.close()
-    bench.slots.close()
-    bench.client, bench.slots = SaverClient(bench.place), bench.place.slots(rank=0, world=1)
+    bench.connect()
     assert bench.slots.stage(3, SIZE) is None
     assert not bench.client.wait_for_slot(0.05)
     os.kill(saver, signal.SIGCONT)
     assert bench.client.wait_for_slot(WAIT_S)
     bench.stage(3)
-    assert bench.client.wait(WAIT_S)
-    assert sorted(committed(bench.folder)) == [1, 2]
+    until(lambda: sorted(committed(bench.folder)) == [1, 2], "both are on the disk")
 
 
 def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench) -> None:
     """A node was lost in the middle of a save: this one has written its part, and the attempt will never be whole."""
     number = attempt.begin(bench.folder, 1)
-    bench.client.persist(bench.stage(1), Ticket(str(bench.folder), 1, number, 0, 2))
+    bench.hand_over(SaveRequest(str(bench.folder), 1, number, 0, 2))
     bench.client.close()
-    bench.slots.close()
-    bench.client, bench.slots = SaverClient(bench.place), bench.place.slots(rank=0, world=1)
-    assert bench.client.wait_written(WAIT_S)
-    assert not bench.client.wait(0.05)
+    bench.connect()
+    bench.client.await_predecessor(WAIT_S)
     bench.persist(2)
-    assert bench.client.wait_own(WAIT_S)
+    bench.client.wait(WAIT_S)
     assert sorted(committed(bench.folder)) == [2]
     # The job goes on without it, and clears it away.
     snapshots.clear_debris(snapshots.survey(bench.folder))
-    until(lambda: (bench.client.check(), bench.client.news)[1], "the commit was given up")
-    assert "step 1 was not saved" in bench.client.news[0]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        until(lambda: (bench.client.check(), heard)[1], "the commit was given up")
+    assert "step 1 was not saved" in str(heard[0].message)
 
 
 def test_a_slot_that_was_staged_into_since_is_refused(bench: Bench) -> None:
-    old = bench.stage(1)
+    bench.persist(1)
+    bench.client.wait(WAIT_S)
     bench.stage(2)
     bench.stage(3)
     with pytest.raises(ValueError, match="staged into since"):
-        bench.client.persist(old, Ticket(str(bench.folder), 1, 1, 0, 1))
+        bench.client.persist(SaveRequest(str(bench.folder), 1, 2, 0, 1))
 
 
 def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) -> None:
-    good = {"do": "persist", "id": 1, "sequence": 1, "ticket": {}, "metadata": {}, "patience_s": 1.0}
+    good = {"do": "persist", "id": 1, "sequence": 1, "request": {}, "patience_s": 1.0}
     nonsense: list[Any] = [
         b"",
         b"\xff\0",
@@ -202,8 +200,9 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
         {"do": "hello"},
         {"do": "hello", "local_rank": "0", "generation": 0},
         good,
-        {**good, "ticket": {"folder": [], "step": 1, "attempt": 1, "rank": 0, "world": 1}},
-        {**good, "ticket": {"folder": "x", "step": 1, "attempt": 1, "rank": 0, "world": 1, "more": 1}},
+        {**good, "request": {"folder": [], "step": 1, "attempt": 1, "rank": 0, "world": 1}},
+        {**good, "request": {"folder": "x", "step": 1, "attempt": 1, "rank": 0, "world": 1, "more": 1}},
+        {**good, "request": {"folder": "x", "step": 1, "attempt": 1, "rank": 0, "world": 1, "metadata": []}},
         {**good, "id": None},
     ]
     for each in nonsense:
@@ -211,13 +210,12 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
             sock.connect(str(bench.place.folder / shelf.SOCKET))
             sock.settimeout(WAIT_S)
             if isinstance(each, dict) and "local_rank" not in each:
-                packets.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+                seqpacket.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
             with open("/dev/null") as null:
                 socket.send_fds(sock, [each if isinstance(each, bytes) else json.dumps(each).encode()], [null.fileno()])
             assert sock.recv(100) == b"", each
     bench.persist(1)
-    assert bench.client.wait(WAIT_S)
-    bench.client.check()
+    bench.client.wait(WAIT_S)
     assert list(committed(bench.folder)) == [1]
 
 
@@ -226,11 +224,11 @@ def test_a_descriptor_that_is_no_slot_is_an_error(bench: Bench, tmp_path: Path) 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, (tmp_path / "file").open("rb") as file:
         sock.connect(str(bench.place.folder / shelf.SOCKET))
         sock.settimeout(WAIT_S)
-        packets.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
-        ticket = Ticket(str(bench.folder), 1, 1, 0, 1).to_json()
-        order = {"do": "persist", "id": 7, "sequence": 1, "ticket": ticket, "metadata": {}, "patience_s": 1.0}
-        packets.send(sock, order, [file.fileno()])
-        got = packets.receive(sock)
+        seqpacket.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+        request = SaveRequest(str(bench.folder), 1, 1, 0, 1).to_json()
+        packet = {"do": "persist", "id": 7, "sequence": 1, "request": request, "patience_s": 1.0}
+        seqpacket.send(sock, packet, [file.fileno()])
+        got = seqpacket.receive(sock)
         assert got is not None
         assert (got[0]["is"], got[0]["id"], got[0]["code"]) == ("failed", 7, "HF401")
 
@@ -271,7 +269,7 @@ def test_a_worker_killed_after_persist_returned_loses_nothing(tmp_path: Path) ->
 
 def test_a_newer_memory_step_is_written_after_a_crash(tmp_path: Path) -> None:
     number = rescue_attempt()
-    body = f"persist(20)\nassert saver.wait(LIMIT_S)\nstage(30, {number})\nstage(40, {number})\nsay()\ndie()"
+    body = f"persist(20)\nsaver.wait(LIMIT_S)\nstage(30, {number})\nstage(40, {number})\nsay()\ndie()"
     done = run_worker(body, tmp_path)
     until(lambda: sorted(committed(tmp_path)) == [20, 40], "the newest in memory is saved")
     assert committed(tmp_path) == {20: {"loss": 0.5}, 40: {"kept": 40}}
@@ -285,7 +283,7 @@ def test_a_newer_memory_step_is_written_after_a_crash(tmp_path: Path) -> None:
     [
         "stage(40, 7)\nsaver.close()\ndie()",  # it has said goodbye
         "stage(40)\ndie()",  # nobody has said where
-        "stage(20, 7)\npersist(40)\nassert saver.wait(LIMIT_S)\ndie()",  # the disk has a newer one
+        "stage(20, 7)\npersist(40)\nsaver.wait(LIMIT_S)\ndie()",  # the disk has a newer one
         "stage(40, 7)\nstage(40, 7)\nos.makedirs(FOLDER + '/step_000000040.0001')\ndie()",
     ],
 )
@@ -311,7 +309,7 @@ def test_a_crash_of_two_ranks_saves_the_step_that_both_have(tmp_path: Path) -> N
             memory = own.stage(step, SIZE)
             assert memory is not None
             memory[:] = bytes([step + rank]) * SIZE
-            own.commit(Ticket(str(folder), step, number, rank, 2).to_json(), {"from": rank})
+            own.commit(SaveRequest(str(folder), step, number, rank, 2, metadata={"from": rank}))
         own.close()
     for client in clients:
         client._drop()  # as death does it
@@ -350,11 +348,13 @@ def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> No
 
 
 def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Path) -> None:
-    first = "saver.persist(stage(1), Ticket('/nowhere', 1, 1, 0, 1))\nsay()\ndie()"
+    first = "stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\nsay()\ndie()"
     second = (
         f"end = time.monotonic() + {WAIT_S}\n"
-        "while not saver.news and time.monotonic() < end: saver.wait(5); time.sleep(0.01)\n"
-        "say(*saver.news)"
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as heard:\n"
+        "    while not heard and time.monotonic() < end: saver.check(); time.sleep(0.01)\n"
+        "say(*(each.message for each in heard))"
     )
     line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
     done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
@@ -373,11 +373,11 @@ for process in [subprocess.Popen(line, env={**env, "LOCAL_RANK": str(rank)}) for
     process.wait()
 """
     body = """
-saver.wait(LIMIT_S)
+saver.await_predecessor(LIMIT_S)
 count = 0
 for name in os.listdir("/proc"):
     try:
-        line = open(f"/proc/{name}/cmdline").read() if name.isdigit() else ""
+        line = open(f"/proc/{name}/cmdline", errors="replace").read() if name.isdigit() else ""
     except OSError:
         continue
     count += "holdfast.snapshots.saver" in line and str(place.folder) in line
@@ -396,8 +396,8 @@ def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
     with pytest.raises(SnapshotMemoryError, match="cannot be used"):
         SaverAddress.find({}, tmp_path / "no")
     with pytest.raises(SnapshotMemoryError, match="the agent's saver cannot be reached"):
-        SaverClient(SaverAddress.find({packets.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
-    place = SaverAddress.find({packets.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
+        SaverClient(SaverAddress.find({shelf.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
+    place = SaverAddress.find({shelf.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
     assert (place.folder, place.generation, place.local_rank) == (Path("/dev/shm/a@b"), 4, 2)
 
 

@@ -14,18 +14,24 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import SnapshotMemoryError
+from holdfast.linux import group_room_bytes
 from holdfast.snapshots import shelf, slots
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
 
 SIZE = 3 * (1 << 20) + 17
 
 
+def request(step: int) -> SaveRequest:
+    return SaveRequest("x", step, 1, 0, 1, metadata={"loss": 0.5})
+
+
 def put(own: Slots, step: int, byte: int, size: int = SIZE) -> slots.Slot:
     memory = own.stage(step, size)
     assert memory is not None
     memory[:] = bytes([byte]) * size
-    return own.commit({"folder": "x", "step": step}, {"loss": 0.5})
+    return own.commit(request(step))
 
 
 def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
@@ -38,7 +44,7 @@ def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
     assert found is not None
     assert (found.step, found.rank, found.world, found.generation, found.local_rank) == (40, 5, 8, 3, 1)
     assert bytes(found.data) == b"\2" * SIZE
-    assert (found.ticket, found.metadata) == ({"folder": "x", "step": 40}, {"loss": 0.5})
+    assert found.request == request(40)
     assert [slot.step for slot in second.committed()] == [40, 20]
     assert Slots(tmp_path, SlotOwner(0)).newest() is None
     assert slots.local_ranks(tmp_path) == [1]
@@ -156,7 +162,7 @@ def test_too_long_a_note_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     put(own, 1, 1)
     own.stage(2, SIZE)
     with pytest.raises(ValueError, match="at most"):
-        own.commit(metadata={"x": "y" * HEADER_BYTES})
+        own.commit(SaveRequest("x", 1, 1, 0, 1, {"x": "y" * HEADER_BYTES}))
     newest = own.newest()
     assert newest is not None
     assert newest.step == 1
@@ -356,9 +362,9 @@ def test_a_group_s_limit_counts(tmp_path: Path) -> None:
         ("memory.stat", "anon 1\ninactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text + "\n")
-    assert slots._available_in_group_bytes(tmp_path) == 150
+    assert group_room_bytes(tmp_path) == 150
     (tmp_path / "memory.max").write_text("max\n")
-    assert slots._available_in_group_bytes(tmp_path) == float("inf")
+    assert group_room_bytes(tmp_path) == float("inf")
 
 
 # --- the shelf --------------------------------------------------------------------------------------------------------

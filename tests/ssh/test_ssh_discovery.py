@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.ssh import discovery
-from holdfast.ssh.discovery import Discovery
-from holdfast.ssh.hosts import HostSpec
+from holdfast.ssh import hosts
+from holdfast.ssh.hosts import Discovery, HostSpec
 from tests.support.limits import limit_s
 
 ANSWER_S = round(limit_s(0.25), 1)
@@ -17,7 +16,7 @@ ANSWER_S = round(limit_s(0.25), 1)
 
 
 def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "ANSWER_S", ANSWER_S)
+    monkeypatch.setattr(hosts, "ANSWER_S", ANSWER_S)
     program, told = tmp_path / "hosts", list[str]()
 
     async def answers(*texts: str) -> list[list[HostSpec] | None]:

@@ -13,7 +13,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.hosts import make_order, read_hosts
 from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
 from holdfast.core.errors import UsageError
-from holdfast.ssh.orders import LaunchSpec
+from holdfast.ssh.facts import LaunchSpec
 from holdfast.ssh.session import client_line
 
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.errors import HostsError
-from holdfast.ssh.complaints import explain, is_turned_away, last_words, parting_words
-from holdfast.ssh.facts import HostFacts, expected_from, meeting_address, problems, remarks, same_machine
-from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
+from holdfast.ssh.facts import (
+    AgentExit,
+    Expected,
+    HostFacts,
+    expected_from,
+    meeting_address,
+    problems,
+    remarks,
+    same_machine,
+)
+from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select
 from holdfast.ssh.launcher import chosen_end
-from holdfast.ssh.orders import AgentExit, Expected
+from holdfast.ssh.session import explain, is_turned_away, last_words, parting_words
 
 
 @pytest.mark.parametrize(
@@ -89,11 +97,6 @@ def test_include_and_exclude() -> None:
         left("", "x")
     with pytest.raises(HostsError, match="leave no host"):
         left("n1", "n1")
-
-
-def test_some_names() -> None:
-    assert some(["a"]) == "a"
-    assert some(list("abcdefghij"), 8) == "a, b, c, d, e, f, g, h and 2 more"
 
 
 B = HostSpec("b", 2)

@@ -6,6 +6,7 @@ import ast
 import gc
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -111,6 +112,14 @@ def test_a_name_means_one_class() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(place(path, node.lineno))
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_data_files_are_shipped() -> None:
+    """Every table that a module reads is named in pyproject.toml: an installation has only what is named there."""
+    package = ROOT / "src/holdfast"
+    patterns = tomllib.loads(text(ROOT / "pyproject.toml"))["tool"]["setuptools"]["package-data"]["holdfast"]
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    assert {path for path in files() if package in path.parents and path.suffix == ".toml"} <= shipped
 
 
 def test_modules_say_what_they_know() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.train.batch import GlobalBatch, Tail
 from holdfast.train.data.loader import DataLoader
+from holdfast.train.data.position import GlobalBatch, Tail
 
 Snapshot = tuple[dict[str, Any] | None, int]
 """The loaders' state, and how many optimizer steps had been made."""

@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.core.errors import ProcessGroupError
-from holdfast.train.batch import GlobalBatch, Share
+from holdfast.train.data.position import GlobalBatch, Share
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"

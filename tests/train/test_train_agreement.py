@@ -23,15 +23,14 @@ from holdfast.core.errors import (
     StateMismatchError,
 )
 from holdfast.snapshots import attempt
-from holdfast.train import fitting
-from holdfast.train.agreement import Peers
-from holdfast.train.fitting import Choice, Compared
+from holdfast.snapshots.saver_client import PrivateTier
+from holdfast.train import tracked
+from holdfast.train.agreement import Peers, Timekeeper
 from holdfast.train.guards import GuardWarning
 from holdfast.train.resuming import Resumer
 from holdfast.train.saving import Saving
-from holdfast.train.schedule import Timekeeper
 from holdfast.train.state import Tracker
-from holdfast.train.tiers import PrivateTier
+from holdfast.train.tracked import Choice, Compared
 from tests.support.limits import limit_s
 
 WORLD = 3
@@ -126,11 +125,11 @@ def test_what_fails_on_one_rank_alone_is_raised_on_all_at_the_same_step(
 ) -> None:
     write_rank = attempt.write_rank
 
-    def full_on_one(ticket: attempt.Ticket, data: Any) -> Any:
-        if ticket.rank == 1:
-            attempt.refuse(ticket, "No space left")
+    def full_on_one(request: attempt.SaveRequest, data: Any) -> Any:
+        if request.rank == 1:
+            attempt.refuse(request, "No space left")
             raise SnapshotWriteError("No space left")
-        return write_rank(ticket, data)
+        return write_rank(request, data)
 
     def talk(peers: Peers) -> list[str]:
         rank = Rank(tmp_path, peers)
@@ -197,8 +196,8 @@ def test_what_another_rank_of_a_pipeline_has_is_not_left_over() -> None:
         if peers.rank == 1:
             mine.missing = {"model": ["model.new"]}
         with pytest.raises(StateMismatchError) as told:
-            fitting.together(peers, mine, Choice())
-        fit = fitting.together(peers, mine, Choice.of(strict=False, only=None, optional=()))
+            tracked.together(peers, mine, Choice())
+        fit = tracked.together(peers, mine, Choice.of(strict=False, only=None, optional=()))
         assert fit.missing == {"model.new"}
         return str(told.value)
 
@@ -215,10 +214,10 @@ def test_a_rank_that_cannot_hand_over_its_part_lets_the_others_know(
     """They would wait for it for ten minutes."""
     persist = PrivateTier.persist
 
-    def lost(self: PrivateTier, ticket: attempt.Ticket, metadata: Any) -> None:
-        if ticket.rank == 2:
+    def lost(self: PrivateTier, request: attempt.SaveRequest) -> None:
+        if request.rank == 2:
             raise SaverLostError("the saver cannot be reached")
-        persist(self, ticket, metadata)
+        persist(self, request)
 
     def talk(peers: Peers) -> list[str]:
         rank = Rank(tmp_path, peers)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import DataError
-from holdfast.train.batch import GlobalBatch
+from holdfast.train.data.position import GlobalBatch
 
 PLANS = st.one_of(
     st.builds(GlobalBatch.following, st.integers(1, 9), st.integers(1, 40), st.integers(1, 5)),

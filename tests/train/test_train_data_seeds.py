@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from holdfast.train.data.loader import DataLoader
-from holdfast.train.data.seeds import BatchKey, Seeded, sample_seed
+from holdfast.train.data.loader import BatchKey, DataLoader, Seeded, sample_seed
 
 
 class Augmented(torch.utils.data.Dataset):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import DataError, DataStateError
-from holdfast.train.batch import GlobalBatch
 from holdfast.train.data.loader import DataLoader
+from holdfast.train.data.position import GlobalBatch
 from holdfast.train.data.shards import ShardedDataset, ShardOrder
 
 

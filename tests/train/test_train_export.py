@@ -12,12 +12,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
 
 import holdfast.train as ht
-from holdfast.train import export, tiers
+from holdfast.snapshots import saver_client
+from holdfast.train import export
 
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: tiers.PrivateTier())
+    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.PrivateTier())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

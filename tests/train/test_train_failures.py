@@ -8,7 +8,7 @@ from holdfast.core.errors import (
     SnapshotIncompleteError,
     SnapshotWriteError,
 )
-from holdfast.train.failures import FailedSaves, RankFailure
+from holdfast.train.agreement import FailedSaves, RankFailure
 
 NOTHING: list[list[str]] = []
 FULL = [[SnapshotWriteError.code, "No space left"]]

@@ -12,13 +12,14 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.core.errors import DataStateError, StateMismatchError, TrackingError
-from holdfast.train import snapshots, tiers
+from holdfast.snapshots import saver_client
+from holdfast.train import snapshots
 
 
 @pytest.fixture(autouse=True)
 def private(monkeypatch: pytest.MonkeyPatch) -> None:
     """No saver process for each test."""
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: tiers.PrivateTier())
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.PrivateTier())
 
 
 class Net(nn.Module):

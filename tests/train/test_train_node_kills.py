@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.snapshots import folder, shelf
-from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.saver_client import SaverAddress, SaverClient, rescue_attempt
+from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.saver_client import SaverClient
+from holdfast.snapshots.saving import rescue_attempt
+from holdfast.snapshots.shelf import SaverAddress
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.conftest import alive
 from tests.support.limits import until
@@ -57,7 +59,7 @@ class Nodes:
                 memory = own.stage(step, 4096)
                 assert memory is not None
                 memory[:] = bytes([step + rank]) * 4096
-                own.commit(Ticket(str(path), step, numbers[path], rank, 2).to_json(), {"step": step})
+                own.commit(SaveRequest(str(path), step, numbers[path], rank, 2, metadata={"step": step}))
             own.close()
         self.savers = savers_of(self.shelves)
         for client in clients:

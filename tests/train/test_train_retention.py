@@ -15,18 +15,18 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import holdfast.train as ht
-from holdfast.snapshots import reader
+from holdfast.snapshots import folder as folders
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 model = torch.nn.Linear(3, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-real, here = reader.verify, []
+real, here = folders.verify, []
 
 def verify(snapshot, *given):
     here.append(snapshot.step)
     real(snapshot, *given)
 
-reader.verify = verify
+folders.verify = verify
 
 def saver():
     for path in Path("/proc").glob("[0-9]*/cmdline"):

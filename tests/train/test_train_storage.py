@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast.train as ht
 from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
-from holdfast.snapshots import folder, reader
-from holdfast.train import export, tiers
+from holdfast.snapshots import folder, saver_client
+from holdfast.train import export
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "storage_ranks.py"
@@ -35,7 +35,7 @@ def test_saved_by_torch_on_two_ranks_loaded_on_any(warm: Warm, tmp_path: Path) -
         assert [each["state"] for each in results] == [reference] * len(results), name
         assert all(each["extra"] for each in results)
     (snapshot,) = folder.survey(tmp_path).committed
-    reader.verify(snapshot)
+    folder.verify(snapshot)
     assert snapshot.manifest.metrics == {"loss": 0.5}
     files = sorted(path.name for path in snapshot.path.iterdir())
     assert files == ["MANIFEST.json", *(f"rank_0000{n}.{kind}" for n in (0, 1) for kind in ("json", "safetensors"))]
@@ -133,7 +133,7 @@ def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: tiers.PrivateTier())
+    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.PrivateTier())
     state = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "list": [torch.ones(1), {"lr": 0.5}], "n": 7}
     save(tmp_path / "runs", state)
     assert export.main([str(tmp_path / "runs"), "--to", str(tmp_path / "out.pt")]) == 0

@@ -12,9 +12,9 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.core.errors import ShardingError, StateTypeError, TrackingError
-from holdfast.snapshots import folder
-from holdfast.snapshots.reader import RankFile
-from holdfast.train import export, snapshots, tiers
+from holdfast.snapshots import folder, saver_client
+from holdfast.snapshots.folder import RankFile
+from holdfast.train import export, snapshots
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "tied_ranks.py"
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120)]
 
 @pytest.fixture(autouse=True)
 def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: tiers.PrivateTier())
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.PrivateTier())
 
 
 def save(path: Path, **objects: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.core import board as layout
 from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.spawn import BOOTSTRAP
+from holdfast.runtime.workers.preload import BOOTSTRAP
 from tests.support.limits import limit_s
 
 # torch's names, and a group whose end can be seen.

@@ -16,7 +16,7 @@ import pytest
 from holdfast.core import board as layout
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.observer import Phases
-from holdfast.runtime.workers.spawn import BOOTSTRAP
+from holdfast.runtime.workers.preload import BOOTSTRAP
 from tests.support.limits import limit_s
 from tests.warm import Warm
 

@@ -38,7 +38,16 @@ COMMANDS = {
     "shim": "write a torchrun command that calls holdfast run, for tools that call torchrun by its name",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
-"""Sub-command (a module of this package with `main(argv) -> int`) and what it does."""
+"""Sub-command and what it does: `main(argv) -> int` of the module of that name, unless it shares another one's."""
+
+SHARED = {
+    "launch": ("run", "main_launch"),
+    "remote": ("run", "main_remote"),
+    "stacks": ("status", "main_stacks"),
+    "kill": ("stop", "main_kill"),
+    "token": ("shim", "main_token"),
+}
+"""Sub-command, the module and the function that runs it. `remote` is started over ssh, and not for typing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,19 +68,19 @@ def entry() -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process of a job's node without the interpreter's last phase, which takes everything apart that was loaded:
-    whoever waits for the end of a job waits for this too."""
+    """Ends the agent's process without the interpreter's shutdown, which frees everything that was loaded: the job is
+    not over before this process is."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
     except (OSError, ValueError):
-        sys.exit(status)  # the interpreter has its own words for it
+        sys.exit(status)  # the interpreter reports it
     os._exit(status)
 
 
 def say_interrupted() -> None:
-    """Unless the console takes nothing: it may be what somebody pressed Ctrl-C for."""
+    """Says nothing where the console blocks: that may be why Ctrl-C was pressed."""
     import select
 
     room = select.poll()
@@ -115,7 +124,8 @@ def run_command(command: str, rest: list[str]) -> int:
     if hasattr(sys.stdout, "reconfigure"):  # logs and names of files hold anything, and a terminal need not take it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status: int = import_module(f"holdfast.cli.{command}").main(rest)
+        module, function = SHARED.get(command, (command, "main"))
+        status: int = getattr(import_module(f"holdfast.cli.{module}"), function)(rest)
         if sys.stdout is not None:  # closed: `holdfast report >&-`
             sys.stdout.flush()
     except HoldfastError as error:
@@ -131,7 +141,7 @@ def run_command(command: str, rest: list[str]) -> int:
             return EXIT_BROKEN_PIPE
         if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG) and error.filename is None:
             drop_output()
-            print(f"holdfast: what there is to say cannot be written: {error.strerror}", file=sys.stderr)
+            print(f"holdfast: the output cannot be written: {error.strerror}", file=sys.stderr)
             return EXIT_NOT_WRITTEN
         from holdfast.runtime.driver import as_error
 
@@ -155,7 +165,7 @@ def nobody_reads() -> bool:
 
 
 def drop_output() -> None:
-    """What is left in the buffer shall not complain as well."""
+    """What is left in the buffer goes nowhere, so that no second error follows."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -185,7 +195,8 @@ def usage() -> str:
         "usage: holdfast COMMAND ...\n\n"
         "Launches distributed training and keeps it going.\n\n"
         f"commands:\n{commands}\n\n"
-        "options:\n  --help     this text\n  --version  the version; with --verbose also commit, Python, torch and kernel\n\n"
+        "options:\n  --help     this text\n  --version  the version; with --verbose also commit, Python, torch "
+        "and kernel\n\n"
         "`holdfast COMMAND --help` explains a command. `torchrun ARGS` becomes `holdfast run ARGS`."
     )
 

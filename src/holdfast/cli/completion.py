@@ -1,11 +1,14 @@
-"""`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of options.
+"""`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of
+options.
 
-Knows what each command takes; what a shell wants to hear is completion_shells.py's.
+Knows what each command takes, and how each shell is told. Not by shtab: that completes our options among the script's
+own words, knows no `--option=value`, and needs argparse's parsers, which `run` and `launch` do not have.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,11 +17,11 @@ from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 SCRIPT, FILE, NOTHING = "script", "file", "nothing"
-"""What stands beside the options: a script and then its own words, files, or nothing."""
+"""What follows the options: a script and then its own words, files, or nothing."""
 FILE_METAVARS = frozenset({"FILE", "DIR", "PROGRAM", "PATH", "FOLDER"})
 KNOWN_VALUES = {
     "--nproc-per-node": ("auto", "gpu", "cpu", "xpu"),
@@ -54,7 +57,7 @@ class Command(NamedTuple):
     words: tuple[Word, ...]
     beside: str = FILE
     values: tuple[str, ...] = ()
-    """What may stand beside the options, where that is known."""
+    """What may follow the options, where that is known."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if len(argv) != 1 or argv[0] not in SHELLS:
         raise UsageError(f"holdfast completion: for which shell? write one of {', '.join(SHELLS)}")
-    from holdfast.cli import completion_shells
-
-    sys.stdout.write(getattr(completion_shells, argv[0])(commands()))
+    scripts = {"bash": bash, "zsh": zsh, "fish": fish, "tcsh": tcsh}
+    sys.stdout.write(scripts[argv[0]](commands()))
     return 0
 
 
@@ -76,23 +78,21 @@ def commands() -> list[Command]:
         doctor,
         env,
         explain,
-        kill,
         logs,
         report,
+        shim,
         snaps,
-        stacks,
         status,
         stop,
-        submit_k8s_line,
-        token,
+        submit_k8s,
     )
     from holdfast.insight.explain import everything
-    from holdfast.schedulers import slurm_options
+    from holdfast.schedulers import slurm_batch
 
-    sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(slurm_options.VALUES)]
-    sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(slurm_options.FLAGS)]
+    sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(slurm_batch.VALUES)]
+    sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(slurm_batch.FLAGS)]
     sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
-    submit = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s_line.TABLE), *sbatch]
+    submit = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
     found = [
         Command("run", "", words(OPTIONS), SCRIPT),
         Command("launch", "", words(LAUNCH_OPTIONS), SCRIPT),
@@ -103,16 +103,16 @@ def commands() -> list[Command]:
         Command("snaps", "", words_of_parser(snaps.parser()), FILE, tuple(sub_parsers(snaps.parser()))),
     ]
     others = {
-        "status": status,
-        "stacks": stacks,
-        "logs": logs,
-        "stop": stop,
-        "kill": kill,
-        "env": env,
-        "report": report,
-        "token": token,
+        "status": status.parser(),
+        "stacks": status.stacks_parser(),
+        "logs": logs.parser(),
+        "stop": stop.parser(),
+        "kill": stop.kill_parser(),
+        "env": env.parser(),
+        "report": report.parser(),
+        "token": shim.token_parser(),
     }
-    found += [Command(name, "", words_of_parser(module.parser())) for name, module in others.items()]
+    found += [Command(name, "", words_of_parser(parser)) for name, parser in others.items()]
     by_name = {command.name: command for command in found}
     return [
         by_name.get(name, Command(name, "", (Word(("--help",), "print how it is used"),)))._replace(help=text)
@@ -163,3 +163,270 @@ def once(found: Iterable[Word]) -> tuple[Word, ...]:
     for word in found:
         kept.setdefault(word.names[0], word)
     return tuple(kept.values())
+
+
+# --- bash -------------------------------------------------------------------------------------------------------------
+
+BASH = r"""# Completion of holdfast's lines for bash, made by: holdfast completion bash
+
+# What a command takes: its options, those of them with a value, whether a script or words of a list follow them.
+_holdfast_command() {
+    options='--help' valued='' script='' beside='' nothing=''
+    case $1 in
+%COMMANDS%
+    esac
+}
+
+# What an option's value may be.
+_holdfast_values() {
+    values='' files=''
+    case "$1 $2" in
+%VALUES%
+    esac
+}
+
+_holdfast() {
+    local options valued script beside nothing values files word each last='' expects='' given='' i
+    local -a line=()
+    COMPREPLY=()
+    # bash cuts words at "=", ":" and "@" (ranges, endpoints, hosts): they are put together again.
+    for ((i = 1; i <= COMP_CWORD; i++)); do
+        each=${COMP_WORDS[i]}
+        if ((${#line[@]})) && [[ $each == +([=:@]) || $last == +([=:@]) ]]; then
+            line[${#line[@]}-1]+=$each
+        else
+            line+=("$each")
+        fi
+        last=$each
+    done
+    word=${line[${#line[@]}-1]}
+    if ((${#line[@]} == 1)); then
+        COMPREPLY=($(compgen -W '%NAMES% --help --version' -- "$word"))
+        return
+    fi
+    _holdfast_command "${line[0]}"
+    for ((i = 1; i < ${#line[@]} - 1; i++)); do
+        each=${line[i]}
+        if [[ -n $expects ]]; then
+            expects=''
+        elif [[ $each == -- ]]; then
+            given=$script
+        elif [[ $each == -* ]]; then
+            each=${each//_/-}
+            [[ $each == *=* || " $valued " != *" $each "* ]] || expects=$each
+        else
+            given=$script
+        fi
+        # All that follows a script is the script's own.
+        [[ -z $given ]] || return 0
+    done
+    if [[ $word == --*=* ]]; then
+        each=${word%%=*}
+        expects=${each//_/-}
+        word=${word#*=}
+        [[ $COMP_WORDBREAKS == *"="* ]] && each='' || each+='='
+    else
+        each=''
+    fi
+    if [[ -n $expects ]]; then
+        _holdfast_values "${line[0]}" "$expects"
+        COMPREPLY=($(compgen -P "$each" -W "$values" -- "$word"))
+        [[ -n $files ]] || compopt +o default 2>/dev/null
+    elif [[ $word == -* ]]; then
+        COMPREPLY=($(compgen -W "$options" -- "$word"))
+        compopt +o default 2>/dev/null
+    elif [[ -n $beside$nothing ]]; then
+        COMPREPLY=($(compgen -W "$beside" -- "$word"))
+        [[ -z $nothing ]] || compopt +o default 2>/dev/null
+    fi
+    return 0
+}
+
+# Where nothing is known, and for scripts, files are completed.
+complete -o default -F _holdfast holdfast
+"""
+
+
+def bash(commands: Sequence[Command]) -> str:
+    known, values = [], []
+    for command in commands:
+        options = shlex.quote(" ".join(name for word in command.words for name in word.names if name.startswith("--")))
+        valued = shlex.quote(" ".join(name for word in command.words if word.takes_value for name in word.names))
+        more = f" beside={shlex.quote(' '.join(command.values))}" if command.values else ""
+        more += " script=yes" if command.beside == SCRIPT else " nothing=yes" if command.beside == NOTHING else ""
+        known.append(f"    {command.name}) options={options} valued={valued}{more} ;;")
+        for word in command.words:
+            label = "|".join(f'"{command.name} {name}"' for name in word.names)
+            if word.values:
+                values.append(f"    {label}) values={shlex.quote(' '.join(word.values))} ;;")
+            elif word.is_file:
+                values.append(f"    {label}) files=yes ;;")
+    parts = {
+        "%COMMANDS%": "\n".join(known),
+        "%VALUES%": "\n".join(values),
+        "%NAMES%": " ".join(command.name for command in commands),
+    }
+    return filled(BASH, parts)
+
+
+# --- zsh --------------------------------------------------------------------------------------------------------------
+
+ZSH = r"""#compdef holdfast
+# Completion of holdfast's lines for zsh, made by: holdfast completion zsh
+
+_holdfast() {
+    local line state
+    local -a commands
+    _arguments -C '1: :->command' '*:: :->rest' && return
+    case $state in
+    command)
+        commands=(
+%NAMES%
+        )
+        _describe command commands
+        ;;
+    rest)
+        case $words[1] in
+%COMMANDS%
+        *) _files ;;
+        esac
+        ;;
+    esac
+}
+
+if [[ $funcstack[1] == _holdfast ]]; then
+    _holdfast "$@"
+else
+    compdef _holdfast holdfast
+fi
+"""
+
+
+def zsh(commands: Sequence[Command]) -> str:
+    names = "\n".join(f"            {shlex.quote(f'{each.name}:{each.help}')}" for each in commands)
+    known = "\n".join(line for command in commands for line in zsh_command(command))
+    return filled(ZSH, {"%NAMES%": names, "%COMMANDS%": known})
+
+
+def zsh_command(command: Command) -> Iterator[str]:
+    yield f"        {command.name})"
+    yield "            _arguments -S -A '-*' \\"
+    for word in command.words:
+        for name in word.names:
+            yield f"                {shlex.quote(zsh_option(name, word))} \\"
+    if command.values:
+        several = " ".join(command.values)
+        yield f"                {shlex.quote(f'*:word:({several})')}"
+    elif command.beside == SCRIPT:
+        yield "                '1:script:_files' '*:argument:_files'"
+    else:
+        yield "                '*:file:_files'"
+    yield "            ;;"
+
+
+def zsh_option(name: str, word: Word) -> str:
+    about = word.help
+    for letter in "\\[]:":
+        about = about.replace(letter, "\\" + letter)
+    if not word.takes_value:
+        return f"*{name}[{about}]"
+    several = " ".join(word.values)
+    action = f"({several})" if several else "_files" if word.is_file else ""
+    return f"*{name}{'=' if name.startswith('--') else '+'}[{about}]:value:{action or ' '}"
+
+
+# --- fish -------------------------------------------------------------------------------------------------------------
+
+FISH = r"""# Completion of holdfast's lines for fish, made by: holdfast completion fish
+
+# Whether the line is of this command ($argv[1]) and its script is still to come ($argv[2..] are options with a value).
+function __holdfast_in
+    set -l line (commandline -opc)
+    test (count $line) -ge 2; and test "$line[2]" = $argv[1]; or return 1
+    set -l expects no
+    for word in $line[3..]
+        if test $expects = yes
+            set expects no
+            continue
+        end
+        switch $word
+            case --
+                return 1
+            case '-*'
+                contains -- (string replace -a _ - -- $word) $argv[2..]; and set expects yes
+            case '*'
+                return 1
+        end
+    end
+    return 0
+end
+
+function __holdfast_is
+    set -l line (commandline -opc)
+    test (count $line) -ge 2; and test "$line[2]" = $argv[1]
+end
+
+complete -c holdfast -e
+complete -c holdfast -n 'test (count (commandline -opc)) -eq 1' -f
+complete -c holdfast -n 'test (count (commandline -opc)) -eq 1' -l help -d 'how it is used'
+complete -c holdfast -n 'test (count (commandline -opc)) -eq 1' -l version -d 'the version'
+"""
+
+
+def fish(commands: Sequence[Command]) -> str:
+    return FISH + "".join(f"{line}\n" for command in commands for line in fish_command(command))
+
+
+def fish_command(command: Command) -> Iterator[str]:
+    yield ""
+    alone = "test (count (commandline -opc)) -eq 1"
+    yield f"complete -c holdfast -n '{alone}' -a {command.name} -d {fish_text(command.help)}"
+    where = f"__holdfast_is {command.name}"
+    if command.beside == SCRIPT:
+        variable = f"__holdfast_valued_{command.name}"
+        valued = " ".join(name for word in command.words if word.takes_value for name in word.names)
+        yield f"set -g {variable} {valued}".rstrip()
+        where = f"__holdfast_in {command.name} ${variable}"
+    elif command.beside == NOTHING:
+        yield f"complete -c holdfast -n '{where}' -f"
+    if command.values:
+        yield f"complete -c holdfast -n '{where}' -a {fish_text(' '.join(command.values))}"
+    for word in command.words:
+        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in word.names)
+        value = ""
+        if word.values:
+            value = f" -x -a {fish_text(' '.join(word.values))}"
+        elif word.takes_value:
+            value = " -r -F" if word.is_file else " -x"
+        yield f"complete -c holdfast -n '{where}' {names}{value} -d {fish_text(word.help)}"
+
+
+def fish_text(text: str) -> str:
+    """In single quotes, where fish knows two escapes."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def filled(text: str, parts: dict[str, str]) -> str:
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text
+
+
+# --- tcsh -------------------------------------------------------------------------------------------------------------
+
+
+def tcsh(commands: Sequence[Command]) -> str:
+    """One `complete` line: tcsh looks at the word before and at how the word begins, and knows no sub-commands. So an
+    option is completed whatever command it belongs to."""
+    words = [word for command in commands for word in command.words]
+    options = sorted({name for word in words for name in word.names if name.startswith("--")} | {"--help"})
+    values = {name: " ".join(word.values) for word in words for name in word.names if word.values}
+    files = {name for word in words for name in word.names if word.is_file} - values.keys()
+    rules = [f"'p/1/({' '.join(command.name for command in commands)} --help --version)/'"]
+    rules += [f"'n/{name}/({listed})/'" for name, listed in sorted(values.items())]
+    rules += [f"'n/{name}/f/'" for name in sorted(files)]
+    rules += [f"'n/{command.name}/({' '.join(command.values)})/'" for command in commands if command.values]
+    rules += [f"'C/--*/({' '.join(options)})/'", "'p/*/f/'"]
+    lines = " \\\n  ".join(rules)
+    head = "# Completion of holdfast's lines for tcsh, made by: holdfast completion tcsh\n"
+    return f"{head}complete holdfast \\\n  {lines}\n"

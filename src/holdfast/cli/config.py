@@ -1,28 +1,231 @@
-"""Which configuration file counts: holdfast.toml, or pyproject.toml with [tool.holdfast], found from the working folder up.
+"""The configuration file that counts: holdfast.toml, or pyproject.toml with [tool.holdfast], found from the working
+folder up.
 
-Costs a few looks at folders where there is none. What is in the file reads config_file.py, imported when there is one.
+Costs a few looks at folders where there is none. Keys are the long names of options, values are TOML's own types;
+whether a value makes sense judges resolve.py, as for flags. Standard library only.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from typing import TYPE_CHECKING
 
-from holdfast.cli.grammar import FROM_FLAG
-from holdfast.core.errors import UsageError
+from holdfast.cli.grammar import CONVERTERS, FROM_FLAG, Setting
+from holdfast.cli.options import FLAG, FLOAT, INT, LAUNCH_OPTIONS, LIST, Option
+from holdfast.core.errors import ConfigFileError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from holdfast.cli.grammar import Configured
 
+
+TOOL, OURS = "tool", "holdfast"
+LINE_ONLY = frozenset({"config", "no_config", "plan", "help", "version", "use_env"})
+NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health"})
+"""Texts that are mostly a number."""
+PATHS = ("DIR", "FILE")
+"""Metavars of what is looked for from the file's own folder."""
+LISTED = ",..."
+"""Ends the metavar of what is a list, as text or not."""
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a table",
+}
+PASSWORD_KEYS = ("password",)
+IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+
+OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if option.dest not in LINE_ONLY}
+
+
+def is_about_us(path: str) -> bool:
+    """holdfast.toml is; pyproject.toml where it has our table. Raises ConfigFileError where that cannot be told."""
+    if os.path.basename(path) != PROJECT_FILE:
+        return True
+    try:
+        text = read_text(path)
+    except ConfigFileError:  # a file of another tool
+        return False
+    return own_table(path, text) is not None
+
+
+def read(path: str) -> dict[str, Setting]:
+    """All of it. Raises ConfigFileError."""
+    text = read_text(path)
+    table = own_table(path, text)
+    if table is None:
+        raise ConfigFileError(f"{path} has no table [{TOOL}.{OURS}]")
+    header = f"{TOOL}.{OURS}" if os.path.basename(path) == PROJECT_FILE else ""
+    found: dict[str, Setting] = {}
+    for key, raw in table.items():
+        place = f"{shown(path)}:{line_of(text, header, key)}"
+        option = find(key, place)
+        if option.dest in found:
+            raise ConfigFileError(f"{place}: {key} is there twice, with dashes and with underscores")
+        try:
+            value = value_of(option, raw, os.path.dirname(path))
+        except ValueError as error:
+            raise ConfigFileError(f"{place}: {key}: {error}") from None
+        found[option.dest] = Setting(value, place)
+    check_secrets(path, found)
+    return found
+
+
+def read_text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigFileError(f"{path}: {error.strerror}") from None
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigFileError(f"{shown(path)}: larger than {FILE_BYTES_MAX} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigFileError(f"{shown(path)}: not UTF-8 at byte {error.start}") from None
+
+
+def own_table(path: str, text: str) -> dict[str, object] | None:
+    """The table of options; None for a pyproject.toml without one."""
+    import tomllib  # most runs have no file
+
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigFileError(f"{shown(path)} is not TOML: {error}") from None
+    if os.path.basename(path) != PROJECT_FILE:
+        return document
+    tools = document.get(TOOL)
+    table = tools.get(OURS) if isinstance(tools, dict) else None
+    if table is not None and not isinstance(table, dict):
+        raise ConfigFileError(f"{shown(path)}: {TOOL}.{OURS} must be a table, [{TOOL}.{OURS}]")
+    return table
+
+
+def shown(path: str) -> str:
+    """As short as it is clear: the bare name for a file in the working folder."""
+    try:
+        here = os.getcwd()
+    except OSError:  # deleted
+        return path
+    return os.path.basename(path) if os.path.dirname(os.path.join(here, path)) == here else path
+
+
+def line_of(text: str, header: str, key: str) -> int:
+    """Where the key is, counted from 1; where its table begins if that cannot be told (tomllib does not tell it)."""
+    section, began = "", 1
+    start = re.compile(rf"""\s*(?:["']?{re.escape(key)}["']?)\s*[=.]""")
+    heading = f"{header}.{key}" if header else key
+    for number, line in enumerate(text.splitlines(), 1):
+        if opened := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+            section = re.sub(r"""\s*\.\s*|["']""", lambda found: "." if "." in found[0] else "", opened[1])
+            if section == heading:
+                return number
+            if section == header:
+                began = number
+        elif section == header and start.match(line):
+            return number
+    return began
+
+
+def find(key: str, place: str) -> Option:
+    name = key.replace("_", "-")
+    if name in OPTIONS_BY_KEY:
+        return OPTIONS_BY_KEY[name]
+    if name.replace("-", "_") in LINE_ONLY:
+        raise ConfigFileError(f"{place}: {key} belongs on the command line, not in a file")
+    import difflib
+
+    matches = difflib.get_close_matches(name, OPTIONS_BY_KEY, n=1, cutoff=0.6)
+    hint = f"did you mean {matches[0]}?" if matches else "keys are the long names in holdfast run --help"
+    raise ConfigFileError(f"{place}: {key} is no option; {hint}")
+
+
+def value_of(option: Option, raw: object, folder: str) -> object:
+    """What the option's flag would make of it. Raises ValueError in words."""
+    kind = type(raw)
+    if option.kind == FLAG and kind is bool:
+        return raw
+    if option.kind == INT and kind is int:
+        return raw
+    if option.kind == FLOAT and isinstance(raw, int | float) and kind is not bool:
+        return float(raw)
+    if option.kind not in (FLAG, INT, FLOAT):
+        text = text_of(option, raw, folder)
+        if "\0" in text:  # no shell could have typed it, and no process can be told
+            raise ValueError("must have no NUL in it")
+        return CONVERTERS[option.kind](chosen(option, text))
+    wanted = {FLAG: bool, INT: int, FLOAT: float}[option.kind]
+    raise ValueError(f"must be {WORDS[wanted]}, and is {said(raw)}")
+
+
+def text_of(option: Option, raw: object, folder: str) -> str:
+    """As on the command line."""
+    is_list = option.kind == LIST or option.metavar.endswith(LISTED)
+    if isinstance(raw, str):
+        return os.path.join(folder, os.path.expanduser(raw)) if option.metavar in PATHS and raw else raw
+    if type(raw) is int and (option.dest in NUMBERS_TOO or is_list):
+        return str(raw)
+    if isinstance(raw, list) and is_list and all(isinstance(item, str) or type(item) is int for item in raw):
+        comma = ",," if option.kind == LIST else ","
+        return ",".join(str(item).replace(",", comma) for item in raw)
+    if isinstance(raw, dict) and option.dest == "rdzv_conf":
+        return ",".join(f"{key}={conf_value(key, value)}" for key, value in raw.items())
+    wanted = (
+        "a text or a number" if option.dest in NUMBERS_TOO else "a text or a list of texts" if is_list else "a text"
+    )
+    raise ValueError(f"must be {wanted}, and is {said(raw)}")
+
+
+def conf_value(key: str, raw: object) -> str:
+    match raw:
+        case bool():
+            return str(raw).lower()
+        case int() | float():
+            return str(raw)
+        case str() if "," not in raw:
+            return raw
+        case str():
+            raise ValueError(f"{key} must have no comma in it, as commas part the settings")
+    raise ValueError(f"{key} must be a text, a number, true or false, and is {said(raw)}")
+
+
+def said(raw: object) -> str:
+    name = WORDS.get(type(raw), "a date or time")
+    return f"{name}, {str(raw).lower() if isinstance(raw, bool) else repr(raw)}" if len(repr(raw)) < 40 else name
+
+
+def chosen(option: Option, text: str) -> str:
+    if option.choices and text not in option.choices:
+        raise ValueError(f"{text!r} must be one of {', '.join(option.choices)}")
+    return text
+
+
+def check_secrets(path: str, found: dict[str, Setting]) -> None:
+    """Raises ConfigFileError for a password in a file that others may read."""
+    conf, endpoint = (str(found[dest].value) if dest in found else "" for dest in ("rdzv_conf", "rdzv_endpoint"))
+    keys = {item.partition("=")[0].strip() for item in conf.split(",")}
+    holds = "rdzv_conf" if keys.intersection(PASSWORD_KEYS) else "rdzv_endpoint" if IN_URL.search(endpoint) else ""
+    if holds and os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ConfigFileError(
+            f"{found[holds].place}: there is a password in it, and others may read the file; "
+            f"chmod 600 {path}, or say password_file = FILE"
+        )
+
+
 FILE_BYTES_MAX = 1 << 20
 OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 
 
 def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
-    """What the file that counts for these values of --config and --no-config says. Raises UsageError, ConfigFileError."""
+    """What the file that counts for these values of --config and --no-config says. Raises UsageError,
+    ConfigFileError."""
     path, no_file = str(given["config"]), given["no_config"]
     if path and no_file:
         by_flag = [sources[dest] == FROM_FLAG for dest in ("config", "no_config")]
@@ -32,8 +235,6 @@ def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Config
     if no_file:
         return {}
     if path:
-        from holdfast.cli.config_file import read
-
         return read(path)
     return nearest()
 
@@ -41,11 +242,8 @@ def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Config
 def nearest() -> Configured:
     """Of the first file from the working folder up to the repository's root that is about us."""
     for path in candidates():
-        if os.path.basename(path) == OWN_FILE or mentions_us(path):
-            from holdfast.cli.config_file import is_about_us, read
-
-            if is_about_us(path):
-                return read(path)
+        if (os.path.basename(path) == OWN_FILE or mentions_us(path)) and is_about_us(path):
+            return read(path)
     return {}
 
 
@@ -66,7 +264,7 @@ def candidates() -> Iterator[str]:
 
 
 def is_everybodys(folder: str) -> bool:
-    """Whether anybody may put a file there, as in /tmp: a file there is no wish of whoever works below it."""
+    """Whether any user may put a file there, as in /tmp: such a file is not a choice of the user who works below it."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_IWOTH)
     except OSError:

@@ -15,8 +15,6 @@ from holdfast.core.errors import ProcessesError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-NVML_LIBRARY = "libnvidia-ml.so.1"
-NVML_UUID_BYTES_MAX = 96
 TORCH_ANSWER_S_MAX = 120.0
 """Importing torch from a slow network file system takes long."""
 
@@ -31,7 +29,7 @@ BACKEND_PACKAGES = "torch.backends"
 
 
 class Count(NamedTuple):
-    """How many, of what, and who says so."""
+    """How many, of what, and the source of this."""
 
     number: int
     kind: str
@@ -187,35 +185,30 @@ def leading_number(item: str) -> int | None:
 
 def nvml_uuids() -> list[str] | None:
     """UUID of every NVIDIA GPU by index; None when there is no driver to ask."""
-    import ctypes
-
     try:
-        nvml = ctypes.CDLL(NVML_LIBRARY)
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
+        import pynvml  # here and not above: it is large, and most lines name a number
+    except ImportError:
         return None
     try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return None
-        return [nvml_uuid(nvml, index) for index in range(count.value)]
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return [nvml_uuid(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return None
     finally:
-        nvml.nvmlShutdown()
+        pynvml.nvmlShutdown()
 
 
-def nvml_uuid(nvml: object, index: int) -> str:
+def nvml_uuid(index: int) -> str:
     """Empty when this device does not tell."""
-    import ctypes
+    import pynvml
 
-    handle = ctypes.c_void_p()
-    text = ctypes.create_string_buffer(NVML_UUID_BYTES_MAX)
-    by_index, get_uuid = nvml.nvmlDeviceGetHandleByIndex_v2, nvml.nvmlDeviceGetUUID  # type: ignore[attr-defined]
-    if by_index(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+    try:
+        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
+    except pynvml.NVMLError:
         return ""
-    if get_uuid(handle, text, ctypes.c_uint(NVML_UUID_BYTES_MAX)) != 0:
-        return ""
-    return text.value.decode("ascii", "replace")
 
 
 def nvidia_device_files(root: str) -> int:

@@ -1,4 +1,4 @@
-"""`holdfast doctor [the options of a run]`: checks this node, and, with the same line on several nodes, every pair of them.
+"""`holdfast doctor [options of a run]`: checks this node, and with the same line on several nodes each pair of them.
 
 Knows the line and what is printed. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
 it: facts are gathered by runtime/doctor and judged by insight/doctor.
@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import config, grammar
-from holdfast.cli.helptext import line as help_line
 from holdfast.cli.options import FLAG, FLOAT, OPTIONS, TEXT, Option
+from holdfast.cli.options import line as help_line
 from holdfast.core.errors import RendezvousConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -23,32 +23,17 @@ if TYPE_CHECKING:
     from holdfast.cli.meeting import RendezvousOptions
     from holdfast.core.doctor import DoctorFinding, LocalFacts
     from holdfast.core.options import Endpoint
-    from holdfast.runtime.doctor.visit import Visited, VisitOptions
+    from holdfast.runtime.doctor.joint import JointOptions, JointResult
 
-OWN = (
-    Option(
-        "--timeout",
-        FLOAT,
-        60.0,
-        "doctor",
-        "how long to wait for the other nodes, and for each check",
-        "S",
-        env=False,
-        ours=True,
-    ),
-    Option(
-        "--all-reduce",
-        TEXT,
-        "auto",
-        "doctor",
-        "a small one with gloo: auto (where all nodes have torch) or off",
-        "auto|off",
-        env=False,
-        choices=("auto", "off"),
-        ours=True,
-    ),
-    Option("--strict", FLAG, False, "doctor", "exit code 10 for warnings, which are 0 otherwise", env=False, ours=True),
-    Option("--json", FLAG, False, "doctor", "print JSON", env=False, ours=True),
+ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
+OWN = tuple(
+    Option(name, kind, default, "doctor", text, metavar, env=False, choices=choices, ours=True)
+    for name, kind, default, text, metavar, choices in (
+        ("--timeout", FLOAT, 60.0, "how long to wait for the other nodes, and for each check", "S", ()),
+        ("--all-reduce", TEXT, "auto", ALL_REDUCE, "auto|off", ("auto", "off")),
+        ("--strict", FLAG, False, "exit code 10 for warnings, which are 0 otherwise", "", ()),
+        ("--json", FLAG, False, "print JSON", "", ()),
+    )
 )
 TABLE = (*OPTIONS, *OWN)
 USED = (
@@ -59,7 +44,7 @@ USED = (
 TIMEOUT_S_MAX = 3600.0
 LOCAL_TORCH_S_MIN = 60.0
 BUSY_S = 2.0
-"""Silence for so long is explained."""
+"""After so long without output a line says what takes so long."""
 
 
 class Found(NamedTuple):
@@ -67,7 +52,8 @@ class Found(NamedTuple):
 
     findings: tuple[DoctorFinding, ...]
     facts: LocalFacts
-    visited: Visited | None
+    joint: JointResult | None
+    """None: this node was checked alone."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
         raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
     found = look(parsed)
-    from holdfast.insight.doctor.table import exit_code, render
+    from holdfast.insight.doctor.findings import exit_code, render
 
     strict: bool = parsed.values.strict
     if parsed.values.json:
@@ -142,19 +128,18 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     from holdfast.cli.program import interpreter
     from holdfast.insight.doctor.local import examine as examine_facts
     from holdfast.insight.doctor.together import examine_together
-    from holdfast.runtime.doctor.facts import FactsRequest as FactsAsked
-    from holdfast.runtime.doctor.facts import gather_facts
-    from holdfast.runtime.doctor.visit import pay_visit
+    from holdfast.runtime.doctor.facts import FactsRequest, gather_facts
+    from holdfast.runtime.doctor.joint import check_together
 
     python = interpreter(os.environ)
     timeout_s: float = parsed.values.timeout
-    asked = FactsAsked(
+    asked = FactsRequest(
         python=python,
         nproc=number_of_workers(parsed),
         nodes=place.job.max_nodes,
         log_dir=log_folder(parsed),
         endpoint=endpoint_of(place),
-        try_port=not together,  # the meeting itself binds it otherwise
+        try_port=not together,  # the joint check binds it otherwise
         environ=os.environ,
         torch_s_max=max(timeout_s, LOCAL_TORCH_S_MIN),
     )
@@ -164,19 +149,19 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
         known = await facts
         await saying
         return Found(examine_facts(known), known, None)
-    visited = await pay_visit(visit_asked(parsed, place, python), facts, examine_facts, say)
+    joint = await check_together(joint_options(parsed, place, python), facts, examine_facts, say)
     known = await facts
     await saying
     findings = list(examine_facts(known))
-    if visited.visit is not None:
-        findings += examine_together(visited.visit, visited.me)
-    if visited.trouble is not None:
-        findings.append(visited.trouble)
-    return Found(tuple(findings), known, visited)
+    if joint.check is not None:
+        findings += examine_together(joint.check, joint.me)
+    if joint.trouble is not None:
+        findings.append(joint.trouble)
+    return Found(tuple(findings), known, joint)
 
 
 async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
-    """Somebody waits: importing torch takes long, and nothing is printed before the end."""
+    """Reports that the check goes on: importing torch takes long, and nothing else is printed before the end."""
     import asyncio
     import time
 
@@ -190,13 +175,13 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
             say(f"looking at this node for {now - began:.0f} s; importing torch takes longest")
 
 
-def visit_asked(parsed: Parsed, place: RendezvousOptions, python: str) -> VisitOptions:
-    from holdfast.runtime.doctor.visit import VisitOptions
+def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> JointOptions:
+    from holdfast.runtime.doctor.joint import JointOptions
 
     is_host = place.is_host
     if is_host is None and place.job.fixed_ranks and place.node_rank:
         is_host = False  # static: the endpoint is node 0's
-    return VisitOptions(
+    return JointOptions(
         endpoint=place.endpoint,
         run_id=place.job.run_id,
         nodes=(place.job.min_nodes, place.job.max_nodes),
@@ -214,7 +199,7 @@ def endpoint_of(place: RendezvousOptions) -> Endpoint | None:
 
 
 def number_of_workers(parsed: Parsed) -> int:
-    """1 where it cannot be told: that is for the run to refuse."""
+    """Raises ProcessesError."""
     from holdfast.cli.devices import count_processes
     from holdfast.core.errors import ProcessesError
 
@@ -236,18 +221,18 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
     """What is printed with --json: findings, facts, and every pair."""
     import msgspec
 
-    from holdfast.insight.doctor.table import as_json as findings_json
+    from holdfast.insight.doctor.findings import as_json as findings_json
 
     document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings, strict=strict)}
-    visit = found.visited.visit if found.visited is not None else None
-    if visit is not None:
+    check = found.joint.check if found.joint is not None else None
+    if check is not None:
         document["nodes"] = [
             {"name": name, **(msgspec.to_builtins(report.summary) if report is not None else {"silent": True})}
-            for name, report in zip(visit.came, visit.reports, strict=True)
+            for name, report in zip(check.came, check.reports, strict=True)
         ]
         document["pairs"] = [
-            {"from": visit.came[start], **msgspec.to_builtins(link), "to": visit.came[link.to]}
-            for start, report in enumerate(visit.reports)
+            {"from": check.came[start], **msgspec.to_builtins(link), "to": check.came[link.to]}
+            for start, report in enumerate(check.reports)
             if report is not None
             for link in report.links
         ]

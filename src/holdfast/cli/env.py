@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.cli.printing import Parser, print_json
+from holdfast.linux import GroupLimits, read_text
 from holdfast.runtime.doctor import system
 from holdfast.version import __version__
 
@@ -151,7 +152,7 @@ def machine() -> Facts:
         "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB available",
         "container": container(),
     }
-    group = system.GroupLimits()
+    group = GroupLimits()
     if group.memory_bytes is not None:
         facts["memory limit of the cgroup"] = f"{group.memory_bytes / GIB:.1f} GiB"
     if group.cpus is not None:
@@ -225,7 +226,7 @@ def os_name() -> str:
 
 
 def cpu_model() -> str:
-    found = re.search(r"^model name\s*: (.+)$", system.read_text(Path("/proc/cpuinfo")), re.MULTILINE)
+    found = re.search(r"^model name\s*: (.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return found.group(1) if found else platform.machine()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
-from holdfast.insight.explain import HEADINGS, Explanation, everything, nearest, normal, search
+from holdfast.insight.explain import Explanation, everything, headings, nearest, normal, search
 
 WIDTH = 100
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     elif chosen.codes:
         print("\n\n".join(text(each) for each in wanted))
     else:
-        for start, heading in HEADINGS.items():
+        for start, heading in headings().items():
             print(f"{start}xx  {heading}")
             print_table([(f"  {each.code}", each.name) for each in wanted if each.code.startswith(start)])
             print()

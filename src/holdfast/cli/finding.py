@@ -1,6 +1,7 @@
 """Which job a command means: by run id, by the beginning of it, by run folder, or the only one that runs.
 
-Knows the list of running agents and where runs are kept; must not know what is asked of them.
+Knows the list of running agents, where runs are kept, and how a run has ended (verdict.json); must not know what is
+asked of agents.
 """
 
 from __future__ import annotations
@@ -11,21 +12,56 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.ended import in_words
+import msgspec
+
 from holdfast.core.errors import ControlRefusedError, NoRunError
+from holdfast.core.outcome import Outcome
 from holdfast.core.spoken import spoken
-from holdfast.insight.numbers import duration
+from holdfast.insight.screen import how_it_ended, render_again
 from holdfast.runtime import running
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 from holdfast.runtime.running import RunningAgent
 from holdfast.runtime.workers.log_layout import default_log_dir, safe_name
+from holdfast.text import duration
+
+VERDICT = "verdict.json"
+
+
+def outcome_of(folder: Path) -> Outcome | None:
+    """None: it runs, its agent was killed, or another version wrote the file."""
+    try:
+        return msgspec.json.decode((folder / VERDICT).read_bytes(), type=Outcome)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def in_words(folder: Path) -> str:
+    """`: failed, exit code 3`; empty where nothing tells."""
+    outcome = outcome_of(folder)
+    return f": {_words(outcome)}" if outcome is not None else ""
+
+
+def end_of(folder: Path, outcome: Outcome) -> str:
+    """How it ended in one line, then its last screen again."""
+    return f"run {folder.name} has ended: {_words(outcome)}\n{screen_of(folder, outcome)}"
+
+
+def screen_of(folder: Path, outcome: Outcome) -> str:
+    """The last screen again, with where the logs are."""
+    return render_again(outcome, str(folder), home=os.environ.get("HOME", ""), runs=default_log_dir())
+
+
+def _words(outcome: Outcome) -> str:
+    code = f"{outcome.code}: " if outcome.code and outcome.message else ""
+    return how_it_ended(outcome.kind.value, outcome.exit_code, code + outcome.message)
+
 
 LISTED_MAX = 20
 KEPT_LISTED_MAX = 8
 
 
 def running_job(run: str | None) -> list[RunningAgent]:
-    """The agents on this host of the one job that is meant, oldest first. Raises NoRunError, ControlRefusedError."""
+    """The agents of the named job on this host, oldest first. Raises NoRunError, ControlRefusedError."""
     entries = running.entries()
     if run is not None and is_folder(run):
         return by_folder(Path(os.path.abspath(run)), entries)
@@ -61,7 +97,7 @@ def run_folders(run: str | None) -> list[Path]:
 
 
 def ended_run(run: str | None) -> Path | None:
-    """The folder of the run that is meant, where that run has ended; None: it has not, or nothing of it is kept here."""
+    """The folder of the named run, if that run has ended; None: it has not, or no folder of it is kept here."""
     if run is not None and is_folder(run):
         return Path(os.path.abspath(run))
     entries = running.entries()
@@ -123,7 +159,7 @@ def unlisted(folder: Path) -> RunningAgent:
 
 
 def newest_ended(run: str | None) -> list[Path]:
-    """The newest run folder of this name where runs are kept when nobody says otherwise."""
+    """The newest run folder of this name in the default log folder."""
     wanted = "" if run is None else safe_name(spoken(run))
     ages = {folder: age for folder, age in kept_runs().items() if folder.name.startswith(wanted)}
     if run is not None and not ages:
@@ -134,7 +170,7 @@ def newest_ended(run: str | None) -> list[Path]:
 
 
 def kept_runs() -> dict[Path, float]:
-    """The run folders where runs are kept when nobody says otherwise, and when each was written to last."""
+    """The run folders in the default log folder, and when each was last written to."""
     try:
         folders = [folder for folder in Path(default_log_dir()).iterdir() if (folder / JOURNAL).is_file()]
         return {folder: (folder / JOURNAL).stat().st_mtime for folder in folders}

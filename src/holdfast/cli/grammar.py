@@ -73,7 +73,8 @@ ELSEWHERE = {
     "main-process-ip": "--master-addr",
     "main-process-port": "--master-port",
 }
-"""What other launchers (accelerate, deepspeed, mpirun, Lightning) call an option, where the spelling is not near ours."""
+"""What other launchers (accelerate, deepspeed, mpirun, Lightning) call an option, where the spelling is not near
+ours."""
 
 
 class CommandLine(NamedTuple):
@@ -111,7 +112,7 @@ class Parsed(NamedTuple):
     cpus: int | None = None
     """Of this node, where a scheduler has given out so many; None: those that this process may run on."""
     requeues: int = 0
-    """How often a scheduler has started this job anew."""
+    """How often a scheduler has restarted this job."""
 
     def given(self, dest: str) -> bool:
         """Whether a flag, a variable or a file said it."""
@@ -137,7 +138,8 @@ class Parsed(NamedTuple):
         return f"{name} {value}" if value != "" else f"{name} ''"
 
     def error(self, dest: str, kind: type[HoldfastError], problem: str) -> HoldfastError:
-        """An error about one value: `kind` for a flag, EnvironmentValueError for a variable, ConfigFileError for a file."""
+        """An error about one value: `kind` for a flag, EnvironmentValueError for a variable, ConfigFileError for a
+        file."""
         if self.by_variable(dest):
             kind = EnvironmentValueError
         elif self.by_file(dest):
@@ -155,8 +157,8 @@ def parse(
 ) -> Parsed:
     """Flags over variables over `configure` (told all values so far, and their sources) over defaults.
 
-    What asks about the command itself (ABOUT_US) needs no script; nothing else is looked at then. Raises UsageError for the line,
-    EnvironmentValueError for a variable, and what `configure` raises.
+    What asks about the command itself (ABOUT_US) needs no script; nothing else is looked at then. Raises UsageError for
+    the line, EnvironmentValueError for a variable, and what `configure` raises.
     """
     line = read_line(argv, table)
     values: dict[str, object] = {}
@@ -196,7 +198,7 @@ def check_spaces(line: CommandLine) -> None:
     ]
     if bare or (line.script or "").startswith(" "):
         raise UsageError(
-            "a lone space stands on this line: a backslash goes on to the next line only as the last character of its own; "
+            "a word of spaces is on this line: a backslash continues a line only as its last character; "
             "take away what follows it, also a comment (`\\ # ...`)"
         )
 
@@ -223,7 +225,7 @@ def say_unread(environ: Mapping[str, str], table: Sequence[Option]) -> list[str]
 
 
 def stem(variable: str) -> str:
-    """What stands after the prefix: only in this may two variables be near each other.
+    """What follows the prefix: only in this may two variables be near each other.
 
     >>> stem("HOLDFAST_HANG_TIMEOUT")
     'HANG_TIMEOUT'
@@ -232,18 +234,19 @@ def stem(variable: str) -> str:
 
 
 def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
-    """One hint for options of the launcher that stand after the script, and so are the script's."""
+    """One hint for options of the launcher that come after the script, and so are the script's."""
     late = [word for word in line.args if spellings.get(word.partition("=")[0].strip(), None) is not None]
     late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in SURELY_OURS]
     if not late:
         return []
     return [
-        f"{late[0].partition('=')[0]} stands after {line.script}, so it is the script's own; options of the launcher come before it"
+        f"{late[0].partition('=')[0]} comes after {line.script}, so it is the script's own; our options come before it"
     ]
 
 
 def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
-    """Pairs options with values up to the script. Raises UsageError for an option that is unknown, ambiguous or bare."""
+    """Pairs options with values up to the script. Raises UsageError for an option that is unknown, ambiguous or
+    bare."""
     spellings = {spelling: option for option in table for spelling in option.spellings}
     line = CommandLine({}, None, [], [])
     words = list(argv)
@@ -270,7 +273,7 @@ def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
 
 
 def take(line: CommandLine, option: Option, text: str) -> None:
-    """The last value wins, but where several are meant to be said."""
+    """The last value wins, except for options that may be repeated."""
     before = line.values.get(option.dest) if option.many else None
     line.values[option.dest] = f"{before}{option.joiner}{text}" if before else text
 
@@ -320,7 +323,8 @@ def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Optio
 
 
 def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
-    """The spelling itself, or all long ones that begin like it: torchrun's if there are any, the oldest first, else ours."""
+    """The spelling itself, or all long ones that begin like it: torchrun's if there are any, the oldest first, else
+    ours."""
     if name in spellings:
         return [name]
     if not name.startswith("--"):

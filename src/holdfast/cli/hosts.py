@@ -17,18 +17,18 @@ import uuid
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar, plan_options
-from holdfast.cli.lines import words_elsewhere
+from holdfast.cli import grammar
 from holdfast.cli.options import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.cli.plan import option_lines
 from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.resolve import resolve
-from holdfast.cli.values import is_number, node_range
+from holdfast.cli.values import is_number, node_range, words_elsewhere
 from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.core.options import CommandKind
 from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
-from holdfast.ssh.facts import is_loopback
-from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select, some
-from holdfast.ssh.orders import Expected, LaunchSpec
+from holdfast.ssh.facts import Expected, LaunchSpec
+from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select
+from holdfast.text import is_loopback, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
 """Of a hostfile, and of a script as it is compared."""
 UNKNOWN_ENDPOINT = "first.host:1"
-"""Stands for what the launcher finds out."""
+"""A placeholder: the launcher finds it out."""
 
 
 def are_named(parsed: Parsed) -> bool:
@@ -181,7 +181,7 @@ def ssh_command(parsed: Parsed) -> tuple[str, ...]:
     except ValueError as error:
         raise parsed.error("ssh", UsageError, str(error)) from None
     if not parsed.given("ssh"):
-        return words  # a host that is reached will show whether it is there
+        return words  # a login shows whether it is there
     if not words or find_program(words[0], os.environ) is None:
         raise parsed.error("ssh", UsageError, "no such program")
     return words
@@ -260,7 +260,8 @@ def resolve_there(
 
 
 def expected(parsed: Parsed, options: RunOptions) -> Expected:
-    """How this machine is, which the hosts have to be like. With --python it is another one's: they agree with the first."""
+    """How this machine is, which the hosts have to be like. With --python it is another one's: they agree with the
+    first."""
     from holdfast.runtime.versions import torch_versions
     from holdfast.version import __version__
 
@@ -308,7 +309,7 @@ def program_path(name: str) -> str:
 
 
 def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
-    """Who would be started where, in words."""
+    """Which agents would be started where, in words."""
     run_id = options.job.run_id if options.job.run_id == parsed.values.rdzv_id else "<random>"
     hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in order.hosts]
     meets = "one node, no meeting" if order.alone else order.endpoint or "a free port of the first host"
@@ -317,7 +318,7 @@ def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
     example = order.line(order.hosts[0] if order.hosts else HostSpec("HOST"), 0, order.endpoint or "ENDPOINT")
     facts = [
         ("job", f"id {run_id}"),
-        ("hosts", some(hosts, 16) if hosts else f"whatever {order.discovery} prints"),
+        ("hosts", listed(hosts, 16) if hosts else f"whatever {order.discovery} prints"),
         ("nodes", number),
         ("rendezvous", meets),
         ("token", "yes, agents prove that they know it"),
@@ -329,4 +330,4 @@ def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
         ("each host", shlex.join(["holdfast", *example]).replace(options.job.run_id, run_id)),
     ]
     lines = [f"{name:14}{text}" for name, text in facts]
-    return "\n".join(["holdfast would run this; nothing was started.", "", *lines, "", *plan_options.lines(parsed)])
+    return "\n".join(["holdfast would run this; nothing was started.", "", *lines, "", *option_lines(parsed)])

@@ -22,12 +22,12 @@ from holdfast.cli.printing import Parser, ranks_of
 from holdfast.core.errors import HoldfastError, NoRunError, UsageError
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 from holdfast.runtime.running import Call
-from holdfast.runtime.workers.log_lines import LineCutter
-from holdfast.runtime.workers.log_watch import ChangeWatch
+from holdfast.runtime.workers.log_fold import LineCutter
+from holdfast.runtime.workers.log_tail import ChangeWatch
 
 CHUNK_BYTES = 256 * 1024
 LOOK_S = 1.0
-"""While following: where the kernel tells of no change (network folders), files are looked at so often."""
+"""While following: files are read this often where the kernel reports no changes (network folders)."""
 
 
 class LogFile(NamedTuple):

@@ -1,4 +1,4 @@
-"""How the nodes meet: backend, endpoint, job id, ranks of nodes, token. torchrun's rules for which of them count.
+"""How the nodes meet: backend, endpoint, job id, ranks of nodes, token, by torchrun's rules.
 
 Knows the rewrite to standalone (explicit and implied) and says what it discards; opens no socket.
 """
@@ -100,7 +100,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
 
 
 def say_open_token(path: str | None, notices: list[str]) -> None:
-    """One that cannot be read at all is complained about by whoever reads it."""
+    """A file that cannot be read is reported by the function that reads it."""
     try:
         if path is not None and os.stat(path).st_mode & stat.S_IROTH:
             notices.append(f"--rdzv-conf token_file={path}: every user of this machine may read it; chmod 600 it")
@@ -158,7 +158,7 @@ def of_variable(parsed: Parsed, error: RendezvousConfigError, dest: str = "rdzv_
 
 
 def is_standalone(parsed: Parsed, most: int) -> bool:
-    """Said, or implied by torchrun's rule: nothing says where to meet and there is nobody to meet."""
+    """Given, or implied by torchrun's rule: no endpoint is given and there is no other node."""
     given = parsed.values
     implied = given.rdzv_backend == "static" and not given.rdzv_endpoint and given.master_port is None and most == 1
     return bool(given.standalone or implied)
@@ -236,7 +236,7 @@ def bracketed(host: str) -> str:
 
 
 def run_id(parsed: Parsed, standalone: bool, most: int, notices: list[str]) -> str:
-    """A standalone job that nobody named gets a name nobody else has."""
+    """A standalone job without a name gets a unique one."""
     given: str = parsed.values.rdzv_id
     if given and (parsed.given("rdzv_id") or not standalone):
         return given

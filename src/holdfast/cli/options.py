@@ -1,11 +1,20 @@
-"""Every option of `holdfast run` and `holdfast launch` in one table; parser, PET_ reading, help and plan come from it.
+"""Every option of `holdfast run` and `holdfast launch` in one table, and `--help` from it; parser, PET_ reading and
+plan come from it as well.
 
 Knows names, types and defaults (torchrun's); knows nothing of what the values mean. Standard library only.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+COLUMN = 38
+"""Where the explanations begin."""
+
 
 FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"
 """Kinds of option: what a value is turned into. LIST is separated by commas, `,,` is one literal comma."""
@@ -293,3 +302,32 @@ OPTIONS: tuple[Option, ...] = (
 USE_ENV = Option("--use-env", FLAG, False, PROGRAM, "do not add --local-rank=N to the script's arguments", env=False)
 LAUNCH_OPTIONS = (*OPTIONS, USE_ENV)
 """The table of `holdfast launch`."""
+
+
+def render(command: str, table: Sequence[Option]) -> str:
+    """The text of `holdfast COMMAND --help`."""
+    lines = [
+        f"usage: holdfast {command} [options] script.py [arguments of the script]",
+        "",
+        "Starts the workers of this node and keeps the job going. Options are torchrun's: each is also accepted with",
+        "underscores, abbreviated as long as it is unambiguous, and read from the variable named at its end.",
+    ]
+    for group in dict.fromkeys(option.group for option in table):
+        lines += ["", f"{group}:", *(line(option) for option in table if option.group == group)]
+    return "\n".join(lines)
+
+
+def line(option: Option) -> str:
+    names = f"{option.short}, {option.name}" if option.short else option.name
+    left = f"  {names} {option.metavar}".rstrip()
+    gap = " " * max(COLUMN - len(left), 2)
+    return f"{left}{gap}{option.help}{origin(option)}"
+
+
+def origin(option: Option) -> str:
+    """Default and variable, in brackets."""
+    shown = option.kind != FLAG and option.default not in (None, "", ())
+    parts = [str(option.default)] if shown else []
+    if option.variable:
+        parts.append(option.variable)
+    return f"  [{'; '.join(parts)}]" if parts else ""

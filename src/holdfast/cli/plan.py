@@ -1,29 +1,67 @@
-"""`--plan`: who would run what, in words, without starting anything.
+"""`--plan`: what would run where, in words, without starting anything.
 
 Pure text from a Resolution: the same line and environment give the same plan. What only the rendezvous decides is
-shown as <assigned>, what is drawn at the start as <random>.
+shown as <assigned>, what is drawn at the start as <random>. At its end: every option, its value, and who said so;
+passwords are not shown.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from signal import Signals
 from typing import TYPE_CHECKING
 
-from holdfast.cli import plan_options
+from holdfast.cli.grammar import FROM_FLAG
 from holdfast.core.options import CommandKind
 from holdfast.core.protocol import Assign, Start
 from holdfast.core.worker_env import worker_environment
 from holdfast.runtime.workers.log_layout import safe_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.resolve import Resolution
     from holdfast.core.options import RunOptions
+
+
+HEAD = "options, their values, and where these come from"
+ACTIONS = frozenset({"help", "version", "plan"})
+PASSWORD = re.compile(r"(?<=password=)[^,]*")
+IN_URL = re.compile(r"(?<=://)[^/@\s,]*@")
+VALUE_COLUMNS_MAX = 40
+"""Longer ones push their source to the right."""
+
+
+def option_lines(parsed: Parsed) -> Iterator[str]:
+    """Values that were given first, then the defaults."""
+    rows = [
+        ("--" + dest.replace("_", "-"), shown(getattr(parsed.values, dest)), source)
+        for dest, source in parsed.sources.items()
+        if dest not in ACTIONS
+    ]
+    rows.sort(key=lambda row: row[2] == "default")
+    names = max(len(name) for name, _, _ in rows)
+    values = min(max(len(value) for _, value, _ in rows), VALUE_COLUMNS_MAX)
+    yield HEAD
+    for name, value, source in rows:
+        yield f"  {name:{names}}  {value:{values}}  {'command line' if source == FROM_FLAG else source}"
+
+
+def shown(value: object) -> str:
+    """As it would be typed; `-` for nothing."""
+    match value:
+        case None | "":
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list() | tuple():
+            return ",".join(map(str, value)) or "-"
+    return IN_URL.sub("***@", PASSWORD.sub("***", str(value)))
+
 
 ASSIGNED, RANDOM = "<assigned>", "<random>"
 BY_RENDEZVOUS = (
@@ -69,7 +107,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
     for local_rank, variables in enumerate(own):
         lines += ["", f"local rank {local_rank}", f"  {command_text(options, local_rank)}"]
         lines += [f"  {name}={value}" for name, value in sorted(variables.items())]
-    return "\n".join([*lines, "", *plan_options.lines(parsed)])
+    return "\n".join([*lines, "", *option_lines(parsed)])
 
 
 def shown_job_id(parsed: Parsed, options: RunOptions) -> str:
@@ -137,9 +175,7 @@ def preload_text(options: RunOptions) -> str:
 
 def standby_text(options: RunOptions) -> str:
     if options.standby:
-        return (
-            f"{options.nproc} parked once the workers run; their memory is told in events.jsonl and by holdfast report"
-        )
+        return f"{options.nproc} parked once the workers run; events.jsonl and holdfast report show their memory"
     return "none"
 
 
@@ -188,7 +224,7 @@ def attempt_folder(options: RunOptions, job_id: str) -> str | None:
 
 def command_text(options: RunOptions, local_rank: int) -> str:
     """What runs, as torchrun would write it: without the bootstrap that holdfast puts around a script."""
-    from holdfast.runtime.workers.spawn import bootstrap_for, worker_argv
+    from holdfast.runtime.workers.preload import bootstrap_for, worker_argv
 
     argv = worker_argv(options, local_rank)
     bootstrap = bootstrap_for(options.command.python or sys.executable)

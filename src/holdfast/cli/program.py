@@ -1,22 +1,30 @@
-"""What each worker executes: the combination of script, -m, --no-python and --run-path, checked before anything starts.
+"""What each worker executes, checked before anything starts: the combination of script, -m, --no-python and --run-path;
+and
+--preload: which modules a node imports once for all its workers, decided from the script's syntax tree.
 
-Knows the file system as the worker will see it (same folder, same PATH); knows nothing of ranks. A module name is not
-checked, but for being a file's: finding it would mean importing its package.
+`auto` must never change what a script sees: it says no where the script sets environment variables before torch is
+imported, or where the source does not tell. Knows the file system as the worker will see it (same folder, same PATH),
+Python's syntax and the names of torch's users; imports none of them, so a module's name is hardly checked.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.core.errors import EnvironmentValueError, ScriptError, UsageError
-from holdfast.core.options import CommandKind, WorkerCommand
+from holdfast.core.options import CommandKind, Preload, WorkerCommand
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.core.policy import JobSpec
+
 
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -127,3 +135,333 @@ def interpreter(environ: Mapping[str, str]) -> str:
     if find_program(python, environ) is None:
         raise EnvironmentValueError(f"PYTHON_EXEC={python}: no such executable; it must be one path without arguments")
     return python
+
+
+AUTO, NONE = "auto", "none"
+TORCH = ("numpy", "torch")
+TRAINING = "torch._dynamo"
+"""Imported by the first optimizer and by DistributedDataParallel; takes as long as torch itself."""
+SOURCE_BYTES_MAX = 300_000
+"""All that is read of a program, modules beside it included: some 50 ms."""
+
+TORCH_USERS = frozenset(
+    [
+        "torch",
+        "accelerate",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "transformers",
+        "deepspeed",
+        "fairscale",
+        "composer",
+        "trl",
+        "peft",
+        "ignite",
+        "catalyst",
+        "fastai",
+        "torchvision",
+        "torchaudio",
+        "torchtext",
+        "megatron",
+        "colossalai",
+        "horovod",
+        "nemo",
+        "torchtune",
+    ]
+)
+"""torch and what is built on it: a program that imports one of them most likely opens a process group."""
+LIGHT_USERS = frozenset(["torch", "torchvision", "torchaudio", "torchtext"])
+"""Of torch's users those that train nothing unless the script says so."""
+TRAINING_WORDS = frozenset(
+    [
+        "optim",
+        "DistributedDataParallel",
+        "DDP",
+        "FullyShardedDataParallel",
+        "FSDP",
+        "fully_shard",
+        "_dynamo",
+        "tensor_parallel",
+    ]
+)
+ENVIRON = frozenset(["environ", "environb"])
+CHANGING_METHODS = frozenset(
+    ["setdefault", "update", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__ior__"]
+)
+CHANGING_CALLS = frozenset(["putenv", "unsetenv", "load_dotenv", "sched_setaffinity"])
+
+
+def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bool) -> Preload:
+    """What --preload comes to. `counted`: OMP_NUM_THREADS is set for the workers. Raises UsageError."""
+    wish: str = parsed.values.preload
+    if wish not in (AUTO, NONE):
+        modules = tuple(name.strip() for name in wish.split(","))
+        if not all(part.isidentifier() for name in modules for part in name.split(".")):
+            raise parsed.error("preload", UsageError, "must be auto, none, or names of modules")
+    if command.kind is CommandKind.PROGRAM:
+        return Preload(why="as asked for" if wish == NONE else "--no-python programs are always executed")
+    choice = decide(command, restarts=job.max_restarts > 0 or job.min_nodes != job.max_nodes)
+    if wish == NONE:
+        return Preload(why="as asked for", torch=choice.torch)
+    if parsed.values.numa_binding and not counted:
+        why = "with --numa-binding libraries count their CPUs when they are loaded; set OMP_NUM_THREADS"
+        return Preload(why=why, torch=choice.torch)
+    if wish != AUTO:
+        return Preload(modules=modules, why="as asked for", torch=choice.torch)
+    return choice
+
+
+def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
+    """`auto`. `restarts`: workers may be started a second time."""
+    try:
+        sources = sources_of(command)
+        if not sources:
+            return Preload(why=f"the source of {command.target} cannot be told beforehand")
+        reader = Reader()
+        for source in sources:
+            reader.read(source)
+    except UnreadableError as error:
+        return Preload(why=str(error))
+    name = os.path.basename(sources[-1])
+    user, setting = reader.verdict()
+    if not user:
+        return Preload(why=f"{name} imports nothing that is built on torch")
+    if setting:
+        return Preload(why=f"{setting} before {user} is imported", torch=user)
+    word = reader.training
+    if word:
+        return Preload(modules=(*TORCH, TRAINING), why=f"{name} imports {user} and uses {word}", torch=user)
+    later = (TRAINING,) if restarts else ()
+    return Preload(modules=TORCH, later=later, why=f"{name} imports {user}", torch=user)
+
+
+def sources_of(command: WorkerCommand) -> list[Path]:
+    """The files that run as or before the program, in this order; empty where only the worker can tell."""
+    if "$" in command.target or command.target == "-":
+        return []
+    if command.kind is not CommandKind.MODULE:
+        path = Path(command.target)
+        path = path / "__main__.py" if path.is_dir() else path
+        return [path]
+    return list(module_sources(command.target, ours=command.python in ("", sys.executable)))
+
+
+def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
+    """Of a module and the packages around it, without importing any. `ours`: the worker's Python is this one."""
+    from importlib.machinery import PathFinder
+
+    where: list[str] | None = [os.getcwd(), *(sys.path if ours else [])]
+    parts = name.split(".")
+    found: list[Path] = []
+    for depth in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:depth]), where)
+        if spec is None:
+            return
+        where = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+        if spec.origin is not None and spec.origin.endswith(".py"):
+            found.append(Path(spec.origin))
+        if where is None and depth < len(parts):
+            return
+    if where is not None:  # a package is run by its __main__
+        main = Path(where[0]) / "__main__.py"
+        if not main.is_file():
+            return
+        found.append(main)
+    yield from found
+
+
+def module_beside(source: Path, name: str) -> Path | None:
+    candidates = (source.parent / f"{name}.py", source.parent / name / "__init__.py")
+    return next((path for path in candidates if path != source and path.is_file()), None)
+
+
+class UnreadableError(Exception):
+    """The source tells nothing; the text says why."""
+
+
+class Reader(ast.NodeVisitor):
+    """Follows a program's statements in the order in which they run when it is loaded, up to the first torch."""
+
+    def __init__(self) -> None:
+        self.training = ""
+        """What shows that it trains."""
+        self._user = ""
+        self._setting = ""
+        """The first change of the environment before torch is imported."""
+        self._functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+        self._called: set[str] = set()
+        self._seen: set[Path] = set()
+        self._file = Path()
+        self._bytes_left = SOURCE_BYTES_MAX
+        self._late_user = ""
+        self._late_setting = ""
+
+    def verdict(self) -> tuple[str, str]:
+        """Which import brings torch, and what changes the environment before that; both may be empty."""
+        if self._user:
+            return self._user, self._setting
+        # Imported by a function: what has run until then cannot be known.
+        return self._late_user, self._setting or self._late_setting
+
+    def read(self, path: Path) -> None:
+        """Raises UnreadableError for what is no Python or too much of it."""
+        self._seen.add(path)
+        tree = self._tree(path)
+        self._look_around(tree, path)
+        before, self._file = self._file, path
+        for statement in tree.body:
+            self.visit(statement)
+        self._file = before
+
+    def _tree(self, path: Path) -> ast.Module:
+        try:
+            self._bytes_left -= path.stat().st_size
+            if self._bytes_left < 0:
+                raise UnreadableError(f"with {path.name} it is more than {SOURCE_BYTES_MAX:,} bytes of source to read")
+            source = path.read_bytes()
+        except OSError as error:
+            raise UnreadableError(f"{path.name} cannot be read: {error.strerror}") from None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return ast.parse(source, str(path))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise UnreadableError(f"{path.name} is not Python") from None
+
+    # --- in the order of execution ------------------------------------------------------------------------------------
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._define(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._define(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """Its body does not run here."""
+
+    def visit_If(self, node: ast.If) -> None:
+        if name_of(node.test) == "TYPE_CHECKING":
+            for statement in node.orelse:
+                self.visit(statement)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._imports(alias.name.partition(".")[0])
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.module and not node.level:
+            self._imports(node.module.partition(".")[0])
+        elif node.level == 1:
+            for name in [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]:
+                self._follow(name)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self._note(change(node), node)
+        self.generic_visit(node)
+        name = name_of(node.func)
+        if isinstance(node.func, ast.Name) and name in self._functions and name not in self._called:
+            self._called.add(name)
+            for statement in self._functions[name].body:
+                self.visit(statement)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        self._note(change(node), node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.generic_visit(node)
+        self._note(change(node), node)
+
+    def visit_Delete(self, node: ast.Delete) -> None:
+        self._note(change(node), node)
+
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._functions[node.name] = node
+        users = (name for inner in ast.walk(node) for name in imported_names(inner)[:1] if name in TORCH_USERS)
+        self._late_user = self._late_user or next(users, "")
+        for decorator in node.decorator_list:
+            self.visit(decorator)
+
+    def _imports(self, name: str) -> None:
+        if name in TORCH_USERS:
+            self._user = self._user or name
+        elif not self._user:
+            self._follow(name)
+
+    def _follow(self, name: str) -> None:
+        """A module beside the program runs in its place."""
+        beside = module_beside(self._file, name)
+        if beside is not None and beside not in self._seen:
+            self.read(beside)
+
+    def _note(self, what: str, node: ast.expr | ast.stmt) -> None:
+        if what and not self._user and not self._setting:
+            self._setting = f"{self._file.name} line {node.lineno} {what}"
+
+    # --- anywhere in a file -------------------------------------------------------------------------------------------
+
+    def _look_around(self, tree: ast.Module, path: Path) -> None:
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="torch"), attr="compile"):
+                    self.training = self.training or "torch.compile"
+                case ast.Attribute(attr=word) | ast.Name(id=word) if word in TRAINING_WORDS:
+                    self.training = self.training or word
+            names = imported_names(node)
+            heavy = {*names[:1]} & (TORCH_USERS - LIGHT_USERS) or {*names} & TRAINING_WORDS
+            self.training = self.training or next(iter(sorted(heavy)), "")
+            if not self._late_setting and (what := change(node)):
+                self._late_setting = f"{path.name} line {getattr(node, 'lineno', 0)} {what}"
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """All words of an import, the package first; empty for anything else and for modules of the program's own."""
+    match node:
+        case ast.Import(names=aliases):
+            return [part for alias in aliases for part in alias.name.split(".")]
+        case ast.ImportFrom(module=str(module), names=aliases, level=0):
+            return [*module.split("."), *(alias.name for alias in aliases)]
+    return []
+
+
+def change(node: ast.AST) -> str:
+    """What a node does to the environment, in words; empty: nothing."""
+    match node:
+        case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+            return next((said for target in targets if (said := _written(target))), "")
+        case ast.AugAssign(target=target):
+            return _written(target)
+        case ast.Call(func=ast.Attribute(value=value, attr=method), args=arguments) if name_of(value) in ENVIRON:
+            return f"changes {_variable(arguments)}" if method in CHANGING_METHODS else ""
+        case ast.Call(func=function) if (name := name_of(function)) in CHANGING_CALLS:
+            return f"calls {name}"
+    return ""
+
+
+def _written(target: ast.expr) -> str:
+    match target:
+        case ast.Subscript(value=value, slice=key) if name_of(value) in ENVIRON:
+            return f"sets {_variable([key])}"
+        case ast.Attribute(attr="environ"):
+            return "changes the environment"
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return next((said for part in parts if (said := _written(part))), "")
+    return ""
+
+
+def _variable(arguments: list[ast.expr]) -> str:
+    match arguments:
+        case [ast.Constant(value=str(name)), *_]:
+            return name
+    return "the environment"
+
+
+def name_of(node: ast.expr) -> str:
+    """The last word of a dotted name."""
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""

@@ -17,14 +17,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.ended import outcome_of, screen_of
+from holdfast.cli.finding import outcome_of, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import UsageError
 from holdfast.core.outcome import Outcome
-from holdfast.insight.history import Activity, History, history
-from holdfast.insight.numbers import duration, plural
-from holdfast.insight.timeline import PHASES, Generation, Timeline, timeline
+from holdfast.insight.history import PHASES, Activity, Generation, History, Timeline, history, timeline
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
 MIB = 2**20
@@ -81,8 +80,8 @@ def newest_run() -> Path:
 
 
 def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
-    """Its events. A last line that is still being written is left out; what is torn (a full disk, a machine that lost power)
-    or of another version is left out as well, and counted on stderr. Raises UsageError."""
+    """Its events. A last line that is still being written is left out; what is torn (a full disk, a machine that lost
+    power) or of another version is left out as well, and counted on stderr. Raises UsageError."""
     from holdfast.insight.events import is_readable
 
     try:
@@ -160,7 +159,7 @@ def write_page(
     folders: Sequence[Path],
 ) -> None:
     """Raises UsageError when the file cannot be written."""
-    from holdfast.insight.incidents import incidents
+    from holdfast.insight.history import incidents
     from holdfast.insight.page import PageContent, render
 
     end = first_outcome(folders)

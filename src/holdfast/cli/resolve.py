@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import meeting, values
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
-from holdfast.cli.preload import preload
-from holdfast.cli.program import worker_command
+from holdfast.cli.program import preload, worker_command
 from holdfast.core.errors import (
     BindingError,
     EnvironmentValueError,

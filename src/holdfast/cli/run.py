@@ -1,4 +1,4 @@
-"""`holdfast run`: read the line, fork the keeper, resolve, hand over to the runtime.
+"""`holdfast run` and `holdfast launch`: read the line, fork the keeper, resolve, hand over to the runtime.
 
 The order matters: the keeper is forked before anything but this package's light modules is imported, so that it stays
 small, and as soon as the line is known to be well-formed, so that a typing error forks nothing.
@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from holdfast.cli import config, grammar
-from holdfast.cli.options import HOSTS, OPTIONS
+from holdfast.cli.options import HOSTS, LAUNCH_OPTIONS, OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from holdfast.runtime.agent_service import Finished
 
 
+TEXT_CHARACTERS_MAX = 12_000
+"""The launcher's side reads the report in one piece, from a pipe."""
+WARNING = (
+    "FutureWarning: `launch` is deprecated, as torch.distributed.launch is; "
+    "use `holdfast run` and read LOCAL_RANK from the environment"
+)
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status. Raises HoldfastError."""
     parsed = grammar.parse(argv, os.environ, OPTIONS, configure=config.configure)
@@ -31,12 +39,44 @@ def main(argv: Sequence[str]) -> int:
     return execute(parsed, "run", argv)
 
 
+def main_launch(argv: Sequence[str]) -> int:
+    """`holdfast launch`: torch.distributed.launch, for scripts that want a --local-rank argument. Returns the exit
+    status. Raises HoldfastError."""
+    parsed = grammar.parse(argv, os.environ, LAUNCH_OPTIONS, configure=config.configure)
+    if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
+        return tell_about(parsed, "launch", LAUNCH_OPTIONS)
+    print(f"holdfast: {WARNING}", file=sys.stderr)
+    return execute(parsed, "launch", argv)
+
+
+def main_remote(argv: Sequence[str]) -> int:
+    """What the far side of `holdfast run --hosts` runs, not for typing: the agent as it is anywhere, but how it ended
+    is reported to the launcher, which shows it once for all hosts.
+
+    `FD run|launch [options] script ...`: FD takes the report. Returns the exit status. Raises HoldfastError."""
+    import json
+
+    tells, table = int(argv[0]), LAUNCH_OPTIONS if argv[1] == "launch" else OPTIONS
+    parsed = grammar.parse(argv[2:], {}, table)  # the launcher has read all variables
+
+    def show(finished: Finished) -> str:
+        from holdfast.insight.screen import render
+
+        text = render(finished.outcome, finished.folder)[-TEXT_CHARACTERS_MAX:]
+        report = json.dumps({"kind": finished.outcome.kind.value, "text": text})
+        os.write(tells, report.encode())
+        return ""
+
+    os.set_inheritable(tells, False)
+    return start(parsed, show=show, say_notices=False)
+
+
 def tell_about(parsed: Parsed, command: str, table: Sequence[Option]) -> int:
     """Answers --help, --version and --print-completion."""
     from holdfast.cli import print_version
 
     if parsed.values.help:
-        from holdfast.cli.helptext import render
+        from holdfast.cli.options import render
 
         print(render(command, table))
         return 0
@@ -94,7 +134,7 @@ def start(
 
         descriptors.provide(options.nproc)
         preload.begin(keeper, options)  # before our own heavy modules: it imports while we do
-        from holdfast.insight.verdicts import judge
+        from holdfast.insight.causes import judge
         from holdfast.runtime.agent_service import run_job
 
         if begin is not None:
@@ -107,9 +147,12 @@ def start(
 
 
 def load_end() -> None:
-    """Imports the table of causes, and what puts the end into words."""
+    """Reads the table of causes, and imports what the last screen needs."""
     import holdfast.insight.causes.verdict
     import holdfast.insight.screen  # noqa: F401
+    from holdfast.insight.causes.rules import rules
+
+    rules()
 
 
 def last_screen(end: Finished) -> str:
@@ -145,7 +188,8 @@ def hand_on_interrupts() -> None:
 
 
 def be_killable() -> None:
-    """A container's first process ignores what it has no handler for: until the agent has its own, SIGTERM would be lost."""
+    """A container's first process ignores what it has no handler for: until the agent has its own, SIGTERM would be
+    lost."""
     from signal import SIG_DFL, SIGTERM, getsignal, signal
 
     if os.getpid() == 1 and getsignal(SIGTERM) is SIG_DFL:
@@ -153,7 +197,7 @@ def be_killable() -> None:
 
 
 def examine(stories: Sequence[RankStory]) -> Finding:
-    """What the stacks of all ranks mean: loaded only once a job seems to stand still."""
+    """What the stacks of all ranks mean: loaded only when a job seems to hang."""
     from holdfast.insight.hangs import examine as examine_all
 
     return examine_all(stories)
@@ -163,9 +207,9 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
     """What this command line asks for, all defaults and variables considered. Raises CallerError."""
     from msgspec import structs
 
-    from holdfast.cli.lines import line_of_others
     from holdfast.cli.options import LAUNCH_OPTIONS
     from holdfast.cli.resolve import resolve as resolve_all
+    from holdfast.cli.values import line_of_others
 
     options = resolve_all(parsed, environ).options
     if not command:

@@ -1,6 +1,8 @@
-"""`holdfast shim DIR`: writes a `torchrun` that calls `holdfast run`, for images and tools that call torchrun by its name.
+"""`holdfast shim DIR`: writes a `torchrun` that calls `holdfast run`, for images and tools that call torchrun by its
+name.
 
-What holdfast does not support goes to torch's own launcher, and which of the two it was is said each time.
+What holdfast does not support goes to torch's own launcher, and which of the two it was is said each time. Here too is
+`holdfast token`, which draws a job token: agents prove to each other that they know it.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +20,11 @@ from holdfast.cli.options import OPTIONS
 from holdfast.cli.printing import Parser
 from holdfast.core.errors import HoldfastError, UsageError
 from holdfast.rendezvous.registry import is_built_in
+from holdfast.runtime.secret_variables import draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
 
 NAME = "torchrun"
 PROGRAM = """\
@@ -52,6 +57,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def main_token(argv: Sequence[str]) -> int:
+    """Runs `holdfast token` with these arguments; returns the exit status. Raises HoldfastError."""
+    token_parser().parse_args(argv)
+    print(draw_token())
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="holdfast shim", description="Write a torchrun command that calls holdfast run.", allow_abbrev=False
@@ -60,8 +72,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def token_parser() -> Parser:
+    return Parser(
+        prog="holdfast token",
+        description="Print a new job token of 64 characters. Write it into a file that only you may read "
+        "(`holdfast token > token; chmod 600 token`) and name that with --rdzv-conf token_file=, or set "
+        "HOLDFAST_TOKEN.",
+        allow_abbrev=False,
+    )
+
+
 def torchrun(argv: Sequence[str]) -> int:
-    """What the command does. Says on stderr who runs the line, and why where that is not holdfast."""
+    """What the `torchrun` command does. Says on stderr which launcher runs the line, and why if that is not
+    holdfast."""
     why = unsupported(argv, os.environ)
     if not why:
         print("torchrun: holdfast run takes this line", file=sys.stderr)

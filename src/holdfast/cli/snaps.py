@@ -17,8 +17,9 @@ from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.core.errors import SnapshotError, SnapshotGoneError, UsageError
-from holdfast.snapshots import folder, layout, lease, reader, retention
+from holdfast.snapshots import folder, lease, retention
 from holdfast.snapshots.folder import Snapshot, Survey
+from holdfast.snapshots.manifest import MANIFEST
 from holdfast.snapshots.retention import Keep, Pruned
 
 EXIT_DAMAGED = 1
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser().parse_args(argv)
     if not Path(chosen.folder).is_dir():
         raise SnapshotError(f"{chosen.folder}: no such folder")
-    if (Path(chosen.folder) / layout.MANIFEST).exists():
+    if (Path(chosen.folder) / MANIFEST).exists():
         whole = Path(chosen.folder).resolve()
         raise SnapshotError(f"{chosen.folder} is one snapshot; give the folder it is in, {whole.parent}")
     status: int = chosen.run(chosen)
@@ -113,7 +114,7 @@ def verify(chosen: argparse.Namespace) -> int:
 def read_back(snapshot: Snapshot) -> list[Result]:
     """What reading it showed; nothing when it was removed meanwhile."""
     try:
-        reader.verify(snapshot)
+        folder.verify(snapshot)
     except SnapshotGoneError:
         return []
     except SnapshotError as error:

@@ -1,5 +1,5 @@
-"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of a
-job that has ended, its last screen.
+"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of
+a job that has ended, its last screen. `holdfast stacks [RUN]`: where all its ranks are now, equal stacks once.
 
 Knows the options and the terminal; which job is meant knows finding.py, what is shown knows insight/status.py.
 """
@@ -15,15 +15,46 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.ended import end_of, outcome_of
-from holdfast.cli.finding import ended_run, running_job
-from holdfast.cli.printing import Parser, print_json
+from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
+from holdfast.cli.printing import Parser, print_json, ranks_of
 from holdfast.core.errors import NoRunError, UsageError
 from holdfast.core.outcome import Outcome
 from holdfast.core.progress import JobView
 from holdfast.core.protocol import Question
-from holdfast.insight.status import status_lines
+from holdfast.core.stacks import StacksView
+from holdfast.insight.status import group, stack_lines, status_lines
 from holdfast.runtime.running import RunningAgent, ask_any
+
+
+def main_stacks(argv: Sequence[str]) -> int:
+    """Runs `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
+    chosen = stacks_parser().parse_args(argv)
+    wanted = ranks_of(chosen.rank)
+    _, reply = ask_any(running_job(chosen.run), Question.STACKS)
+    view = reply.read(StacksView)
+    if wanted:
+        missing = wanted - {rank.rank for rank in view.ranks}
+        if missing:
+            raise UsageError(f"no rank {min(missing)} answered; there are {view.world_size} ranks")
+        view = msgspec.structs.replace(view, ranks=tuple(rank for rank in view.ranks if rank.rank in wanted))
+    if chosen.json:
+        groups = [{"ranks": [rank.rank for rank in each.ranks], "place": each.place} for each in group(view)]
+        print_json({"whole": reply.whole, **msgspec.to_builtins(view), "groups": groups})
+        return 0
+    print("\n".join(stack_lines(view, full=chosen.full)))
+    if not reply.whole:
+        print("\nthe coordinator does not answer: this node's ranks alone")
+    return 0
+
+
+def stacks_parser() -> Parser:
+    made = Parser(prog="holdfast stacks", description="Show where a running job's ranks are, now.", allow_abbrev=False)
+    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
+    made.add_argument("--rank", action="append", metavar="N", help="only these ranks: 3, 0-7, 1,5; may be repeated")
+    made.add_argument("--full", action="store_true", help="all frames, also those of libraries")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
 
 WATCH_S = "2"
 WATCH_S_MIN = 0.1
@@ -102,7 +133,7 @@ def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None
 
 
 def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Namespace) -> None:
-    """Until the job ends or somebody presses Ctrl-C, which is how one leaves this."""
+    """Until the job ends or Ctrl-C is pressed."""
     live = sys.stdout.isatty() and not chosen.json
     text = ""
     if live:

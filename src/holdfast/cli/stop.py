@@ -1,6 +1,6 @@
 """`holdfast stop [RUN]`: end a running job on all its nodes, as a signal to every agent would; its workers save first.
 
-`holdfast kill` is the same without the saving.
+`holdfast kill [RUN]`: at once; nothing is saved.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from holdfast.cli.finding import running_job
 from holdfast.cli.printing import Parser, print_json
 from holdfast.core.errors import ControlSilentError, NoRunError
 from holdfast.core.protocol import Question
-from holdfast.insight.numbers import plural
 from holdfast.insight.screen import how_it_ended
 from holdfast.runtime.running import Call, Reply, RunningAgent, ask
+from holdfast.text import plural
 
 EXIT_NOT_STOPPED = 1
 SAY_S = 60.0
-"""Between two words of the wait for the end; saving takes as long as it takes."""
+"""Between two notices that it still waits: a save may take long."""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -38,13 +38,22 @@ class StopReply(msgspec.Struct, frozen=True):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
-    return run(parser(), argv, Question.STOP)
+    return end_job(parser(), argv, Question.STOP)
+
+
+def main_kill(argv: Sequence[str]) -> int:
+    """Runs `holdfast kill` with these arguments; returns the exit status. Raises HoldfastError."""
+    return end_job(kill_parser(), argv, Question.KILL)
 
 
 def parser() -> Parser:
     return parser_of(
         "stop", "End a running job on all its nodes. Workers that ask for safe points stop there and save."
     )
+
+
+def kill_parser() -> Parser:
+    return parser_of("kill", "End a running job on all its nodes at once: SIGKILL to every worker.")
 
 
 def parser_of(command: str, description: str) -> Parser:
@@ -55,8 +64,8 @@ def parser_of(command: str, description: str) -> Parser:
     return made
 
 
-def run(made: Parser, argv: Sequence[str], question: Question) -> int:
-    """0: it has ended, however, or with --no-wait: every node was told."""
+def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
+    """0: the job has ended, however it did, or with --no-wait: every node was asked to end it."""
     chosen = made.parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))
     with waiting:
@@ -78,7 +87,7 @@ def run(made: Parser, argv: Sequence[str], question: Question) -> int:
 
 
 def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
-    """How it ended, whenever that is; None: it does not say. Whoever waits learns that he does."""
+    """How the job ended; None: its agent ended without an answer. Says now and then that it waits."""
     while True:
         try:
             return waiting.answer(limit_s=SAY_S)
@@ -87,8 +96,8 @@ def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
 
 
 def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
-    """The first agent of the job that answers, and a connection on which it will say how the job ended: made before the job
-    is told to end, so that the end is not missed. Raises what the last one's silence is."""
+    """The first agent of the job that answers, and a connection on which it will say how the job ended: made before the
+    job is told to end, so that the end is not missed. Raises the error of the last agent that does not answer."""
     for entry in entries[:-1]:
         try:
             ask(entry, Question.STATUS)

@@ -1,27 +1,359 @@
 """`holdfast submit --k8s`: a job's manifests, printed or piped to the user's kubectl.
 
-Knows kubectl; the line is read by submit_k8s_line.py, what a manifest says is schedulers/kubernetes.py's.
+Knows kubectl, its own options, and how a line becomes a KubernetesJob; what a manifest says is
+schedulers/kubernetes.py's. Options of `holdfast run` are taken from the line alone and go into the pods' line:
+variables and files of this machine mean nothing there.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import grammar
-from holdfast.cli.helptext import line as help_line
-from holdfast.cli.submit_k8s_line import K8S, OWN, POD, TABLE, read_job
-from holdfast.core.errors import MissingPackageError, SubmitError, UsageError
-from holdfast.runtime.secret_variables import draw_token
+from holdfast.cli.devices import NAMES, THIS_NODE
+from holdfast.cli.options import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
+from holdfast.cli.options import line as help_line
+from holdfast.cli.program import command_kind
+from holdfast.cli.resolve import (
+    check_plain_values,
+    node_size,
+    preempt_signal,
+    served,
+    signals_to_handle,
+    stop_grace_s,
+    streams,
+)
+from holdfast.cli.values import is_number, node_range
+from holdfast.core.errors import (
+    EndpointError,
+    MissingPackageError,
+    NodesError,
+    RendezvousConfigError,
+    ScriptError,
+    SubmitError,
+    UsageError,
+)
+from holdfast.rendezvous.conf import parse_conf
+from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
 from holdfast.schedulers import kubernetes
-from holdfast.schedulers.kubernetes_yaml import documents
+from holdfast.schedulers import kubernetes_words as words
+from holdfast.schedulers.kubernetes import (
+    HEALTH_PORT,
+    OWN_VARIABLES,
+    RENDEZVOUS_PORT,
+    RUNS_PATH,
+    SHM_PATH,
+    KubernetesJob,
+    documents,
+    last_pod,
+)
+from holdfast.snapshots.shelf import FINISH_LIMIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from holdfast.schedulers.kubernetes import KubernetesJob
+    from holdfast.cli.grammar import CommandLine, Parsed
+
+
+T = TypeVar("T")
+K8S, POD = "Kubernetes", "each pod (a node of the job)"
+JOINER = "\0"
+"""No word of a command line holds it."""
+SECRETIVE = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS"})
+JOIN_S = 3600
+"""Pods may wait long for machines; the others wait for them."""
+NODES_MAX = 10_000
+NUMBER_MAX = 2**31 - 1
+"""Of Kubernetes' counters."""
+
+
+def own(
+    name: str, kind: str, default: object, group: str, text: str, metavar: str = "", *, many: bool = False
+) -> Option:
+    return Option(name, kind, default, group, text, metavar, env=False, ours=True, many=many, joiner=JOINER)
+
+
+OWN = (
+    own("--nodes", TEXT, "", K8S, "number of pods, or the range the job may have; --nnodes is the same", "N|MIN:MAX"),
+    own("--name", TEXT, "", K8S, "name of the job, by default the script's", "NAME"),
+    own("--namespace", TEXT, "", K8S, "where, by default kubectl's own", "NAME"),
+    own("--jobset", FLAG, False, K8S, "a JobSet instead of an Indexed Job with a Service"),
+    own("--retries", INT, 3, K8S, "how often a pod may fail by itself; preemption does not count", "N"),
+    own("--ttl", INT, None, K8S, "delete the job so long after its end", "SECONDS"),
+    own("--label", TEXT, "", K8S, "a label on everything, as for a queue", "KEY=VALUE", many=True),
+    own("--token-secret", TEXT, "", K8S, "a Secret that is there, its key `token` is the job's", "NAME"),
+    own("--no-token", FLAG, False, K8S, "agents do not prove that they belong to the job"),
+    own("--apply", FLAG, False, K8S, "hand it to kubectl, with a new token in a Secret of its own"),
+    own("--dry-run", FLAG, False, K8S, "only print it, as without --apply"),
+    own("--image", TEXT, "", POD, "with holdfast, the script and what it imports", "IMAGE"),
+    own("--gpus", INT, 0, POD, "GPUs, and as many workers", "N"),
+    own("--gpu-resource", TEXT, "nvidia.com/gpu", POD, "what they are called", "DOMAIN/NAME"),
+    own("--cpus", TEXT, "", POD, "CPUs", "N"),
+    own("--memory", TEXT, "", POD, "memory, /dev/shm included", "SIZE"),
+    own("--shm", TEXT, "", POD, "limit of /dev/shm, by default that of the memory", "SIZE"),
+    own(
+        "--volume",
+        TEXT,
+        "",
+        POD,
+        "mount a CLAIM, configmap/NAME, secret/NAME or /FOLDER",
+        "SOURCE:/PATH[:ro]",
+        many=True,
+    ),
+    own("--env", TEXT, "", POD, "an environment variable", "NAME=VALUE", many=True),
+    own("--env-from", TEXT, "", POD, "all keys of a Secret or ConfigMap as variables", "secret/NAME", many=True),
+    own("--cwd", TEXT, "", POD, "working folder, by default the image's", "/FOLDER"),
+    own("--service-account", TEXT, "", POD, "run as this account; without it no account is mounted", "NAME"),
+    own("--pull-secret", TEXT, "", POD, "Secret that lets the image be pulled", "NAME"),
+    own("--priority-class", TEXT, "", POD, "who may be preempted by whom", "NAME"),
+    own("--node-selector", TEXT, "", POD, "only on machines with this label", "KEY=VALUE", many=True),
+    own("--run-as", TEXT, "", POD, "not as root, by the rules of the restricted security standard", "UID[:GID]"),
+)
+READ_HERE = ("nnodes", "rdzv_conf", "drain_timeout", "shutdown_timeout", "health", "metrics")
+"""Options of a run that the pods' line gets from the manifest."""
+OF_THE_POD = ("standalone", "node_rank", "master_addr", "master_port", "local_addr")
+"""The manifest says it."""
+NOT_FOR_PODS = ("slurm", "config", "no_config", "plan")
+"""Options of a run that mean nothing here; and none of those for hosts reached by ssh does."""
+OF_A_RUN = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in NOT_FOR_PODS)
+TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest for each in OWN}))
+
+
+def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> KubernetesJob:
+    """Raises CallerError for the first thing that cannot be."""
+    given = parsed.values
+    check_text(line)
+    check_plain_values(parsed)
+    refuse_what_the_manifest_says(parsed)
+    if not given.image:
+        raise UsageError("--image is missing: an image with holdfast, the script and what it imports")
+    least, most = nodes(parsed)
+    name = job_name(parsed, most)
+    gpus = at_least_0(parsed, "gpus")
+    processes = workers(parsed, gpus)
+    check_run(parsed, processes, notices)
+    env = several(parsed, "env", words.variable)
+    check_env(env, notices)
+    cpus = checked(parsed, "cpus", words.cpus)
+    job = KubernetesJob(
+        name=name,
+        image=checked(parsed, "image", words.image),
+        least=least,
+        most=most,
+        words=run_words(parsed, line, processes, alone=most == 1),
+        args=(line.script or "", *line.args),
+        namespace=checked(parsed, "namespace", words.label),
+        jobset=given.jobset,
+        gpus=gpus,
+        gpu_resource=checked(parsed, "gpu_resource", words.resource),
+        cpus=cpus,
+        memory=checked(parsed, "memory", words.size),
+        shm=checked(parsed, "shm", words.size),
+        volumes=volumes(parsed),
+        env=(*threads(cpus, processes, dict(env)), *env),
+        env_from=several(parsed, "env_from", words.source),
+        cwd=checked(parsed, "cwd", words.folder),
+        service_account=checked(parsed, "service_account", words.subdomain),
+        pull_secret=checked(parsed, "pull_secret", words.subdomain),
+        priority_class=checked(parsed, "priority_class", words.subdomain),
+        run_as=one(parsed, "run_as", words.user) if given.run_as else None,
+        labels=several(parsed, "label", words.pair),
+        node_selector=several(parsed, "node_selector", words.pair),
+        retries=at_least_0(parsed, "retries"),
+        ttl_s=None if given.ttl is None else at_least_0(parsed, "ttl"),
+        token_secret=token_secret(parsed, name, alone=most == 1),
+        drain_s=given.drain_timeout,
+        stop_grace_s=stop_grace_s(parsed, {}),  # the pods' environment, not this one
+        save_s=FINISH_LIMIT_S,
+        health_port=port(parsed, "health") or HEALTH_PORT,
+        metrics_port=port(parsed, "metrics"),
+    )
+    for key, value in job.labels:
+        if key in job.own_labels:
+            raise UsageError(f"--label {key}={value}: by this one the pods find each other; take another")
+    if job.grace_s > NUMBER_MAX:
+        raise UsageError("--drain-timeout, --shutdown-timeout: longer than Kubernetes can wait")
+    return job
+
+
+def check_text(line: CommandLine) -> None:
+    """Raises UsageError for what no manifest can hold."""
+    for word in (*line.values.values(), line.script, *line.args):
+        if isinstance(word, str) and not word.isascii():
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise UsageError(f"{word!a}: not UTF-8, which manifests must be") from None
+
+
+def workers(parsed: Parsed, gpus: int) -> str:
+    """What --nproc-per-node is to be in the pods."""
+    text: str = parsed.values.nproc_per_node
+    if not parsed.given("nproc_per_node"):
+        return str(gpus or 1)
+    if text not in NAMES:  # what these mean, only the pod knows
+        node_size(parsed, {}, THIS_NODE._replace(torch=lambda _: 1))
+    return text
+
+
+def check_run(parsed: Parsed, processes: str, notices: list[str]) -> None:
+    """What the agents would refuse is refused now, as far as it can be told from here."""
+    if not parsed.values.training_script:
+        raise ScriptError("the training script's name is empty")
+    command_kind(parsed, notices)
+    signals_to_handle(parsed, notices)
+    preempt_signal(parsed)
+    for dest in ("redirects", "tee"):
+        streams(parsed, dest, int(processes) if is_number(processes) else NODES_MAX, notices)
+
+
+def volumes(parsed: Parsed) -> tuple[words.Volume, ...]:
+    """Raises UsageError where two things would be at one place."""
+    found = several(parsed, "volume", words.volume)
+    taken = {SHM_PATH: "the pods' own, see --shm", RUNS_PATH: "the runs' own, see --log-dir"}
+    for each in found:
+        if each.path in taken:
+            raise UsageError(f"--volume {each.name}:{each.path}: that place is {taken[each.path]}")
+        taken[each.path] = f"that of {each.name}"
+    return found
+
+
+def refuse_what_the_manifest_says(parsed: Parsed) -> None:
+    for dest in OF_THE_POD:
+        if parsed.given(dest):
+            raise UsageError(f"{parsed.said(dest)}: not for --k8s: the manifest says how the pods meet")
+    if parsed.given("rdzv_endpoint") != parsed.given("rdzv_backend"):
+        raise UsageError(
+            "--rdzv-backend and --rdzv-endpoint: leave both out (the pods meet at pod 0), or give both, as for etcd"
+        )
+
+
+def nodes(parsed: Parsed) -> tuple[int, int]:
+    """Of --nodes, or of --nnodes, which torchrun's lines have."""
+    dest = "nodes" if parsed.given("nodes") else "nnodes"
+    if not parsed.given(dest):
+        raise NodesError("--nodes is missing: how many pods, as in --nodes 4 or --nodes 4:8")
+    if dest == "nodes" and parsed.given("nnodes"):
+        raise NodesError(f"{parsed.said('nodes')} and {parsed.said('nnodes')} say the same; leave one out")
+    try:
+        least, most = node_range(getattr(parsed.values, dest))
+    except ValueError as error:
+        raise parsed.error(dest, NodesError, str(error)) from None
+    if most > NODES_MAX:
+        raise parsed.error(dest, NodesError, f"more than {NODES_MAX} pods")
+    return least, most
+
+
+def job_name(parsed: Parsed, most: int) -> str:
+    end = last_pod(most, jobset=parsed.values.jobset)
+    if parsed.given("name"):
+        return one(parsed, "name", lambda text: words.job_name(text, end))
+    return words.job_name(words.name_from(parsed.values.training_script), end)
+
+
+def run_words(parsed: Parsed, line: CommandLine, processes: str, *, alone: bool) -> tuple[str, ...]:
+    """What the pods' line has of this one."""
+    own = {option.dest for option in OWN}
+    found = [f"--nproc-per-node={processes}"]
+    for option in OF_A_RUN:
+        text = line.values.get(option.dest)
+        if text is None or option.dest in own or option.dest in (*READ_HERE, "nproc_per_node"):
+            continue
+        found.append(option.name if option.kind == FLAG else f"{option.name}={text}")
+    if conf := rdzv_conf(parsed, alone=alone):
+        found.append(f"--rdzv-conf={conf}")
+    return tuple(found)
+
+
+def rdzv_conf(parsed: Parsed, *, alone: bool) -> str:
+    """The user's, with more patience where nobody asked for some."""
+    try:
+        conf = parse_conf(parsed.values.rdzv_conf)
+    except RendezvousConfigError as error:
+        raise UsageError(str(error)) from None
+    if "password" in conf:
+        raise SubmitError("--rdzv-conf password=...: would be in the manifest; mount a Secret and say password_file=")
+    if not alone and not parsed.given("rdzv_backend"):
+        conf = {"join_timeout": str(JOIN_S), **conf}
+    return ",".join(f"{key}={value}" for key, value in conf.items())
+
+
+def threads(cpus: str, processes: str, env: dict[str, str]) -> list[tuple[str, str]]:
+    """A pod sees all CPUs of its machine and may use its share: what the workers would make of that is said here."""
+    if not cpus or "OMP_NUM_THREADS" in env or not is_number(processes) or int(processes) == 0:
+        return []
+    number = float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus)
+    return [("OMP_NUM_THREADS", str(max(1, math.floor(number) // int(processes))))]
+
+
+def check_env(env: tuple[tuple[str, str], ...], notices: list[str]) -> None:
+    """A manifest is read by many. Raises SubmitError for the job's own token, UsageError for what Kubernetes says."""
+    for name, value in env:
+        if name in OWN_VARIABLES:
+            raise UsageError(f"--env {name}=...: Kubernetes tells this one to each pod; take another name")
+        if name == TOKEN_VARIABLE:
+            raise SubmitError(f"--env {name}=...: would be in the manifest; --apply makes a Secret, or --token-secret")
+        if value and any(part in SECRETIVE for part in name.upper().split("_")):
+            notices.append(
+                f"--env {name}=... is in the manifest for everybody to read; --env-from secret/NAME does not"
+            )
+
+
+def token_secret(parsed: Parsed, name: str, *, alone: bool) -> str:
+    """Name of the Secret with the job's token; empty where there is none."""
+    if parsed.values.no_token:
+        if parsed.given("token_secret"):
+            raise UsageError("--no-token and --token-secret exclude each other")
+        return ""
+    if parsed.given("token_secret"):
+        return one(parsed, "token_secret", words.subdomain)
+    return "" if alone or "token_file" in parsed.values.rdzv_conf else f"{name}-token"
+
+
+def port(parsed: Parsed, dest: str) -> int | None:
+    """Of --health or --metrics, which are served at the pod's address."""
+    place = served(parsed, dest)
+    if place is None:
+        return None
+    if place.port == 0 or ":" in getattr(parsed.values, dest):
+        raise parsed.error(dest, EndpointError, "in a pod it is a port, at the pod's own address")
+    if place.port == RENDEZVOUS_PORT:
+        raise parsed.error(dest, EndpointError, "that port is where the pods meet")
+    return place.port
+
+
+def at_least_0(parsed: Parsed, dest: str) -> int:
+    number: int = getattr(parsed.values, dest)
+    if not 0 <= number <= NUMBER_MAX:
+        raise parsed.error(dest, UsageError, "must be 0 or more" if number < 0 else f"must be {NUMBER_MAX} or less")
+    return number
+
+
+def checked(parsed: Parsed, dest: str, check: Callable[[str], str]) -> str:
+    """Empty where nothing was said."""
+    return one(parsed, dest, check) if getattr(parsed.values, dest) else ""
+
+
+def one(parsed: Parsed, dest: str, check: Callable[[str], T]) -> T:
+    try:
+        return check(getattr(parsed.values, dest))
+    except ValueError as error:
+        raise parsed.error(dest, UsageError, str(error)) from None
+
+
+def several(parsed: Parsed, dest: str, check: Callable[[str], T]) -> tuple[T, ...]:
+    found = []
+    for text in filter(None, getattr(parsed.values, dest).split(JOINER)):
+        try:
+            found.append(check(text))
+        except ValueError as error:
+            raise UsageError(f"--{dest.replace('_', '-')} {text}: {error}") from None
+    return tuple(found)
+
 
 REQUEST_S_MAX = 60
 
@@ -48,7 +380,7 @@ def main(argv: Sequence[str]) -> int:
 
 def usage() -> str:
     lines = [
-        "usage: holdfast submit --k8s --nodes N --image IMAGE [options] [options of holdfast run] script.py [arguments]",
+        "usage: holdfast submit --k8s --nodes N --image IMAGE [options, also of holdfast run] script.py [arguments]",
         "",
         "Prints the manifests of a job for Kubernetes, or hands them to kubectl (--apply). The script is the image's;",
         "options of `holdfast run` go into the pods' line (see holdfast run --help).",

@@ -1,4 +1,4 @@
-"""`holdfast run` in a Slurm job: what the step says fills what nobody said, and --slurm becomes one srun.
+"""`holdfast run` in a Slurm job: the step fills in options that were not given, and --slurm becomes one srun.
 
 Imported only where --slurm is given or the environment is a step's. What flags, variables or files say wins, value by
 value; where they say where the nodes meet, the step still says how many there are and which one this is.
@@ -64,7 +64,7 @@ def take_in(
 
 
 def stands_alone(parsed: Parsed) -> bool:
-    """Whether the line is about one node, and meets nobody."""
+    """Whether the line is about one node, which needs no rendezvous."""
     return bool(parsed.values.standalone) or (parsed.given("nnodes") and is_one(parsed) and not says_where(parsed))
 
 
@@ -89,7 +89,7 @@ def most_nodes(parsed: Parsed, step: SlurmStep | None) -> int:
 
 
 def meeting(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
-    """How the tasks of this step find each other, as far as nobody said it. Raises NodesError."""
+    """How the tasks of this step find each other, as far as no option says it. Raises NodesError."""
     if stands_alone(parsed):
         return {}
     several, elsewhere = len(step.nodes) > 1, says_where(parsed)
@@ -118,7 +118,7 @@ def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dic
 
 def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
     """Ends this process when Slurm has ended this life of the job and could not end its tasks."""
-    from holdfast.schedulers.slurm_watch import CHECK_S, watch
+    from holdfast.schedulers.slurm_job import CHECK_S, watch
 
     check_s = float(number(environ, CHECK_VARIABLE, int(CHECK_S)))
     if step.node_rank != 0 or check_s == 0 or shutil.which("scontrol") is None:
@@ -162,10 +162,12 @@ def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> 
             "from here write: holdfast submit --slurm -N NODES ..."
         )
     agent = [sys.executable, "-m", "holdfast", command, *argv]
-    if ":" in agent:  # alone it is srun's, wherever it stands
+    if ":" in agent:  # a lone colon is srun's, wherever it is
         agent = ["sh", "-c", f"exec {shlex.join(agent)}"]
     components = number(environ, "SLURM_HET_SIZE", 1)
-    if environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ["SLURM_JOB_ID"]:  # whoever submitted this job had components
+    if (
+        environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ["SLURM_JOB_ID"]
+    ):  # the job that submitted this one had components
         components = 1
     if components == 1:
         return ["srun", *one_per_node(job_nodes(environ)), *agent]

@@ -1,17 +1,34 @@
-"""Texts of single options to values: node ranges, stream choices, rank lists, signals. PURE.
+"""Texts of single options to values: node ranges, stream choices, rank lists, signals; and values back to words, for
+the line of another node.
 
-Raises ValueError with the problem in words; whoever calls knows which option it was.
+Raises ValueError with the problem in words: the caller knows which option it was. Starts nothing.
 """
 
 from __future__ import annotations
 
+import shlex
 import signal
+import socket
+from typing import TYPE_CHECKING
 
+from holdfast.cli.grammar import ABOUT_US
+from holdfast.cli.options import FLAG, HOSTS, LIST, Option
 from holdfast.core.options import Endpoint, Std, StreamChoice
+from holdfast.text import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from holdfast.cli.grammar import Parsed
+    from holdfast.core.options import RunOptions
+
 
 LOOPBACK = "127.0.0.1"
 PORT_MAX = 65535
 UNCATCHABLE = ("SIGKILL", "SIGSTOP")
+ONLY_HERE = frozenset({*ABOUT_US, "plan", "config", "no_config"})
+STARTED_BY_OTHERS = ("SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST")
+"""Variables that are set where no person starts the other nodes."""
 
 
 def node_range(text: str) -> tuple[int, int]:
@@ -113,3 +130,47 @@ def signal_numbers(text: str) -> tuple[tuple[int, ...], list[str]]:
 def absent_ranks(ranks: set[int] | frozenset[int], nproc: int) -> list[int]:
     """Those that this node does not have."""
     return sorted(rank for rank in ranks if not 0 <= rank < nproc)
+
+
+def words_elsewhere(parsed: Parsed, table: Sequence[Option], settled: Mapping[str, str | None]) -> list[str]:
+    """The line of another agent: what was given, however it was, and what is settled (None: left out)."""
+    words = []
+    for option in table:
+        if option.dest in settled or option.group == HOSTS or option.dest in ONLY_HERE:
+            continue
+        if parsed.given(option.dest):
+            words += words_of(option, getattr(parsed.values, option.dest))
+    for dest, text in settled.items():
+        name = "--" + dest.replace("_", "-")
+        if text is not None:
+            words.append(f"{name}={text}" if text else name)
+    return [*words, "--", parsed.values.training_script, *parsed.values.training_script_args]
+
+
+def words_of(option: Option, value: object) -> list[str]:
+    if option.kind == FLAG:
+        return [option.name] if value else []
+    if option.kind == LIST:
+        assert isinstance(value, (list, tuple))
+        return [f"{option.name}=" + ",".join(str(item).replace(",", ",,") for item in value)]
+    return [] if value is None else [f"{option.name}={value}"]
+
+
+def line_of_others(
+    parsed: Parsed, command: str, table: Sequence[Option], options: RunOptions, environ: Mapping[str, str]
+) -> str:
+    """What a person has to type on each other node; empty where there is none, or something else starts them."""
+    job = options.job
+    if options.standalone or job.max_nodes == 1 or any(name in environ for name in STARTED_BY_OTHERS):
+        return ""
+    settled: dict[str, str | None] = {"node_rank": None, "local_addr": None}
+    place, own = options.endpoint, socket.gethostname()
+    is_static = job.fixed_ranks and not parsed.given("rdzv_endpoint")
+    if options.etcd is None and options.third_party is None and is_loopback(place.host):
+        settled |= {"master_addr": own} if is_static else {"rdzv_endpoint": f"{own}:{place.port}"}
+    if job.fixed_ranks:
+        settled["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"
+    words = words_elsewhere(parsed, table, settled)
+    if not parsed.values.training_script.startswith("-"):
+        words.remove("--")
+    return shlex.join(["holdfast", command, *words])

@@ -1,7 +1,7 @@
 """What `holdfast doctor` finds, and the facts that it judges: plain data.
 
-Facts are gathered by runtime/doctor, judged by insight/doctor and shown by cli/doctor; what nodes tell each other
-travels in these words too. None stands for "could not be found out", which is never a finding by itself.
+Facts are gathered by runtime/doctor, judged by insight/doctor and shown by cli/doctor; nodes that check
+each other exchange them. None stands for "could not be found out", which is never a finding by itself.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class TorchState(Enum):
 
 
 class TorchFacts(Struct, frozen=True, kw_only=True):
-    """What a process of its own said about torch."""
+    """What a process of its own reported about torch."""
 
     state: TorchState
     error: str = ""
-    """Its last words, where it is broken."""
+    """The last line of its output, where it is broken."""
     seconds: float = 0.0
     """The whole process, mostly the import."""
     cpu_s: float = 0.0
@@ -140,7 +140,7 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     overcommit: int = 0
     ptrace_scope: int | None = None
     privileged: bool = False
-    """May trace whatever it likes: CAP_SYS_PTRACE."""
+    """May trace any process: CAP_SYS_PTRACE."""
     core_pattern: str = ""
     clock_synchronised: bool | None = None
     own_addresses: tuple[str, ...] = ()
@@ -155,13 +155,13 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     """0: none was given."""
     endpoint_is_here: bool | None = None
     endpoint_holder: str = ""
-    """Who holds the port on this machine; empty: nobody, or it is another machine's."""
+    """The process that holds the port on this machine; empty: none, or the port is another machine's."""
     variables: dict[str, str] = {}
     """Those of the environment that matter to a training job."""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """What of a node must fit to the others'."""
+    """What should be the same on all nodes, and what an all-reduce needs."""
 
     host: str
     python: str = ""
@@ -176,7 +176,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 class Reached(Enum):
-    """What became of a connection to a peer."""
+    """How a connection to a peer ended."""
 
     YES = "yes"
     REFUSED = "refused"
@@ -184,9 +184,9 @@ class Reached(Enum):
     """No answer in time."""
     UNREACHABLE = "unreachable"
     STRANGER = "stranger"
-    """Somebody answered who is not that node's doctor."""
+    """What answered is not the doctor of that node."""
     BROKEN = "broken"
-    """It was there, and broke off in the middle."""
+    """The connection was made, and failed later."""
 
 
 class NodePath(Struct, frozen=True, kw_only=True):
@@ -209,19 +209,17 @@ class NodePath(Struct, frozen=True, kw_only=True):
     """Bandwidth of one connection."""
 
 
-class NodeReport(Struct, frozen=True, kw_only=True):
-    """What one node found, as it tells the others."""
+class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
+    """What one node found, for the others."""
 
     summary: Summary
-    address: str = ""
-    """As the meeting point sees it."""
     links: tuple[NodePath, ...] = ()
     findings: tuple[DoctorFinding, ...] = ()
     """Local ones that are not a pass."""
 
 
-class Reduced(Struct, frozen=True, kw_only=True):
-    """What one node says of the all-reduce."""
+class Reduced(Struct, frozen=True, kw_only=True, tag=True):
+    """How the all-reduce went on one node."""
 
     ok: bool
     error: str = ""
@@ -230,13 +228,13 @@ class Reduced(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class Visit(Struct, frozen=True, kw_only=True):
+class JointCheck(Struct, frozen=True, kw_only=True):
     """All that the nodes found out together; the same on all of them."""
 
     wanted: tuple[int, int]
     """Fewest and most nodes of the job."""
     came: tuple[str, ...]
-    """Names, by index; the first is at the meeting point."""
+    """Names, by index; the first is at the endpoint."""
     reports: tuple[NodeReport | None, ...] = ()
     """By index; None: it came, and fell silent."""
     reduced: tuple[Reduced | None, ...] | None = None

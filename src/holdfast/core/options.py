@@ -120,6 +120,8 @@ class Preload(Struct, frozen=True, kw_only=True):
     later: tuple[str, ...] = ()
     """Once the workers run, for those of a restart."""
     why: str = "not asked for"
+    torch: str = ""
+    """The package by which the program imports torch, preloaded or not; empty: it imports none, as far as its source tells."""
 
 
 class RunOptions(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Every code that holdfast prints, and what is to be said about it: errors, verdicts, hangs, the doctor's findings.
 
-Pure and offline. Brings together core/errors.py, causes/texts.py and the doctor's table.
+Pure and offline. Brings together core/errors.py, causes/texts.toml and the doctor's table.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from holdfast.core import errors
 from holdfast.core.errors import Fault, HoldfastError
-from holdfast.insight.causes.texts import TEXTS
-from holdfast.insight.doctor.codes import CODES as DOCTORS
+from holdfast.insight.causes.rules import explanations, texts
+from holdfast.insight.doctor.findings import code_texts
 
 NEAREST_MAX = 3
 FOUND_MAX = 8
@@ -50,37 +50,6 @@ EMPTY_WORDS = frozenset(
     ]
 )
 """Say nothing in a search."""
-HEADINGS = {
-    "HF1": "the command line and this machine, before anything starts",
-    "HF2": "verdicts: why workers failed, and hangs",
-    "HF3": "nodes, and the way between them",
-    "HF4": "snapshots and storage",
-    "HF5": "findings of holdfast doctor",
-    "HF9": "faults of holdfast's own",
-}
-"""By how a code begins."""
-
-WHOSE = {
-    Fault.CALLER: "the command line, the configuration or the machine it names",
-    Fault.WORKER: "a training process",
-    Fault.PEER: "another node, or the way to it",
-    Fault.STORAGE: "the storage",
-    Fault.OURS: "holdfast itself",
-}
-EVIDENCE = {
-    Fault.CALLER: "What was given or found is named in the message; nothing was started.",
-    Fault.WORKER: "How the worker ended; see its verdict.",
-    Fault.PEER: "What this node heard from the others, and when, is in the message and in events.jsonl.",
-    Fault.STORAGE: "The file or folder is named in the message.",
-    Fault.OURS: "A rule that holdfast checks on itself does not hold; the last events are in the traceback and in events.jsonl.",
-}
-FIX = {
-    Fault.CALLER: "Change what the message names; `holdfast run --plan …` shows how a command line is understood, `holdfast doctor` what this machine offers.",
-    Fault.WORKER: "See the verdict's own code.",
-    Fault.PEER: "`holdfast doctor`, run on all nodes with the same endpoint, tests every pair of them.",
-    Fault.STORAGE: "Space, rights and mount of that folder; `holdfast snaps verify` checks what is there.",
-    Fault.OURS: "Please report it, with events.jsonl and the output of `holdfast env`.",
-}
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
@@ -98,16 +67,22 @@ class Explanation(Struct, frozen=True, kw_only=True):
 def everything() -> dict[str, Explanation]:
     """All codes in order."""
     found = {error.code: _of_error(error) for error in all_errors()}
-    for code, text in TEXTS.items():
+    for code, text in texts().items():
         found[code] = Explanation(code=code, name=text.name, cause=text.cause, evidence=text.evidence, fix=text.fix)
-    for code, (cause, evidence, fix) in DOCTORS.items():
+    for code, (cause, evidence, fix) in code_texts().items():
         name = cause.partition(". ")[0].partition(": ")[0].rstrip(".")
         found[code] = Explanation(code=code, name=name, cause=cause, evidence=evidence, fix=fix)
     return dict(sorted(found.items()))
 
 
+def headings() -> dict[str, str]:
+    """What codes are about, by how they begin."""
+    found: dict[str, str] = explanations()["headings"]
+    return found
+
+
 def nearest(code: str) -> list[str]:
-    """Codes that may be meant: the same number with another hundred, a digit exchanged, words of a name."""
+    """Similar codes: the same number with another hundred, a digit exchanged, words of a name."""
     known = everything()
     word = code.strip().lower()
     named = [each.code for each in known.values() if len(word) > 3 and word in f"{each.name} {each.cause}".lower()]
@@ -163,12 +138,13 @@ def all_errors(root: type[HoldfastError] = HoldfastError) -> Iterator[type[Holdf
 
 def _of_error(error: type[HoldfastError]) -> Explanation:
     text = " ".join((error.__doc__ or "").split())
+    said = explanations()["faults"][error.fault.value]
     worker = error.fault is Fault.WORKER
     return Explanation(
         code=error.code,
         name=text.partition(". ")[0].rstrip("."),
-        cause=f"{text} At fault: {WHOSE[error.fault]}.",
-        evidence=EVIDENCE[error.fault],
-        fix=FIX[error.fault],
+        cause=f"{text} At fault: {said['whose']}.",
+        evidence=said["evidence"],
+        fix=said["fix"],
         exit_code=None if worker else error.exit_code,
     )

@@ -1,4 +1,4 @@
-"""What the samples of all ranks say about a job that seems to stand still: who keeps the others waiting, and where.
+"""What the samples of all ranks say about a job that seems to hang: which ranks keep the others waiting, and where.
 
 Pure. `examine` is given to the coordinator by the command line, as the judge of failures is.
 
@@ -59,7 +59,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
 
 
 def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
-    """Kind, code, and those who are told of first."""
+    """Kind, code, and the ranks to name first."""
     stopped = [each for each in ranks if each.doing is RankActivity.STOPPED]
     if stopped:
         return HangKind.HUNG, STOPPED, stopped
@@ -89,8 +89,8 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
 
 
 def _may_work(odd: Sequence[Where]) -> bool:
-    """Work with sleeps in between is met in its sleep each time; it uses some processor time. So do the processes that load
-    data."""
+    """Work with sleeps in between is met in its sleep each time; it uses some processor time. So do the processes that
+    load data."""
     loads = all(each.doing is RankActivity.LOADING for each in odd) and any(each.computes for each in odd)
     return loads or all(each.stirs for each in odd)
 
@@ -115,7 +115,7 @@ def _loader_is_broken(note: str) -> bool:
 
 
 def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """As many ranks in one collective as in another: nobody can say which of them are wrong."""
+    """As many ranks in one collective as in another: which of them are wrong cannot be known."""
     return code == MISMATCH and any(len(group) == len(odd) for group in _by_place(others).values())
 
 
@@ -148,7 +148,7 @@ def _verb(where: Where, count: int) -> str:
 
 
 def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
-    """Who is odd, for how long, and what the others do; where nobody is odd, what all do."""
+    """Which ranks are odd, for how long, and what the others do; where none is odd, what all do."""
     first, second = (_by_size(odd), _by_size(others)) if odd else (_by_size(others), [])
     first, second = first[:FIRST_PLACES_MAX], second[:OTHER_PLACES_MAX]
     together = kind is HangKind.STUCK and len(others) > 1

@@ -1,7 +1,8 @@
-"""Where a run's time went, from the journals of its nodes: starting, training, work that a restart lost, being down.
+"""A run as the journals of its nodes tell it: its generations and why each began (timeline), where its time went
+(history), and what happened in the order of time (incidents).
 
-Pure: parsed lines of events.jsonl in, stretches of time out. Times of different nodes are compared by their own clocks.
-Knows the events' names; reads no files.
+Pure: parsed lines of events.jsonl in, rows and stretches of time out. Times of different nodes are compared by their
+own clocks. Knows the events' names; reads no files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,111 @@ from typing import Any
 
 from msgspec import Struct
 
+from holdfast.core.errors import EXIT_REQUEUE, UsageError
+from holdfast.insight.screen import how_it_ended
+
 Event = Mapping[str, Any]
+
+PHASES = ("detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step")
+"""In their order; docs/report.md explains each."""
+
+NOBODY_FAILED = "HF200"
+"""A generation was ended on request: a signal, `holdfast stop`, a node that came or left."""
+
+
+class Generation(Struct):
+    """One numbered formation of the worker group, as far as these journals show."""
+
+    number: int
+    restart_count: int = 0
+    world_size: int = 0
+    """0: no journal of the coordinator's is here."""
+    began_epoch_s: float = 0.0
+    """When the first of these nodes had its workers ordered to start, or the coordinator had assigned them."""
+    why: str = ""
+    """Why the one before ended; empty for the first and where no journal of the coordinator's is here."""
+    phases_s: dict[str, float] = {}
+    """By name, of the slowest of these nodes; those that were not there are missing."""
+    slowest_s: float = 0.0
+    """All phases of the node that needed longest: one may be slow at one thing and another one at the next."""
+
+    @property
+    def total_s(self) -> float:
+        return self.slowest_s + self.phases_s.get("detect", 0.0)
+
+
+class Timeline(Struct):
+    run_id: str
+    nodes: list[str]
+    generations: list[Generation]
+    end: str
+    """In one word, with the exit code; empty when these nodes have not ended."""
+    preloaded: list[str]
+    """What nurseries told."""
+    standbys: int
+    """Standby workers at the end, on all nodes together."""
+    standby_own_bytes: int
+    """Memory that was theirs alone."""
+
+
+def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
+    """From one journal per node. Raises UsageError when they are of different runs."""
+    told = Timeline("", [], [], "", [], 0, 0)
+    found: dict[int, Generation] = {}
+    for journal in journals:
+        _read(journal, told, found)
+    told.generations = [found[number] for number in sorted(found)]
+    return told
+
+
+def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]) -> None:
+    why, silent_s, detect_s = "", 0.0, 0.0
+    standby: Event = {}
+    for event in journal:
+        try:
+            match event["event"]:
+                case "begins":
+                    if told.run_id not in ("", event["run_id"]):
+                        raise UsageError(f"these are different runs: {told.run_id} and {event['run_id']}")
+                    told.run_id = event["run_id"]
+                    told.nodes.append(event["member"].partition("#")[0])
+                case "preload" if "text" in event:
+                    told.preloaded.append(event["text"])
+                case "standby":
+                    standby = event
+                case "coordinator.lost":
+                    silent_s = event.get("silent_s", 0.0)
+                case "coordinator.stopping" | "coordinator.draining":
+                    why = event.get("text", "")
+                    if event.get("reason") == "member_lost":
+                        # What the survivors could not see: how long the lost node had been silent.
+                        detect_s = silent_s
+                case "coordinator.assigned":
+                    generation = _generation(found, event["generation"])
+                    generation.world_size, generation.why = event["world_size"], why
+                    generation.began_epoch_s = event["time"]
+                    if detect_s:
+                        generation.phases_s["detect"] = max(generation.phases_s.get("detect", 0.0), detect_s)
+                    why, detect_s = "", 0.0
+                case "phases":
+                    generation = _generation(found, event["generation"])
+                    generation.restart_count = event["restart_count"]
+                    own_s = sum(event.get(f"{phase}_s") or 0.0 for phase in PHASES if phase != "detect")
+                    generation.slowest_s = max(generation.slowest_s, own_s)
+                    for phase in PHASES:
+                        seconds = event.get(f"{phase}_s")
+                        if seconds is not None:
+                            generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
+                case "ended":
+                    told.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
+        except KeyError:
+            continue  # of a version that wrote less
+    told.standbys += len(standby.get("pids", ()))
+    told.standby_own_bytes += standby.get("own_bytes", 0)
+
+
+def _generation(found: dict[int, Generation], number: int) -> Generation:
+    return found.setdefault(number, Generation(number, phases_s={}))
 
 
 class Activity(Enum):
@@ -30,7 +135,7 @@ class Activity(Enum):
     DOWN = "down"
     """From the end of a generation to the first step of the next."""
     END = "end"
-    """After the last generation: saving, going home."""
+    """After the last generation: saving, and the end of the agents."""
 
 
 class Stretch(Struct, frozen=True):
@@ -55,9 +160,9 @@ class Life(Struct):
     alive: int = 0
     """Workers that have not ended yet."""
     hung_s: float | None = None
-    """Since when it stands still; None: it does not, or nobody has seen it."""
+    """Since when it hangs; None: it does not, or that was not seen."""
     broken: bool = False
-    """A worker failed, or was told to end."""
+    """A worker failed, or was asked to end."""
     world_size: int = 0
     steps: int = 0
     """Made in this generation, of the rank that has most."""
@@ -65,7 +170,7 @@ class Life(Struct):
     """The step of the whole job; -1: the script does not say. So is `ended_at`."""
     ended_at: int = -1
     again: int | None = None
-    """Steps of it that a later generation did once more; None: nobody knows."""
+    """Steps of it that a later generation did again; None: unknown."""
 
     @property
     def lost_s(self) -> float:
@@ -91,7 +196,7 @@ class NodeHistory(Struct):
     lives: list[Life]
     points: list[Point]
     ended: bool = False
-    """It told its end."""
+    """Its journal has its end."""
 
 
 class History(Struct):
@@ -117,7 +222,7 @@ class History(Struct):
 
 
 def history(journals: Iterable[Iterable[Event]]) -> History | None:
-    """From one journal per node. None where nothing tells when generations began: journals of an older version."""
+    """From one journal per node. None where the journals lack the start of generations: an older version wrote them."""
     nodes = [_node(list(journal)) for journal in journals]
     if not any(node.lives for node in nodes):
         return None
@@ -187,7 +292,7 @@ def _node(journal: list[Event]) -> NodeHistory:
     told = NodeHistory("", journal[0]["time"] if journal else 0.0, journal[-1]["time"] if journal else 0.0, [], [])
     found: dict[int, Life] = {}
     for event in journal:
-        with contextlib.suppress(KeyError):  # of a version that did not tell so much
+        with contextlib.suppress(KeyError):  # of a version that wrote less
             _take(event, found, told)
     told.lives = [found[number] for number in sorted(found)]
     if told.lives and told.lives[-1].alive > 0 and not told.lives[-1].broken:
@@ -230,3 +335,120 @@ def _progress(event: Event, life: Life, told: NodeHistory) -> None:
     life.began_at = max(life.began_at, *event["began_at"])
     life.ended_at = max(life.ended_at, *at)
     told.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps), event["generation"]))
+
+
+class Incident(Struct, frozen=True, kw_only=True):
+    at_s: float
+    """Epoch seconds."""
+    what: str
+    """One word or two."""
+    text: str
+    generation: int = 0
+    """0: of none."""
+    code: str = ""
+    advice: str = ""
+    groups: tuple[tuple[tuple[int, ...], str], ...] = ()
+    """Of a hang: ranks that are at one place, and the place in words."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Of a hang: rank and where its stacks are."""
+
+
+def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
+    found = [each for journal in journals for each in map(_incident_or_none, _of_the_job(journal)) if each is not None]
+    return sorted(found, key=lambda each: each.at_s)
+
+
+def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
+    """Without the ends of agents when the job is over, and of a generation that ended at a safe point, as it should."""
+    drained: set[int] = set()
+    for event in journal:
+        match event["event"]:
+            case "coordinator.over":
+                return
+            case "coordinator.drain_to":
+                drained.add(event.get("generation", 0))
+            case "coordinator.verdict" if event.get("generation", 0) in drained:
+                continue
+        yield event
+
+
+def _incident_or_none(event: Event) -> Incident | None:
+    try:
+        return _incident(event)
+    except KeyError:
+        return None  # of a version that wrote less
+
+
+def _incident(event: Event) -> Incident | None:
+    at_s, generation = event.get("time", 0.0), event.get("generation", 0)
+    match event["event"]:
+        case "coordinator.verdict" if event["code"] != NOBODY_FAILED:
+            return Incident(
+                at_s=at_s,
+                what="failure",
+                text=event["cause"],
+                generation=generation,
+                code=event["code"],
+                advice=event.get("advice", ""),
+            )
+        case "coordinator.quit":
+            return Incident(at_s=at_s, what="stop", text=f"asked for by {event['by']}")
+        case "worker_failed" if event["exit_code"] == EXIT_REQUEUE:
+            text = f"rank {event['rank']} asked to be requeued (exit code {EXIT_REQUEUE})"
+            return Incident(at_s=at_s, what="stop", text=text, generation=generation)
+        case "worker_failed" if not event["after_stop"]:
+            what, rank = f"exit code {event['exit_code']}", event["rank"]
+            text = f"rank {rank}: {event['message'] or what}"
+            return Incident(at_s=at_s, what="worker", text=text, generation=generation)
+        case "coordinator.lost":
+            return Incident(at_s=at_s, what="node lost", text=f"{_host(event)}: {event['reason']}")
+        case "coordinator.leaving":
+            return Incident(at_s=at_s, what="node leaves", text=f"{_host(event)}: {event['reason']}")
+        case "coordinator.excluded":
+            return Incident(at_s=at_s, what="excluded", text=f"{event['host']} for {event['for_s']:g} s")
+        case "coordinator.hang":
+            return _hang(event, at_s, generation)
+        case "coordinator.hang_over":
+            text = f"steps again, after {event['still_s']:.0f} s"
+            return Incident(at_s=at_s, what="hang over", text=text, generation=generation)
+        case "coordinator.straggler" | "coordinator.straggler_over":
+            return _straggler(event, at_s, generation)
+        case "agent.fenced" | "agent.fenced_by_keeper":
+            return Incident(at_s=at_s, what="fenced", text="cut off too long: it stopped its own workers")
+        case "keeper_died":
+            return Incident(at_s=at_s, what="keeper", text="the keeper was killed, and the workers with it")
+        case "store_lost":
+            return Incident(at_s=at_s, what="store lost", text=event["why"], generation=generation)
+        case "unkillable":
+            text = f"SIGKILL does not end {', '.join(map(str, event['pids']))}"
+            return Incident(at_s=at_s, what="unkillable", text=text)
+    return None
+
+
+def _host(event: Event) -> str:
+    return str(event["member"]).partition("#")[0]
+
+
+def _hang(event: Event, at_s: float, generation: int) -> Incident:
+    return Incident(
+        at_s=at_s,
+        what="hang",
+        text=event["text"],
+        generation=generation,
+        code=event["code"],
+        groups=tuple((tuple(group["ranks"]), group["place"]) for group in event["groups"]),
+        files=tuple((str(rank), str(path)) for rank, path in event["files"].items()),
+    )
+
+
+def _straggler(event: Event, at_s: float, generation: int) -> Incident:
+    over = event["event"].endswith("_over")
+    who = f"{event['host']}, rank{'s' if len(event['ranks']) > 1 else ''} {', '.join(map(str, event['ranks']))}"
+    numbers = f"{event['own_s'] * 1000:.1f} ms of its own per step, its peers {event['peers_s'] * 1000:.1f} ms"
+    return Incident(
+        at_s=at_s,
+        what="straggler over" if over else "straggler",
+        text=f"{who}: {numbers}",
+        generation=generation,
+        code=event["code"],
+    )

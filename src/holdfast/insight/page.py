@@ -1,7 +1,7 @@
 """`holdfast report --html`: one page that needs nothing else: no script, no font, no picture from elsewhere.
 
-Pure: what is known of a run in, HTML out. Every text of the run's is escaped here. Pictures are plain SVG without
-text, so that they stretch to any width; words stand beside them. Colours are classes: the style says what they are, by day,
+Pure: what is known of a run in, HTML out. Every text of the run's is escaped here. Pictures are plain SVG without text,
+so that they stretch to any width; words stand beside them. Colours are classes: the style says what they are, by day,
 by night, on paper.
 """
 
@@ -15,10 +15,8 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast.core.spans import spans
-from holdfast.insight.history import Activity, History, Life, NodeHistory
-from holdfast.insight.incidents import Incident
-from holdfast.insight.numbers import duration, plural
-from holdfast.insight.timeline import PHASES, Timeline
+from holdfast.insight.history import PHASES, Activity, History, Incident, Life, NodeHistory, Timeline
+from holdfast.text import duration, plural
 
 WIDE = 1000.0
 POINTS_MAX = 400
@@ -42,7 +40,8 @@ def bar(blocks: Iterable[Block], from_: float, to: float, label: str) -> str:
     scale = WIDE / max(to - from_, 1e-9)
     drawn = "".join(
         f'<rect class="{block.colour}" x="{(block.from_ - from_) * scale:.2f}" y="0" '
-        f'width="{max((block.to - block.from_) * scale, 1.0):.2f}" height="10"><title>{escape(block.words)}</title></rect>'
+        f'width="{max((block.to - block.from_) * scale, 1.0):.2f}" height="10">'
+        f"<title>{escape(block.words)}</title></rect>"
         for block in blocks
     )
     return (
@@ -87,12 +86,14 @@ STYLE = (
 --startup:#d29922;--training:#3fb950;--alternate:#2ea043;--lost:#f85149;--hung:#bc8cff;--down:#f0883e;--end:#6e7681;
 --c0:#58a6ff;--c1:#f778ba;--c2:#bc8cff;--c3:#39c5cf;--c4:#e3b341;--c5:#7ee787;--c6:#ff7b72;--c7:#b1bac4}}
 @media print{:root{--ink:#000;--paper:#fff;--soft:#fff;--line:#999;--dim:#333}
-section{break-inside:avoid}svg rect,.key{print-color-adjust:exact;-webkit-print-color-adjust:exact}details>*{display:block}}
+section{break-inside:avoid}svg rect,.key{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+details>*{display:block}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.45 system-ui,sans-serif}
 main{max-width:68rem;margin:0 auto;padding:1rem}
 h1{font-size:1.5rem;margin:.2rem 0 .8rem;overflow-wrap:anywhere}
-h2{font-size:1.15rem;margin:0 0 .6rem}h3{font-size:1rem;margin:1rem 0 .3rem}p{margin:.3rem 0 .6rem;overflow-wrap:anywhere}
+h2{font-size:1.15rem;margin:0 0 .6rem}h3{font-size:1rem;margin:1rem 0 .3rem}
+p{margin:.3rem 0 .6rem;overflow-wrap:anywhere}
 section{border-top:1px solid var(--line);padding:1rem 0}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:.6rem;margin:0 0 1rem}
 dl div{background:var(--soft);border-radius:.4rem;padding:.4rem .6rem;min-width:0}
@@ -106,7 +107,8 @@ svg{display:block;width:100%;background:var(--soft)}svg.bar{height:1.3rem}svg.ch
 .keys{display:flex;flex-wrap:wrap;gap:.3rem 1rem;font-size:.85rem}
 .key{display:inline-block;width:.8rem;height:.8rem;margin-right:.4rem;border-radius:2px;vertical-align:-1px}
 table{border-collapse:collapse;font-size:.9rem}th,td{text-align:left;vertical-align:top;padding:.25rem .8rem .25rem 0;
-border-bottom:1px solid var(--line)}th{color:var(--dim);font-weight:600}td:not(:last-child),th{white-space:nowrap}td:last-child{min-width:14rem}.totals td{min-width:0}
+border-bottom:1px solid var(--line)}th{color:var(--dim);font-weight:600}td:not(:last-child),th{white-space:nowrap}
+td:last-child{min-width:14rem}.totals td{min-width:0}
 .wide{overflow-x:auto}.totals{margin-top:.8rem}
 .grid{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke}
 polyline{fill:none;stroke-width:2;vector-effect:non-scaling-stroke;stroke-linejoin:round}
@@ -117,7 +119,8 @@ polyline{fill:none;stroke-width:2;vector-effect:non-scaling-stroke;stroke-linejo
         for name in ("startup", "training", "alternate", "lost", "hung", "down", "end")
     )
     + "".join(
-        f".phase{n}{{fill:var(--c{n});background:var(--c{n})}}.line{n}{{stroke:var(--c{n})}}i.line{n}{{background:var(--c{n})}}\n"
+        f".phase{n}{{fill:var(--c{n});background:var(--c{n})}}"
+        f".line{n}{{stroke:var(--c{n})}}i.line{n}{{background:var(--c{n})}}\n"
         for n in range(8)
     )
 )

@@ -50,7 +50,8 @@ def how_it_ended(kind: str, exit_code: int, why: str = "") -> str:
 
 
 def render_again(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> str:
-    """The end of a run as `status` and `report` show it afterwards, below how_it_ended: also of one without a verdict."""
+    """The end of a run as `status` and `report` show it afterwards, below how_it_ended: also of one without a
+    verdict."""
     if outcome.kind is OutcomeKind.FAILED and outcome.verdict is not None:
         return render(outcome, folder, home=home, runs=runs)
     at = _Folder(folder, home, runs)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the job and returns its exit status; what goes wrong before that is reported, and shown if it is our fault."""
+    """Runs the job and returns its exit status; what goes wrong before that is reported, and shown if it is our
+    fault."""
     caller, report_fd, call_fd, result_fds = argv[0], int(argv[1]), int(argv[2]), argv[3]
     live_and_die_with(int(caller))
     os.set_inheritable(report_fd, False)
@@ -65,7 +66,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.cli.resolve import resolve
         from holdfast.cli.run import examine, load_end
         from holdfast.core.options import CallFds
-        from holdfast.insight.verdicts import judge
+        from holdfast.insight.causes import judge
         from holdfast.runtime import descriptors
         from holdfast.runtime.secret_variables import forget_secrets
         from holdfast.runtime.workers import preload

@@ -1,24 +1,32 @@
 """`holdfast.launch`: parameters to a command line of `holdfast run`, the job's end to results or an exception.
 
-Knows that command line and the outcomes of jobs; the process is in session.py, what is pickled in payload.py.
+Knows that command line, the outcomes of jobs, cloudpickle, and the format of worker/call.py; the call and the answers
+are pickled in memory files that only this job's processes inherit. The process is in session.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Never, TypeVar
+from types import ModuleType
+from typing import Any, NamedTuple, Never, TypeVar
 
 from holdfast.cli import grammar
 from holdfast.cli.options import OPTIONS
 from holdfast.cli.resolve import resolve
 from holdfast.core.errors import (
     HoldfastError,
+    InternalError,
     LaunchTimeoutError,
+    MissingPackageError,
     PeerError,
+    PicklingError,
     PlatformError,
     StoppedError,
     UsageError,
@@ -26,10 +34,11 @@ from holdfast.core.errors import (
     WorkerFailedError,
 )
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict, job_exit_code
-from holdfast.launching import payload
 from holdfast.launching.session import AgentReport, AgentSession
 from holdfast.worker import call
+from holdfast.worker.call import ERROR, HEADER, NOTHING, TEXT_LENGTH, VALUE
 
+PROTOCOL = 5
 R = TypeVar("R")
 
 NOT_FOR_WORKERS = ("PYTHON_EXEC", "TORCHELASTIC_ERROR_FILE")
@@ -109,7 +118,7 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
     backend = options["rdzv-backend"] or ("c10d" if options["rdzv-endpoint"] is not None else None)
     start_timeout = options.pop("start-timeout")
     if str(options["nnodes"] or 1) in ("1", "1:1"):
-        start_timeout = None  # there is nobody to wait for
+        start_timeout = None  # there is no other node
     options |= {
         "nproc-per-node": options.pop("nproc"),
         "rdzv-backend": backend,
@@ -164,10 +173,10 @@ def run(
     # Resolved here too, so that what is wrong is raised here, by its own class.
     nproc = resolve(grammar.parse([*argv, "--", script], variables, OPTIONS), variables).options.nproc
     with ExitStack() as files:
-        call_fd, *answer_fds = (payload.memory_file(f"holdfast-{index}") for index in range(nproc + 1))
+        call_fd, *answer_fds = (memory_file(f"holdfast-{index}") for index in range(nproc + 1))
         for fd in (call_fd, *answer_fds):
             files.callback(os.close, fd)
-        payload.write_call(call_fd, fn, args)
+        write_call(call_fd, fn, args)
         line = [*argv, f"--nproc-per-node={nproc}", "--", script]
         with closing(AgentSession(line, variables, call_fd, answer_fds)) as session:
             try:
@@ -181,10 +190,10 @@ def run(
             report = session.report()
         if report.outcome is None or report.outcome.kind is not OutcomeKind.SUCCEEDED:
             fail(report, answer_fds)
-        return dict(result(local_rank, payload.read_answer(fd)) for local_rank, fd in enumerate(answer_fds))
+        return dict(result(local_rank, read_answer(fd)) for local_rank, fd in enumerate(answer_fds))
 
 
-def result(local_rank: int, answer: payload.Answered | None) -> tuple[int, Any]:
+def result(local_rank: int, answer: Answered | None) -> tuple[int, Any]:
     if answer is None or not answer.has_value:
         who = f"local rank {local_rank}" if answer is None else f"rank {answer.rank}"
         raise WorkerError(f"{who} ended with exit code 0 before the function had returned")
@@ -252,7 +261,128 @@ def cause(culprit: Failure, answer_fds: Sequence[int]) -> BaseException | None:
     By rank and process id: another node's, or one of an attempt before, is not taken for it.
     """
     for fd in answer_fds:
-        answer = payload.read_answer(fd)
+        answer = read_answer(fd)
         if answer is not None and answer.error is not None and (answer.rank, answer.pid) == (culprit.rank, culprit.pid):
             return answer.error
-    return payload.RemoteTracebackError(culprit.traceback) if culprit.traceback else None
+    return RemoteTracebackError(culprit.traceback) if culprit.traceback else None
+
+
+# --- what is pickled --------------------------------------------------------------------------------------------------
+
+
+class RemoteTracebackError(Exception):
+    """The traceback of an exception in another process, as text: the cause of that exception here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text.rstrip()}\n"""'
+
+
+class Answered(NamedTuple):
+    """What one worker left. Neither value nor error: it ended without a word."""
+
+    rank: int
+    pid: int
+    has_value: bool
+    value: Any = None
+    error: BaseException | None = None
+
+
+def memory_file(name: str) -> int:
+    return os.memfd_create(name, os.MFD_CLOEXEC)
+
+
+def write_call(fd: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Raises MissingPackageError without cloudpickle, PicklingError naming what cannot be pickled."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise MissingPackageError("holdfast.launch needs cloudpickle: pip install 'holdfast[python]'") from error
+    with os.fdopen(os.dup(fd), "wb") as file, _carried_along(function, cloudpickle):
+        pickle.dump((sys.path, sys.argv), file, protocol=PROTOCOL)
+        try:
+            cloudpickle.dump((function, arguments), file, protocol=PROTOCOL)
+        except Exception as error:
+            culprit = _unpicklable(function, arguments, cloudpickle)
+            raise PicklingError(f"{culprit} cannot be pickled: {type(error).__name__}: {error}") from error
+
+
+def _unpicklable(function: Callable[..., Any], arguments: tuple[Any, ...], cloudpickle: ModuleType) -> str:
+    for index, argument in enumerate(arguments):
+        try:
+            cloudpickle.dumps(argument, protocol=PROTOCOL)
+        except Exception:  # noqa: BLE001 - whatever its own __reduce__ raises
+            return f"argument {index} of the function ({type(argument).__qualname__})"
+    return f"the function {getattr(function, '__qualname__', repr(function))} (or what it refers to)"
+
+
+@contextlib.contextmanager
+def _carried_along(function: Callable[..., Any], cloudpickle: ModuleType) -> Iterator[None]:
+    """A module that the workers could not import by the same path (a test's, an editor's) travels with the function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__module__", None) or "__main__"
+    module = sys.modules.get(name)
+    if name == "__main__" or module is None or _can_be_imported(name):
+        yield  # cloudpickle takes __main__ along of itself
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # another thread was as fast
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _can_be_imported(name: str) -> bool:
+    """Whether a fresh process with our path would find the module: sys.modules does not count."""
+    path: Any = None
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        parent = ".".join(parts[:length])
+        finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((spec for finder in finders if (spec := finder.find_spec(parent, path))), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
+
+
+def read_answer(fd: int) -> Answered | None:
+    """What a worker left; None when it did not come so far as to begin. Raises PicklingError for a value that does not
+    load."""
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        head = file.read(HEADER.size)
+        if len(head) < HEADER.size:
+            return None
+        kind, rank, pid, length = HEADER.unpack(head)
+        if kind == NOTHING:
+            return Answered(rank, pid, has_value=False)
+        if kind == VALUE:
+            try:
+                return Answered(rank, pid, has_value=True, value=pickle.load(file))
+            except Exception as error:
+                text = f"the result of rank {rank} cannot be unpickled: {type(error).__name__}: {error}"
+                raise PicklingError(text) from error
+        if kind == ERROR:
+            return Answered(rank, pid, has_value=False, error=_read_error(file.read(length)))
+    raise InternalError(f"a worker's answer is of the unknown kind {kind!r}")
+
+
+def _read_error(body: bytes) -> BaseException:
+    """The exception itself, caused by its remote traceback; that alone when it does not unpickle."""
+    (length,) = TEXT_LENGTH.unpack_from(body)
+    text = body[TEXT_LENGTH.size : TEXT_LENGTH.size + length].decode()
+    told = RemoteTracebackError(text)
+    try:
+        error = pickle.loads(body[TEXT_LENGTH.size + length :])
+    except Exception:  # noqa: BLE001 - an empty text, or whatever its own constructor raises
+        return told
+    if not isinstance(error, BaseException):
+        return told
+    error.__cause__ = told
+    return error

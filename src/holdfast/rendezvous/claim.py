@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from holdfast.core.errors import EndpointError, PortInUseError
 from holdfast.core.options import Endpoint
+from holdfast.text import is_loopback
 
 _LISTEN = "0A"
 COMMAND_CHARS_MAX = 80
@@ -117,14 +118,10 @@ def _addresses(host: str) -> tuple[Address, ...]:
     except (OSError, UnicodeError):
         return ()
     addresses = tuple(sorted({(int(family), str(address[0])) for family, _, _, _, address in found}))
-    if host not in (address for _, address in addresses) and all(_is_loopback(address) for _, address in addresses):
+    if host not in (address for _, address in addresses) and all(is_loopback(address) for _, address in addresses):
         # This machine's own name, as Debian writes it into /etc/hosts: its peers come by another address.
         return _WILDCARD
     return addresses
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _listen_somewhere(addresses: tuple[Address, ...], port: int) -> list[socket.socket] | str:

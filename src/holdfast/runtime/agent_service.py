@@ -263,6 +263,7 @@ class AgentService:
         )
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            machine = AgentMachine(node, self._options.limits, self._loop.time())
             crew = Crew(
                 self._options,
                 self._keeper,
@@ -272,11 +273,11 @@ class AgentService:
                 tasks,
                 self._feed,
                 host=self._host,
+                work=lambda: machine.work,
+                on_store=self._meeting.store_opened,
+                on_notice=self._console.say,
             )
             self._crew = crew
-            crew.on_store = self._meeting.store_opened
-            crew.on_notice = self._console.say
-            machine = AgentMachine(node, self._options.limits, self._loop.time())
             self._driver = Driver(machine, Tick(), self._execute, after=lambda: crew.fence(machine.fence_at_s))
             own = OwnNode(machine, self._options.job, node, self._feed, crew.progress, crew.samples)
             self._inquiry = Inquiry(self._send, own, self._host)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from msgspec import Struct
+
 from holdfast.core.errors import (
     CoordinatorUnreachableError,
     HoldfastError,
@@ -25,7 +27,7 @@ from holdfast.core.errors import (
 )
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.core.protocol import FromAgent, FromCoordinator
+from holdfast.core.protocol import FromCoordinator
 from holdfast.rendezvous.claim import who_holds
 from holdfast.runtime.driver import describe, run_detached
 from holdfast.wire.codec import decode_from_coordinator
@@ -91,7 +93,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._on_message, self._on_closed = on_message, on_closed
         asyncio.get_running_loop().call_soon(self._begin)
 
-    def send(self, message: FromAgent | FromCoordinator) -> None:
+    def send(self, message: Struct) -> None:
         """Never blocks. Dropped when the connection is over: `on_closed` tells."""
         transport = self._transport
         if transport is None or self._reason:
@@ -208,7 +210,18 @@ async def dial(
     handshake_s_max: float = HANDSHAKE_S_MAX,
     nonces: Callable[[], bytes] = fresh_nonce,
 ) -> Connection[FromCoordinator]:
-    """An accepted connection to the job's coordinator, by the first of the endpoint's addresses that has it.
+    """An accepted connection to the job's coordinator. Raises what `dial_endpoint` raises."""
+
+    def session() -> Session[FromCoordinator]:
+        return Session(ClientHandshake(job, node, token, nonces()), decode_from_coordinator)
+
+    return await dial_endpoint(endpoint, session, handshake_s_max)
+
+
+async def dial_endpoint(
+    endpoint: Endpoint, session: Callable[[], Session[Received]], handshake_s_max: float = HANDSHAKE_S_MAX
+) -> Connection[Received]:
+    """An accepted connection to who listens at the endpoint, by the first of its addresses that has it.
 
     Raises, of all that was met, what tells most:
       RefusedError                  final: another job, configuration, version or token
@@ -220,8 +233,7 @@ async def dial(
     met: list[HoldfastError] = []
     for family, address in await _resolve(endpoint):
         try:
-            handshake = ClientHandshake(job, node, token, nonces())
-            return await _dial_address(family, address, endpoint, handshake, handshake_s_max)
+            return await _dial_address(family, address, endpoint, session(), handshake_s_max)
         except (CoordinatorUnreachableError, PortInUseError) as error:
             met.append(error)
     foreign = [error for error in met if isinstance(error, PortInUseError)]
@@ -234,9 +246,9 @@ async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
     """Families and socket addresses to try. No thread is needed for numeric addresses and localhost."""
     host, port = endpoint.host, endpoint.port
     if host == "localhost":
-        return [_numeric("127.0.0.1", port), _numeric("::1", port)]
+        return [numeric("127.0.0.1", port), numeric("::1", port)]
     try:
-        return [_numeric(host, port)]
+        return [numeric(host, port)]
     except OSError:
         pass  # a name
     try:
@@ -247,8 +259,11 @@ async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
     return list(dict.fromkeys((int(family), tuple(address)) for family, _, _, _, address in found))
 
 
-def _numeric(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
-    """Without getaddrinfo, whose first call costs milliseconds even for a number. Raises OSError for a name."""
+def numeric(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """Family and socket address. Without getaddrinfo, whose first call costs milliseconds even for a number.
+
+    Raises OSError for a name.
+    """
     if ":" in host:
         socket.inet_pton(socket.AF_INET6, host)
         return socket.AF_INET6, (host, port, 0, 0)
@@ -257,17 +272,20 @@ def _numeric(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
 
 
 async def _dial_address(
-    family: int, address: tuple[Any, ...], endpoint: Endpoint, handshake: ClientHandshake, handshake_s_max: float
-) -> Connection[FromCoordinator]:
+    family: int, address: tuple[Any, ...], endpoint: Endpoint, session: Session[Received], handshake_s_max: float
+) -> Connection[Received]:
     loop = asyncio.get_running_loop()
-    sock = await _connect(family, address)
+    try:
+        sock = await connect(family, address)
+    except OSError as missed:
+        raise CoordinatorUnreachableError(f"{address[0]}: {why(missed)}") from None
     outcome: asyncio.Future[HoldfastError | None] = loop.create_future()
 
-    def on_handshake(_: Connection[FromCoordinator], error: HoldfastError | None) -> None:
+    def on_handshake(_: Connection[Received], error: HoldfastError | None) -> None:
         if not outcome.done():
             outcome.set_result(error)
 
-    connection = Connection(Session(handshake, decode_from_coordinator), on_handshake)
+    connection = Connection(session, on_handshake)
     try:
         await loop.create_connection(lambda: connection, sock=sock)
         async with asyncio.timeout(handshake_s_max):
@@ -293,29 +311,23 @@ async def _dial_address(
     raise error
 
 
-async def _connect(family: int, address: tuple[Any, ...]) -> socket.socket:
-    """Raises CoordinatorUnreachableError, whose text names the address and why."""
+async def connect(family: int, address: tuple[Any, ...], limit_s: float = CONNECT_S_MAX) -> socket.socket:
+    """Raises OSError, of which TimeoutError is one; `why` puts it into words."""
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, socket.IPPROTO_TCP)
     try:
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, socket.IPPROTO_TCP)
-    except OSError as error:
-        raise CoordinatorUnreachableError(f"{address[0]}: {_why(error)}") from None
-    try:
-        async with asyncio.timeout(CONNECT_S_MAX):
+        async with asyncio.timeout(limit_s):
             await asyncio.get_running_loop().sock_connect(sock, address)
         _check_not_itself(sock)
     except TimeoutError:
         sock.close()
-        raise CoordinatorUnreachableError(f"{address[0]}: no answer within {CONNECT_S_MAX:g} s") from None
-    except OSError as error:
-        sock.close()
-        raise CoordinatorUnreachableError(f"{address[0]}: {_why(error)}") from None
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def _why(error: OSError) -> str:
+def why(error: OSError) -> str:
     """The system's words: asyncio puts its own in their place."""
     return os.strerror(error.errno).lower() if error.errno else str(error)
 

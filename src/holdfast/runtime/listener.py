@@ -36,7 +36,7 @@ class Listener:
     """Delivers accepted connections to `on_connection(connection, hello)`, which must `start` them.
 
     `other` gets the connections of torch TCPStore clients (static rendezvous); without it they are dropped.
-    The sockets already listen and are closed by `close`.
+    `decode`: of the messages that connections deliver. The sockets already listen and are closed by `close`.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class Listener:
         sockets: Iterable[socket.socket],
         job: JobSpec,
         token: bytes | None,
-        on_connection: Callable[[AgentConnection, Hello], None],
+        on_connection: Callable[[Connection[Any], Hello], None],
         log: Callable[[str], None],
         other: TakeOver | None = None,
         *,
+        decode: Callable[[bytes], object] = decode_from_agent,
         handshake_s_max: float = HANDSHAKE_S_MAX,
         arrivals_max: int = ARRIVALS_MAX,
         nonces: Callable[[], bytes] = fresh_nonce,
@@ -57,6 +58,7 @@ class Listener:
         self._token = token
         self._nonces = nonces
         self._log = log
+        self.decode = decode
         self.on_connection = on_connection
         self.other = other
         self.handshake_s_max = handshake_s_max
@@ -170,14 +172,14 @@ class _Arrival(asyncio.Protocol):
         assert self._transport is not None
         handshake = self._listener.handshake()
 
-        def on_handshake(connection: AgentConnection, error: HoldfastError | None) -> None:
+        def on_handshake(connection: Connection[Any], error: HoldfastError | None) -> None:
             if not self._end("" if error is None else str(error)):
                 return
             if error is None:
                 assert handshake.hello is not None
                 self._listener.on_connection(connection, handshake.hello)
 
-        connection = Connection(Session(handshake, decode_from_agent), on_handshake)
+        connection = Connection(Session(handshake, self._listener.decode), on_handshake)
         self._transport.set_protocol(connection)
         connection.connection_made(self._transport)
         connection.data_received(self._first)

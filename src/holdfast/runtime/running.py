@@ -22,6 +22,7 @@ import msgspec
 
 from holdfast.core.errors import ControlRefusedError, ControlSilentError, NoRunError
 from holdfast.core.protocol import Question
+from holdfast.linux import process_stat
 from holdfast.wire.words import clean
 
 ANSWER_S_MAX = 5.0
@@ -345,15 +346,13 @@ def ask_any(entries: list[RunningAgent], question: Question) -> tuple[RunningAge
 
 def _plight(pid: int) -> str:
     """What the kernel says of a process that does not answer."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    match state:
-        case b"T" | b"t":
+    stat = process_stat(pid)
+    match stat and stat.state:
+        case None:
+            return ""
+        case "T" | "t":
             return f": it was stopped by a signal; `kill -CONT {pid}` lets it go on"
-        case b"D":
+        case "D":
             return ": it waits in the kernel, for a disk perhaps"
         case _:
             return f"; `kill -9 {pid}` ends its part of the job, workers and all"

@@ -1,4 +1,4 @@
-"""Where jobs are started by somebody else: what a scheduler tells its processes, and what it is to be told.
+"""Schedulers, which start jobs: what they tell their processes, and what is submitted to them.
 
 Knows text: environment variables, batch scripts, answers of the scheduler's own commands. Knows nothing of agents.
 """

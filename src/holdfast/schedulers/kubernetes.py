@@ -1,17 +1,40 @@
-"""What Kubernetes is to be told to run a job: an Indexed Job with a headless Service, or a JobSet. PURE: data to data.
+"""The manifests of a job for Kubernetes: an Indexed Job with a headless Service, or a JobSet. PURE: data to data, and
+data to YAML with comments by ruamel.yaml, the same text for the same data.
 
-Knows which fields mean what, and why they are set so; the reasons stand as comments in the manifest. Knows no option of
-the command line and starts nothing.
+Knows which fields mean what, and why they are set so; the reasons are comments in the manifest. Knows no option of the
+command line and starts nothing.
+
+kubectl reads YAML 1.1, where `no` is false and `1:30` is 90; ruamel.yaml writes 1.2, or a directive that kubectl does
+not expect. So a text is in double quotes unless it is a plain word for both.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
+from typing import Any
 
-from holdfast.core.errors import EXIT_REQUEUE, EXIT_USAGE
+from holdfast.core.errors import EXIT_REQUEUE, EXIT_USAGE, MissingPackageError
 from holdfast.schedulers.kubernetes_words import Volume
-from holdfast.schedulers.kubernetes_yaml import Noted
+
+INDENT = 2
+LINE_CHARACTERS_MAX = 2**30
+"""Never wrapped: a command stays on one line."""
+PLAIN = re.compile(r"(--)?[A-Za-z_/][A-Za-z0-9_./@=+,-]*(:[A-Za-z0-9_./@=+,-]+)*")
+"""Words that no YAML reader takes for a number, a date, or syntax."""
+WORDS_WITH_A_MEANING = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A value with a comment above it."""
+
+    value: object
+    note: str
+
 
 Manifest = dict[str, object]
 
@@ -74,7 +97,7 @@ class KubernetesJob:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to meet."""
+        """Whether the job has one node."""
         return self.most == 1
 
     @property
@@ -84,7 +107,7 @@ class KubernetesJob:
 
     @property
     def endpoint(self) -> str:
-        """Pod 0 under the name that it keeps whenever it is started anew."""
+        """Pod 0 under the name that it keeps over restarts."""
         host = f"{self.name}-{REPLICATED_JOB}-0-0" if self.jobset else f"{self.name}-0"
         return f"{host}.{self.name}:{RENDEZVOUS_PORT}"
 
@@ -404,3 +427,52 @@ def mounts(job: KubernetesJob) -> list[object]:
             mount["readOnly"] = True
         made.append(mount)
     return made
+
+
+def documents(values: Sequence[object], head: str = "") -> str:
+    """Several documents in one text, under a comment. Raises MissingPackageError."""
+    try:
+        from ruamel.yaml import YAML
+    except ImportError:
+        raise MissingPackageError("holdfast submit --k8s needs ruamel.yaml: pip install 'holdfast[k8s]'") from None
+    emitter = YAML()
+    emitter.indent(mapping=INDENT, sequence=2 * INDENT, offset=INDENT)
+    emitter.width = LINE_CHARACTERS_MAX
+    texts = []
+    for value in values:
+        text = StringIO()
+        emitter.dump(emittable(value), text)
+        texts.append(text.getvalue())
+    return "".join(f"{f'# {line}'.rstrip()}\n" for line in comment(head)) + "---\n".join(texts)
+
+
+def emittable(value: object, column: int = 0) -> Any:
+    """What ruamel.yaml writes as this value, with its comments. Raises TypeError."""
+    from ruamel.yaml.comments import CommentedMap, CommentedSeq
+    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+
+    match value:
+        case Noted():
+            return emittable(value.value, column)
+        case None | bool() | int():
+            return value
+        case str():
+            is_plain = PLAIN.fullmatch(value) and value.lower() not in WORDS_WITH_A_MEANING
+            return value if is_plain else DoubleQuotedScalarString(value)
+        case Mapping():
+            made: Any = CommentedMap()
+            for key, item in value.items():
+                made[emittable(key)] = emittable(item, column + INDENT)
+        case Sequence():
+            made = CommentedSeq(emittable(item, column + INDENT) for item in value)
+        case _:
+            raise TypeError(f"{type(value).__name__} is not for YAML")
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if isinstance(item, Noted):
+            made.yaml_set_comment_before_after_key(key, before="\n".join(comment(item.note)), indent=column)
+    return made
+
+
+def comment(note: str) -> Iterator[str]:
+    for line in note.splitlines():
+        yield "".join(letter if letter.isprintable() else "?" for letter in line)

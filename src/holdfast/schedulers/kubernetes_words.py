@@ -1,4 +1,4 @@
-"""What may stand in a manifest: names, amounts, volumes, as Kubernetes' server will judge them. PURE.
+"""What a manifest may hold: names, amounts, volumes, by the rules of Kubernetes' server. PURE.
 
 Raises ValueError with the problem in words; whoever calls knows which option it was.
 """
@@ -39,7 +39,8 @@ class Volume:
 
 
 def job_name(text: str, last_pod: str) -> str:
-    """A job's name, which is its service's, too: both are part of host names. `last_pod` is what its longest pod appends.
+    """A job's name, which is its service's, too: both are part of host names. `last_pod` is what its longest pod
+    appends.
 
     >>> job_name("llama-70b", "-15")
     'llama-70b'
@@ -187,7 +188,7 @@ def folder(text: str) -> str:
 
 
 def user(text: str) -> tuple[int, int]:
-    """`UID[:GID]`; the group is the user's number when not given. Root is what everybody is who does not ask."""
+    """`UID[:GID]`; the group is the user's number when not given. Without this option containers run as root."""
     first, colon, second = text.partition(":")
     numbers = (first, second if colon else first)
     if not all(number.isascii() and number.isdecimal() for number in numbers) or int(first) == 0:

@@ -11,11 +11,17 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.core.errors import EnvironmentValueError, NodesError
-from holdfast.schedulers.slurm_nodelist import expand
+from holdfast.linux import process_stat, read_text
+
+HOSTS_MAX = 65_536
+"""Slurm's own limit."""
+
+_GROUP = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
 
 STEP_IDS_OF_SLURM = 0xFFFF_FFF0
 """From here on: the batch script, the shell of an interactive salloc, the external step."""
@@ -78,12 +84,10 @@ class SlurmStep(NamedTuple):
 
 
 def title_of_starter(task_pid: str) -> str:
-    """Of the slurmstepd that started this task: `slurmstepd: [7.0]`, of a batch script `[7.batch]`; empty: not to be seen."""
-    try:
-        parent = Path(f"/proc/{int(task_pid)}/stat").read_text().rpartition(")")[2].split()[1]
-        return Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
+    """Of the slurmstepd that started this task: `slurmstepd: [7.0]`, of a batch script `[7.batch]`; empty: not to be
+    seen."""
+    task = process_stat(task_pid) if task_pid.isdecimal() else None
+    return read_text(f"/proc/{task.parent}/cmdline") if task is not None else ""
 
 
 def is_inherited(environ: Mapping[str, str], title: str) -> bool:
@@ -189,3 +193,76 @@ def ask_scontrol(*words: str) -> ScontrolOutput:
     except (OSError, subprocess.SubprocessError) as error:
         return ScontrolOutput(str(error), failed=True)
     return ScontrolOutput(done.stdout.decode(errors="replace"), failed=done.returncode != 0)
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """All hosts, in order.
+
+    Raises EnvironmentValueError when this is no list of hosts.
+
+    >>> expand("login,node[01-03,7]")
+    ('login', 'node01', 'node02', 'node03', 'node7')
+    """
+    hosts: list[str] = []
+    for item in split(text):
+        hosts.extend(expand_item(item, text))
+        check_number(len(hosts), text)
+    if not hosts:
+        raise malformed(text, "it is empty")
+    return tuple(hosts)
+
+
+def split(text: str) -> list[str]:
+    """At the commas outside of brackets. Raises EnvironmentValueError."""
+    items = [""]
+    depth = 0
+    for character in text.strip():
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise malformed(text, "brackets do not match")
+        if character == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += character
+    if depth:
+        raise malformed(text, "brackets do not match")
+    return [item for item in items if item]
+
+
+def expand_item(item: str, text: str) -> list[str]:
+    """One item; several groups of numbers multiply, the last one counts fastest."""
+    hosts = [""]
+    at = 0
+    for group in _GROUP.finditer(item):
+        literal = item[at : group.start()]
+        numbers = expand_group(group[1], text)
+        check_number(len(hosts) * len(numbers), text)
+        hosts = [host + literal + number for host in hosts for number in numbers]
+        at = group.end()
+    return [host + item[at:] for host in hosts]
+
+
+def expand_group(group: str, text: str) -> list[str]:
+    """`01-03,7` with the zeros that the first number of a range has."""
+    numbers: list[str] = []
+    for part in group.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise malformed(text, f"{part!r} is neither a number nor a range of numbers")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise malformed(text, f"the range {part} ends before it begins")
+        check_number(int(last) - int(first) + 1, text)
+        numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        check_number(len(numbers), text)
+    return numbers
+
+
+def check_number(number: int, text: str) -> None:
+    if number > HOSTS_MAX:
+        raise malformed(text, f"it names more than {HOSTS_MAX} hosts")
+
+
+def malformed(text: str, why: str) -> EnvironmentValueError:
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return EnvironmentValueError(f"{shown!r} is no list of Slurm's hosts: {why}")

@@ -1,7 +1,7 @@
 """The commit protocol: how a snapshot gets onto the disk so that it is there whole or not at all.
 
     rank 0       begin         the attempt folder, by an exclusive mkdir; its number is told to the others
-    each rank    write_rank    its file, fsync; its record (size, digest), fsync, rename; fsync of the folder (not rank 0)
+    each rank    write_rank    its file, fsync; its record, fsync, rename; fsync of the folder (not rank 0)
     rank 0       commit        when all records are there: MANIFEST.json, fsync, rename; fsync of the folder;
                                rename of the folder to its committed name; fsync of the snapshot folder
 
@@ -30,10 +30,25 @@ from holdfast.core.errors import (
     SnapshotError,
     SnapshotIncompleteError,
 )
-from holdfast.snapshots import digest, disk, layout
+from holdfast.snapshots import disk
+from holdfast.snapshots.disk import chunk_digests, root_digest
 from holdfast.snapshots.folder import rename_aside
-from holdfast.snapshots.layout import FolderKind, Key
-from holdfast.snapshots.manifest import RECORD_BYTES_MAX, Manifest, RankEntry, RankRecord
+from holdfast.snapshots.manifest import (
+    MANIFEST,
+    RECORD_BYTES_MAX,
+    FolderKind,
+    Key,
+    Manifest,
+    RankEntry,
+    RankRecord,
+    attempt_path,
+    check_step,
+    committed_path,
+    parse_name,
+    rank_file,
+    record_file,
+    refusal_file,
+)
 
 PHASES = (
     "begun",  # the attempt folder is there
@@ -57,17 +72,20 @@ def nowhere(phase: str) -> None:
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """One rank's order to save; plain data, so that another process can carry it out."""
+class SaveRequest:
+    """What one rank asks to have saved, and where: the same object in the worker, in the memory slot and in the
+    saver."""
 
     folder: str
-    """The snapshot folder; absolute, or relative to the directory of who carries it out."""
+    """The snapshot folder; absolute, or relative to the directory of the process that carries it out."""
     step: int
     attempt: int
     rank: int
     world: int
     note: Mapping[str, Any] = field(default_factory=dict)
     """Goes into the rank's record; JSON."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Rank 0's goes into the manifest; JSON."""
 
     @property
     def key(self) -> Key:
@@ -77,21 +95,40 @@ class Ticket:
     @property
     def attempt_path(self) -> Path:
         """The folder while it is written."""
-        return layout.attempt_path(Path(self.folder), self.key)
+        return attempt_path(Path(self.folder), self.key)
 
     @property
     def committed_path(self) -> Path:
         """The folder once it is committed."""
-        return layout.committed_path(Path(self.folder), self.key)
+        return committed_path(Path(self.folder), self.key)
+
+    @property
+    def save(self) -> int:
+        """Which save of this life: several may be of one step, and their parts must not be mixed."""
+        save = self.note.get("save", 0)
+        return save if type(save) is int else 0
+
+    def of_file(self, data: memoryview) -> memoryview:
+        """What of these bytes goes into the rank's file: a slot may hold more, for a restart on this node."""
+        return data[: self.note.get("file_bytes", len(data))]
 
     def to_json(self) -> dict[str, Any]:
         """As an object for json.dumps."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Ticket:
-        """The ticket of `to_json`. TypeError for anything else."""
-        return cls(**value)
+    def from_json(cls, value: Any) -> SaveRequest:
+        """The request of `to_json`. ValueError for anything else."""
+        try:
+            request = cls(**value)
+        except TypeError as error:
+            raise ValueError(f"a request to save: {error}"[:200]) from error
+        texts, numbers = (request.folder,), (request.step, request.attempt, request.rank, request.world)
+        objects = (request.note, request.metadata)
+        for kind, fields in ((str, texts), (int, numbers), (dict, objects)):
+            if any(type(each) is not kind for each in fields):
+                raise ValueError(f"a request to save: {request}"[:200])
+        return request
 
 
 def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: At = nowhere) -> int:
@@ -100,18 +137,18 @@ def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: A
     `make`: the snapshot folder, too, when it is not there; otherwise it has vanished, and a new one in its place would
     hide that. SnapshotFolderError; SnapshotWriteError; ValueError for a step that is no step.
     """
-    layout.check_step(step)
+    check_step(step)
     path = Path(folder)
     try:
         if make:
             disk.make_folder(path)
         taken = [
-            named.key.attempt for name in os.listdir(path) if (named := layout.parse(name)) and named.key.step == step
+            named.key.attempt for name in os.listdir(path) if (named := parse_name(name)) and named.key.step == step
         ]
         attempt = max(taken, default=0) + 1
         while True:
             try:
-                layout.attempt_path(path, Key(step, attempt)).mkdir()
+                attempt_path(path, Key(step, attempt)).mkdir()
             except FileExistsError:
                 attempt += 1
             else:
@@ -124,7 +161,7 @@ def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: A
     return attempt
 
 
-def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At = nowhere) -> RankRecord:
+def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, at: At = nowhere) -> RankRecord:
     """Write this rank's file and its record; both are durable when this returns, rank 0's by name only with `commit`.
 
     The buffer (an image, see image.py) must not change meanwhile. It is written without a copy when it begins at a
@@ -133,25 +170,25 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
     SnapshotIncompleteError when rank 0 has given the attempt up.
     """
     data = memoryview(buffer).cast("B")
-    folder = ticket.attempt_path
-    file = folder / layout.rank_file(ticket.rank)
+    folder = request.attempt_path
+    file = folder / rank_file(request.rank)
     try:
-        with digest.chunk_digests(data) as digests:
+        with chunk_digests(data) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")
             chunks = digests.results()
         record = RankRecord(
-            step=ticket.step,
-            attempt=ticket.attempt,
-            rank=ticket.rank,
-            world=ticket.world,
+            step=request.step,
+            attempt=request.attempt,
+            rank=request.rank,
+            world=request.world,
             size_bytes=len(data),
-            digest=digest.root(len(data), chunks),
+            digest=root_digest(len(data), chunks),
             chunks=chunks,
-            note=ticket.note,
+            note=request.note,
         )
-        disk.write_atomically(folder / layout.record_file(ticket.rank), record.dump())
-        if ticket.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
+        disk.write_atomically(folder / record_file(request.rank), record.dump())
+        if request.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
             disk.sync_folder(folder)
     except FileNotFoundError as error:
         raise SnapshotIncompleteError(
@@ -159,15 +196,13 @@ def write_rank(ticket: Ticket, buffer: bytes | bytearray | memoryview, *, at: At
         ) from error
     except OSError as error:
         told = disk.write_error(error, file, len(data))
-        refuse(ticket, str(told))
+        refuse(request, str(told))
         raise told from error
     at("recorded")
     return record
 
 
-def commit(
-    ticket: Ticket, metadata: Mapping[str, Any] | None = None, *, patience: float = PATIENCE_S, at: At = nowhere
-) -> Path:
+def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere) -> Path:
     """Rank 0: wait up to `patience` seconds for all ranks' records, then commit; returns the committed folder.
 
     It is durable when this returns. On any failure the attempt is removed and older snapshots are as they were.
@@ -175,40 +210,40 @@ def commit(
     recorded; SnapshotWriteError; ValueError for metadata that is not JSON.
     """
     try:
-        records = _gather(ticket, patience)
+        records = _gather(request, patience)
         at("gathered")
         manifest = Manifest(
-            step=ticket.step,
-            attempt=ticket.attempt,
+            step=request.step,
+            attempt=request.attempt,
             ranks=tuple(RankEntry(each.rank, each.size_bytes, each.digest) for each in records),
-            metadata=dict(metadata or {}),
+            metadata=dict(request.metadata),
             saved_unix_s=time.time(),
         )
-        _publish(ticket, manifest.dump(), at)
+        _publish(request, manifest.dump(), at)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not ticket.attempt_path.exists():
+        if isinstance(error, FileNotFoundError) and not request.attempt_path.exists():
             raise SnapshotIncompleteError(
-                f"step {ticket.step} was not saved: the job went on before all ranks had come"
+                f"step {request.step} was not saved: the job went on before all ranks had come"
             ) from error
-        abandon(ticket)
-        raise disk.write_error(error, ticket.attempt_path) from error
+        abandon(request)
+        raise disk.write_error(error, request.attempt_path) from error
     except (SnapshotError, ValueError):
-        abandon(ticket)
+        abandon(request)
         raise
-    return ticket.committed_path
+    return request.committed_path
 
 
-def abandon(ticket: Ticket) -> None:
+def abandon(request: SaveRequest) -> None:
     """Remove the attempt, as far as the disk lets us. Ranks that still write to it get a SnapshotIncompleteError."""
     # Renamed first: what is half deleted must not look like an attempt that somebody may still complete.
-    doomed = rename_aside(ticket.attempt_path, ticket.key, FolderKind.GONE)
+    doomed = rename_aside(request.attempt_path, request.key, FolderKind.GONE)
     if doomed is not None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _publish(ticket: Ticket, manifest: str, at: At) -> None:
-    folder, committed = ticket.attempt_path, ticket.committed_path
-    disk.write_atomically(folder / layout.MANIFEST, manifest)
+def _publish(request: SaveRequest, manifest: str, at: At) -> None:
+    folder, committed = request.attempt_path, request.committed_path
+    disk.write_atomically(folder / MANIFEST, manifest)
     disk.sync_folder(folder)
     at("manifest")
     folder.rename(committed)
@@ -217,47 +252,47 @@ def _publish(ticket: Ticket, manifest: str, at: At) -> None:
     at("durable")
 
 
-def _gather(ticket: Ticket, patience: float) -> list[RankRecord]:
+def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
     """All ranks' records, in order of rank. Looks again and again: other nodes' writes announce themselves nowhere."""
-    folder = ticket.attempt_path
-    awaited, deadline, pause = set(range(ticket.world)), time.monotonic() + patience, LOOK_S_MIN
+    folder = request.attempt_path
+    awaited, deadline, pause = set(range(request.world)), time.monotonic() + patience, LOOK_S_MIN
     records: dict[int, RankRecord] = {}
     while True:
         names = set(os.listdir(folder))
         for rank in sorted(awaited):
-            if layout.refusal_file(rank) in names:
-                why = disk.read_text(folder / layout.refusal_file(rank), REFUSAL_BYTES_MAX)
-                raise SnapshotIncompleteError(f"step {ticket.step} was not saved: rank {rank}: {why}")
-            if layout.record_file(rank) in names:
-                records[rank] = _record(ticket, rank)
+            if refusal_file(rank) in names:
+                why = disk.read_text(folder / refusal_file(rank), REFUSAL_BYTES_MAX)
+                raise SnapshotIncompleteError(f"step {request.step} was not saved: rank {rank}: {why}")
+            if record_file(rank) in names:
+                records[rank] = _record(request, rank)
         awaited -= records.keys()
         if not awaited:
-            return [records[rank] for rank in range(ticket.world)]
+            return [records[rank] for rank in range(request.world)]
         if time.monotonic() >= deadline:
             missing = ", ".join(map(str, sorted(awaited)[:8])) + (" …" if len(awaited) > 8 else "")
             raise SnapshotIncompleteError(
-                f"step {ticket.step} was not saved: after {patience:g} s nothing came from rank {missing}"
+                f"step {request.step} was not saved: after {patience:g} s nothing came from rank {missing}"
             )
         time.sleep(pause)
         pause = min(2 * pause, LOOK_S_MAX)
 
 
-def _record(ticket: Ticket, rank: int) -> RankRecord:
-    folder = ticket.attempt_path
-    record = RankRecord.load(disk.read_text(folder / layout.record_file(rank), RECORD_BYTES_MAX))
-    size_bytes = (folder / layout.rank_file(rank)).stat().st_size
-    expected = (ticket.step, ticket.attempt, rank, ticket.world, size_bytes)
+def _record(request: SaveRequest, rank: int) -> RankRecord:
+    folder = request.attempt_path
+    record = RankRecord.load(disk.read_text(folder / record_file(rank), RECORD_BYTES_MAX))
+    size_bytes = (folder / rank_file(rank)).stat().st_size
+    expected = (request.step, request.attempt, rank, request.world, size_bytes)
     if (record.step, record.attempt, record.rank, record.world, record.size_bytes) != expected:
         raise SnapshotDamagedError(f"{folder}: the record of rank {rank} is of another save")
     return record
 
 
-def refuse(ticket: Ticket, why: str) -> None:
+def refuse(request: SaveRequest, why: str) -> None:
     """This rank's part will not come: give its space back, and let rank 0 know at once."""
-    folder = ticket.attempt_path
+    folder = request.attempt_path
     with contextlib.suppress(OSError):
-        (folder / layout.rank_file(ticket.rank)).unlink(missing_ok=True)
+        (folder / rank_file(request.rank)).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        disk.write_atomically(folder / layout.refusal_file(ticket.rank), why)
-    if ticket.rank == 0:  # nobody will commit it: the others' files, too, give their space back
-        abandon(ticket)
+        disk.write_atomically(folder / refusal_file(request.rank), why)
+    if request.rank == 0:  # nobody will commit it: the others' files, too, give their space back
+        abandon(request)

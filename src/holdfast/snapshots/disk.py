@@ -1,20 +1,136 @@
-"""Files as the commit protocol needs them: written past the page cache, durable when a call returns, read with bounds.
+"""Files as the commit protocol needs them: durable when a call returns, read with bounds, and their digests.
 
-Knows nothing of snapshots. Measured with 473 MB: through the page cache a write and its fsync take 0.3 to 1.6 s,
-depending on what else is in the cache; with O_DIRECT 0.16 to 0.21 s every time, and the cache stays the data loader's.
+Knows nothing of snapshots.
+
+**Writing** goes past the page cache. Measured with 473 MB: through the page cache a write and its fsync take 0.3 to
+1.6 s, depending on what else is in the cache; with O_DIRECT 0.16 to 0.21 s every time, and the cache stays the data
+loader's.
+
+**The digest** is sha256 over chunks of 4 MiB, and sha256 over theirs: so that all cores take part, that hashing goes on
+while the disk writes, and that a reader who needs a part of a file (another world size) checks just what it reads. A
+rank's record holds the chunks' digests, the manifest their root. Every flipped bit, zeroed page, lost end or exchanged
+file changes the root. Chosen by measurement: 473 MB in /dev/shm on 2 cores
+with SHA instructions, seconds of one core | end to end of a durable write, with two threads that hash meanwhile:
+
+    zlib.crc32  0.14 | 0.21     32 bits: one damaged chunk in four milliards passes
+    sha1        0.29 |
+    sha256      0.31 | 0.22     chosen: nothing passes, and it costs 0.01 s
+    blake2b     0.61 | 0.33     faster than sha256 only on processors without SHA instructions
+    md5 0.74, sha512 0.66, blake2s 1.06, sha3_256 1.14
+
+One thread instead of two: sha256 0.34. The same through the page cache: 1.4.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
+
+ALGORITHM = "sha256-4MiB"
+CHUNK_BYTES = 4 << 20
+HASH_THREADS_MAX = 8
+"""Beyond that no disk follows."""
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def hash_threads() -> int:
+    """How many threads hash: one a core that we may use."""
+    return min(HASH_THREADS_MAX, len(os.sched_getaffinity(0)))
+
+
+def submit(
+    pool: ThreadPoolExecutor, work: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs
+) -> Future[_Made]:
+    """Have the pool do it; where no thread can be had it is done when this returns.
+
+    An interpreter that ends takes nothing into its pools any more, while what runs at exit, and a save that still goes
+    on, have to be done. `work` may be done twice then: once here, once by a thread of the pool that came late.
+    """
+    try:
+        return pool.submit(work, *given, **named)
+    except RuntimeError:
+        done: Future[_Made] = Future()
+        try:
+            done.set_result(work(*given, **named))
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+            done.set_exception(error)
+        return done
+
+
+def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
+    """The digest of one chunk, as hex. Releases the interpreter's lock."""
+    return hashlib.sha256(chunk).hexdigest()
+
+
+def chunk_begins(size_bytes: int) -> range:
+    """Where the chunks of a file begin, in bytes from its start."""
+    return range(0, size_bytes, CHUNK_BYTES)
+
+
+def root_digest(size_bytes: int, chunks: Sequence[str]) -> str:
+    """The digest of a file from those of its chunks."""
+    return hashlib.sha256("\n".join([ALGORITHM, str(size_bytes), *chunks]).encode()).hexdigest()
+
+
+class ChunkDigests:
+    """The digests of the chunks of `data`, made by threads between `start` and `results`."""
+
+    def __init__(self, data: memoryview, pool: ThreadPoolExecutor) -> None:
+        self._data, self._pool = data, pool
+        self._begins = chunk_begins(len(data))
+        self._shares: list[Future[list[str]]] = []
+        self._stopped = False
+
+    def start(self) -> None:
+        """A share per thread: a task for each chunk would keep the interpreter's lock busy, which the writer needs,
+        too."""
+        count = hash_threads()
+        self._shares = [submit(self._pool, self._digest, self._begins[first::count]) for first in range(count)]
+
+    def results(self) -> tuple[str, ...]:
+        """Of all chunks, in their order; they were started."""
+        shares = [share.result() for share in self._shares]
+        return tuple(shares[number % len(shares)][number // len(shares)] for number in range(len(self._begins)))
+
+    def stop(self) -> None:
+        """Nobody wants the rest."""
+        self._stopped = True
+
+    def _digest(self, begins: Iterable[int]) -> list[str]:
+        return [chunk_digest(self._data[begin : begin + CHUNK_BYTES]) for begin in begins if not self._stopped]
+
+
+@contextmanager
+def chunk_digests(data: memoryview) -> Iterator[ChunkDigests]:
+    """Threads for the digests of `data`; they are gone when the body is left."""
+    pool = ThreadPoolExecutor(hash_threads(), "holdfast-digest")
+    digests = ChunkDigests(data, pool)
+    try:
+        yield digests
+    finally:
+        digests.stop()
+        pool.shutdown(cancel_futures=True)
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """The digest of `data`: what `root_digest` makes of its chunks."""
+    view = memoryview(data).cast("B")
+    with chunk_digests(view) as digests:
+        digests.start()
+        return root_digest(len(view), digests.results())
+
 
 FIRST_BYTES = 16 << 20
 """Written before anything else is begun beside it."""
@@ -30,9 +146,9 @@ DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, err
 def write_all(path: Path, data: memoryview, beside: Callable[[], None] | None = None) -> None:
     """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
 
-    `beside` starts what is to be done meanwhile: it is called when the disk has begun, which otherwise would wait for it
-    (15 ms of 300, with two cores that hash). OSError; FileNotFoundError when somebody has removed or replaced the file.
-    """
+    `beside` starts what is to be done meanwhile: it is called when the disk has begun, which otherwise would wait for
+    it (15 ms of 300, with two cores that hash). OSError; FileNotFoundError when somebody has removed or replaced the
+    file."""
     file = _create(path)
     try:
         if beside is not None:
@@ -157,13 +273,15 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
 
 
 def go_direct(file: int) -> None:
-    """Read past the page cache from here on, whole blocks into whole pages; on a file system that cannot, through it."""
+    """Read past the page cache from here on, whole blocks into whole pages; on a file system that cannot, through
+    it."""
     with suppress(OSError):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 def read_into(file: int, into: memoryview, begin: int) -> int:
-    """As os.preadv with one buffer; a file system that promised too much with O_DIRECT is read through the page cache. OSError."""
+    """As os.preadv with one buffer; a file system that promised too much with O_DIRECT is read through the page
+    cache. OSError."""
     try:
         return os.preadv(file, [into], begin)
     except OSError as error:

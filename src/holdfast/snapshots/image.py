@@ -5,8 +5,7 @@
 The same bytes are the content of a memory slot: whoever saves copies bytes and knows nothing of tensors. No torch here.
 
 The format allows no holes, so tensors are laid out such that each begins at a multiple of its item's size, and each
-whose size is a multiple of 64 bytes (all large ones are) at a multiple of 64 bytes from the file's start.
-"""
+whose size is a multiple of 64 bytes (all large ones are) at a multiple of 64 bytes from the file's start."""
 
 from __future__ import annotations
 

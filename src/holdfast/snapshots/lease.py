@@ -1,17 +1,19 @@
-"""One job per snapshot folder: a file `lease.000003` that names its owner, and a counter in it that a live owner advances.
+"""One job per snapshot folder: a file `lease.000003` that names its owner, and a counter in it that a live owner
+advances.
 
 The file with the highest number is the lease. It is taken by making the next number with O_EXCL, so one of several
 contenders wins, and an owner that sees a higher number than its own knows that it has lost.
 
 Who may take it over, and when:
 - at once: it was given back; or its owner was a process of this machine that is no more;
-- after the counter has stood still for LOOKS looks that are LOOK_S apart, or LOOKS_SAME_RUN when the owner is of the same
-  run id: nobody is there. (holdfast lets one generation of a run live at a time; but two jobs may have one run id);
+- after the counter has stood still for LOOKS looks that are LOOK_S apart, or LOOKS_SAME_RUN when the owner is of the
+  same run id: nobody is there. (holdfast lets one generation of a run live at a time; but two jobs may have one run
+  id);
 - otherwise never: a counter that moves, and a process of this machine that lives, is a SnapshotBusyError.
 
-No clock of another machine is compared with anything. An owner elsewhere that is frozen longer than that loses the lease
-and learns it at its next `check`; what both saved meanwhile are whole snapshots, because attempts are exclusive anyway.
-"""
+No clock of another machine is compared with anything. An owner elsewhere that is frozen longer than that loses the
+lease and learns it at its next `check`; what both saved meanwhile are whole snapshots, because attempts are exclusive
+anyway."""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from holdfast.core.errors import SnapshotBusyError, SnapshotError
+from holdfast.linux import boot_id, process_stat
 from holdfast.snapshots import disk
 
 BEAT_S = 2.0
@@ -128,8 +131,9 @@ class FolderLease:
         self._thread.start()
 
     def check(self) -> None:
-        """What the thread has seen. SnapshotBusyError: another job took the folder. Until it is over: SnapshotFolderError,
-        the folder has vanished; SnapshotWriteError, the counter could not be written for long. One failed beat is nothing.
+        """What the thread has seen. SnapshotBusyError: another job took the folder. Until it is over:
+        SnapshotFolderError, the folder has vanished; SnapshotWriteError, the counter could not be written for long.
+        One failed beat is nothing.
         """
         if self._trouble is not None:
             raise self._trouble
@@ -211,8 +215,7 @@ def acquire(
     """Take the folder for the job with this run id; only its rank 0 does.
 
     Waits up to `looks` × `look_s` seconds for the counter of an owner that may be dead.
-    SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written.
-    """
+    SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written."""
     path = Path(folder)
     me = LeaseOwner.me(run_id)
     try:
@@ -312,15 +315,11 @@ def _name(number: int) -> str:
 
 def _machine() -> str:
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
 def _started(pid: int) -> str:
     """The start time of a process; empty when it is dead (a zombie too) or not to be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    stat = process_stat(pid)
+    return stat.started if stat is not None and not stat.has_ended else ""

@@ -1,7 +1,18 @@
-"""What a snapshot says about itself: a record per rank, and MANIFEST.json over all of them.
+"""What a snapshot consists of: the names in a snapshot folder, a record per rank, MANIFEST.json over all of them.
 
-Both are JSON, read strictly: bounded, every field of its type, nothing missing. The manifest holds a digest of its own
-text, so that an edited one is found out. Knows the texts only, not where they lie.
+    runs/a/                                  the snapshot folder, one per job
+      step_000000120.0001/                   a committed snapshot: step 120, attempt 1
+        MANIFEST.json                        what belongs to it, with sizes and digests
+        rank_00000.safetensors               one file per rank
+        rank_00000.json                      that rank's record: size, digest, digests of its chunks
+      attempt.step_000000140.0001/           being written, or debris of a save that did not end
+      bad.step_000000100.0001/               found damaged and set aside
+      gone.step_000000080.0001/              being deleted
+      lease.000003                           which job has the folder
+
+Order is (step, attempt), never a time stamp. Records and manifest are JSON, read strictly: bounded, every field of its
+type, nothing missing. The manifest holds a digest of its own text, so that an edited one is found out. Knows names and
+texts, opens nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +20,99 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from holdfast.core.errors import SnapshotDamagedError, SnapshotVersionError
-from holdfast.snapshots import digest
-from holdfast.snapshots.layout import ATTEMPT_MAX, RANK_MAX, STEP_MAX, Key, rank_file
+from holdfast.snapshots.disk import ALGORITHM, chunk_begins, root_digest
+
+MANIFEST = "MANIFEST.json"
+STEP_MAX = 10**18 - 1
+ATTEMPT_MAX = 10**9 - 1
+RANK_MAX = 10**6 - 1
+
+_NAME = re.compile(r"(?:(attempt|bad|gone)\.)?step_([0-9]{9,18})\.([0-9]{4,9})(\.[0-9]+)?")
+
+
+class FolderKind(Enum):
+    """What a folder is, by its name."""
+
+    COMMITTED = ""
+    ATTEMPT = "attempt"
+    BAD = "bad"
+    GONE = "gone"
+
+
+class Key(NamedTuple):
+    """Which snapshot; they are ordered by it."""
+
+    step: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        """Name of the committed folder."""
+        return f"step_{self.step:09d}.{self.attempt:04d}"
+
+    def named(self, kind: FolderKind) -> str:
+        """Name of the folder while it is of this kind."""
+        return f"{kind.value}.{self.name}" if kind.value else self.name
+
+
+class Named(NamedTuple):
+    """What a folder's name tells."""
+
+    kind: FolderKind
+    key: Key
+
+
+def parse_name(name: str) -> Named | None:
+    """What the name of a folder tells; None when it is none of ours."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    key, kind = Key(int(found[2]), int(found[3])), FolderKind(found[1] or "")
+    # One snapshot has one name: with zeros too many, or a suffix on what may be in use, it is somebody else's folder.
+    suffix = found[4] or ""
+    if name != key.named(kind) + suffix or (suffix and kind not in (FolderKind.BAD, FolderKind.GONE)):
+        return None
+    return Named(kind, key)
+
+
+def check_step(step: int) -> None:
+    """ValueError for a step that has no name."""
+    if not 0 <= step <= STEP_MAX:
+        raise ValueError(f"step {step} is not between 0 and {STEP_MAX}")
+
+
+def attempt_path(folder: Path, key: Key) -> Path:
+    """Where a snapshot is while it is written."""
+    return folder / key.named(FolderKind.ATTEMPT)
+
+
+def committed_path(folder: Path, key: Key) -> Path:
+    """Where it is once it is committed."""
+    return folder / key.name
+
+
+def rank_file(rank: int) -> str:
+    """Name of one rank's tensors."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def record_file(rank: int) -> str:
+    """Name of one rank's record."""
+    return f"rank_{rank:05d}.json"
+
+
+def refusal_file(rank: int) -> str:
+    """Name of what a rank leaves when it cannot write its part."""
+    return f"rank_{rank:05d}.refused"
+
 
 FORMAT = "holdfast-snapshot"
 VERSION = 1
@@ -58,8 +155,8 @@ class RankRecord:
             chunks=fields.texts("chunks"),
             note=fields.map("note"),
         )
-        chunks = len(digest.chunk_begins(record.size_bytes))
-        if len(record.chunks) != chunks or digest.root(record.size_bytes, record.chunks) != record.digest:
+        chunks = len(chunk_begins(record.size_bytes))
+        if len(record.chunks) != chunks or root_digest(record.size_bytes, record.chunks) != record.digest:
             raise SnapshotDamagedError("the record's digests do not fit together")
         return record
 
@@ -124,7 +221,7 @@ class Manifest:
             "attempt": self.attempt,
             "world": self.world,
             "saved_unix_s": self.saved_unix_s,
-            "algorithm": digest.ALGORITHM,
+            "algorithm": ALGORITHM,
             "ranks": [
                 {"file": entry.file, "size_bytes": entry.size_bytes, "digest": entry.digest} for entry in self.ranks
             ],
@@ -146,7 +243,7 @@ class Manifest:
         body = dict(fields.body)
         if body.pop("digest", None) != hashlib.sha256(_canonical(body)).hexdigest():
             raise SnapshotDamagedError("MANIFEST.json was changed after it was written")
-        if fields.text("algorithm") != digest.ALGORITHM:
+        if fields.text("algorithm") != ALGORITHM:
             raise SnapshotVersionError(f"digests by {fields.text('algorithm')!r}, which this holdfast does not know")
         return cls(
             step=fields.number("step", STEP_MAX),

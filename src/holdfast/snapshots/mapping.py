@@ -2,13 +2,12 @@
 
 Small pages are what tmpfs takes. With 473 MB of them a write past the page cache spends 41 ms of processor time on
 pinning pages, with huge ones 7, and takes half as long beside a training; a copy into them is a few per cent quicker.
-The kernel collapses small pages into huge ones on request (Linux 6.1), in any mapping whose addresses and offsets agree
-within a huge page, while others read and write them. That takes one to four seconds for each gigabyte, so it is done
-beside the training, a page now and then, once for each slot; and not by a process of low priority, for which others would
-wait with it when it loses its core (measured: saves of three times the length on a crowded machine).
+The kernel collapses small pages into huge ones on request (Linux 6.1), in any mapping whose addresses and offsets
+agree within a huge page, while others read and write them. That takes one to four seconds for each gigabyte, so it is
+done beside the training, a page now and then, once for each slot; and not by a process of low priority, for which
+others would wait with it when it loses its core (measured: saves of three times the length on a crowded machine).
 
-Knows nothing of what is in the files. Standard library only.
-"""
+Knows nothing of what is in the files. Standard library only."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ class MappedFile:
     def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
         """Raises OSError. The descriptor stays the caller's."""
         self._unit_bytes = huge_page_bytes() or mmap.PAGESIZE
-        # Python lets nobody choose an address: the file is mapped over a piece of memory that is large enough to hold it
-        # where a huge page may begin.
+        # Python lets nobody choose an address: the file is mapped over a piece of memory that is large enough to hold
+        # it where a huge page may begin.
         around = mmap.mmap(-1, size_bytes + self._unit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(around))
         self._address = -(-begin // self._unit_bytes) * self._unit_bytes

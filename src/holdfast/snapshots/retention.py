@@ -7,29 +7,25 @@ first: a crash in the middle leaves a folder that says that it is going, and no 
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotError
-from holdfast.snapshots import disk, folder, reader
+from holdfast.snapshots import disk, folder
 from holdfast.snapshots.attempt import At, nowhere
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import FolderKind, Key
-
-UNITS_S = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+from holdfast.snapshots.manifest import FolderKind, Key
+from holdfast.text import seconds_of
 
 
 @dataclass(frozen=True)
 class Keep:
     """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`.
 
-    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else.
-    """
+    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else."""
 
     last: int = 3
     every: str | float | None = None
@@ -79,7 +75,7 @@ class Keep:
 class Verified:
     """Snapshots that were read back whole, so that each is read once. Kept by whoever prunes repeatedly."""
 
-    read: Callable[[Snapshot], None] = reader.verify
+    read: Callable[[Snapshot], None] = folder.verify
     """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
     digests: set[tuple[Path, str]] = field(default_factory=set)
     """Folder and manifest text's identity: another snapshot of the same name is read again."""
@@ -118,8 +114,7 @@ def prune(
 
     Only for the job that has the folder. Snapshots that cannot be read at the moment stay and count for nothing.
     `at` is called with "aside" when the names are gone, and with "deleted" after each deletion: tests kill there.
-    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written.
-    """
+    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written."""
     verified = Verified() if verified is None else verified
     found = list(folder.survey(path).committed)
     damaged: list[tuple[Path, SnapshotError]] = []
@@ -177,9 +172,8 @@ def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snap
 
 def seconds(every: str | float) -> float:
     """A time: seconds, or "90s", "30min", "6h", "1d". RetentionError."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", str(every).strip())
-    value = float(found[1]) * UNITS_S.get(found[2], 0) if found else 0.0
-    if not 0 < value < math.inf:
+    value = seconds_of(every)
+    if value is None:
         raise RetentionError(f"{every!r} is no time; write 90s, 30min, 6h or 1d")
     return value
 

@@ -1,6 +1,6 @@
 """The saver: a process that writes memory slots to disk, so that the death of a worker never aborts a save.
 
-    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as packets.saver_argv builds it
+    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as shelf.saver_argv builds it
 
 FOLDER is the shelf. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or -1: then this
 process detaches itself, and ANCHOR is the process whose end is the job's (torchrun, or the one worker there is).
@@ -8,9 +8,11 @@ process detaches itself, and ANCHOR is the process whose end is the job's (torch
 What it promises, in what order things end:
 - A save whose packet was sent is carried out, be the sender dead or alive: the packet waits in the socket, and with it
   the descriptor whose lock keeps the slot from being staged into.
-- When a worker of this node has died without a goodbye and no other is left of those beside it, the newest step that all
-  ranks of the job have in memory is written too, of each snapshot folder, if it is newer than what is on disk (rescue.py).
-- "finish" from the agent: everything that is in flight is carried out, then it ends. The agent waits packets.FINISH_LIMIT_S.
+- When a worker of this node has died without a goodbye and no other is left of those beside it, the newest step that
+  all ranks of the job have in memory is written too, of each snapshot folder, if it is newer than what is on disk
+  (saving.py).
+- "finish" from the agent: everything that is in flight is carried out, then it ends. The agent waits
+  shelf.FINISH_LIMIT_S.
 - The agent is gone without that: it ends at once, and what was in flight is an attempt that was never committed.
 - Without an agent: it ends, and removes the shelf, when the anchor is gone, no worker is left and nothing is in flight.
 
@@ -34,19 +36,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from holdfast.snapshots import packets, shelf, slots
+from holdfast import seqpacket
+from holdfast.snapshots import shelf, slots
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.packets import FINISH_LIMIT_S
-from holdfast.snapshots.rescue import stranded
-from holdfast.snapshots.saving import Save, Tell, carry_out, read_back, ticket_of
+from holdfast.snapshots.saving import Save, Tell, carry_out, read_back, stranded
+from holdfast.snapshots.shelf import FINISH_LIMIT_S
 
 SAVES_PER_WORKER_MAX = 8
 """In flight; there are only two slots, so more is a fault of the caller's."""
 NEWS_MAX = 16
 """Failures of saves whose worker is gone, kept for its successor."""
 NICENESS = 5
-"""Training goes first; where the kernel counts by sessions (autogroup) ours has as much as the worker's, and is not lowered:
-a save that does not keep up makes the next one wait for a slot."""
+"""Training goes first; where the kernel counts by sessions (autogroup) ours has as much as the worker's, and is not
+lowered: a save that does not keep up makes the next one wait for a slot."""
 
 
 @dataclass(eq=False)
@@ -67,24 +70,24 @@ class SaverConnection:
 
 @dataclass
 class InFlight:
-    """Of one local rank: saves that are not over, and who wants to know when none is."""
+    """Saves of one local rank that are not over, and the calls that wait until none is being written."""
 
     saves: int = 0
     writing: int = 0
     """Those of them that still write, and wait for nobody."""
-    waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
+    waiting: list[Callable[[], None]] = field(default_factory=list)
 
-    def when_over(self, call: Callable[[], None], *, written: bool) -> None:
-        """Call it when no save is in flight, or (`written`) none is being written."""
-        self.waiting.append((call, written))
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call it when none is being written."""
+        self.waiting.append(call)
         self.changed()
 
     def changed(self) -> None:
-        """Call those whose time has come."""
-        due = [each for each in self.waiting if not (self.writing if each[1] else self.saves)]
-        self.waiting = [each for each in self.waiting if each not in due]
-        for call, _ in due:
-            call()
+        """Some may be over, or written."""
+        if not self.writing:
+            due, self.waiting = self.waiting, []
+            for call in due:
+                call()
 
 
 class Saver:
@@ -93,7 +96,8 @@ class Saver:
     def __init__(
         self, folder: Path, listening: socket.socket, control: socket.socket | None, anchor_fd: int | None = None
     ) -> None:
-        """`control`: the agent's; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone already."""
+        """`control`: the agent's; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone
+        already."""
         self._folder = folder
         self._listening = listening
         self._control = control
@@ -145,7 +149,7 @@ class Saver:
     # --- the agent, or the anchor -------------------------------------------------------------------------------------
 
     def _obey(self, control: socket.socket) -> None:
-        got = packets.receive(control)
+        got = seqpacket.receive(control)
         if got is None:  # the agent was killed: the keeper ends us too
             self._ended = True
             return
@@ -172,7 +176,7 @@ class Saver:
             sock, _ = self._listening.accept()
         except OSError:
             return False
-        pid, uid = packets.peer(sock)
+        pid, uid = shelf.peer(sock)
         if uid != os.getuid():
             sock.close()
             return True
@@ -194,7 +198,7 @@ class Saver:
         if worker not in self._workers:
             return False  # dropped by another event of the same round
         try:
-            got = packets.receive(worker.sock)
+            got = seqpacket.receive(worker.sock)
             if got is not None:
                 self._serve(worker, *got)
                 return True
@@ -205,20 +209,20 @@ class Saver:
         self._drop(worker)
         return False
 
-    def _serve(self, worker: SaverConnection, packet: packets.Packet, fds: list[int]) -> None:
+    def _serve(self, worker: SaverConnection, packet: shelf.Packet, fds: list[int]) -> None:
         try:
             match packet.get("do"):
                 case "hello":
-                    worker.local_rank = packets.field(packet, "local_rank", int)
-                    worker.generation = packets.field(packet, "generation", int)
+                    worker.local_rank = shelf.field(packet, "local_rank", int)
+                    worker.generation = shelf.field(packet, "generation", int)
                     self._tell_news(worker)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
                 case "wait":
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
-                    self._flights(worker.local_rank).when_over(answer, written=packet.get("for") == "written")
+                    self._flights(worker.local_rank).when_written(answer)
                 case "read back":
-                    path = Path(packets.field(packet, "path", str))
+                    path = Path(shelf.field(packet, "path", str))
                     # Nobody waits for it when we end: who asked does it then.
                     self._in_thread(partial(read_back, path, self._is_busy), tell=partial(_send, worker))
                 case "bye":
@@ -229,16 +233,16 @@ class Saver:
             for fd in fds:
                 os.close(fd)
 
-    def _persist(self, worker: SaverConnection, packet: packets.Packet, fds: list[int]) -> None:
-        number = packets.field(packet, "id", int)
+    def _persist(self, worker: SaverConnection, packet: shelf.Packet, fds: list[int]) -> None:
+        number = shelf.field(packet, "id", int)
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
-        sequence, patience_s = packets.field(packet, "sequence", int), packets.field(packet, "patience_s", float)
-        ticket, metadata = ticket_of(packets.field(packet, "ticket", dict)), packets.field(packet, "metadata", dict)
-        save = Save(fds.pop(), sequence, ticket, metadata, patience_s, worker.local_rank, self._mappings)
+        sequence, patience_s = shelf.field(packet, "sequence", int), shelf.field(packet, "patience_s", float)
+        request = SaveRequest.from_json(shelf.field(packet, "request", dict))
+        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
-    def _answer(self, worker: SaverConnection, save: Save, answer: packets.Packet) -> None:
+    def _answer(self, worker: SaverConnection, save: Save, answer: shelf.Packet) -> None:
         if worker in self._workers:
             _send(worker, answer)
             if answer["is"] == "failed":
@@ -269,8 +273,8 @@ class Saver:
     # --- after a crash ------------------------------------------------------------------------------------------------
 
     def _is_beside(self) -> bool:
-        """Somebody is left of the life whose workers go. Who comes back is of the next one: a restart, or a job that has
-        closed one snapshot folder and opens another."""
+        """Somebody is left of the life whose workers go. Who comes back is of the next one: a restart, or a job that
+        has closed one snapshot folder and opens another."""
         generation = max(self._gone.values())
         return any(
             worker.local_rank < 0 or (worker.generation <= generation and worker.local_rank not in self._gone)
@@ -290,24 +294,24 @@ class Saver:
         self._newest_asked.clear()
 
     def _rescue(self) -> None:
-        """Write the newest step of each snapshot folder that all ranks have in memory, if the disk has none that is as new."""
+        """Write the newest step of each snapshot folder that all ranks have in memory, if the disk has none that is
+        as new."""
         generation = max(self._gone.values())
         ranks = [rank for rank, theirs in self._gone.items() if theirs == generation]
         by_rank = {
             rank: [
-                (slot, ticket_of({**slot.ticket, "step": slot.step}))
+                (slot, slot.request)
                 for slot in slots.committed_slots(self._folder, rank)
-                if slot.ticket is not None and slot.generation == generation
+                if slot.request is not None and slot.generation == generation
             ]
             for rank in ranks
         }
         for each in stranded(self._folder, by_rank, self._newest_asked):
-            slot, ticket = each.held[each.alone or max(each.held)]
+            slot, request = each.held[each.alone or max(each.held)]
             save = Save(
                 slots.lend(self._folder, slot),
                 slot.sequence,
-                ticket,
-                slot.metadata,
+                request,
                 FINISH_LIMIT_S,
                 slot.local_rank,
                 self._mappings,
@@ -315,7 +319,7 @@ class Saver:
             )
             self._begin(save, partial(self._rescued, save))
 
-    def _rescued(self, save: Save, answer: packets.Packet) -> None:
+    def _rescued(self, save: Save, answer: shelf.Packet) -> None:
         if answer["is"] == "failed" and not answer["made_good"]:
             self._report(save, answer["text"])
 
@@ -330,11 +334,11 @@ class Saver:
         writing = save.stranded is None or save.stranded.alone is not None
         flights.saves += 1
         flights.writing += writing
-        asked = (save.ticket.folder, save.local_rank)
+        asked = (save.request.folder, save.local_rank)
         before = self._newest_asked.get(asked, -1)
-        self._newest_asked[asked] = max(before, save.ticket.step)
+        self._newest_asked[asked] = max(before, save.request.step)
 
-        def told(answer: packets.Packet) -> None:
+        def told(answer: shelf.Packet) -> None:
             nonlocal writing
             flights.writing -= writing
             writing = False
@@ -354,15 +358,15 @@ class Saver:
     def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
         """`tell` is called in the main thread. A thread for each: the disk may hold one of them for ever."""
 
-        def in_main(answer: packets.Packet) -> None:
+        def in_main(answer: shelf.Packet) -> None:
             self._done.put(partial(tell, answer))
             self._wake.send(b"!")
 
         threading.Thread(target=work, args=(in_main,), daemon=True).start()
 
-    def _over(self, save: Save, answer: packets.Packet, before: int) -> None:
-        asked = (save.ticket.folder, save.local_rank)
-        if answer["is"] == "failed" and self._newest_asked.get(asked) == save.ticket.step:
+    def _over(self, save: Save, answer: shelf.Packet, before: int) -> None:
+        asked = (save.request.folder, save.local_rank)
+        if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
             self._newest_asked[asked] = before
         self._flights(save.local_rank).saves -= 1
 
@@ -396,20 +400,20 @@ class Saver:
     def _news_to_agent(self, text: str) -> None:
         self._tell_agent({"is": "news", "text": text})
 
-    def _tell_agent(self, packet: packets.Packet) -> None:
+    def _tell_agent(self, packet: shelf.Packet) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
-                packets.send(self._control, packet)
+                seqpacket.send(self._control, packet)
 
 
 def _of_rank(save: Save, text: str) -> str:
-    return f"rank {save.ticket.rank}, before its restart: {text}"
+    return f"rank {save.request.rank}, before its restart: {text}"
 
 
-def _send(worker: SaverConnection, packet: packets.Packet) -> None:
+def _send(worker: SaverConnection, packet: shelf.Packet) -> None:
     """A worker that is gone, or does not read, need not know."""
     with contextlib.suppress(OSError):
-        packets.send(worker.sock, packet)
+        seqpacket.send(worker.sock, packet)
 
 
 def _is_ready(fd: int) -> bool:

@@ -1,95 +1,100 @@
-"""A worker's side of the saver: hand over a slot and go on training.
+"""Where a rank's image is put together, and who writes it to the disk.
 
-    place = Place.find()                           # where this worker's slots and saver are; SnapshotMemoryError: nowhere
-    saver = SaverClient(place)
-    slots = place.slots(rank=…, world=…)
-    …
-    saver.persist(slot, ticket, metadata)          # returns at once; from here on the save outlives this worker
-    saver.check()                                  # in every step: raises what went wrong since
+    tier = open_tier(rank=…, world=…)
+    memory = tier.stage(step, size_bytes, wait=False)    # None: both slots are still being written
+    ...copy into memory...
+    tier.commit(request)                                 # should this process die, the saver writes it
+    tier.persist(request)                                # returns at once
+    tier.check()                                         # in every step: raises what went wrong since
 
-Under holdfast the saver is the agent's child and started when somebody connects. Elsewhere the first worker of the node
-starts it, as a process of its own that ends after the job: torchrun's end, or under no launcher this process's.
+`SaverClient`: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
+`PrivateTier`: memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save
+ends with the process then.
 
-Not for several threads. A forked child must leave it alone. Standard library only.
-"""
+Both hold a staged image still while it is written, and neither waits unless it is asked to. Not for several threads,
+but for `reserve` and `read_back`. A forked child must leave them alone. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import mmap
 import os
-import random
 import select
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from holdfast import seqpacket
 from holdfast.core import errors
-from holdfast.core.errors import SaverLostError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
-from holdfast.snapshots import packets, rescue, shelf
-from holdfast.snapshots.attempt import PATIENCE_S, Ticket
-from holdfast.snapshots.slots import Slot, SlotOwner, Slots, lend
+from holdfast.core.errors import (
+    SaverLostError,
+    SnapshotError,
+    SnapshotIncompleteError,
+    SnapshotMemoryError,
+    SnapshotWriteError,
+)
+from holdfast.snapshots import attempt, folder, shelf
+from holdfast.snapshots.attempt import PATIENCE_S, SaveRequest
+from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.shelf import SaverAddress
+from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
 
-START_LIMIT_S = 10.0
-"""For a detached saver to be on its own feet, and for another worker of this node that is starting it."""
 RECONNECT_S = 5.0
 """Between two attempts to have a saver while nothing is to be saved."""
-LOOK_AGAIN_S = 0.01
+SLOWEST_BYTES_S = 20e6
+"""A disk that reads more slowly is as good as none."""
 
 
-def rescue_attempt() -> int:
-    """A number for the attempt in which memory steps are written should the workers die; nothing else has it.
+class Tier(Protocol):
+    """See the module's docstring. SnapshotError comes out of every method."""
 
-    Rank 0 draws it once per generation and tells the others; all put it into the tickets of `Slots.commit`. Random,
-    because nobody is there to agree when it is needed, and an attempt that an earlier crash has left must not be met.
-    """
-    return random.SystemRandom().randint(rescue.ATTEMPT_MIN, rescue.ATTEMPT_MAX)
+    in_memory: bool
+    place: str
+    """Where a successor on this node looks for what we leave; agents that share a /dev/shm have one each."""
 
+    def reserve(self, size_bytes: int) -> None:
+        """Have room at hand, so that no `stage` has to get it."""
 
-@dataclass(frozen=True)
-class SaverAddress:
-    """Where one worker's slots and saver are."""
+    def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
+        """Where to put an image; None when there is no room before something is written out, and not `wait`."""
 
-    folder: Path
-    local_rank: int
-    generation: int
-    anchor: int
-    """The process whose end is the job's; 0: an agent looks after the saver."""
-    held: shelf.Shelf | None = None
-    """What keeps the folder from being cleaned away while this process lives; None: the agent does."""
+    def commit(self, request: SaveRequest) -> None:
+        """What was staged is whole. Should this process die before it is on the disk, it is written as requested."""
 
-    @classmethod
-    def find(cls, environ: Mapping[str, str] = os.environ, root: Path = shelf.ROOT) -> SaverAddress:
-        """By the environment. Raises SnapshotMemoryError when there is no memory to keep anything in."""
-        address = environ.get(packets.SAVER_VARIABLE, "")
-        if address:
-            folder, generation, local_rank = address.rsplit("@", 2)
-            return cls(Path(folder), int(local_rank), int(generation), 0)
-        # torchrun's workers find the same shelf after a restart, because torchrun itself has not changed.
-        launched = "TORCHELASTIC_RUN_ID" in environ
-        anchor = os.getppid() if launched else os.getpid()
-        run_id = environ.get("TORCHELASTIC_RUN_ID", "plain")
-        name = shelf.name_of(run_id, shelf.key_of(run_id, anchor, _start_time(anchor)))
-        shelf.clean(root)
-        try:
-            held = shelf.Shelf.at(name, root)
-        except OSError as error:
-            raise SnapshotMemoryError(f"{root} cannot be used: {error.strerror}.") from error
-        local_rank = environ.get("LOCAL_RANK", "0") if launched else "0"
-        return cls(held.path, int(local_rank), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")), anchor, held)
+    def persist(self, request: SaveRequest) -> None:
+        """Write what was committed last. Returns at once."""
 
-    def slots(self, *, rank: int, world: int) -> Slots:
-        """This worker's, under its rank of today."""
-        return Slots(self.folder, SlotOwner(self.local_rank, rank, world, self.generation))
+    @property
+    def busy(self) -> bool:
+        """Something is being written."""
 
-    def close(self) -> None:
-        """Let go of the folder."""
-        if self.held is not None:
-            self.held.close()
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+
+    def wait(self) -> None:
+        """Until all that was handed over is on the disk; raises what went wrong."""
+
+    def await_predecessor(self) -> None:
+        """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait
+        on."""
+
+    def held(self, folder: str) -> list[Slot]:
+        """What this node's memory has of this snapshot folder, of all local ranks; each with its request."""
+
+    def forget(self, above_step: int) -> None:
+        """Memory of later steps is of a history that was given up."""
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        """Read a committed snapshot and check every byte. SnapshotError. For any thread."""
+
+    def close(self, *, ahead: bool) -> None:
+        """Let go. `ahead`: memory is newer than the disk, and what is newer shall get there without us."""
 
 
 @dataclass
@@ -99,60 +104,108 @@ class _Asked:
 
 
 class SaverClient:
-    """A connection to the node's saver, made anew when the saver has died."""
+    """One rank's memory slots and its connection to the node's saver, which is replaced when it has died."""
 
-    def __init__(self, place: SaverAddress) -> None:
+    in_memory = True
+
+    def __init__(self, address: SaverAddress, *, rank: int = 0, world: int = 1) -> None:
         """Connects. Raises SnapshotMemoryError when there is no saver and none can be started."""
-        self._place = place
+        self._address = address
+        self.place = str(address.folder)
+        self.slots = Slots(address.folder, SlotOwner(address.local_rank, rank, world, address.generation))
+        self._committed: Slot | None = None
+        self._newest_step = -1
+        """Of what was held when this life began."""
+        self._reserving = threading.Lock()
+        """Held by a thread that takes memory in the background, and to close."""
+        self._closing = threading.Event()
+        self._making_huge: threading.Thread | None = None
         self._sock: socket.socket | None = None
         self._asked: dict[int, _Asked] = {}
         """Not answered for good."""
         self._waiting_for = 0
-        """Of the last `wait` that asked the saver; 0: answered."""
+        """Of the last packet that asked for "idle"; 0: answered."""
         self._last_id = 0
         self._failures: list[SnapshotError] = []
         self._lost_at_s: float | None = None
-        self.news: list[str] = []
-        """What became of a predecessor's saves; for a warning, and the reader's to clear."""
+        self._news: list[str] = []
+        """What became of a predecessor's saves."""
         self._connect()
 
-    @property
-    def in_flight(self) -> list[int]:
-        """Steps that were handed over and are not over."""
-        return sorted(asked.step for asked in self._asked.values())
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, size_bytes: int) -> None:
+        with self._reserving:
+            if not self._closing.is_set():
+                self.slots.reserve(size_bytes)
+
+    def stage(self, step: int, size_bytes: int, *, wait: bool = False) -> memoryview | None:
+        memory = self.slots.stage(step, size_bytes)
+        deadline = time.monotonic() + PATIENCE_S
+        while memory is None and wait:
+            if not self.wait_for_slot(max(deadline - time.monotonic(), 0.0)):
+                self.check()
+                raise SnapshotIncompleteError(f"step {step} was not saved: earlier saves are still being written")
+            memory = self.slots.stage(step, size_bytes)
+        return memory
+
+    def commit(self, request: SaveRequest | None) -> None:
+        """See Tier. None: it is not written should this process die."""
+        self._committed = self.slots.commit(request)
+        if self._making_huge is None:
+            # By a thread of the ordinary priority, which a thread that steps back could not start: a thread that
+            # touches a page waits for it.
+            self._making_huge = threading.Thread(
+                target=self.slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
+            )
+            self._making_huge.start()
+
+    def held(self, folder: str) -> list[Slot]:
+        found = [
+            slot
+            for local_rank in local_ranks(self._address.folder)
+            for slot in committed_slots(self._address.folder, local_rank)
+            if slot.request is not None and slot.request.folder == folder
+        ]
+        self._newest_step = max((slot.step for slot in found), default=-1)
+        return found
+
+    def forget(self, above_step: int) -> None:
+        if self._newest_step > above_step:  # looking costs a few milliseconds
+            self.slots.forget(above_step=above_step)
+
+    # --- saves --------------------------------------------------------------------------------------------------------
 
     @property
     def writing(self) -> list[int]:
-        """Those of them whose slot is not free yet."""
+        """Steps that were handed over and whose slot is not free yet."""
         return sorted(asked.step for asked in self._asked.values() if not asked.written)
 
-    def persist(
-        self,
-        slot: Slot,
-        ticket: Ticket,
-        metadata: Mapping[str, Any] | None = None,
-        *,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        """Have this slot written to disk; once this returns, the end of this process does not prevent it.
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked)
 
-        `slot`: as `Slots.commit` gave it; it is not staged into until it is written. The ticket's folder is made
-        absolute. On rank 0 the saver commits when the other ranks' files are there, within `patience_s`, with
-        `metadata`. Never waits. Raises SnapshotWriteError when no saver takes it, ValueError when the slot was staged
-        into since, or ticket and metadata exceed seqpacket.MESSAGE_BYTES_MAX.
+    def persist(self, request: SaveRequest, *, patience_s: float = PATIENCE_S) -> None:
+        """Have the committed slot written; once this returns, the end of this process does not prevent it.
+
+        The slot is not staged into until it is written. The request's folder is made absolute. On rank 0 the saver
+        commits when the other ranks' files are there, within `patience_s`. Never waits. Raises SnapshotWriteError
+        when no saver takes it, ValueError when the slot was staged into since, or the request exceeds
+        seqpacket.MESSAGE_BYTES_MAX.
         """
-        lent = lend(self._place.folder, slot)
+        assert self._committed is not None
+        slot = self._committed
+        lent = lend(self._address.folder, slot)
         try:
-            order = {
+            packet = {
                 "do": "persist",
                 "id": self._next_id(),
                 "sequence": slot.sequence,
-                "ticket": {**ticket.to_json(), "folder": os.path.abspath(ticket.folder)},
-                "metadata": dict(metadata or {}),
+                "request": {**request.to_json(), "folder": os.path.abspath(request.folder)},
                 "patience_s": float(patience_s),
             }
             self._receive()
-            self._send(order, lent)
+            self._send(packet, lent)
             self._asked[self._last_id] = _Asked(slot.step)
         finally:
             os.close(lent)
@@ -166,49 +219,59 @@ class SaverClient:
                 self._connect()
         if self._failures:
             raise self._failures.pop(0)
+        while self._news:
+            warnings.warn(f"holdfast: {self._news.pop(0)}", RuntimeWarning, stacklevel=3)
 
-    def wait(self, patience_s: float) -> bool:
-        """Until nothing of this local rank is in flight, a predecessor's saves included. False: it still is."""
-        self._receive()
-        self._ask_to_be_told("all")
-        return self._receive_until(lambda: not self._asked and not self._waiting_for, patience_s)
+    def wait(self, patience_s: float = PATIENCE_S) -> None:
+        idle = self._receive_until(lambda: not self._asked, patience_s)
+        self.check()
+        if not idle:
+            raise SnapshotIncompleteError(f"after {patience_s:g} s the saver is still writing")
 
-    def wait_own(self, patience_s: float) -> bool:
-        """Until nothing that this client has handed over is in flight. False: it still is."""
-        self._receive()
-        return self._receive_until(lambda: not self._asked, patience_s)
-
-    def wait_written(self, patience_s: float) -> bool:
-        """Until nothing of this local rank is being written. What is written and waits for other ranks may wait on: they
-        may never come. False: it still is.
-        """
-        self._receive()
-        self._ask_to_be_told("written")
-        return self._receive_until(lambda: not self._waiting_for, patience_s)
-
-    def _ask_to_be_told(self, when: str) -> None:
-        if self._sock is not None and not self._waiting_for:
-            self._waiting_for = self._next_id()
-            with contextlib.suppress(SnapshotError):
-                self._send({"do": "wait", "id": self._waiting_for, "for": when})
+    def await_predecessor(self, patience_s: float = PATIENCE_S) -> None:
+        self._predecessor_written(patience_s)
+        self.check()
 
     def wait_for_slot(self, patience_s: float) -> bool:
         """After `Slots.stage` gave none: until the saver has let go of a slot. False: it has not."""
         self._receive()
         before = len(self.writing)
-        if not before:  # a predecessor's
-            return self.wait_written(patience_s)
+        if not before:
+            return self._predecessor_written(patience_s)
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
+    def _predecessor_written(self, patience_s: float) -> bool:
+        """What is written and waits for other ranks may wait on: they may never come."""
+        self._receive()
+        if self._sock is not None and not self._waiting_for:
+            self._waiting_for = self._next_id()
+            with contextlib.suppress(SnapshotError):
+                self._send({"do": "wait", "id": self._waiting_for})
+        return self._receive_until(lambda: not self._waiting_for, patience_s)
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        """By the saver: threads of this process that hash keep the interpreter and its memory map from training."""
+        patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
+        try:
+            read_back(self._address.folder, snapshot.path, patience_s)
+        except SaverLostError:
+            folder.verify(snapshot, lambda: None)
+
     def close(self, *, ahead: bool = False) -> None:
-        """Say goodbye: what is in flight is finished, and nothing is rescued. Waits for nothing.
+        """Let go of slots, saver and folder: what is in flight is finished, and nothing is rescued. Waits for no save.
 
         `ahead`: without a goodbye, so that the saver writes the newest step in memory, as after a crash.
         """
+        self._closing.set()
         if self._sock is not None and not ahead:
             with contextlib.suppress(OSError):
-                packets.send(self._sock, {"do": "bye"})
+                seqpacket.send(self._sock, {"do": "bye"})
         self._drop()
+        if self._making_huge is not None:
+            self._making_huge.join()
+        with self._reserving:
+            self.slots.close()
+        self._address.close()
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
@@ -216,14 +279,14 @@ class SaverClient:
         self._last_id += 1
         return self._last_id
 
-    def _send(self, packet: packets.Packet, *fds: int) -> None:
+    def _send(self, packet: shelf.Packet, *fds: int) -> None:
         """To a saver that lives: one that has died is replaced once."""
         for last in (False, True):
             if self._sock is None:
                 self._connect()
             assert self._sock is not None
             try:
-                packets.send(self._sock, packet, fds)
+                seqpacket.send(self._sock, packet, fds)
             except BlockingIOError as error:
                 raise SnapshotWriteError("the saver does not read: is it stopped?") from error
             except OSError as error:
@@ -237,7 +300,7 @@ class SaverClient:
         """All that has come."""
         while self._sock is not None:
             try:
-                got = packets.receive(self._sock)
+                got = seqpacket.receive(self._sock)
             except BlockingIOError:
                 return
             if got is None:
@@ -245,7 +308,7 @@ class SaverClient:
                 return
             self._take(got[0])
 
-    def _receive_until(self, enough: Any, patience_s: float) -> bool:
+    def _receive_until(self, enough: Callable[[], bool], patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
         while True:
             self._receive()
@@ -258,7 +321,7 @@ class SaverClient:
             poller.register(self._sock, select.POLLIN)
             poller.poll(left_s * 1000)
 
-    def _take(self, packet: packets.Packet) -> None:
+    def _take(self, packet: shelf.Packet) -> None:
         match packet.get("is"), packet.get("id", 0):
             case "written", number:
                 if number in self._asked:
@@ -272,7 +335,7 @@ class SaverClient:
                 if number == self._waiting_for:
                     self._waiting_for = 0
             case "news", _:
-                self.news.append(str(packet.get("text")))
+                self._news.append(str(packet.get("text")))
 
     def _lost(self) -> None:
         """The saver has died, and with it what it had in hand."""
@@ -291,34 +354,33 @@ class SaverClient:
             self._sock = None
 
     def _connect(self) -> None:
-        path = self._place.folder / shelf.SOCKET
         try:
-            self._sock = _connected(path)
+            self._sock = shelf.connect(self._address.folder)
         except OSError as error:
-            if not self._place.anchor:
+            if not self._address.anchor:
                 raise SnapshotMemoryError(f"the agent's saver cannot be reached: {error.strerror}") from error
             try:
-                self._sock = _start_detached(self._place)
+                self._sock = shelf.start_saver(self._address)
             except (OSError, subprocess.SubprocessError) as failed:
                 raise SnapshotMemoryError(f"no saver can be started: {failed}") from failed
-        hello = {"do": "hello", "local_rank": self._place.local_rank, "generation": self._place.generation}
+        hello = {"do": "hello", "local_rank": self._address.local_rank, "generation": self._address.generation}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and says so
-            packets.send(self._sock, hello)
+            seqpacket.send(self._sock, hello)
 
 
-def read_back(place: SaverAddress, path: Path, patience_s: float) -> None:
+def read_back(shelf_folder: Path, path: Path, patience_s: float) -> None:
     """Have the saver read a committed snapshot and check every byte. For any thread; waits.
 
-    SnapshotError as of `reader.verify`, or when it takes longer; SaverLostError: there is no saver that could.
+    SnapshotError as of `folder.verify`, or when it takes longer; SaverLostError: there is no saver that could.
     """
     try:
-        with _connected(place.folder / shelf.SOCKET) as sock:
-            packets.send(sock, {"do": "read back", "path": str(path)})
+        with shelf.connect(shelf_folder) as sock:
+            seqpacket.send(sock, {"do": "read back", "path": str(path)})
             poller = select.poll()
             poller.register(sock, select.POLLIN)
             if not poller.poll(patience_s * 1000):
                 raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
-            got = packets.receive(sock)
+            got = seqpacket.receive(sock)
     except OSError as error:
         raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
     if got is None:
@@ -333,76 +395,102 @@ def error_of(code: str, text: str) -> SnapshotError:
     return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))
 
 
-def _connected(path: Path) -> socket.socket:
-    """Raises OSError; never waits, because a full backlog is an error."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        sock.setblocking(False)
-        sock.connect(str(path))
-    except OSError:
-        sock.close()
-        raise
-    return sock
+class PrivateTier:
+    """Memory of this process and a thread that writes."""
 
+    in_memory = False
+    place = ""
 
-def _start_detached(place: SaverAddress) -> socket.socket:
-    """Start a saver that outlives this process, unless another worker of this node just has. Raises OSError."""
-    path = place.folder / shelf.SOCKET
-    starting = os.open(place.folder / "starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        _lock_within(starting, START_LIMIT_S)
-        with contextlib.suppress(OSError):
-            return _connected(path)
-        path.unlink(missing_ok=True)
-        with packets.listen(path) as listening:
-            # It waits in the socket until the saver is up; a saver without workers might end at once.
-            sock = _connected(path)
-            passed = [listening.fileno(), *([place.held.fd] if place.held is not None else [])]
-            argv = packets.saver_argv(place.folder, listening=listening.fileno(), anchor=place.anchor)
-            try:
-                _run_apart(argv, passed)
-            except BaseException:
-                sock.close()
-                raise
-            return sock
-    finally:
-        os.close(starting)
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._size_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._failures: list[SnapshotError] = []
 
+    def reserve(self, size_bytes: int) -> None:
+        if self._memory is None or len(self._memory) < size_bytes:
+            self._memory = mmap.mmap(-1, size_bytes)
 
-def _run_apart(argv: list[str], passed: list[int]) -> None:
-    """A program that leaves this process's session, and this process, at once. Raises OSError, SubprocessError."""
-    null = subprocess.DEVNULL
-    subprocess.run(
-        argv,
-        stdin=null,
-        stdout=null,
-        stderr=null,
-        cwd="/",
-        pass_fds=passed,
-        start_new_session=True,
-        check=True,
-        timeout=START_LIMIT_S,
-    )
+    def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:  # noqa: ARG002
+        if self.busy and not wait:
+            return None
+        self._join()
+        self.reserve(size_bytes)
+        self._size_bytes = size_bytes
+        assert self._memory is not None
+        return memoryview(self._memory)[:size_bytes]
 
+    def commit(self, request: SaveRequest) -> None:
+        """Nobody could write it after our end."""
 
-def _lock_within(fd: int, limit_s: float) -> None:
-    """An exclusive lock. Raises TimeoutError, which is an OSError."""
-    deadline = time.monotonic() + limit_s
-    while True:
+    def persist(self, request: SaveRequest) -> None:
+        assert self._memory is not None
+        data = request.of_file(memoryview(self._memory)[: self._size_bytes])
+        self._thread = threading.Thread(target=self._write, args=(request, data), name="holdfast-save")
+        self._thread.start()
+
+    def _write(self, request: SaveRequest, data: memoryview) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(110, "another worker has been starting it for too long") from None
-            time.sleep(LOOK_AGAIN_S)
-        else:
-            return
+            attempt.write_rank(request, data)
+            if request.rank == 0:
+                attempt.commit(request)
+        except SnapshotError as error:
+            self._failures.append(error)
+        except (OSError, ValueError) as error:
+            self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def wait(self) -> None:
+        self._join()
+        self.check()
+
+    def await_predecessor(self) -> None:
+        """It took its saves along."""
+
+    def held(self, folder: str) -> list[Slot]:  # noqa: ARG002
+        return []
+
+    def forget(self, above_step: int) -> None:
+        """Nothing is remembered."""
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        folder.verify(snapshot, lambda: None)
+
+    def close(self, *, ahead: bool) -> None:  # noqa: ARG002
+        self._join()
 
 
-def _start_time(pid: int) -> str:
-    """Of a process, in clock ticks since boot: a number that is used again belongs to another process."""
+def open_tier(*, rank: int, world: int) -> Tier:
+    """The memory tier, or with one warning the other."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        return ""
+        address = SaverAddress.find()
+        try:
+            return SaverClient(address, rank=rank, world=world)
+        except SnapshotMemoryError:
+            address.close()
+            raise
+    except SnapshotMemoryError as error:
+        warn_of_disk(error)
+        return PrivateTier()
+
+
+def warn_of_disk(error: SnapshotError) -> None:
+    """Once for each Snapshots."""
+    warnings.warn(
+        f"holdfast: no snapshots in memory: {error}\n"
+        "Snapshots go to the disk only; a restart reads them there, and a save ends with its process.",
+        RuntimeWarning,
+        stacklevel=4,
+    )

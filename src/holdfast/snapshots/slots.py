@@ -1,7 +1,7 @@
 """Two slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
 
     slots = Slots(place)
-    slots.reserve(size_bytes)                      # once, at the start: memory is taken and mapped, or SnapshotMemoryError
+    slots.reserve(size_bytes)                      # once: memory is taken and mapped, or SnapshotMemoryError
     memory = slots.stage(step, size_bytes)         # None: the saver still writes both slots out
     ...copy into memory...
     slot = slots.commit()                          # from here on a restarted worker finds it
@@ -10,23 +10,23 @@ A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapsho
 with posix_fallocate, so a full /dev/shm is an error when it is reserved and never a SIGBUS later, mapped once with its
 pages present, and used again and again.
 
-**What makes a slot good.** The commit word: it is zeroed before the first byte of a slot changes, and set to the slot's
-sequence number after the last one. A worker that dies in between, of whatever, has executed every store before the one
-that killed it and none after; a machine that dies takes its memory along. So process death alone cannot make a torn slot
-look whole, and a checksum of everything would add three copies of the state to the stall of a save that may cost 1.2.
-What the commit word cannot see is a caller that goes on writing after `commit()` (a copy from a GPU that was not waited
-for) or somebody's stray write. Against those the header carries a CRC of itself and one of a sample: SAMPLES places at
-equal distances and the body's last bytes. A damage that covers a hundredth of it is always found; smaller ones are found when the saver has written the slot, by the digests of the snapshot on disk.
+**What makes a slot good.** The commit word: it is zeroed before the first byte of a slot changes, and set to the
+slot's sequence number after the last one. A worker that dies in between, of whatever, has executed every store before
+the one that killed it and none after; a machine that dies takes its memory along. So process death alone cannot make
+a torn slot look whole, and a checksum of everything would add three copies of the state to the stall of a save that
+may cost 1.2. What the commit word cannot see is a caller that goes on writing after `commit()` (a copy from a GPU
+that was not waited for) or somebody's stray write. Against those the header carries a CRC of itself and one of a
+sample: SAMPLES places at equal distances and the body's last bytes. A damage that covers a hundredth of it is always
+found; smaller ones are found when the saver has written the slot, by the digests of the snapshot on disk.
 
 **Who may touch it.** Whoever stages has an exclusive lock (flock) on the file while it does, whoever writes it out a
-shared one. The lock travels with a descriptor through the saver's socket, so there is no moment between handing over and
-taking over, and the kernel drops it when its holder dies. `stage` takes the slot that is older and not being written out;
-so the newest committed one is only overwritten while the other one, committed too, is being saved. When both are
-being saved there is none: the caller skips, or waits for the saver. A second process with the same local rank (a
-launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
+shared one. The lock travels with a descriptor through the saver's socket, so there is no moment between handing over
+and taking over, and the kernel drops it when its holder dies. `stage` takes the slot that is older and not being
+written out; so the newest committed one is only overwritten while the other one, committed too, is being saved. When
+both are being saved there is none: the caller skips, or waits for the saver. A second process with the same local
+rank (a launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
 
-Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
-"""
+Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import SnapshotMemoryError
+from holdfast.linux import group_folders, group_room_bytes
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.mapping import MappedFile, Mappings
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
-"""Of a slot's header as JSON: the ticket and the metadata are in it."""
-MAGIC = 0x0001_544F_4C53_4648  # "HFSLOT", version 1
+"""Of a slot's header as JSON: the request to save it is in it."""
+MAGIC = 0x0002_544F_4C53_4648  # "HFSLOT", version 2
 COUNT = 2
 """Slots per local rank."""
 SAMPLES = 128
@@ -83,9 +85,10 @@ class Slot(NamedTuple):
     rank: int
     world: int
     local_rank: int
-    ticket: dict[str, Any] | None
-    """Where the saver writes it should the worker die before it says so itself; None: nowhere."""
-    metadata: dict[str, Any]
+    request: SaveRequest | None
+    """Where the saver writes it should the worker die before it asks for it itself; None: nowhere."""
+    path: Path | None = None
+    """The slot's file, where it was read by its name."""
 
 
 class SlotOwner(NamedTuple):
@@ -140,7 +143,8 @@ class Slots:
         """Memory for the rank's next snapshot, which is not valid before `commit`; what was staged before and not
         committed is given up.
 
-        None: the saver is still writing out both slots. Raises SnapshotMemoryError when the slot has to grow and cannot.
+        None: the saver is still writing out both slots. Raises SnapshotMemoryError when the slot has to grow and
+        cannot.
         """
         self.abandon()
         # The older one first; one that was never committed is older than any.
@@ -161,11 +165,11 @@ class Slots:
         self._staging = _Staging(number, held, step, size_bytes)
         return file.memory[HEADER_BYTES : HEADER_BYTES + size_bytes]
 
-    def commit(self, ticket: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None) -> Slot:
+    def commit(self, request: SaveRequest | None = None) -> Slot:
         """What was staged is good from here on. Every copy into it has to be complete.
 
-        `ticket`: where the saver writes it (attempt.Ticket as a dictionary) should this worker die before anything newer
-        is on disk; `metadata` goes with it. Raises ValueError when both together exceed NOTE_BYTES_MAX.
+        `request`: how the saver writes it should this worker die before anything newer is on the disk; None: it does
+        not. Raises ValueError when it exceeds NOTE_BYTES_MAX.
         """
         staging = self._staging
         if staging is None:
@@ -177,12 +181,11 @@ class Slots:
             "size_bytes": staging.size_bytes,
             "sample": sample(data),
             **self._owner._asdict(),
-            "ticket": None if ticket is None else dict(ticket),
-            "metadata": dict(metadata or {}),
+            "request": None if request is None else request.to_json(),
         }
         encoded = json.dumps(note).encode()
         if len(encoded) > NOTE_BYTES_MAX:
-            raise ValueError(f"ticket and metadata take {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
+            raise ValueError(f"the request takes {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
         self._sequence = sequence = self._sequence + 1
         file.memory[_WORDS_BYTES : _WORDS_BYTES + len(encoded)] = encoded
         file.words[_MAGIC] = MAGIC
@@ -191,7 +194,7 @@ class Slots:
         file.words[_COMMIT] = sequence
         file.sequence = sequence
         self.abandon()  # of the lock; what is committed stays
-        return _slot_of(note, data.toreadonly(), staging.number, sequence)
+        return _slot_of(note, data.toreadonly(), staging.number, sequence, file.path)
 
     def abandon(self) -> None:
         """Give up what was staged and not committed."""
@@ -210,7 +213,8 @@ class Slots:
         return next(iter(self.committed()), None)
 
     def forget(self, *, above_step: int) -> None:
-        """Slots of later steps belong to a history that was given up: after the ranks agreed to go on from this step."""
+        """Slots of later steps belong to a history that was given up: after the ranks agreed to go on from this
+        step."""
         for slot in self.committed():
             if slot.step > above_step and (held := self._lock(slot.number)) is not None:
                 os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
@@ -400,22 +404,22 @@ def read_file(path: Path, index: int = 0) -> Slot | None:
     except OSError:
         return None
     try:
-        return read_descriptor(fd, index)
+        return read_descriptor(fd, index, path=path)
     finally:
         os.close(fd)
 
 
-def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None) -> Slot | None:
+def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None, path: Path | None = None) -> Slot | None:
     """The slot in this open file; None when it is not good. The descriptor stays the caller's."""
     if os.fstat(fd).st_size < HEADER_BYTES:
         return None
     try:
-        return read((mappings or Mappings()).of(fd).memory, index)
+        return read((mappings or Mappings()).of(fd).memory, index, path)
     except OSError:
         return None
 
 
-def read(memory: memoryview, index: int) -> Slot | None:
+def read(memory: memoryview, index: int, path: Path | None = None) -> Slot | None:
     """The slot in this memory; None when it is not good."""
     words = memory[:_WORDS_BYTES].cast("Q")
     sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
@@ -428,10 +432,11 @@ def read(memory: memoryview, index: int) -> Slot | None:
     data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
     if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
         return None
-    return _slot_of(note, data, index, sequence)
+    return _slot_of(note, data, index, sequence, path)
 
 
-def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: int) -> Slot:
+def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: int, path: Path | None) -> Slot:
+    request = note["request"]
     return Slot(
         note["step"],
         data,
@@ -441,8 +446,8 @@ def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: in
         note["rank"],
         note["world"],
         note["local_rank"],
-        note["ticket"],
-        note["metadata"],
+        None if request is None else SaveRequest.from_json(request),
+        path,
     )
 
 
@@ -461,7 +466,7 @@ def _sequence_of(path: Path) -> int:
 
 def _check_memory(more_bytes: int) -> None:
     """A tmpfs may be larger than what memory is left: taking that would wake the kernel's killer. Raises OSError."""
-    if more_bytes > min(_available_bytes(), _available_in_group_bytes()):
+    if more_bytes > min(_available_bytes(), *map(group_room_bytes, group_folders())):
         raise OSError(errno.ENOMEM, "too little memory is available")
 
 
@@ -470,15 +475,6 @@ def _available_bytes() -> float:
         found = re.search(rb"MemAvailable: +(\d+) kB", file.read())
         if found is not None:
             return int(found[1]) * 1024
-    return inf
-
-
-def _available_in_group_bytes(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Within the limit of a container, as it sees its own group (version 2); page cache can be given back."""
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = ((group / name).read_bytes() for name in ("memory.max", "memory.current"))
-        cache = re.search(rb"^inactive_file (\d+)$", (group / "memory.stat").read_bytes(), re.MULTILINE)
-        return int(limit) - int(used) + (int(cache[1]) if cache is not None else 0)
     return inf
 
 

@@ -1,16 +1,75 @@
-"""What hosts tell of themselves before anything starts, and which of it keeps a job from starting. PURE."""
+"""What the launcher is asked to do, what hosts report of themselves before anything starts, which of it keeps a job
+from starting, and how agents ended. PURE: plain data and its rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from holdfast.ssh.hosts import HostSpec
-from holdfast.ssh.orders import Expected
+from holdfast.text import is_loopback
 
 SHOWN_CHARACTERS = 12
 """Of a hash."""
+
+
+class Expected(Struct, frozen=True, kw_only=True):
+    """How every host should be. Empty: this machine does not know, so the first host says."""
+
+    python: str = ""
+    holdfast: str = ""
+    torch: str = ""
+    script: str = ""
+    """SHA-256 of the script."""
+    path: str = ""
+    """The script as it is said on the command line; empty: nothing to look for (a module)."""
+    cwd: str = ""
+    interpreter: str = ""
+    """Path of the Python that is started there."""
+
+
+class LaunchSpec(Struct, frozen=True, kw_only=True):
+    """A job on several hosts."""
+
+    hosts: tuple[HostSpec, ...]
+    """Empty with discovery."""
+    discovery: str = ""
+    """A program that prints the hosts that there are."""
+    min_nodes: int
+    max_nodes: int
+    nproc: int | None = None
+    """Workers on a host without slots; None: each decides (gpu, auto …)."""
+    expected: Expected
+    program: bool = False
+    """The script is a program (--no-python)."""
+    environ: dict[str, str] = {}
+    """What is sent along, the job's token included."""
+    line: Callable[[HostSpec, int | None, str], list[str]]
+    """The far agent's command line: host, group rank it wishes for, endpoint (empty: it needs none)."""
+    endpoint: str = ""
+    """As the user gave it; empty: a port of the first host."""
+    alone: bool = False
+    """A job of one node, without a rendezvous."""
+    detach: bool = False
+    ssh: tuple[str, ...] = ("ssh",)
+    """The client's command, with the user's options."""
+    lock: str
+    """A name that is unique and secret, the same for all connections of this run."""
+    signals: tuple[int, ...] = ()
+    """What ends the job (--signals-to-handle, --preempt-signal)."""
+
+
+class AgentExit(Struct, frozen=True, kw_only=True):
+    """How one agent ended."""
+
+    code: int | None = None
+    """Its exit code; None: the connection was lost, so it is unknown."""
+    kind: str = ""
+    """Its outcome's kind; empty when it reported none."""
+    text: str = ""
+    """The last screen; with a lost connection why it was."""
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
@@ -52,7 +111,8 @@ def expected_from(expected: Expected, first: HostFacts) -> Expected:
 
 
 def problems(spec: HostSpec, facts: HostFacts, expected: Expected, nproc: int | None) -> list[str]:
-    """What keeps this host from taking part, each in one line that names it; `nproc`: workers there, None: it decides."""
+    """What keeps this host from taking part, each in one line that names it; `nproc`: workers there, None: it
+    decides."""
     found = []
     if not facts.holdfast:
         found.append(f"holdfast is not installed for {expected.interpreter} there; install the same environment")
@@ -97,7 +157,7 @@ def same_machine(hosts: Sequence[tuple[HostSpec, HostFacts]]) -> list[tuple[Host
 
 
 def meeting_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
-    """Under which address the others reach the first host; empty: nobody knows.
+    """Under which address the others reach the first host; empty: unknown.
 
     It is the one by which ssh reached it. Where that is the loopback, the first host is the launcher's own machine, and
     the others know where the launcher came from.
@@ -107,7 +167,3 @@ def meeting_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
     if not others:
         return first.address
     return next((each.client for each in others if each.client and not is_loopback(each.client)), "")
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "localhost")

@@ -1,10 +1,11 @@
-"""What runs on the far side of one ssh connection: tells of its host, then guards the agent for as long as it lives.
+"""What runs on the far side of one ssh connection: reports its host, then guards the agent for as long as it lives.
 
 Sent as text to a bare `python`, so it imports nothing of ours before it is told to start, and works with whatever
 Python and holdfast are there: that they differ is for the launcher to say. Reads lines of JSON and words from standard
 input, answers with marked lines on standard output. Values of variables come this way and stand in no command line.
 
-    request ► facts ► (beat | signal N)* ► go ► (beat | signal N | kill)* ► end        end of input, or silence: the connection is lost
+    request ► facts ► (beat | signal N)* ► go ► (beat | signal N | kill)* ► end
+    end of input, or silence: the connection is lost
 
 This process stays small and does nothing but wait: the agent is its child, and the agent's output goes to ssh directly.
 """
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 SILENCE_S = 15.0
-"""The launcher sends a beat every few seconds; without any for so long it is gone (a cut cable sends no end of file)."""
+"""The launcher sends a beat every few seconds; without any for so long it is gone (a cut cable sends no end of
+file)."""
 LOSS_GRACE_S = 5.0
 """A lost agent is asked to end, and killed after this."""
 REPLACE_S = 10.0
 """So long an agent that an earlier connection has left behind may take to be gone."""
 TELL_S = 10.0
-"""The last word waits so long for somebody to read it."""
+"""The last message waits so long to be read."""
 FILE_BYTES_MAX = 1 << 20
 HEADER_BYTES_MAX = 4096
 
@@ -138,7 +140,7 @@ def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any
     try:
         held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))  # bound and not listening: nobody else gets it by chance, and the agent can bind it too
+        held.bind(("", 0))  # bound and not listening: no other process gets it by chance, and the agent can bind it too
         facts["port"] = held.getsockname()[1]
     except OSError:
         pass
@@ -208,7 +210,7 @@ def machine() -> str:
     for path in ("/proc/self/ns/net", "/proc/self/ns/pid", "/proc/self/ns/uts"):
         with contextlib.suppress(OSError):
             parts.append(os.readlink(path))
-    try:
+    try:  # as holdfast.linux does, which is not at hand here
         with open("/proc/sys/kernel/random/boot_id") as file:
             parts.append(file.read().strip())
     except OSError:
@@ -220,7 +222,7 @@ def machine() -> str:
 
 
 def agent(go: dict[str, Any], parent: int, tells: int, close: list[int]) -> int:
-    """In the child: an ordinary agent, whose end is also told through `tells`. Returns its exit code."""
+    """In the child: an ordinary agent, whose end is also reported through `tells`. Returns its exit code."""
     signal.set_wakeup_fd(-1)
     for fd in close:
         os.close(fd)
@@ -324,7 +326,8 @@ class Guard:
 
 
 def take_over(name: str) -> socket.socket | None:
-    """The right to be this run's only agent on this host: an abstract socket, gone with its holder. None: not to be had."""
+    """The right to be this run's only agent on this host: an abstract socket, gone with its holder. None: not to be
+    had."""
     end = time.monotonic() + REPLACE_S
     while time.monotonic() < end:
         lock = socket.socket(socket.AF_UNIX)
@@ -342,7 +345,7 @@ def take_over(name: str) -> socket.socket | None:
 
 
 def read_report(fd: int) -> dict[str, Any]:
-    """What the agent told of its end: nothing if it was killed."""
+    """What the agent reported of its end: nothing if it was killed."""
     os.set_blocking(fd, False)
     try:
         report: dict[str, Any] = json.loads(os.read(fd, 65536))  # one write of less than a pipe holds
@@ -352,7 +355,7 @@ def read_report(fd: int) -> dict[str, Any]:
 
 
 def tell(mark: str, message: dict[str, Any]) -> None:
-    """One marked line, whatever stands before it; given up when nobody reads."""
+    """One marked line, whatever comes before it; given up when it is not read."""
     data = (mark + json.dumps(message) + "\n").encode()
     signal.setitimer(signal.ITIMER_REAL, TELL_S)  # its signal ends this process
     try:

@@ -1,28 +1,42 @@
-"""Lists of hosts: `a:8,user@b,[fe80::1]:4`, hostfiles, what --include and --exclude leave of them. PURE.
+"""Which hosts there are: `a:8,user@b,[fe80::1]:4`, hostfiles, what --include and --exclude leave of them, and what the
+user's own program says (--host-discovery).
 
-Raises HostsError with what is wrong and where it stands.
+Raises HostsError with what is wrong and where. Knows the words for a host, and how to run that program; no ssh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import ctypes  # noqa: F401 - loaded before any fork, for the one call in the child
+import os
+import signal
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from msgspec import Struct
 
 from holdfast.core.errors import HostsError
+from holdfast.runtime.secret_variables import without_secrets
+from holdfast.runtime.workers.processes import PR_SET_PDEATHSIG, prctl
+from holdfast.text import listed
 
 HOSTS_MAX = 4096
 SLOTS_DIGITS_MAX = 6
 IGNORED_KEYS = ("max_slots", "max-slots")
 """Of Open MPI's hostfiles: how far a host may be oversubscribed, which we never do."""
+ASK_EVERY_S = 3.0
+"""From one answer to the next question."""
+ANSWER_S = 10.0
+ANSWER_BYTES_MAX = 1 << 20
 
 
 class HostSpec(Struct, frozen=True):
     """One host as its user names it."""
 
     name: str
-    """What ssh is given: a name of ssh_config, a host name or an address (without brackets), perhaps `user@` before it."""
+    """What ssh is given: a name of ssh_config, a host name or an address (without brackets), perhaps `user@` before
+    it."""
     slots: int | None = None
     """Workers there; None: what --nproc-per-node says."""
 
@@ -118,7 +132,7 @@ def select(hosts: Sequence[HostSpec], include: str, exclude: str) -> list[HostSp
         patterns = [word.strip().lower() for word in text.split(",") if word.strip()]
         for pattern in patterns:
             if not any(fnmatchcase(spec.host, pattern) for spec in hosts):
-                raise HostsError(f"{option} {pattern}: no such host; there are {some([each.host for each in hosts])}")
+                raise HostsError(f"{option} {pattern}: no such host; there are {listed([each.host for each in hosts])}")
         if patterns:
             wanted = option == "--include"
             chosen = [each for each in chosen if any(fnmatchcase(each.host, one) for one in patterns) is wanted]
@@ -127,10 +141,77 @@ def select(hosts: Sequence[HostSpec], include: str, exclude: str) -> list[HostSp
     return chosen
 
 
-def some(names: Sequence[str], shown_max: int = 8) -> str:
-    """
-    >>> some(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    more = len(names) - shown_max
-    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
+def die_with_launcher() -> None:
+    """Runs in the child, before ssh or the program that discovers hosts: without its launcher it ends, and so the far
+    side learns of it."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Discovery:
+    """The user's program, which is asked every few seconds, held to a limit, and believed when it ends with 0 and its
+    lines are understood. Otherwise its last answer stays true, and the trouble is said once."""
+
+    def __init__(self, program: str, say: Callable[[str], None]) -> None:
+        self._program = program
+        self._say = say
+        self._trouble = ""
+        self._named = False
+
+    async def ask(self) -> list[HostSpec] | None:
+        """The hosts; None when there is no answer to believe."""
+        try:
+            hosts = await self._hosts()
+        except (HostsError, OSError, TimeoutError) as error:
+            trouble = self._words(error)
+            if trouble != self._trouble:
+                self._trouble = trouble
+                self._say(f"{trouble}; the hosts stay as they are")
+            return None
+        self._trouble, self._named = "", bool(hosts)
+        return hosts
+
+    async def _hosts(self) -> list[HostSpec]:
+        hosts = parse_file(await self._output(), f"--host-discovery {self._program}")
+        if self._named and not hosts:  # rather a slip of the program's than all of them gone at once
+            raise HostsError(f"--host-discovery {self._program} names no host any more")
+        return hosts
+
+    async def _output(self) -> str:
+        process = await asyncio.create_subprocess_exec(
+            self._program,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env=without_secrets(os.environ),
+            start_new_session=True,
+            preexec_fn=die_with_launcher,
+        )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                data = await self._all(process.stdout)
+                code = await process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):  # all that it has started: it may have ended before them
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            raise
+        if code:
+            raise HostsError(f"--host-discovery {self._program} ended with {code}")
+        return data.decode(errors="replace")
+
+    async def _all(self, stream: asyncio.StreamReader) -> bytes:
+        data = b""
+        while piece := await stream.read(ANSWER_BYTES_MAX):
+            data += piece
+            if len(data) > ANSWER_BYTES_MAX:
+                raise HostsError(f"--host-discovery {self._program}: more than {ANSWER_BYTES_MAX} bytes")
+        return data
+
+    def _words(self, error: Exception) -> str:
+        match error:
+            case HostsError():
+                return str(error)
+            case TimeoutError():
+                return f"--host-discovery {self._program}: no answer within {ANSWER_S:g} s"
+            case _:
+                return f"--host-discovery {self._program}: {getattr(error, 'strerror', None) or error}"

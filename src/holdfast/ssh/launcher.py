@@ -18,17 +18,24 @@ from collections.abc import Sequence
 from holdfast.core.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HostDiffersError, HostsError
 from holdfast.core.options import Endpoint
 from holdfast.core.outcome import OutcomeKind
-from holdfast.ssh.discovery import ASK_EVERY_S, Discovery
-from holdfast.ssh.facts import expected_from, meeting_address, problems, remarks, same_machine
-from holdfast.ssh.hosts import HostSpec
-from holdfast.ssh.orders import AgentExit, Expected, LaunchSpec
+from holdfast.ssh.facts import (
+    AgentExit,
+    Expected,
+    LaunchSpec,
+    expected_from,
+    meeting_address,
+    problems,
+    remarks,
+    same_machine,
+)
+from holdfast.ssh.hosts import ASK_EVERY_S, Discovery, HostSpec
 from holdfast.ssh.screen import Screen
 from holdfast.ssh.session import BEAT_S, SshSession
 
 LOGINS_MAX = 64
 """At the same time: each costs this machine some cryptography."""
 TURNED_AWAY_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""More or less: a login that was one too many for sshd or a jump host is tried again, not with all the others at once."""
+"""Before a login is tried again that was one too many for sshd or a jump host; varied, so that not all come at once."""
 AGAIN_FIRST_S, AGAIN_MAX_S = 2.0, 60.0
 """A host that was lost is tried again after this, doubling."""
 KILL_S = 5.0
@@ -75,7 +82,7 @@ class RemoteHost:
         self.staying = False
         """It has disappeared, but cannot be spared."""
         self.over = False
-        """Its agent has ended by itself: it is not started again."""
+        """Its agent has ended for its own reason: it is not started again."""
         self.again_s = 0.0
         """Before the next attempt."""
         self.trouble = ""
@@ -105,7 +112,7 @@ class Launcher:
         self._cause: AgentExit | None = None
         """The end of one agent that made us stop the others."""
         self._over = asyncio.Event()
-        """The job has ended, or shall: nobody is started any more."""
+        """The job has ended, or is to end: no agent is started any more."""
         self._main: asyncio.Task[int] | None = None
 
     async def run(self) -> int:
@@ -123,7 +130,7 @@ class Launcher:
             if not self._signalled:
                 raise
             return EXIT_SIGNAL_BASE + self._signalled
-        except BaseExceptionGroup as group:  # a task group's; what went wrong first is what there is to tell
+        except BaseExceptionGroup as group:  # a task group's; its first error is reported
             raise group.exceptions[0] from None
         finally:
             for signum in handled:
@@ -133,7 +140,7 @@ class Launcher:
     # ---------------------------------------------------------------- the beginning
 
     async def _begin(self) -> None:
-        """Log in everywhere at once, compare, tell the first host's port to all. Raises HostsError."""
+        """Log in to all hosts at once, compare them, send the first host's port to all. Raises HostsError."""
         for index, spec in enumerate(self._order.hosts):
             self._places[spec.host] = RemoteHost(spec, index)
         while True:
@@ -293,7 +300,7 @@ class Launcher:
         self._changed.set()
 
     def _was_killed(self, end: AgentExit) -> bool:
-        """By somebody over there, or for want of memory: nothing that the job has decided."""
+        """By a user on that host, or for lack of memory: not by a decision of the job."""
         return not self._over.is_set() and not end.kind and (end.code or 0) > EXIT_SIGNAL_BASE
 
     async def _come_back(self, place: RemoteHost) -> None:
@@ -330,7 +337,7 @@ class Launcher:
             await session.close()
 
     def _stop_if_too_few(self, spec: HostSpec, end: AgentExit) -> None:
-        """An agent that ended for a reason of its own does not come back: nobody has to wait for it."""
+        """An agent that ended for a reason of its own does not come back: the others need not wait for it."""
         able = sum(not each.over for each in self._places.values())
         if self._over.is_set() or self._discovery is not None or not 0 < able < self._order.min_nodes:
             return

@@ -4,7 +4,7 @@
        └── Feed per host and stream: reads ssh's pipe only when the console has room, so a terminal that stalls holds up
            nothing but what is shown; over there the log files are the queue
 
-Lines that carry the mark of this run are far.py's words and are not shown. What agents say of themselves
+Lines with the mark of this run are far.py's messages and are not shown. What agents say of themselves
 (`holdfast: …`) is shown with the host's name; what several of them say at once is shown once.
 """
 
@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Callable
 
 from holdfast.runtime.workers.console import SAY_PREFIX, Console, ConsoleStream
-from holdfast.runtime.workers.log_lines import LineCutter
+from holdfast.runtime.workers.log_fold import LineCutter
 
 CHUNK_BYTES_MAX = 64 * 1024
 ONCE_S = 3.0
 """The same words from another host within this are not shown again."""
 HELD_BYTES_MAX = 16 * 1024
-"""Of what comes before the far side has introduced itself: greetings, or ssh's complaints."""
+"""Of what comes before the far side's first message: greetings, or ssh's errors."""
 
 _PREFIX = SAY_PREFIX.encode()
 
@@ -44,8 +44,8 @@ class Screen:
     def feed(
         self, fd: int, host: str, *, error: bool, told: Callable[[bytes], None], ended: Callable[[], None]
     ) -> Feed:
-        """Show what comes from this descriptor, which is the feed's from here on. `told` gets the marked lines, `ended` is
-        called when all has been read; both in the console's thread."""
+        """Show what comes from this descriptor, which is the feed's from here on. `told` gets the marked lines, `ended`
+        is called when all has been read; both in the console's thread."""
         feed = Feed(fd, self.console.err if error else self.console.out, self, host, told, ended)
         self.console.attach(feed)
         return feed

@@ -2,7 +2,8 @@
 
     start() ► Facts ► go() ► beats, signals ► wait() ► End
 
-Knows processes, pipes and the words between the two sides; knows nothing of other hosts. The system's ssh decides how a
+Knows processes, pipes, the words between the two sides, and why ssh did not get there, from its own words (explain());
+knows nothing of other hosts. The system's ssh decides how a
 host is reached: configuration, keys, jumps. It can never ask: no terminal, no password, no unknown key.
 """
 
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes  # noqa: F401 - loaded before any fork, for the one call in the child
 import json
 import os
+import re
 import shlex
 import signal
 from collections.abc import Sequence
@@ -22,22 +23,33 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import HostUnreachableError
-from holdfast.runtime.workers.processes import PR_SET_PDEATHSIG, prctl
-from holdfast.ssh.complaints import TOO_OLD, explain, is_turned_away, parting_words
-from holdfast.ssh.facts import HostFacts
-from holdfast.ssh.hosts import HostSpec
-from holdfast.ssh.orders import AgentExit, LaunchSpec
+from holdfast.ssh.facts import AgentExit, HostFacts, LaunchSpec
+from holdfast.ssh.hosts import HostSpec, die_with_launcher
 from holdfast.ssh.screen import Feed, Screen
+
+SHOWN_CHARACTERS_MAX = 240
+TOO_OLD = "too old for holdfast: Python "
+"""What a Python says that cannot even read far.py."""
+
+_KEY_FILE = re.compile(r"Offending \S+ key in (\S+)")
+_UNREACHABLE = re.compile(
+    r"Connection refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset"
+    r"|kex_exchange_identification|Host is down|banner exchange"
+)
+_TURNED_AWAY = re.compile(r"^(?:kex|ssh)_exchange_identification: ", re.MULTILINE)
+_PARTING = re.compile(r"Timeout, server|Connection (?:to|reset|closed)|client_loop|packet_write|Read from remote|ssh: ")
+_NOISE = re.compile(r"^(?:@+.*|Warning: Permanently added .*|\s*|\*\*.*)$")
+
 
 FAR = Path(__file__).with_name("far.py")
 CONNECT_S = 10
 """Until the other machine answers (ssh's ConnectTimeout, whole seconds)."""
 LOGIN_S = 30.0
-"""Until the far side has told of its host: a login may be slow, but not for ever."""
+"""Until the far side has reported its host: a login may be slow, but not without limit."""
 ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 3, 3
 """A connection that carries nothing back for so many such intervals is lost (ssh's ServerAlive…)."""
 BEAT_S = 3.0
-"""How often the far side is told that we are here; well below its SILENCE_S."""
+"""How often a sign of life is sent to the far side; well below its SILENCE_S."""
 LAST_WORDS_S = 2.0
 """ssh has ended, but its pipes not: some master connection of the user's holds them open."""
 END_S = 2.0
@@ -45,7 +57,7 @@ END_S = 2.0
 
 OPTIONS = {
     "BatchMode": "yes",
-    "LogLevel": "INFO",  # what it complains of is what there is to tell
+    "LogLevel": "INFO",  # its errors are what we report
     "ConnectTimeout": CONNECT_S,
     "ServerAliveInterval": ALIVE_INTERVAL_S,
     "ServerAliveCountMax": ALIVE_COUNT_MAX,
@@ -72,14 +84,8 @@ def client_line(
 
 
 def client_environment() -> dict[str, str]:
-    """It asks nobody, nor do the clients that it starts for jump hosts, which know nothing of BatchMode."""
+    """No prompts, not even from the clients that it starts for jump hosts, which ignore BatchMode."""
     return {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
-
-
-def die_with_launcher() -> None:
-    """Runs in the child, before ssh: without its launcher it ends, and so the far side learns of it. (Or before the program
-    that discovers hosts.)"""
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class SshSession:
@@ -209,7 +215,8 @@ class SshSession:
         return AgentExit(text=parting_words(self._feeds[1].last) or f"ssh ended with {code}")
 
     async def close(self) -> None:
-        """End the ssh client, if it still runs; the far side takes that for a loss, unless it was never told to go."""
+        """End the ssh client, if it still runs; the far side takes that for a lost connection, unless it never got the
+        order to start."""
         process = self._process
         if process is None:
             return
@@ -227,7 +234,7 @@ class SshSession:
             feed.close()
 
     def _write(self, data: bytes) -> None:
-        """What nobody takes any more is dropped: the end of ssh tells."""
+        """Dropped where ssh has ended: its end is noticed elsewhere."""
         assert self._process is not None
         assert self._process.stdin is not None
         if self._process.returncode is None and not self._process.stdin.is_closing():
@@ -263,3 +270,64 @@ class SshSession:
         except (TypeError, msgspec.ValidationError) as error:
             if not self._introduced.done():
                 self._introduced.set_exception(HostUnreachableError(f"host {self.spec}: it talks nonsense: {error}"))
+
+
+def is_turned_away(text: str) -> bool:
+    """By sshd, before it had anything to do with us: it has too many logins at once (MaxStartups), of which a jump host
+    sees those to all others."""
+    return _TURNED_AWAY.search(text) is not None
+
+
+def explain(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str = "") -> str:
+    """`text`: ssh's stderr; `code`: its exit code, None: it was given up after `limit_s`; `out`: what came to
+    stdout."""
+    return f"host {spec}: {_why(spec, text, code, python, limit_s, out)}"
+
+
+def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str) -> str:
+    said = last_words(text)
+    if "Could not resolve hostname" in text:
+        return f"its name does not resolve ({said.rpartition(': ')[2]}); neither ssh_config nor DNS knows it"
+    if "IDENTIFICATION HAS CHANGED" in text:
+        found = _KEY_FILE.search(text)
+        where = f" (known by {found[1]})" if found else ""
+        fix = f"if it is right: ssh-keygen -R {spec.host}"
+        return f"its host key has changed{where}: a new machine, or somebody in between; {fix}"
+    if "Host key verification failed" in text:
+        return f"its host key is not known here yet; log in once by hand to check it: ssh {spec}"
+    if "Permission denied" in text or "Too many authentication failures" in text:
+        trial = f"ssh -o BatchMode=yes {spec} true"
+        return f"no login without a password ({said}); set up a key or an agent until `{trial}` works"
+    if code is None:
+        return f"no login within {limit_s:g} s{f' ({said})' if said else ''}"
+    if code == 255 and _UNREACHABLE.search(text):
+        return f"cannot be reached by ssh ({said})"
+    if code == 255:
+        return f"ssh failed ({said or 'it does not say why'})"
+    if code in (126, 127):
+        return f"{python} cannot be started there ({said}); the same Python environment must be at the same path"
+    if code < 0:
+        return f"ssh was killed by signal {-code}"
+    if said.startswith(TOO_OLD):
+        return f"{python} is Python {said.removeprefix(TOO_OLD)} there; install the same environment"
+    reason = said or last_words(out) or "nor did anybody else"
+    return f"{python} ended with {code} there before it said anything ({reason})"
+
+
+def last_words(text: str) -> str:
+    """The last line that says something.
+
+    >>> last_words("Warning: Permanently added 'a'.\\nssh: no.\\r\\n")
+    'ssh: no'
+    """
+    lines = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
+    return lines[-1].rstrip(".")[:SHOWN_CHARACTERS_MAX] if lines else ""
+
+
+def parting_words(line: str) -> str:
+    """What ssh says of a connection that it has lost; empty when the line is not ssh's.
+
+    >>> parting_words("Timeout, server n1 not responding.\\r")
+    'Timeout, server n1 not responding'
+    """
+    return line.strip().rstrip(".")[:SHOWN_CHARACTERS_MAX] if _PARTING.match(line) else ""

@@ -2,8 +2,8 @@
 
     import holdfast.train as ht
 
-Importing the package costs nothing: the public names load what they need on first use (PEP 562). docs/train.md shows them
-at work. This is the only package of holdfast that imports torch, and nobody else of holdfast imports it.
+Importing the package costs nothing: the public names load what they need on first use (PEP 562). docs/train.md shows
+them at work. This is the only package of holdfast that imports torch, and nobody else of holdfast imports it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from holdfast.train.accumulation import MicroBatch, accumulate, mid_accumulation
-    from holdfast.train.data.loader import DataLoader
+    from holdfast.train.agreement import steps
+    from holdfast.train.data.loader import DataLoader, sample_seed
     from holdfast.train.data.sampler import DistributedSampler
-    from holdfast.train.data.seeds import sample_seed
     from holdfast.train.data.shards import ShardedDataset
-    from holdfast.train.group import ProcessGroup, process_group
+    from holdfast.train.group import ProcessGroup, ddp, process_group
     from holdfast.train.guards import GuardWarning, guarded, watch
-    from holdfast.train.schedule import steps
     from holdfast.train.snapshots import Keep, Resumed, Snapshots
     from holdfast.train.storage import SnapshotReader, SnapshotWriter
-    from holdfast.train.wrap import ddp
 
 __all__ = [
     "DataLoader",
@@ -59,12 +57,12 @@ _HOMES = {
     "SnapshotWriter": "storage",
     "Snapshots": "snapshots",
     "accumulate": "accumulation",
-    "ddp": "wrap",
+    "ddp": "group",
     "guarded": "guards",
     "mid_accumulation": "accumulation",
     "process_group": "group",
-    "sample_seed": "data.seeds",
-    "steps": "schedule",
+    "sample_seed": "data.loader",
+    "steps": "agreement",
     "watch": "guards",
 }
 """Where each name is. No module has the name of a function here: importing it would hide the function."""

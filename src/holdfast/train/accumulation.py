@@ -3,8 +3,8 @@
 Knows DDP, FSDP2 and plain modules, and what a loader says of its batch (batch.Share). Knows no loader and no snapshot.
 
 The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
-micro-batches. In a loop over a loader of ours each micro-batch weighs what it holds, and a step ends with the epoch. With a
-number and any other loader each weighs the same, and the count goes on over the epoch's end.
+micro-batches. In a loop over a loader of ours each micro-batch weighs what it holds, and a step ends with the epoch.
+With a number and any other loader each weighs the same, and the count goes on over the epoch's end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.core.errors import ProcessGroupError
-from holdfast.train.batch import Ahead, HasShare, Share, in_hand
+from holdfast.train.data.position import Ahead, HasShare, Share, in_hand
 from holdfast.train.guards import watch
 
 
@@ -42,8 +42,7 @@ class MicroBatch:
     def backward(self, loss: torch.Tensor, *, scaler: Any = None, **arguments: Any) -> None:
         """`loss.backward()` with the loss scaled; `loss` is the mean over the batch's samples.
 
-        `scaler`: a torch.amp.GradScaler. Several losses of one micro-batch may be given one after the other.
-        """
+        `scaler`: a torch.amp.GradScaler. Several losses of one micro-batch may be given one after the other."""
         scaled = loss * self.scale
         (scaled if scaler is None else scaler.scale(scaled)).backward(**arguments)
         self._accumulation.add(scaled.detach())
@@ -82,8 +81,8 @@ class _Accumulation:
         """The loop's body makes several micro-batches of one batch, so the loader's batches are none."""
 
     def next_of(self, loader: Ahead, every: int) -> tuple[int, int, float] | None:
-        """Number, of how many, and scale of the next micro-batch, when so many batches of the loader make a step or, at the
-        epoch's end, fewer. None: batches are not micro-batches.
+        """Number, of how many, and scale of the next micro-batch, when so many batches of the loader make a step or,
+        at the epoch's end, fewer. None: batches are not micro-batches.
         """
         share = loader.share
         if share is None or self._cut:
@@ -160,7 +159,8 @@ def _outermost(module: nn.Module, kind: type) -> list[Any]:
 
 
 _accumulations: weakref.WeakKeyDictionary[nn.Module, _Accumulation] = weakref.WeakKeyDictionary()
-"""Each model's, as long as the model lives: so that a loop needs no object of ours and no attribute is put on the model."""
+"""Each model's, as long as the model lives: so that a loop needs no object of ours and no attribute is put on the
+model."""
 
 
 @contextlib.contextmanager
@@ -174,11 +174,12 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
                 optimizer.step()
                 optimizer.zero_grad()
 
-    `every`: the loader that the loop is over (holdfast.train's), which decides what makes an optimizer step; or a number of
-    batches; without it the loader's own, or 1. In a loop over a loader of holdfast.train every sample counts the same,
-    however uneven batches are, and the epoch's last optimizer step may have fewer batches. With any other loader batches
-    weigh the same, and the count goes on over the end of an epoch. `model`: DDP, FSDP2, or neither.
-    Raises ProcessGroupError for a number below 1, one that contradicts the loader, or a loader that has handed out nothing.
+    `every`: the loader that the loop is over (holdfast.train's), which decides what makes an optimizer step; or a
+    number of batches; without it the loader's own, or 1. In a loop over a loader of holdfast.train every sample
+    counts the same, however uneven batches are, and the epoch's last optimizer step may have fewer batches. With any
+    other loader batches weigh the same, and the count goes on over the end of an epoch. `model`: DDP, FSDP2, or
+    neither. Raises ProcessGroupError for a number below 1, one that contradicts the loader, or a loader that has
+    handed out nothing.
     """
     accumulation = _accumulations.get(model)
     if accumulation is None:

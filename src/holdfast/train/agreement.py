@@ -1,8 +1,15 @@
-"""Small agreements among the ranks of a job, over the process group's store.
+"""What the ranks of a job agree on while they save: small messages, when to save, and which failed saves end the job.
 
-Every call is made by the main thread of every rank, in the same order, and rank 0 is the one that hears all and tells
-all. No collective of the process group is used, so that nothing here depends on a device or a backend, and nothing that
-comes over the network is unpickled. A process without a group is a world of one.
+`Peers` sends messages over the process group's store. The main thread of every rank makes every call, in the same
+order; rank 0 gathers and answers. No collective of the process group is used, so nothing here depends on a device or
+a backend, and nothing that comes over the network is unpickled. A process without a group is a world of one.
+
+`Schedule` and `Timekeeper` decide when to save. Each rank counts steps for itself. Time is rank 0's alone: at a few
+steps that all ranks know ahead (`look_at`) the others ask rank 0. From one look to the next half of the time passes
+that is left until the next save, so a period of two minutes takes about ten looks, however fast the steps are.
+
+`FailedSaves` counts saves that failed in the background, so that all ranks raise at the same step. A full disk must not
+end a training whose state is in memory: only so many failures in a row do. Another job in the folder ends it at once.
 """
 
 from __future__ import annotations
@@ -14,13 +21,185 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.core.errors import SnapshotIncompleteError
+from holdfast.core.errors import IntervalError, SnapshotBusyError, SnapshotError, SnapshotIncompleteError
+from holdfast.linux import boot_id
+from holdfast.text import seconds_of
 from holdfast.train.guards import GuardWarning, enabled
+
+Reports = Sequence[Sequence[str]]
+"""Of one rank: code and text of each failure."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """As it is reported to all ranks."""
+
+    code: str
+    text: str
+    fatal: bool
+    """All raise it; otherwise it is a warning."""
+    row: str = ""
+    """How many that makes in a row, for the message."""
+
+    @property
+    def message(self) -> str:
+        """For a person."""
+        return f"{self.text}\n{self.row}" if self.row else self.text
+
+
+class FailedSaves:
+    """Rank 0's count."""
+
+    def __init__(self, failures_max: int) -> None:
+        """`failures_max`: in a row, which is too many."""
+        self._max = failures_max
+        self._in_row = 0
+        self._open = False
+        """A save was handed over, and nothing is known of its end."""
+
+    def handed_over(self) -> None:
+        """Another save goes to the disk."""
+        self._open = True
+
+    def reported(self, said: Sequence[Reports], *, busy: bool) -> RankFailure | None:
+        """What the ranks report, by rank; `busy`: rank 0 still writes, or waits for the others' parts."""
+        reports = [
+            (code, text if rank == 0 else f"rank {rank}: {text}")
+            for rank, each in enumerate(said)
+            for code, text in each
+        ]
+        for code, text in reports:
+            if code == SnapshotBusyError.code:
+                return RankFailure(code, text, fatal=True)
+        if not reports:
+            if self._open and not busy:
+                self._open, self._in_row = False, 0
+            return None
+        # A missing part follows from another rank's failure, and rank 0 may notice it later.
+        causes = [each for each in reports if each[0] != SnapshotIncompleteError.code]
+        if self._open:
+            self._open = False
+            return self._count(*(causes or reports)[0])
+        return RankFailure(*causes[0], fatal=False) if causes else None
+
+    def not_begun(self, error: SnapshotError) -> RankFailure:
+        """A save could not even begin."""
+        self._open = False
+        if isinstance(error, SnapshotBusyError):
+            return RankFailure(error.code, str(error), fatal=True)
+        return self._count(error.code, str(error))
+
+    def _count(self, code: str, text: str) -> RankFailure:
+        self._in_row += 1
+        fatal = self._in_row >= self._max
+        rest = "" if fatal else "; training goes on"
+        return RankFailure(
+            code, f"{text}\n{self._in_row} of {self._max} failed saves in a row (failures_max=){rest}.", fatal
+        )
+
+
+LOOK_STEPS_MAX = 1_000_000
+
+
+@dataclass(frozen=True)
+class Steps:
+    """So many calls of `Snapshots.step()`."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise IntervalError(f"steps({self.count!r}): at least 1")
+
+
+def steps(count: int) -> Steps:
+    """`every=steps(500)`: by the number of steps, not by time."""
+    return Steps(count)
+
+
+def seconds(text: str | float) -> float:
+    """'90s', '2min', '1.5h', '1d' or a number of seconds. IntervalError."""
+    value = seconds_of(text)
+    if value is None:
+        raise IntervalError(f"every={text!r}: write a time such as '90s', '2min' or '6h', or steps(500)")
+    return value
+
+
+def crossed(step: int, last: int, every: int | None) -> bool:
+    """Whether a multiple of `every` lies in (last, step]: a save that had to wait is not forgotten."""
+    return bool(every) and step // every != last // every if every else False
+
+
+class Schedule:
+    """One rank's knowledge of what is due. `step` and `last` count calls of Snapshots.step()."""
+
+    def __init__(self, every: Steps | float | None, memory_every: int | None) -> None:
+        """`every`: steps, seconds, or None for never; `memory_every`: steps, or None without a memory tier."""
+        self._every_steps = every.count if isinstance(every, Steps) else None
+        self._timed = every is not None and not isinstance(every, Steps)
+        self._memory_every = memory_every
+        self.look_at = 1
+        """The next step at which rank 0 is asked."""
+        self.durable_step = 0
+        self.saved_step = 0
+
+    def start(self, step: int) -> None:
+        """Training begins, or goes on, after this step."""
+        self.durable_step = self.saved_step = step
+        self.look_at = step + 1
+
+    def durable_due(self, step: int) -> bool:
+        """A save to the disk is due by the number of steps."""
+        return crossed(step, self.durable_step, self._every_steps)
+
+    def memory_due(self, step: int) -> bool:
+        return crossed(step, self.saved_step, self._memory_every)
+
+    def look_due(self, step: int) -> bool:
+        """Rank 0 has to be asked whether it is time."""
+        return self._timed and step >= self.look_at
+
+    def saved(self, step: int, durable: bool) -> None:
+        self.saved_step = step
+        if durable:
+            self.durable_step = step
+
+
+class Timekeeper:
+    """Rank 0's watch over `every=` seconds."""
+
+    def __init__(self, every_s: float | None) -> None:
+        self._every_s = every_s
+        self._saved_s = self._looked_s = 0.0
+        self._looked_step = 0
+
+    def start(self, step: int, now_s: float) -> None:
+        self._saved_s = self._looked_s = now_s
+        self._looked_step = step
+
+    def due(self, now_s: float) -> bool:
+        return self._every_s is not None and now_s - self._saved_s >= self._every_s
+
+    def saved(self, now_s: float) -> None:
+        self._saved_s = now_s
+
+    def next_look(self, step: int, now_s: float) -> int:
+        """The step at which about half of what is left will have passed."""
+        if self._every_s is None:
+            return step + LOOK_STEPS_MAX
+        took = max(step - self._looked_step, 1)
+        pace_s = max((now_s - self._looked_s) / took, 1e-6)
+        self._looked_step, self._looked_s = step, now_s
+        left_s = max(self._saved_s + self._every_s - now_s, 0.0)
+        ahead = int(left_s / 2 / pace_s)
+        return step + min(max(ahead, 1), LOOK_STEPS_MAX)
+
 
 PATIENCE_S = 600.0
 """So long the ranks wait for each other: the slowest one may be reading a data set."""
@@ -30,7 +209,8 @@ RANK_0_FIRST_S = 5.0
 SILENT = "silent"
 """Key under which it does."""
 GUARD_S = 5.0
-"""A rank that has waited so long in a named call warns which ranks are missing; other ranks than 0 wait twice as long."""
+"""A rank that has waited so long in a named call warns which ranks are missing; other ranks than 0 wait twice as
+long."""
 MEETING_GUARD_S = 30.0
 """As GUARD_S, when the ranks meet: before that one of them may have had a data set to prepare."""
 LOOK_AGAIN_S = 0.005
@@ -69,8 +249,8 @@ class Peers:
     def meeting(cls, store: Any, rank: int, world: int, patience_s: float = PATIENCE_S) -> Peers:
         """Ranks that meet in this store, under a prefix that no earlier life of the job has used.
 
-        torchrun keeps one store over its restarts; what the dead have said in it would be taken for answers. So each rank
-        greets with a word of its own and waits for an answer to that word: the prefix, which is rank 0's word.
+        torchrun keeps one store over its restarts; what the dead have said in it would be taken for answers. So each
+        rank greets with a word of its own and waits for an answer to that word: the prefix, which is rank 0's word.
         """
         word = os.urandom(8).hex()
         peers = cls(rank, world, store, patience_s)
@@ -174,7 +354,8 @@ class Peers:
     def _warn(self, keys: list[str], waited_s: float) -> None:
         if enabled():
             warnings.warn(
-                f"holdfast: rank {self.rank} has waited {waited_s:g} s in {self._call} for rank {self._missing(keys)}, and waits on.\n"
+                f"holdfast: rank {self.rank} has waited {waited_s:g} s in {self._call} for rank "
+                f"{self._missing(keys)}, and waits on.\n"
                 "Every rank has to make this call: take it out of `if rank == 0:`, the ranks do it together.",
                 GuardWarning,
                 stacklevel=3,
@@ -205,8 +386,7 @@ class Peers:
 
 def node_key() -> str:
     """Equal for processes that see the same /dev/shm."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
+    boot = boot_id()
     try:
         place = os.stat("/dev/shm")
     except OSError:

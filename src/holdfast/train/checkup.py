@@ -2,8 +2,8 @@
 
     python checkup.py facts                    one line of JSON about torch and its GPUs, then the end
     python checkup.py reduce RANK WORLD S      a small all-reduce with gloo; rank 0 prints {"port": P} of its store, the
-                                               others read `HOST PORT` from stdin; then one line of JSON says how it went,
-                                               and the process stays until stdin ends, for its peers may still need it
+                                               others read `HOST PORT` from stdin; then one line of JSON says how it
+                                               went, and the process stays until stdin ends: its peers may need it
 
 torch's own words go to stderr. Standard library and torch only: this file imports nothing of holdfast.
 """
@@ -63,7 +63,8 @@ def gpu_facts(torch: Any) -> dict[str, Any]:
 
 
 def runs_on(arch: str, major: int, minor: int) -> bool:
-    """`sm_86` is code for GPUs of its own major version, from its minor one; `compute_80` is compiled for any newer GPU."""
+    """`sm_86` is code for GPUs of its own major version, from its minor one; `compute_80` is compiled for any newer
+    GPU."""
     kind, _, digits = arch.partition("_")
     number = int(digits.rstrip("af"))
     if kind == "compute":

@@ -2,9 +2,9 @@
 
     None, bool, int, str, finite floats, lists      as JSON has them
     dicts whose keys are all text                   as JSON objects
-    everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, huge integers, other dicts,
-                                                    sets, deques, complex numbers, torch's types, sizes and devices,
-                                                    arrays, numpy's numbers, tensors, members of enums, named tuples
+    everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, huge integers, other
+                                                    dicts, sets, deques, complex numbers, torch's types, sizes,
+                                                    devices, arrays, numpy's numbers, tensors, enums, named tuples
 
 A value comes back as the type that it was, or is refused; of other subclasses of plain types a warning says that they
 come back as the plain type. Classes of enums and named tuples are not imported: they are those of the running program.
@@ -119,7 +119,8 @@ class Encoder:
         plain = next((each for each in _PLAIN if isinstance(value, each)), None)
         if plain is not None and not (isinstance(value, Enum) and not isinstance(value, (int, str))):
             warnings.warn(
-                f"holdfast: {_short(path)}: a {kind.__module__}.{kind.__qualname__} comes back as a plain {plain.__name__}; "
+                f"holdfast: {_short(path)}: a {kind.__module__}.{kind.__qualname__} comes back as a plain "
+                f"{plain.__name__}; "
                 f"let state_dict() give a {plain.__name__}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -229,11 +230,11 @@ class _Gets(NamedTuple):
 
 
 def decode(tree: Any, tensor: _Get, array: _Get | None = None, *, plain: bool = False) -> Any:
-    """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is made of.
+    """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is
+    made of.
 
     `plain`: for another program, which lacks the classes of this one's enums and named tuples, and may load without
-    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours.
-    """
+    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours."""
     return _decode(tree, _Gets(tensor, array or tensor, plain))
 
 

@@ -1,9 +1,9 @@
 """Copy many tensors at once, as fast as the memory is.
 
-What is nothing but bytes is copied by the compiled part (_stream.c): its threads take pieces of all tensors until none is
-left, and meet once; what they write goes past the caches. torch's own threads meet after every tensor, which takes 3 ms
-for 588 of them, or seconds when one of the threads has to wait for a core, and an ordinary store reads what it overwrites.
-Measured with 473 MB on 2 cores: 23 ms, torch's 39, one copy of a single tensor as large 37.
+What is nothing but bytes is copied by the compiled part (_stream.c): its threads take pieces of all tensors until
+none is left, and meet once; what they write goes past the caches. torch's own threads meet after every tensor, which
+takes 3 ms for 588 of them, or seconds when one of the threads has to wait for a core, and an ordinary store reads
+what it overwrites. Measured with 473 MB on 2 cores: 23 ms, torch's 39, one copy of a single tensor as large 37.
 
 torch copies the rest, and everything where the compiled part was not built: the installation found no compiler.
 """
@@ -66,7 +66,8 @@ class PrivateMapping:
         ]
 
     def copy_pages(self, begin: int, size_bytes: int) -> None:
-        """Copy those of these pages that are not copied yet; others may write to them meanwhile. SnapshotMemoryError."""
+        """Copy those of these pages that are not copied yet; others may write to them meanwhile.
+        SnapshotMemoryError."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + begin
         # By ctypes, which lets go of the interpreter's lock.
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _POPULATE_WRITE) != 0:
@@ -75,8 +76,8 @@ class PrivateMapping:
 
 
 def step_back() -> None:
-    """This thread runs when training leaves a core free. torch's threads wait for each other at every operation: one that
-    loses its core to us holds up all of them.
+    """This thread runs when training leaves a core free. torch's threads wait for each other at every operation: one
+    that loses its core to us holds up all of them.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
@@ -116,7 +117,8 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source into its target, which has the same shape and shares no memory with it; complete when this returns."""
+    """Each source into its target, which has the same shape and shares no memory with it; complete when this
+    returns."""
     # Whatever is done here for each tensor is done hundreds of times while training waits.
     with torch.no_grad():
         if _stream is not None:
@@ -150,7 +152,8 @@ def _copy_plain(
 def _copy_odd(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Copy into targets that torch does not copy into along with others; returns the other targets, and their sources."""
+    """Copy into targets that torch does not copy into along with others; returns the other targets, and their
+    sources."""
     odd = {number for number, each in enumerate(targets) if _is_odd(each)}
     for number in odd:
         with torch.inference_mode(targets[number].is_inference()):

@@ -5,8 +5,8 @@
     dcp          a folder for torch.distributed.checkpoint.load
 
 Needs no job and no launcher; tensors are whole, whatever they were sharded over. State that differs between the ranks
-(random numbers, iterators) is rank 0's. Every byte is checked against its digest. The result appears whole or not at all.
-"""
+(random numbers, iterators) is rank 0's. Every byte is checked against its digest. The result appears whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from holdfast.core.errors import (
 )
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import Snapshot
-from holdfast.train.assembling import load_all
 from holdfast.train.reading import FilePart, Saved, open_files
-from holdfast.train.storage import is_dcp, load_nested
+from holdfast.train.storage import is_dcp, load_all, load_nested
 
 
 def load(snapshot: Snapshot) -> dict[str, Any]:
@@ -95,7 +94,8 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 
 
 def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
-    """Write the newest snapshot (of this step) there, whole or not at all; returns it. SnapshotError; FileExistsError; OSError."""
+    """Write the newest snapshot (of this step) there, whole or not at all; returns it. SnapshotError;
+    FileExistsError; OSError."""
     committed = folders.survey(folder).committed
     found = [each for each in committed if step is None or each.step == step]
     if not found:

@@ -1,16 +1,17 @@
 """The process group: made for whatever launched this process, bound to its device, and left without hanging.
 
-Knows torch.distributed, the launchers' variables and nothing else of holdfast.train but the guards, which it switches on.
+Knows torch.distributed, the launchers' variables and nothing else of holdfast.train but the guards, which it switches
+on.
 
 Leaving. While all are well the ranks leave together: each tells the store that it is done and waits for the others, so
 that nobody takes its end of a connection away from a peer that still uses it. After an exception nobody is waited for.
 
 What is destroyed then is torch's registration. A gloo group itself is left to the end of the process on purpose: its
 destructor joins threads, and DDP's reducer may be the last to hold it and run it with the interpreter's lock in hand,
-while one of those threads waits for that lock, or for a peer that is dead: a hang that no Python code can end. (Measured
-with four ranks after DDP on two busy cores: 15 of 96 processes hung in or after torch's destroy_process_group, with a
-barrier before it or without, and 0 of 340 so.) What stays are a few idle threads and sockets. NCCL's communicators hold
-GPU memory, so they are destroyed, or aborted after an exception.
+while one of those threads waits for that lock, or for a peer that is dead: a hang that no Python code can end.
+(Measured with four ranks after DDP on two busy cores: 15 of 96 processes hung in or after torch's
+destroy_process_group, with a barrier before it or without, and 0 of 340 so.) What stays are a few idle threads and
+sockets. NCCL's communicators hold GPU memory, so they are destroyed, or aborted after an exception.
 """
 
 from __future__ import annotations
@@ -26,10 +27,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.core.errors import ProcessGroupError, SnapshotIncompleteError
 from holdfast.train.agreement import PATIENCE_S, Peers
-from holdfast.train.guards import enabled, guarded
+from holdfast.train.guards import enabled, guarded, watch
+
+
+def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> DistributedDataParallel:
+    """`module`, moved to this process's device, as DistributedDataParallel; `arguments` are DDP's own.
+
+    On CUDA `device_ids` is this process's device. A module that spans several devices, or that has been put where it
+    belongs already, is wrapped by hand: everything in holdfast.train takes any DDP, FSDP2 or plain module.
+    Raises ProcessGroupError for a module that is sharded by FSDP2: it needs no DDP.
+    """
+    if any(isinstance(each, FSDPModule) for each in module.modules()):
+        raise ProcessGroupError("The module is sharded by fully_shard already; use it as it is, without DDP.")
+    # Moved before it is wrapped, and before an optimizer is made of its parameters.
+    module = module.to(group.device)
+    if group.device.type == "cuda":
+        arguments.setdefault("device_ids", [group.device.index])
+    model = DistributedDataParallel(module, **arguments)
+    watch(model)
+    return model
+
 
 EXIT_PATIENCE_S = 60.0
 """At exit: how long a rank waits for the others to be done too."""
@@ -65,9 +88,10 @@ def process_group(
         with ht.process_group() as pg:
             model = ht.ddp(Net(), pg)
 
-    Works under holdfast run, torchrun and in one plain process. `device`: by default the GPU with this process's local
-    rank where there is CUDA, else the CPU; it becomes the current device. `backend`: by default nccl on CUDA, else gloo.
-    `timeout_s`: of a collective, torch's default otherwise. `guards`: warn about common mistakes (see guards.py).
+    Works under holdfast run, torchrun and in one plain process. `device`: by default the GPU with this process's
+    local rank where there is CUDA, else the CPU; it becomes the current device. `backend`: by default nccl on CUDA,
+    else gloo. `timeout_s`: of a collective, torch's default otherwise. `guards`: warn about common mistakes (see
+    guards.py).
 
     A group that exists already is used as it is and left alone at exit. Raises ProcessGroupError when the environment
     does not describe a group or there is no such device.
@@ -170,10 +194,11 @@ def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: f
 
 
 def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any:
-    """Keys of an earlier group in the same store would be taken for this one's: gloo hangs on the addresses of the dead.
+    """Keys of an earlier group in the same store would be taken for this one's: gloo hangs on the addresses of the
+    dead.
 
-    torchrun keeps one store over its restarts. It counts them per node, so only with one node do all ranks know the same
-    number; on several they agree on a word. Under holdfast run every attempt has a fresh store.
+    torchrun keeps one store over its restarts. It counts them per node, so only with one node do all ranks know the
+    same number; on several they agree on a word. Under holdfast run every attempt has a fresh store.
     """
     one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"

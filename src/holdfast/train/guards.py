@@ -4,8 +4,8 @@ What each guard looks for is in mistakes.py; this module connects them to torch 
 everything off again at its end. The connections, and why these:
 
 optimizers   torch's public hook that runs after every `optimizer.step()`, for all optimizers
-models       public forward hooks on the outermost module, put there by `ht.ddp`, `ht.accumulate` and `ht.watch`, so that
-             no other module pays; find_unused_parameters alone has a hook on each parameter, for ten steps
+models       public forward hooks on the outermost module, put there by `ht.ddp`, `ht.accumulate` and `ht.watch`, so
+             that no other module pays; find_unused_parameters alone has a hook on each parameter, for ten steps
 torch.save, torch.utils.data.DistributedSampler
              replaced by functions that note the call and make it. torch offers no hook for either, and a guard that has
              to be called by hand would be called only by those who know the mistake.
@@ -153,7 +153,8 @@ class Guards:
             self._losses.told(value)
 
 
-# --- one per process, as torch's default group is ------------------------------------------------------------------------
+# --- one per process, as torch's default group is
+# ------------------------------------------------------------------------
 
 _current: Guards | None = None
 _blocks = itertools.count()

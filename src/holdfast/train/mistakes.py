@@ -125,7 +125,8 @@ class LoneSave:
         if saved_too == 1:
             self._warn(
                 "barrier",
-                f"Rank {self._board.rank} alone called torch.save, and the others ran ahead: they may read or leave before "
+                f"Rank {self._board.rank} alone called torch.save, and the others ran ahead: they may read or leave "
+                "before "
                 "the file is complete, or time out in a collective.\n"
                 "Call torch.distributed.barrier() on all ranks after the save, or use holdfast.train.Snapshots.",
             )
@@ -163,9 +164,11 @@ class NoSync:
         if self._in_a_row == UNSYNCED_STEPS:
             self._warn(
                 "no_sync",
-                "Gradients are accumulated over several backward passes, and all ranks exchange them in each: only the last "
+                "Gradients are accumulated over several backward passes, and all ranks exchange them in each: only "
+                "the last "
                 "exchange is needed.\n"
-                "Use `with holdfast.train.accumulate(model, every=N) as micro: micro.backward(loss)`, or model.no_sync() "
+                "Use `with holdfast.train.accumulate(model, every=N) as micro: micro.backward(loss)`, or "
+                "model.no_sync() "
                 "around all but the last (FSDP2: set_requires_gradient_sync).",
             )
 
@@ -211,7 +214,8 @@ class Unused:
         if not self._board.count("unused/needed"):
             self._warn(
                 "find_unused_parameters",
-                f"find_unused_parameters=True, and in {UNUSED_STEPS} steps every rank used every parameter: DDP searches the "
+                f"find_unused_parameters=True, and in {UNUSED_STEPS} steps every rank used every parameter: DDP "
+                "searches the "
                 "graph in every step for nothing.\n"
                 "Leave the argument out, unless later steps skip parts of the model.",
             )
@@ -250,7 +254,8 @@ class LossDiffers:
                 "loss",
                 f"The loss differs across ranks although one value is needed for all: {told}.\n"
                 "Pass `micro.loss` of holdfast.train.accumulate after the last micro-batch, or call "
-                "torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG) on every rank; reduce() is not enough.",
+                "torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG) on every rank; reduce() is not "
+                "enough.",
             )
 
 
@@ -279,7 +284,7 @@ def _first_with_gradient(output: Any) -> torch.Tensor | None:
 
 def _collectives() -> int:
     """How many collectives this process has begun, in all groups. Only compared with itself."""
-    groups = list(getattr(dist.distributed_c10d, "_world").pg_map)  # noqa: B009 - private, and torch's only list of groups
+    groups = list(getattr(dist.distributed_c10d, "_world").pg_map)  # noqa: B009 - torch's only list of groups
     total = 0
     for group in groups:
         with contextlib.suppress(RuntimeError, AttributeError):

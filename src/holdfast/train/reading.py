@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from holdfast.core.errors import ShardingError, SnapshotDamagedError, SnapshotError, StateMismatchError
-from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.folder import RankFile, Snapshot
 from holdfast.snapshots.image import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
-from holdfast.snapshots.reader import RankFile
 from holdfast.snapshots.slots import HEADER_BYTES
 from holdfast.train import codec
 from holdfast.train.copying import PrivateMapping, can_settle, copy_all

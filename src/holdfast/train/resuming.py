@@ -1,8 +1,8 @@
-"""Going on: all ranks agree on the newest state that every one of them can load, and load it.
+"""Resuming: all ranks agree on the newest state that every one of them can load, and load it.
 
-Memory first, when it is at least as new as the disk and every rank finds there, on its own node, all that it needs.
-Otherwise the newest snapshot on the disk of which every byte is good; damaged ones are set aside and named. Rank 0
-decides, the others do what it says (agreement.py); a failure of one rank is told to all, so that nobody waits for it.
+Memory first, when it is at least as new as the disk and every rank finds on its own node all that it needs. Otherwise
+the newest snapshot on the disk whose bytes are all good; damaged ones are set aside and named. Rank 0 decides, the
+others follow (agreement.py); a failure of one rank is reported to all, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from holdfast.core.errors import (
     StateMismatchError,
 )
 from holdfast.snapshots import folder as folders
-from holdfast.snapshots import layout
-from holdfast.snapshots.folder import Survey
-from holdfast.snapshots.layout import FolderKind, Key
-from holdfast.snapshots.reader import RankFile
+from holdfast.snapshots.folder import RankFile, Survey
+from holdfast.snapshots.manifest import FolderKind, Key, parse_name
+from holdfast.snapshots.saver_client import Tier
+from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
-from holdfast.train.fitting import Choice, Compared, Fit, together
 from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
 from holdfast.train.state import Restored, Tracker
-from holdfast.train.tiers import InheritedState, Tier
-from holdfast.train.tracked import Targets
+from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
 
 _T = TypeVar("_T")
 
@@ -60,7 +58,9 @@ class Resumed:
 
 
 Offer = tuple[int, int, int]
-"""Step, life and save of a state in memory (tiers.Held)."""
+"""Of a state in memory: its step, which life of the job left it (the number of its attempt), and which save of that
+life.
+"""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Resumer:
     peers: Peers
     tier: Tier
     fresh_ok: bool
-    choice: Choice = Choice()  # noqa: RUF009 - frozen
+    choice: Choice = field(default_factory=Choice)
     adopted: Saved | None = None
     """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
@@ -91,9 +91,10 @@ class Resumer:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _from_memory(self) -> Resumed | None:
-        held: dict[Offer, list[InheritedState]] = {}
+        held: dict[Offer, list[Slot]] = {}
         for each in self.tier.held(str(self.path)):
-            held.setdefault((each.step, each.life, each.save), []).append(each)
+            assert each.request is not None
+            held.setdefault((each.step, each.request.attempt, each.request.save), []).append(each)
         said = self.peers.gather(sorted(held))
         chosen = self.peers.tell(self._choose(said, held) if said else None)
         for offer in ((each[0], each[1], each[2]) for each in chosen):
@@ -102,7 +103,7 @@ class Resumer:
                 return resumed
         return None
 
-    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[InheritedState]]) -> list[Offer]:
+    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[Slot]]) -> list[Offer]:
         """Rank 0: what every rank has something of, newest first, and is not older than the disk."""
         common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
         if not common:
@@ -118,7 +119,7 @@ class Resumer:
 
         return sorted((offer for offer in common if offer[0] >= newest_step), key=age, reverse=True)
 
-    def _from_slots(self, step: int, held: list[InheritedState]) -> Resumed | None:
+    def _from_slots(self, step: int, held: list[Slot]) -> Resumed | None:
         """None when not every rank finds all that it needs, or something is damaged."""
         compared = self._on_all(lambda: self._compare(self._held(held)))
         if compared is None:
@@ -141,7 +142,7 @@ class Resumer:
         self.adopted = saved
         return self._resumed(step, "memory", restored, fit)
 
-    def _held(self, held: list[InheritedState]) -> Saved:
+    def _held(self, held: list[Slot]) -> Saved:
         return Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
 
     def _on_all(self, work: Callable[[], _T]) -> _T | None:
@@ -312,7 +313,7 @@ def _unfinished(found: Survey) -> set[tuple[str, int]]:
     newest = found.newest_valid
     files = set()
     for path in found.debris:
-        named = layout.parse(path.name)
+        named = parse_name(path.name)
         if named is None or named.kind is not FolderKind.ATTEMPT or (newest is not None and named.key < newest.key):
             continue
         files.add((str(path), 0))

@@ -19,18 +19,15 @@ import torch
 
 from holdfast.core.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import attempt
-from holdfast.snapshots.attempt import Ticket
+from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.lease import FolderLease
-from holdfast.snapshots.saver_client import error_of
+from holdfast.snapshots.saver_client import PrivateTier, Tier, error_of, warn_of_disk
 from holdfast.train import sharding
-from holdfast.train.agreement import Peers, node_key
+from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copying import step_back
-from holdfast.train.failures import FailedSaves, RankFailure
 from holdfast.train.reading import Saved
-from holdfast.train.schedule import Timekeeper
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
-from holdfast.train.tiers import PrivateTier, Tier, warn_of_disk
 
 TEXT_ROOM = 1.25
 """The text's entry is so much larger than the text, which changes its length from save to save."""
@@ -72,7 +69,8 @@ class Saving:
         failures_max: int,
         lease: FolderLease | None,
     ) -> None:
-        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`: rank 0's."""
+        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
+        rank 0's."""
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
         self._rescue, self._clock, self._lease = rescue, clock, lease
@@ -110,7 +108,8 @@ class Saving:
             self._unsettled = error
 
     def await_settled(self) -> None:
-        """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times as long."""
+        """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times
+        as long."""
         if self._settling is not None:
             self._settle()  # with both hands
             self._settling.join()
@@ -132,15 +131,16 @@ class Saving:
         self._plan_together()
 
     def look(self) -> None:
-        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not raise."""
+        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
+        raise."""
         checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
         for check in checks:
             while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):
                 self.troubles.append(error)
 
     def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False) -> Done:
-        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What prevents
-        it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
+        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What
+        prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
         """
         self._saves += 1
         numbers = _numbers(metrics)
@@ -157,7 +157,7 @@ class Saving:
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
-            self._persist(self._ticket(word["attempt"]), self._metadata(word["metrics"]))
+            self._persist(self._request(word["attempt"], word["metrics"]))
         return Done(word["do"] == "persist", failure, word.get("look_at", 0))
 
     def _hear(self, word: Mapping[str, Any] | None) -> str:
@@ -171,13 +171,13 @@ class Saving:
             warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
         return failure.text
 
-    def _persist(self, ticket: Ticket, metadata: Mapping[str, Any]) -> None:
+    def _persist(self, request: SaveRequest) -> None:
         try:
-            self.tier.persist(ticket, metadata)
+            self.tier.persist(request)
         except (SnapshotError, ValueError) as error:
             told = error if isinstance(error, SnapshotError) else SnapshotWriteError(str(error))
             self.troubles.append(told)
-            attempt.refuse(ticket, str(told))  # rank 0 would wait for this rank's part
+            attempt.refuse(request, str(told))  # rank 0 would wait for this rank's part
 
     def wait(self) -> None:
         """Until everything is committed, on every rank; all raise when that went wrong on one."""
@@ -193,7 +193,8 @@ class Saving:
             if text:
                 raise SnapshotError(f"rank {rank}: {text}")
 
-    # --- one round: every rank copies and says how it went; rank 0 says what is next ------------------------------------
+    # --- one round: every rank copies and says how it went; rank 0 says what is next
+    # ------------------------------------
 
     def _round(self, metrics: Mapping[str, float], *, durable: bool, demanded: bool) -> dict[str, Any]:
         failure: Exception | None = None
@@ -276,7 +277,7 @@ class Saving:
         if layout.beside is not None:
             memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
         memory[room] = collected.text.ljust(room.stop - room.start)
-        self.tier.commit(self._ticket(self._rescue), self._metadata(metrics))
+        self.tier.commit(self._request(self._rescue, metrics))
         return "staged"
 
     def _sources(self, collected: Collected, layout: Layout) -> list[torch.Tensor]:
@@ -291,16 +292,14 @@ class Saving:
             self._places[address] = Places([views[name] for name, _ in layout.keys])
         return self._places[address]
 
-    def _ticket(self, number: int) -> Ticket:
+    def _request(self, number: int, metrics: Mapping[str, float]) -> SaveRequest:
         assert self._layout is not None
         note = {"save": self._saves}
         if self._layout.beside is not None:
             note["file_bytes"] = self._layout.file_bytes
-        peers = self._peers
-        return Ticket(str(self._path), self._tracker.state.step, number, peers.rank, peers.world, note)
-
-    def _metadata(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        return {"metrics": dict(metrics), "epoch": self._tracker.state.epoch}
+        peers, state = self._peers, self._tracker.state
+        metadata = {"metrics": dict(metrics), "epoch": state.epoch}
+        return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ Saving: every rank's local plan meets at rank 0, where torch.distributed.checkpo
 evenly over the ranks and checks that nothing is missing. The plan holds until the names, shapes or placements change.
 Loading: the planner finds, for what this rank holds now, the pieces in what was saved, whatever the world was then.
 
-A rank's file (snapshots/image.py) has an entry for each piece. A piece that is a whole tensor has the tensor's name; any
-other has `name@offsets` and a line in the header's metadata that says where it belongs.
+A rank's file (snapshots/image.py) has an entry for each piece. A piece that is a whole tensor has the tensor's name;
+any other has `name@offsets` and a line in the header's metadata that says where it belongs.
 
 A memory slot must hold what a restarted worker needs without another node, so the ranks of a node save, together, all
 that any of them holds. What another node writes to the disk comes after the rank's file in the slot, as a second image.
@@ -167,7 +167,8 @@ class Layout:
         return slice(found.start + self.beside_at, found.stop + self.beside_at)
 
     def views(self, memory: memoryview) -> dict[str, torch.Tensor]:
-        """The places of the entries in this memory, as tensors of their own type and shape; the text is not among them."""
+        """The places of the entries in this memory, as tensors of their own type and shape; the text is not among
+        them."""
         views = {}
         for image, begin in ((self.file, 0), (self.beside, self.beside_at)):
             for entry in () if image is None else image.entries:
@@ -244,7 +245,8 @@ def assign(held: Sequence[Sequence[Piece]], nodes: Sequence[str]) -> list[tuple[
 def _deal_beside(
     held: Sequence[Sequence[Piece]], ranks: Sequence[int], disk: Sequence[set[_Index]], beside: list[set[_Index]]
 ) -> None:
-    """What none of a node's ranks writes to the disk: each piece once, to whoever of those that hold it has least so far."""
+    """What none of a node's ranks writes to the disk: each piece once, to whoever of those that hold it has least so
+    far."""
     there = set().union(*(disk[rank] for rank in ranks))
     holders: dict[_Index, list[int]] = {}
     wanted: dict[_Index, Piece] = {}

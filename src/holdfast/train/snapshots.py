@@ -6,11 +6,12 @@
     ...
         snaps.step(loss=loss)
 
-What a save costs the training is one copy of this rank's part into a slot, and a word with rank 0 over the store while
-nothing else is to be done: the plan is made once, the disk is the saver's business (tiers.py). Only the main thread
-talks to other ranks, and only in these methods, which every rank calls equally often.
+What a save costs the training is one copy of this rank's part into a slot, and a word with rank 0 over the store
+while nothing else is to be done: the plan is made once, the disk is the saver's business
+(snapshots/saver_client.py). Only the main thread talks to other ranks, and only in these methods, which every rank
+calls equally often.
 
-Knows when, what and where; how is in state.py, sharding.py, saving.py, resuming.py and tiers.py.
+Knows when, what and where; how is in state.py, sharding.py, saving.py and resuming.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -37,18 +39,60 @@ from holdfast.core.errors import (
 )
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
-from holdfast.snapshots.retention import Keep
-from holdfast.snapshots.saver_client import rescue_attempt
-from holdfast.train.agreement import Peers
-from holdfast.train.fitting import Choice
+from holdfast.snapshots import retention
+from holdfast.snapshots.retention import Keep, Verified
+from holdfast.snapshots.saver_client import Tier, open_tier
+from holdfast.snapshots.saving import rescue_attempt
+from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
-from holdfast.train.pruning import Pruner
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.saving import Saving
-from holdfast.train.schedule import Schedule, Steps, Timekeeper, seconds
 from holdfast.train.state import Tracker, TrainState
-from holdfast.train.tiers import Tier, open_tier
+from holdfast.train.tracked import Choice
+
+
+class Pruner:
+    """Rank 0's. Methods are called by one thread."""
+
+    def __init__(self, path: Path, keep: Keep) -> None:
+        self._path, self._keep = path, keep
+        self._verified = Verified()
+        self._due = False
+        self._thread: threading.Thread | None = None
+
+    def begin_after(self, tier: Tier) -> None:
+        """There will be a new snapshot, once the tier has written it."""
+        self._due = True
+        self._verified.read = tier.read_back
+        self.check(tier)
+
+    def check(self, tier: Tier) -> None:
+        """Start when the new snapshot is on the disk. Never waits."""
+        running = self._thread is not None and self._thread.is_alive()
+        if self._due and not running and not tier.busy:
+            self._due = False
+            self._thread = threading.Thread(target=self._prune, name="holdfast-retention")
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Whatever is due, now."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._due:
+            self._due = False
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            done = retention.prune(self._path, self._keep, verified=self._verified)
+        except SnapshotError as error:
+            # What was saved is there; that it takes more room than was asked for must not end the training.
+            warnings.warn(f"holdfast: old snapshots were not deleted: {error}", RuntimeWarning, stacklevel=2)
+            return
+        for path, why in done.damaged:
+            warnings.warn(f"holdfast: {path.name} was set aside: {why}", RuntimeWarning, stacklevel=2)
+
 
 __all__ = ["Keep", "Resumed", "Snapshots", "TrainState"]
 
@@ -60,12 +104,11 @@ class Snapshots:
     every         to the disk: "2min", seconds, ht.steps(500); None: only by save() and when asked to stop
     memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
     keep          which snapshots stay on the disk; None: all
-    fresh_ok      whether resume() may return None although the folder has unfinished or damaged snapshots and no good one
+    fresh_ok      whether resume() may return None where the folder has only unfinished or damaged snapshots
     failures_max  saves to the disk that fail in a row until all ranks raise; fewer are a warning of rank 0's
-    exit_on_stop  leave with exit code 0 when the launcher asks to stop and everything is saved; False: `stopping` says it
+    exit_on_stop  leave with exit code 0 when the launcher asks to stop and all is saved; False: `stopping` says it
 
-    Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends.
-    """
+    Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends."""
 
     def __init__(
         self,
@@ -159,13 +202,14 @@ class Snapshots:
         Every rank calls it, once, after `track` and before the first step. What is tracked has to be what was saved:
 
         strict    False: tensors and objects that are on one side only are named in a warning, and no error
-        only      restore these objects alone (fine-tuning), and step, epoch and random numbers. What is saved afterwards
+        only      restore these objects alone (fine-tuning), and step, epoch and random numbers. The next save
                   is whole: a restart with the same `only` restores all of it
-        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not fit:
+        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not
+        fit:
                   an average of the weights that was added later, the loader of a dataset that has grown
 
-        Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is tracked
-        does not fit what was saved.
+        Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is
+        tracked does not fit what was saved.
         """
         choice = Choice.of(strict, only, optional)
         if self._closed:
@@ -257,7 +301,8 @@ class Snapshots:
         return self._saving
 
     def _may_begin_anew(self) -> bool:
-        """Beside good snapshots a new beginning would be lost: the next resume() takes them, and retention its steps."""
+        """Beside good snapshots a new beginning would be lost: the next resume() takes them, and retention its
+        steps."""
         found = folders.survey(self.path)
         return found.fresh or (self._fresh_ok and found.newest_valid is None)
 
@@ -268,9 +313,9 @@ class Snapshots:
 
         Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
         optimizer step are pending nothing is saved; what was due is saved after it. When the launcher asks to stop,
-        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong in the background
-        is reported to all ranks in the next save: a warning, or, after `failures_max` failed saves in a row or when another job
-        has taken the folder, a SnapshotError on all of them at the same step.
+        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong in the
+        background is reported to all ranks in the next save: a warning, or, after `failures_max` failed saves in a
+        row or when another job has taken the folder, a SnapshotError on all of them at the same step.
         """
         saving = self._begun()
         self._used = True
@@ -304,8 +349,7 @@ class Snapshots:
     def save(self, *, wait: bool = False) -> None:
         """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
 
-        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike.
-        """
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike."""
         saving = self._begun()
         self._look(saving)
         self._save(saving, durable=True, demanded=True)
@@ -365,8 +409,7 @@ class Snapshots:
     def close(self) -> None:
         """Wait for what is being written, and let go of the folder. What went wrong in the background is raised here.
 
-        Steps that are in memory alone are written by the saver. May be called again.
-        """
+        Steps that are in memory alone are written by the saver. May be called again."""
         if self._closed or self._is_child_s:
             return
         self._closed = True

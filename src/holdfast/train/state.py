@@ -1,8 +1,8 @@
 """What is saved and restored: models, optimizers, everything else with a state_dict, random numbers, counters.
 
-Three kinds of things are told apart. Tensors of models and optimizers are *shared*: sharded or replicated over the ranks,
-each piece saved once. All other state is a rank's *own*: it comes back to the same rank, or, in another world, to the
-ranks that take its place (rank modulo the old world). What is no tensor goes as text (codec.py).
+Three kinds of things are told apart. Tensors of models and optimizers are *shared*: sharded or replicated over the
+ranks, each piece saved once. All other state is a rank's *own*: it comes back to the same rank, or, in another world,
+to the ranks that take its place (rank modulo the old world). What is no tensor goes as text (codec.py).
 
 How models and optimizers are taken apart is in tracked.py.
 """
@@ -30,10 +30,9 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import ShardingError, TrackingError
 from holdfast.train import codec
-from holdfast.train.fitting import Choice, Compared, Fit
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import OWN, TIED
-from holdfast.train.tracked import Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
+from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
 
 
 def random_state() -> dict[str, Any]:
@@ -52,7 +51,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], place: tuple[int, int] | None) -> None:
-    """`place`: None in the same world; otherwise (rank, world), and every rank gets a seed of its own, made from it all."""
+    """`place`: None in the same world; otherwise (rank, world), and every rank gets a seed of its own, made from it
+    all."""
     if place is not None:
         rank, world = place
         seed = hashlib.sha256(state["torch"] + f"/{rank}/{world}".encode()).digest()
@@ -104,8 +104,8 @@ class Restored:
 
 @dataclass
 class _Parts:
-    """Models and optimizers, taken apart. While they consist of the same objects this holds: training waits for each save,
-    and to name hundreds of tensors anew takes a millisecond.
+    """Models and optimizers, taken apart. While they consist of the same objects this holds: training waits for each
+    save, and to name hundreds of tensors anew takes a millisecond.
     """
 
     keys: list[list[str]]
@@ -139,9 +139,10 @@ class TrainState:
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
 
-        What stands after the loader's loop runs again after a resume from a state that was saved before its end; with `save`
-        the state is saved to the disk after each epoch's body, and a resume from there goes on with the next epoch.
-        After the last one the state is saved, if `every` says that anything is: what comes next may need the whole training.
+        What stands after the loader's loop runs again after a resume from a state that was saved before its end; with
+        `save` the state is saved to the disk after each epoch's body, and a resume from there goes on with the next
+        epoch. After the last one the state is saved, if `every` says that anything is: what comes next may need the
+        whole training.
         """
         while self.epoch < count:
             self._follow(self.epoch)
@@ -154,8 +155,8 @@ class TrainState:
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:
-    """Its parameters are flat pieces of many, and their names and state come only by collectives: a save would stall for
-    gathering the whole model. FSDP2 has neither.
+    """Its parameters are flat pieces of many, and their names and state come only by collectives: a save would stall
+    for gathering the whole model. FSDP2 has neither.
     """
     if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
         raise TrackingError(
@@ -195,7 +196,8 @@ class Tracker:
     _others: dict[str, Any] = field(default_factory=dict)
     _kept: _Parts | None = None
     chosen: tuple[str, ...] | None = None
-    """This life was begun with these objects alone of a snapshot (`resume(only=…)`); what it saves says so, and is whole."""
+    """This life was begun with these objects alone of a snapshot (`resume(only=…)`); what it saves says so, and is
+    whole."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """TrackingError for what cannot be tracked, and for a name that is taken."""

@@ -3,9 +3,10 @@
     dcp.save(state_dict, storage_writer=ht.SnapshotWriter("runs/a", step=120))
     dcp.load(state_dict, storage_reader=ht.SnapshotReader("runs/a"))
 
-The planner deals and finds the pieces, whichever planner it is; files, digests and the commit are those of all snapshots
-(docs/snapshots.md). What is no tensor is stored as JSON (codec.py). The reader also takes what `Snapshots` has saved, under
-the names that `dcp.save` would give: `model.<fqn>`, `optimizer.state.<fqn>.<what>`, `optimizer.param_groups.0.lr`, `step`.
+The planner deals and finds the pieces, whichever planner it is; files, digests and the commit are those of all
+snapshots (docs/snapshots.md). What is no tensor is stored as JSON (codec.py). The reader also takes what `Snapshots`
+has saved, under the names that `dcp.save` would give: `model.<fqn>`, `optimizer.state.<fqn>.<what>`,
+`optimizer.param_groups.0.lr`, `step`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotError, SnapshotGoneError, TrackingError
-from holdfast.snapshots import attempt, layout
+from holdfast.snapshots import attempt
 from holdfast.snapshots import folder as folders
-from holdfast.snapshots.attempt import Ticket
-from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.reader import RankFile
+from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.folder import RankFile, Snapshot
+from holdfast.snapshots.manifest import FolderKind, check_step, parse_name
 from holdfast.train import codec
-from holdfast.train.assembling import assembled
 from holdfast.train.reading import FilePart, Saved, open_files
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
 
@@ -63,17 +63,17 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
     def __init__(
         self, folder: str | os.PathLike[str], *, step: int, metrics: Mapping[str, float] | None = None
     ) -> None:
-        layout.check_step(step)
+        check_step(step)
         self.path = Path(os.path.abspath(folder))
         self.step = step
         self.metrics = dict(metrics or {})
         self.committed: Path | None = None
         """Rank 0, after the save: the committed folder."""
-        self._ticket: Ticket | None = None
+        self._request: SaveRequest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """`checkpoint_id`: the snapshot folder, if it is another one now."""
-        self.committed = self._ticket = None
+        self.committed = self._request = None
         if checkpoint_id is not None:
             self.path = Path(os.path.abspath(checkpoint_id))
 
@@ -84,23 +84,23 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Rank 0: make the attempt folder, and give each rank its ticket."""
+        """Rank 0: make the attempt folder, and give each rank its request."""
         number = attempt.begin(self.path, self.step)
-        tickets = [Ticket(str(self.path), self.step, number, rank, len(plans)) for rank in range(len(plans))]
-        self._ticket = tickets[0]
-        return [replace(plan, storage_data=ticket) for plan, ticket in zip(plans, tickets, strict=True)]
+        requests = [SaveRequest(str(self.path), self.step, number, rank, len(plans)) for rank in range(len(plans))]
+        self._request = requests[0]
+        return [replace(plan, storage_data=request) for plan, request in zip(plans, requests, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and record."""
-        ticket = plan.storage_data
-        if not isinstance(ticket, Ticket) or getattr(planner, "_enable_plan_caching", False):
+        request = plan.storage_data
+        if not isinstance(request, SaveRequest) or getattr(planner, "_enable_plan_caching", False):
             raise TrackingError(
                 "SnapshotWriter: a planner that caches plans (enable_plan_caching=True) is not supported"
             )
         try:
-            attempt.write_rank(ticket, _put_together(plan, planner, ticket))
+            attempt.write_rank(request, _put_together(plan, planner, request))
         except BaseException:
-            attempt.abandon(ticket)  # nobody will call `finish`
+            attempt.abandon(request)  # nobody will call `finish`
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
@@ -108,9 +108,9 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
         """Rank 0, when all ranks have written: commit."""
-        assert self._ticket is not None
+        assert self._request is not None
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        self.committed = attempt.commit(self._ticket, {"metrics": self.metrics, PATHS: paths})
+        self.committed = attempt.commit(replace(self._request, metadata={"metrics": self.metrics, PATHS: paths}))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -118,9 +118,9 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
-def _put_together(plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> memoryview:
+def _put_together(plan: SavePlan, planner: SavePlanner, request: SaveRequest) -> memoryview:
     """This rank's image, in memory that begins at a page."""
-    encoder = codec.Encoder(f"{OWN}{ticket.rank}/")
+    encoder = codec.Encoder(f"{OWN}{request.rank}/")
     tensors: list[tuple[Piece, torch.Tensor]] = []
     objects: dict[str, Any] = {}
     for item in plan.items:
@@ -129,7 +129,7 @@ def _put_together(plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> memor
         elif (piece := Piece.of_item(item)) is not None:
             tensors.append((piece, planner.resolve_data(item)))
     tensors += [(Piece.own(key, tensor), tensor) for key, tensor in encoder.tensors.items()]
-    tree = {"format": FORMAT, "rank": ticket.rank, "world": ticket.world, "step": ticket.step, "objects": objects}
+    tree = {"format": FORMAT, "rank": request.rank, "world": request.world, "step": request.step, "objects": objects}
     text = codec.dumps(tree)
     try:
         image = image_of([piece for piece, _ in tensors], len(text), "")
@@ -235,7 +235,8 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Rank 0: say which snapshot it is. Each rank looks for the newest by itself, and one may have become that between."""
+        """Rank 0: say which snapshot it is. Each rank looks for the newest by itself, and one may have become that
+        between."""
         return [replace(plan, storage_data=str(self.snapshot.path)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -290,8 +291,8 @@ def _paths(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
 
 def _find(path: Path, step: int | None) -> Snapshot:
     """The snapshot at, or the newest in this folder. SnapshotError."""
-    named = layout.parse(path.name)
-    if named is not None and named.kind is layout.FolderKind.COMMITTED:
+    named = parse_name(path.name)
+    if named is not None and named.kind is FolderKind.COMMITTED:
         return folders.inspect(path)
     found = folders.survey(path)
     fitting: Sequence[Snapshot] = [each for each in found.committed if step is None or each.step == step]
@@ -301,3 +302,59 @@ def _find(path: Path, step: int | None) -> Snapshot:
     if not fitting:
         raise NoValidSnapshotError(f"{path} has no snapshot" + ("" if step is None else f" of step {step}"))
     return fitting[-1]
+
+
+# --- a saved state as nested dicts: {"step": 3, "epoch": 0, "model": {fqn: tensor}, "optimizer": {"state": …}, …}
+# ---------
+
+Get = Callable[[str], torch.Tensor]
+
+
+def load_all(saved: Saved) -> dict[str, Any]:
+    """The whole state, whole tensors. SnapshotError."""
+    tensors: dict[str, torch.Tensor] = {}
+    same: dict[int, torch.Tensor] = {}
+    for key, pieces in saved.pieces.items():
+        found = saved.whole_shape(key)
+        if found is not None and not key.startswith(OWN):
+            shape, dtype = found
+            tensors[key] = same.setdefault(id(pieces), torch.empty(shape, dtype=dtype))  # tied tensors are one
+    saved.prepare(tensors).load()
+    return assembled(saved, lambda key: tensors[key] if key in tensors else saved.fresh(key), saved.fresh)
+
+
+def assembled(saved: Saved, tensor: Get, array: Get) -> dict[str, Any]:
+    """`tensor` gives what stands for a tensor of this name, `array` the bytes of a numpy array."""
+    told = min(saved.texts, key=lambda text: int(text["rank"]))
+    keys = [key for key in saved.pieces if not key.startswith(OWN)]
+    state: dict[str, Any] = {"step": told["step"], "epoch": told["epoch"]}
+    for name, rest in codec.section(told, "models").items():
+        prefix = f"{name}."
+        state[name] = {key.removeprefix(prefix): tensor(key) for key in keys if key.startswith(prefix)}
+        state[name].update({fqn: codec.decode(value, tensor, array, plain=True) for fqn, value in rest.items()})
+    for name in codec.section(told, "optimizers"):
+        state[name] = _optimizer(saved, name, tensor, array)
+    for name, tree in codec.section(told, "others").items():
+        state[name] = codec.decode(tree, tensor, array, plain=True)
+    return state
+
+
+def _optimizer(saved: Saved, name: str, tensor: Get, array: Get) -> dict[str, Any]:
+    """As torch's get_optimizer_state_dict has it: by names of parameters."""
+    state: dict[str, Any] = {}
+    groups: list[Any] = []
+    for text in saved.texts:
+        told = codec.section(codec.section(text, "optimizers"), name)
+        for fqn, rest in codec.section(told, "state").items():
+            if fqn not in state:
+                state[fqn] = {
+                    what: tensor(f"{name}.state.{fqn}.{what}")
+                    if value is None
+                    else codec.decode(value[0], tensor, array, plain=True)
+                    for what, value in rest.items()
+                }
+        groups = groups or [
+            {**codec.decode(group, tensor, array, plain=True), "params": params}
+            for group, params in zip(told.get("groups", []), told.get("params", []), strict=True)
+        ]
+    return {"state": state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""Messages of core.protocol to bytes and back. PURE.
+"""Messages of core.protocol, and of others with a decoder of their own, to bytes and back. PURE.
 
 Knows msgpack and the message types. Nothing is ever unpickled or evaluated: the decoders accept exactly the
 types they are made for, with numbers within core.bounds, and anything else is a ProtocolError.
@@ -6,7 +6,10 @@ types they are made for, with numbers within core.bounds, and anything else is a
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.core.errors import ProtocolError
@@ -26,12 +29,14 @@ FAILURES_MAX = 4096
 CHARS_PER_FRAME = 64
 """Stacks are cut to one frame for each so many characters."""
 
+Message = TypeVar("Message")
+
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 _coordinator_decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(FromCoordinator)
 
 
-def encode(message: FromAgent | FromCoordinator) -> bytes:
+def encode(message: Struct) -> bytes:
     """At most MESSAGE_BYTES_MAX bytes: a message with very many failures loses the ends of their texts, one with very
     many stacks their outer frames.
 
@@ -53,21 +58,23 @@ def encode(message: FromAgent | FromCoordinator) -> bytes:
 
 def decode_from_agent(data: bytes) -> FromAgent:
     """Raises ProtocolError on anything but one well-formed message of an agent."""
-    try:
-        return clean(_agent_decoder.decode(data))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message of an agent: {error}") from None
+    return decode(_agent_decoder, data, "an agent")
 
 
 def decode_from_coordinator(data: bytes) -> FromCoordinator:
     """Raises ProtocolError on anything but one well-formed message of a coordinator."""
+    return decode(_coordinator_decoder, data, "a coordinator")
+
+
+def decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes, sender: str) -> Message:
+    """One message, its texts fit for a console. Raises ProtocolError on anything else, and names the sender."""
     try:
-        return clean(_coordinator_decoder.decode(data))
+        return clean(decoder.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message of a coordinator: {error}") from None
+        raise ProtocolError(f"not a message of {sender}: {error}") from None
 
 
-def _cut(message: FromAgent | FromCoordinator, chars_max: int) -> FromAgent | FromCoordinator:
+def _cut(message: Struct, chars_max: int) -> Struct:
     if isinstance(message, WorkerDone) and message.left is not None:
         return replace(message, left=_cut_failure(message.left, chars_max))
     if isinstance(message, WorkersFailed):

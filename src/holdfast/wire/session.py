@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 from holdfast.core.errors import AuthenticationError, HoldfastError, ProtocolError
-from holdfast.core.protocol import FromAgent, FromCoordinator
 from holdfast.wire.codec import encode
 from holdfast.wire.framing import (
     FRAME_BYTES_MAX,
@@ -76,7 +77,7 @@ class Session(Generic[Received]):
         messages, self._messages = self._messages, []
         return messages
 
-    def pack(self, message: FromAgent | FromCoordinator) -> bytes:
+    def pack(self, message: Struct) -> bytes:
         """The bytes that carry this message; to be sent in the order of the calls."""
         payload = encode(message)
         seal = self._handshake.seal

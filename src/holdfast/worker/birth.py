@@ -258,7 +258,7 @@ _shown: list[Any] = []
 
 def show_as(argv: list[str], environment: dict[str, str]) -> None:
     """Let ps, top and pkill see the worker's own command line. A kernel that cannot do it shows the nursery's."""
-    with open("/proc/self/stat", "rb") as file:
+    with open("/proc/self/stat", "rb") as file:  # not by holdfast.linux: a worker starts without our package
         stat = file.read().rpartition(b")")[2].split()
     texts = [argv, [f"{name}={value}" for name, value in environment.items()]]
     _shown[:] = [ctypes.create_string_buffer(b"".join(os.fsencode(text) + b"\0" for text in each)) for each in texts]

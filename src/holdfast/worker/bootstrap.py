@@ -32,7 +32,8 @@ STACKS_FD = 600
 
 
 def write_error_file(path: str, error: BaseException, traceback_text: str) -> None:
-    """Write what torchelastic's `record` writes, whole or not at all (to a device or pipe: as it comes). Raises OSError."""
+    """Write what torchelastic's `record` writes, whole or not at all (to a device or pipe: as it comes). Raises
+    OSError."""
     import json
     import time
 
@@ -103,7 +104,8 @@ def _fresh_main() -> ModuleType:
 
 
 def _importer_for(path: str) -> object:
-    """The importer of a folder or archive; None for anything else. What the interpreter asks before it opens a script."""
+    """The importer of a folder or archive; None for anything else. What the interpreter asks before it opens a
+    script."""
     for hook in sys.path_hooks:
         try:
             return hook(path)
@@ -192,8 +194,8 @@ def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
     """Let the interpreter report the exception that is on its way, without our frames; then report it to the agent.
 
     It has to be the interpreter: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty sys.excepthook are its own
-    affair. Our hook stands in for the program's from here, where no code of the program runs any more, to the report. After
-    that, the program leaves as one that has ended well does.
+    affair. Our hook stands in for the program's from here, where no code of the program runs any more, to the report.
+    After that, the program leaves as one that has ended well does.
     """
     programs_hook = getattr(sys, "excepthook", sys.__excepthook__)
 
@@ -208,7 +210,8 @@ def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
             fault.__traceback__ = _without_own_frames(fault.__traceback__)
             raise
         finally:
-            # After the traceback is on stderr, which is evidence; before threads and exit functions, which take their time.
+            # After the traceback is on stderr, which is evidence; before threads and exit functions, which take their
+            # time.
             if ends:
                 tell_agent()
         if ends:
@@ -225,8 +228,8 @@ def _ends_abruptly() -> bool:
 
     In that phase Python ends every thread that asks for its lock, and a thread of torch's C++ side (autograd, DDP's
     reducer, gloo) that happens to ask takes the whole process down: "terminate called without an active exception",
-    SIGABRT. Measured: 3 of 50 jobs that had finished their training on two cores "failed" so. After an exception the phase
-    costs a rank with DDP more than a second of processor time, and nobody hears of the exception before.
+    SIGABRT. Measured: 3 of 50 jobs that had finished their training on two cores "failed" so. After an exception the
+    phase costs a rank with DDP more than a second of processor time, and nobody hears of the exception before.
     """
     return "torch" in sys.modules
 
@@ -307,8 +310,7 @@ def _leave(code: int) -> None:
 def _serve_as_nursery() -> None:
     """Returns in each worker that is forked, where everything is as after its own start.
 
-    Here, so that workers have the same frames below them however they were started.
-    """
+    Here, so that workers have the same frames below them however they were started."""
     folder, control_fd = sys.argv[2:4]
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
@@ -349,7 +351,8 @@ def _tell_of_exception(address: str, board: Any) -> None:
 
 
 def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
-    """Open for writing what the agent has open under the descriptor that this word of its board names. Raises OSError, ValueError."""
+    """Open for writing what the agent has open under the descriptor that this word of its board names. Raises
+    OSError, ValueError."""
     path = address.rpartition("@")[0]
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -375,7 +378,8 @@ def _answer_looks(address: str, board: Any) -> None:
 
 
 def _out_of_the_way(fd: int) -> int:
-    """The same file under a number that no program comes upon; it is open in no other program that this one executes."""
+    """The same file under a number that no program comes upon; it is open in no other program that this one
+    executes."""
     for number in range(min(STACKS_FD, os.sysconf("SC_OPEN_MAX") - 1), 2, -1):
         try:
             os.fstat(number)

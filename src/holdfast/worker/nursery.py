@@ -18,8 +18,7 @@ when it is parked, and once more when it is a worker.
 
 Workers are forked twice, so that they fall to the keeper, which is a subreaper: it stays everybody's parent.
 Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
-birth.py; the tests compare a forked worker with one that was started by exec.
-"""
+birth.py; the tests compare a forked worker with one that was started by exec."""
 
 from __future__ import annotations
 

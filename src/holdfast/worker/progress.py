@@ -1,20 +1,22 @@
-"""A worker's moments, for the board: when it began, met the others and made its steps. No user code, nothing in its way.
+"""A worker's moments, for the board: when it began, met the others and made its steps. No user code, nothing in its
+way.
 
-Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`, core/board.py,
-is put here by the bootstrap. Hooks torch when the program has imported it, and never imports it:
+Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`,
+core/board.py, is put here by the bootstrap. Hooks torch when the program has imported it, and never imports it:
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps; some 0.5 microseconds each.
   Steps of an optimizer that is itself compiled (torch.compile) are not seen;
 - `torch.autograd.backward`, which Tensor.backward calls too, gets something around it that adds up the time before it:
   what a rank did by itself, for backward is where it waits for others;
-- the handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group stands:
-  their begin, their answer and their end are the moments around the store. torch has no public hook there. Where its
-  table is missing there are no such moments, and nothing else changes.
+- the handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group
+  stands: their begin, their answer and their end are the moments around the store. torch has no public hook there.
+  Where its table is missing there are no such moments, and nothing else changes.
 
-And one thing that is no moment: a gloo group is never destructed. Its destructor joins threads, and whoever drops the last
-reference (DDP's reducer, when the script's main function returns) may run it with the interpreter's lock in hand, while one
-of those threads waits for that lock: a finished script hangs for ever. (holdfast.train's process_group does the same for its
-own groups, with the measurements; this is for scripts that know nothing of it.) What stays are a few idle threads.
+And one thing that is no moment: a gloo group is never destructed. Its destructor joins threads, and whoever drops the
+last reference (DDP's reducer, when the script's main function returns) may run it with the interpreter's lock in
+hand, while one of those threads waits for that lock: a finished script hangs for ever. (holdfast.train's
+process_group does the same for its own groups, with the measurements; this is for scripts that know nothing of it.)
+What stays are a few idle threads.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-"""torch.autograd.backward's arguments. Ours has the same: to take and pass on just anything costs a quarter of a microsecond."""
+"""torch.autograd.backward's arguments. Ours has the same: to take and pass on just anything costs a quarter of a
+microsecond."""
 
 
 def begin(address: str) -> None:
@@ -197,8 +200,8 @@ class Marks:
         return rendezvous
 
     def _is_foreign(self, url: str) -> bool:
-        """Whether this address is not that of the agent's store, as from torch 2.14 on: rank 0 has to serve it itself. An
-        older torch makes every rank a client of whatever address it is given, where nobody serves."""
+        """Whether this address is not that of the agent's store, as from torch 2.14 on: rank 0 has to serve it
+        itself. An older torch makes every rank a client of whatever address it is given, where nobody serves."""
         if os.environ.get(USE_AGENT_STORE) != "True":
             return False
         host, port = _store_of(url)
@@ -265,7 +268,8 @@ def _never_destruct(c10d: Any, group: Any) -> None:
 
 
 def _leave_to_eager(function: Any, original: Any) -> None:
-    """Have torch's compiler pass this function by: it does so with what lies in torch's folder, as this one says it does."""
+    """Have torch's compiler pass this function by: it does so with what lies in torch's folder, as this one says it
+    does."""
     file = os.path.join(os.path.dirname(original.__code__.co_filename), "holdfast", "worker", "progress.py")
     function.__code__ = function.__code__.replace(co_filename=file)
 

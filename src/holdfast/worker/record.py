@@ -70,7 +70,8 @@ def _record(path: str, error: Exception) -> None:
 
 
 def _pass_on(failure: Any, path: str) -> None:
-    """A launcher inside the program failed (torch's ChildFailedError): hand its worker's error file up, with its code."""
+    """A launcher inside the program failed (torch's ChildFailedError): hand its worker's error file up, with its
+    code."""
     if not os.path.isfile(failure.error_file):
         return
     shutil.copyfile(failure.error_file, path)

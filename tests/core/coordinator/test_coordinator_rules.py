@@ -30,7 +30,7 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.insight.verdicts import judge
+from holdfast.insight.causes import judge
 from tests.core.coordinator.coordinator_desk import (
     LIMITS,
     Desk,

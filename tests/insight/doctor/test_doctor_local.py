@@ -8,11 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.core.doctor import DoctorFinding, Folder, Gpu, Interface, Level, LocalFacts, TorchFacts, TorchState
-from holdfast.insight.doctor.codes import CODES
-from holdfast.insight.doctor.local import examine
-from holdfast.insight.doctor.network import chosen, proposed
-from holdfast.insight.doctor.software import slow_import
-from holdfast.insight.doctor.table import as_json, exit_code, lines_of, render, worst
+from holdfast.insight.doctor.findings import as_json, code_texts, exit_code, lines_of, render, worst
+from holdfast.insight.doctor.local import chosen, examine, proposed, slow_import
 
 GIB = 2**30
 ETH0 = Interface(name="eth0", addresses=("10.0.0.7",))
@@ -190,9 +187,9 @@ def test_every_code_that_is_given_is_explained() -> None:
 
     folder = Path(holdfast.__file__).parent
     sources = [*folder.glob("insight/doctor/*.py"), *folder.glob("runtime/doctor/*.py")]
-    given = {code for path in sources if path.name != "codes.py" for code in re.findall(r"HF5\d\d", path.read_text())}
-    assert given == set(CODES)
-    for explained in CODES.values():
+    given = {code for path in sources for code in re.findall(r"HF5\d\d", path.read_text())}
+    assert given == set(code_texts())
+    for explained in code_texts().values():
         assert all(text.endswith(".") or "`" in text for text in explained)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast.core.doctor import DoctorFinding, Level, NodePath, NodeReport, Reached, Reduced, Summary, Visit
+from holdfast.core.doctor import DoctorFinding, JointCheck, Level, NodePath, NodeReport, Reached, Reduced, Summary
 from holdfast.insight.doctor.together import examine_together, release
 
 HOSTS = ("a", "b", "c")
@@ -40,29 +40,31 @@ def report(
     )
 
 
-def visit(*reports: NodeReport | None, **changes: Any) -> Visit:
-    return replace(Visit(wanted=(3, 3), came=HOSTS, reports=reports or (report(0), report(1), report(2))), **changes)
+def check(*reports: NodeReport | None, **changes: Any) -> JointCheck:
+    return replace(
+        JointCheck(wanted=(3, 3), came=HOSTS, reports=reports or (report(0), report(1), report(2))), **changes
+    )
 
 
-def found(told: Visit, me: int = 0) -> list[tuple[str, Level, str]]:
+def found(told: JointCheck, me: int = 0) -> list[tuple[str, Level, str]]:
     findings = examine_together(told, me)
     return [(each.code, each.level, each.why) for each in findings if each.level is not Level.PASS]
 
 
 def test_three_nodes_on_which_all_is_well() -> None:
-    findings = examine_together(visit(reduced=(Reduced(ok=True, seconds=0.1),) * 3), 0)
+    findings = examine_together(check(reduced=(Reduced(ok=True, seconds=0.1),) * 3), 0)
     assert {each.level for each in findings} == {Level.PASS}
     assert {each.code for each in findings} == {"HF550", "HF560", "HF561", "HF563", "HF564", "HF565", "HF566", "HF570"}
 
 
 def test_a_node_that_did_not_come_is_missing_and_one_above_the_minimum_is_not() -> None:
-    told = visit(report(0, number=2), report(1, number=2), came=("a", "b"))
+    told = check(report(0, number=2), report(1, number=2), came=("a", "b"))
     assert found(told) == [("HF550", Level.RETRY, "2 of 3 came: a, b")]
     assert found(replace(told, wanted=(1, 3))) == []
 
 
 def test_a_pair_that_fails_is_named_in_both_directions() -> None:
-    told = visit(report(0), report(1, link(2, reached=Reached.SILENT)), report(2))
+    told = check(report(0), report(1, link(2, reached=Reached.SILENT)), report(2))
     ((code, level, why),) = found(told)
     assert (code, level) == ("HF560", Level.FATAL)
     assert why == "b → c (10.0.0.2:42000): timed out; c → b works"
@@ -71,21 +73,21 @@ def test_a_pair_that_fails_is_named_in_both_directions() -> None:
 
 
 def test_a_pair_that_fails_both_ways_and_one_that_nobody_could_try() -> None:
-    cut = visit(
+    cut = check(
         report(0),
         report(1, link(2, reached=Reached.SILENT)),
         report(2, link(1, reached=Reached.REFUSED, error="connection refused")),
     )
     ((_, _, why),) = found(cut)
     assert why == "b → c (10.0.0.2:42000): timed out; c → b (10.0.0.1:41000): refused"
-    told = visit(report(0), report(1, link(2, reached=Reached.UNREACHABLE, error="no route to host")), None)
+    told = check(report(0), report(1, link(2, reached=Reached.UNREACHABLE, error="no route to host")), None)
     texts = {code: why for code, _, why in found(told)}
     assert texts["HF560"] == "b → c (10.0.0.2:42000): no route (no route to host); c → b: not tried"
     assert texts["HF554"] == "c came, and fell silent before the end"
 
 
 def test_a_stranger_at_the_address_is_no_firewall() -> None:
-    told = visit(report(0, link(1, reached=Reached.STRANGER, error="another")), report(1), report(2))
+    told = check(report(0, link(1, reached=Reached.STRANGER, error="another")), report(1), report(2))
     (fix,) = [each.fix for each in examine_together(told, 0) if each.code == "HF560"]
     assert "NAT" in fix
 
@@ -103,7 +105,7 @@ def test_very_many_pairs_are_counted() -> None:
         report(me, *(link(to, reached=Reached.SILENT) for to in range(number) if to != me), number=number)
         for me in range(number)
     ]
-    told = visit(*reports, came=names, wanted=(number, number))
+    told = check(*reports, came=names, wanted=(number, number))
     assert len([code for code, _, _ in found(told) if code == "HF560"]) == 11
     lines = [why for code, _, why in found(replace(told, reports=tuple(other))) if code == "HF560"]
     assert len(lines) == 17
@@ -111,7 +113,7 @@ def test_very_many_pairs_are_counted() -> None:
 
 
 def test_a_name_that_does_not_resolve_or_means_another_is_named() -> None:
-    told = visit(report(0), report(1, link(2, names=(), name_error="unknown")), report(2, link(0, names=("10.9.9.9",))))
+    told = check(report(0), report(1, link(2, names=(), name_error="unknown")), report(2, link(0, names=("10.9.9.9",))))
     assert found(told) == [
         ("HF561", Level.WARN, "a is 10.9.9.9 on c, but is reached at 10.0.0.0"),
         ("HF561", Level.WARN, "c does not resolve on b"),
@@ -120,12 +122,12 @@ def test_a_name_that_does_not_resolve_or_means_another_is_named() -> None:
 
 def test_names_do_not_matter_on_loopback() -> None:
     here = [replace(each, address="127.0.0.1:4000", names=("192.0.2.1",)) for each in (link(1), link(2))]
-    assert found(visit(report(0, *here), report(1), report(2))) == []
+    assert found(check(report(0, *here), report(1), report(2))) == []
 
 
 @pytest.mark.parametrize(("seconds", "is_slow"), [(0.03, True), (0.0021, True), (0.0019, False)])
 def test_a_slow_or_odd_round_trip_is_named(seconds: float, is_slow: bool) -> None:
-    got = found(visit(report(0, link(1, latency_s=seconds)), report(1), report(2)))
+    got = found(check(report(0, link(1, latency_s=seconds)), report(1), report(2)))
     assert bool(got) is is_slow
     if is_slow:
         assert got[0][0] == "HF563"
@@ -134,7 +136,7 @@ def test_a_slow_or_odd_round_trip_is_named(seconds: float, is_slow: bool) -> Non
 
 @pytest.mark.parametrize(("bytes_s", "is_slow"), [(1e7, True), (1.9e8, True), (2.1e8, False), (None, False)])
 def test_a_slow_or_odd_connection_is_named(bytes_s: float | None, is_slow: bool) -> None:
-    got = found(visit(report(0), report(1), report(2, link(1, bytes_s=bytes_s))))
+    got = found(check(report(0), report(1), report(2, link(1, bytes_s=bytes_s))))
     assert bool(got) is is_slow
     if is_slow:
         assert got[0][0] == "HF564"
@@ -142,7 +144,7 @@ def test_a_slow_or_odd_connection_is_named(bytes_s: float | None, is_slow: bool)
 
 
 def test_a_clock_that_differs_is_named_once() -> None:
-    told = visit(report(0, link(2, clock_offset_s=-3.5)), report(1, link(2, clock_offset_s=-3.5)), report(2))
+    told = check(report(0, link(2, clock_offset_s=-3.5)), report(1, link(2, clock_offset_s=-3.5)), report(2))
     assert found(told) == [("HF565", Level.WARN, "c is 3.5 s behind a")]
 
 
@@ -158,7 +160,7 @@ def test_a_clock_that_differs_is_named_once() -> None:
     ],
 )
 def test_different_versions_are_named(changes: dict[str, str], code: str, level: Level, text: str) -> None:
-    ((got, of_level, why),) = found(visit(report(0), report(1, **changes), report(2)))
+    ((got, of_level, why),) = found(check(report(0), report(1, **changes), report(2)))
     assert (got, of_level) == (code, level)
     assert text in why
 
@@ -172,7 +174,7 @@ def test_an_all_reduce_that_fails_proposes_the_interfaces_that_work() -> None:
         ok=False,
         error="RuntimeError: Gloo connectFullMesh failed with [/a/pair.cc:152] timed out, remote=[127.0.1.1]:1$0",
     )
-    told = visit(reduced=(Reduced(ok=True), bad, Reduced(ok=False, silent=True)))
+    told = check(reduced=(Reduced(ok=True), bad, Reduced(ok=False, silent=True)))
     ((code, level, why),) = found(told)
     assert (code, level) == ("HF570", Level.FATAL)
     assert "b: RuntimeError: Gloo connectFullMesh failed timed out, remote=[127.0.1.1]:1, c: did not end in time" in why
@@ -182,6 +184,6 @@ def test_an_all_reduce_that_fails_proposes_the_interfaces_that_work() -> None:
 
 def test_what_others_found_at_home_is_shown_once_and_without_our_own() -> None:
     small = DoctorFinding(code="HF510", level=Level.WARN, what="/dev/shm", why="has only 64 MiB", fix="more")
-    told = visit(*(report(me, findings=(small,)) for me in range(3)))
+    told = check(*(report(me, findings=(small,)) for me in range(3)))
     (finding,) = [each for each in examine_together(told, 1) if each.code == "HF510"]
     assert finding.node == "a, c"

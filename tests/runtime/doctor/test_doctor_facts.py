@@ -11,10 +11,17 @@ import pytest
 
 from holdfast.core.doctor import TorchFacts, TorchState
 from holdfast.core.options import Endpoint
+from holdfast.linux import GroupLimits
 from holdfast.runtime.doctor import system
-from holdfast.runtime.doctor.bounded import bounded, run_bounded
-from holdfast.runtime.doctor.facts import FactsRequest, gather_facts, try_to_bind
-from holdfast.runtime.doctor.programs import ask_torch, read_gpus
+from holdfast.runtime.doctor.facts import (
+    FactsRequest,
+    ask_torch,
+    bounded,
+    gather_facts,
+    read_gpus,
+    run_bounded,
+    try_to_bind,
+)
 
 GIB = 2**30
 
@@ -34,7 +41,7 @@ def test_the_lowest_limit_of_all_cgroups_above_counts(tmp_path: Path) -> None:
     put(tmp_path, f"{group}/cpu.max", "max 100000\n")
     put(tmp_path, f"{group}/pids.max", "512\n")
     put(tmp_path, f"{group}/pids.current", "200\n")
-    limits = system.GroupLimits(tmp_path)
+    limits = GroupLimits(tmp_path)
     assert (limits.memory_bytes, limits.cpus, limits.pids, limits.pids_used) == (8 * GIB, 1.5, 512, 200)
 
 
@@ -43,16 +50,16 @@ def test_cgroup_v1_and_a_container_that_sees_the_paths_of_its_host(tmp_path: Pat
     put(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2 * GIB}\n")
     put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "50000\n")
     put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n")
-    limits = system.GroupLimits(tmp_path)
+    limits = GroupLimits(tmp_path)
     assert (limits.memory_bytes, limits.cpus) == (2 * GIB, 0.5)
 
 
 def test_no_cgroup_has_no_limit(tmp_path: Path) -> None:
     put(tmp_path, "proc/self/cgroup", "4:memory:/\n")
     put(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    limits = system.GroupLimits(tmp_path)
+    limits = GroupLimits(tmp_path)
     assert (limits.memory_bytes, limits.cpus, limits.pids) == (None, None, None)
-    assert system.GroupLimits(tmp_path / "nothing").memory_bytes is None
+    assert GroupLimits(tmp_path / "nothing").memory_bytes is None
 
 
 def test_driver_route_and_ports_are_read(tmp_path: Path) -> None:

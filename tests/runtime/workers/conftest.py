@@ -28,8 +28,7 @@ from holdfast.runtime.workers.keeper_client import (
     StandbyTold,
     sweep,
 )
-from holdfast.runtime.workers.preload import FOLDER
-from holdfast.runtime.workers.spawn import BOOTSTRAP
+from holdfast.runtime.workers.preload import BOOTSTRAP, FOLDER
 from tests.runtime.workers.looks import Start, out
 from tests.support.limits import limit_s
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.outcome import TEXT_BYTES_MAX
-from holdfast.runtime.workers.evidence import (
+from holdfast.core.outcome import TEXT_BYTES_MAX, Failure
+from holdfast.runtime.workers.ends import (
     MESSAGE_BYTES_MAX,
     TAIL_LINES_MAX,
     OomWatch,
     Recorded,
-    failure_of_exit,
     failure_of_spawn,
     read_error_file,
     read_tail,
+    with_evidence,
 )
 
 WHOLE = {"message": {"message": "a.B: text", "extraInfo": {"py_callstack": "Traceback", "timestamp": "17"}}}
@@ -99,7 +99,7 @@ def machine(root: Path, cgroup: str, files: dict[str, int]) -> OomWatch:
     (root / "proc" / "self" / "cgroup").write_text(cgroup)
     for name, kills in files.items():
         put(root / name, kills)
-    return OomWatch(proc=root / "proc", cgroups=root / "cgroup")
+    return OomWatch(root)
 
 
 def put(file: Path, kills: int) -> None:
@@ -110,12 +110,12 @@ def put(file: Path, kills: int) -> None:
 @pytest.mark.parametrize(
     ("cgroup", "counter"),
     [
-        ("0::/job/one\n", "cgroup/job/one/memory.events"),
-        ("0::/\n", "cgroup/memory.events"),
-        ("0::/hidden/from/inside\n", "cgroup/memory.events"),
-        ("4:cpu,memory:/job\n0::/\n", "cgroup/memory/job/memory.oom_control"),
-        ("4:memory:/outer\n", "cgroup/memory/memory.oom_control"),
-        ("0::/job\n", "cgroup/unified/job/memory.events"),
+        ("0::/job/one\n", "sys/fs/cgroup/job/one/memory.events"),
+        ("0::/\n", "sys/fs/cgroup/memory.events"),
+        ("0::/hidden/from/inside\n", "sys/fs/cgroup/memory.events"),
+        ("4:cpu,memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control"),
+        ("4:memory:/outer\n", "sys/fs/cgroup/memory/memory.oom_control"),
+        ("0::/job\n", "sys/fs/cgroup/unified/job/memory.events"),
         ("0::/\n", "proc/vmstat"),
     ],
 )
@@ -137,8 +137,10 @@ def test_no_counter_means_no(tmp_path: Path) -> None:
 
 
 def failure(**changes: Any) -> Any:
-    known = {"rank": 5, "local_rank": 1, "host": "n1", "pid": 77, "exit_code": 1, "lived_s": 2.5, "now_epoch_s": 99}
-    return failure_of_exit(**{**known, "error_file": "", "stderr_file": "", **changes})
+    files = {"error_file": "", "stderr_file": "", "now_epoch_s": 99, "out_of_memory": False}
+    known = {"rank": 5, "local_rank": 1, "host": "n1", "pid": 77, "exit_code": 1, "lived_s": 2.5}
+    read = {name: changes.pop(name, value) for name, value in files.items()}
+    return with_evidence(Failure(**{**known, **changes}), **read)
 
 
 def test_a_failure_with_all_its_evidence(tmp_path: Path) -> None:
@@ -170,8 +172,7 @@ def test_out_of_memory_is_a_sigkill_that_nobody_sent(exit_code: int, after_stop:
 
 @pytest.mark.parametrize(("number", "code"), [(2, 127), (13, 126), (8, 126), (11, 1), (12, 1), (24, 1)])
 def test_a_program_that_did_not_start(number: int, code: int) -> None:
-    found = failure_of_spawn(
-        rank=0, local_rank=0, host="n1", error_number=number, text="No such file or directory: x", now_epoch_s=9
-    )
+    bare = Failure(rank=0, local_rank=0, host="n1", pid=0, exit_code=0)
+    found = failure_of_spawn(bare, error_number=number, text="No such file or directory: x", now_epoch_s=9)
     assert (found.exit_code, found.started, found.pid) == (code, False, 0)
     assert found.message == "No such file or directory: x"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.runtime.workers.log_lines import LINE_BYTES_MAX, LineCutter, add_prefix, keep_matching, tame
+from holdfast.runtime.workers.log_fold import LINE_BYTES_MAX, LineCutter, add_prefix, keep_matching, tame
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.core.board import LOOK_SIGNAL
 from holdfast.core.stacks import RankSample
+from holdfast.linux import process_stat
 from holdfast.runtime.workers import kernel, processes
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.looker import Looker, Tally
@@ -84,7 +85,7 @@ def test_one_that_spins(board: Board, start: Start) -> None:
 def test_one_that_is_stopped_is_not_asked(board: Board, start: Start, tmp_path: Path) -> None:
     process = start(SLEEPS)
     process.send_signal(signal.SIGSTOP)
-    until(lambda: kernel.read_stat(process.pid).state == "T", "the worker to be where it stays")  # type: ignore[union-attr]
+    until(lambda: process_stat(process.pid).state == "T", "the worker to be where it stays")  # type: ignore[union-attr]
     (sample,) = look(board, process, folder=tmp_path, times=3)
     assert (sample.state, sample.frames) == ("T", ())
     assert "did not write its stacks" in Path(sample.file).read_text()
@@ -98,7 +99,7 @@ def test_one_that_has_become_another_program(board: Board, start: Start) -> None
 
     def sleeps() -> bool:
         """Not only has its name: on a busy machine it is still being loaded then."""
-        stat = kernel.read_stat(process.pid)
+        stat = process_stat(process.pid)
         return stat is not None and (stat.name, stat.state) == ("sleep", "S")
 
     until(sleeps, "the worker to be where it stays")

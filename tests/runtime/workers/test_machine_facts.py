@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.outcome import Failure
 from holdfast.runtime.workers import machine_facts
-from holdfast.runtime.workers.evidence import failure_of_exit
+from holdfast.runtime.workers.ends import with_evidence
 from holdfast.runtime.workers.machine_facts import facts_for
 
 
@@ -65,18 +66,8 @@ def test_what_cannot_be_found_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 def failure(folder: Path, *, after_stop: bool) -> dict[str, str]:
     log = folder / "stderr.log"
     log.write_text("OSError: [Errno 24] Too many open files\n")
-    return failure_of_exit(
-        rank=0,
-        local_rank=0,
-        host="a",
-        pid=1,
-        exit_code=1,
-        error_file="",
-        stderr_file=str(log),
-        lived_s=1.0,
-        now_epoch_s=0,
-        after_stop=after_stop,
-    ).facts
+    bare = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, lived_s=1.0, after_stop=after_stop)
+    return with_evidence(bare, error_file="", stderr_file=str(log), now_epoch_s=0).facts
 
 
 def test_the_failure_carries_them(tmp_path: Path) -> None:

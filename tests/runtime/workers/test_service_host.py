@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.options import CommandKind, WorkerCommand
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import ProcessEnded
 from holdfast.runtime.workers.service_host import SaverHost, StoreHost
-from holdfast.runtime.workers.sources import wants_store
-from holdfast.snapshots import packets
+from holdfast.snapshots import shelf
 from holdfast.snapshots.shelf import SOCKET
 from tests.support.limits import limit_s
 
@@ -221,8 +219,8 @@ def test_a_saver_that_cannot_be_started_is_reported_once(on_bench: OnBench, monk
         nonlocal folder
         host = SaverHost(bench.keeper, "job", notices.append)
         bench.keeper._on_event = host.handle
-        monkeypatch.setattr(packets.sys, "executable", "/no/such/python")
-        folder = host.environment(1, 0)[packets.SAVER_VARIABLE].partition("@")[0]
+        monkeypatch.setattr(shelf.sys, "executable", "/no/such/python")
+        folder = host.environment(1, 0)[shelf.SAVER_VARIABLE].partition("@")[0]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
             worker.connect(f"{folder}/{SOCKET}")
             await bench.until(lambda: bool(notices))
@@ -232,55 +230,3 @@ def test_a_saver_that_cannot_be_started_is_reported_once(on_bench: OnBench, monk
     (notice,) = notices
     assert "could not be started: No such file or directory" in notice
     assert not Path(folder).exists()
-
-
-# --- looking into the script ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import torch", True),
-        ("import torch.nn.functional as F", True),
-        ("from torch import nn", True),
-        ("def main():\n    from accelerate import Accelerator", True),
-        ("import json, lightning as L", True),
-        ("import beside", True),
-        ("from beside import *", True),
-        ("from . import beside", True),
-        ("import package", True),
-        ("import numpy", False),
-        ("import torchless", False),
-        ("# import torch", False),
-        ("x = 'import torch'", False),
-        ("import torch(", False),
-        ("\0", False),
-        ("import twice", False),
-    ],
-)
-def test_wants_store(tmp_path: Path, source: str, expected: bool) -> None:
-    (tmp_path / "beside.py").write_text("import torch")
-    (tmp_path / "twice.py").write_text("import beside")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("from transformers import Trainer")
-    (tmp_path / "train.py").write_text(source)
-    assert wants_store(WorkerCommand(kind=CommandKind.SCRIPT, target=str(tmp_path / "train.py"))) is expected
-
-
-def test_wants_store_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text("import torch")
-    (tmp_path / "package" / "module.py").write_text("import torch")
-
-    def wants(kind: CommandKind, target: str) -> bool:
-        return wants_store(WorkerCommand(kind=kind, target=target))
-
-    assert wants(CommandKind.MODULE, "package")
-    assert wants(CommandKind.MODULE, "package.module")
-    assert wants(CommandKind.SCRIPT, "package")
-    assert wants(CommandKind.RUN_PATH, "package/module.py")
-    assert not wants(CommandKind.MODULE, "package.missing")
-    assert not wants(CommandKind.PROGRAM, "package/module.py")
-    assert not wants(CommandKind.SCRIPT, "missing.py")
-    assert not wants(CommandKind.SCRIPT, "/dev/null")

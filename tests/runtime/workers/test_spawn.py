@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits
-from holdfast.runtime.workers.spawn import BOOTSTRAP, bootstrap_for, worker_argv
+from holdfast.runtime.workers.preload import BOOTSTRAP, bootstrap_for, worker_argv
 
 
 def argv(kind: CommandKind, target: str, *args: str, virtual: bool = False, **command: Any) -> list[str]:

@@ -11,8 +11,7 @@ import pytest
 
 from holdfast.runtime.workers import looker as looker_module
 from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.looker import Looker
-from holdfast.runtime.workers.stack_files import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles
+from holdfast.runtime.workers.looker import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, Looker, StackFiles
 from tests.runtime.workers.looks import (
     SLEEPS,
     Start,
@@ -56,7 +55,7 @@ def test_native_stacks_where_py_spy_is(
     spy = tmp_path / "py-spy"
     spy.write_text('#!/bin/sh\necho "spied: $*"\n')
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.runtime.workers.looker._py_spy", lambda: str(spy))
     process = start(SLEEPS)
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
@@ -77,7 +76,7 @@ def test_a_spy_that_does_not_end_is_ended_by_the_next_look(
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nexec sleep 600\n")
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.runtime.workers.stack_files._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.runtime.workers.looker._py_spy", lambda: str(spy))
     (sample,) = look(board, start(SLEEPS), folder=tmp_path, times=3)
     assert "py-spy" not in Path(sample.file).read_text()
 

@@ -24,7 +24,6 @@ def limit_s(seconds: float) -> float:
 
 def run_ranks(world: int, function: Callable[[], None]) -> list[int | None]:
     """Exit codes by rank: negative for a signal, None for a rank that was still there after PATIENCE_S of a quiet machine."""
-    torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -39,6 +38,9 @@ def _start(function: Callable[[], None], rank: int, world: int, port: int) -> in
         return pid
     code = 1
     try:
+        torch.set_num_threads(
+            1
+        )  # not before the fork: two threads of the child may repair torch's pool at once, and abort
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )

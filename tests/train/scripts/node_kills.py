@@ -33,7 +33,6 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
 from holdfast.snapshots import folder as folders
-from holdfast.snapshots import reader
 from holdfast.train import saving, snapshots  # noqa: F401 - before the fork
 
 NODES = 2
@@ -229,7 +228,7 @@ def committed(folder: Path, faults: list[str]) -> int:
         if snapshot.manifest.world != NODES:
             faults.append(f"{snapshot.path.name} has {snapshot.manifest.world} ranks")
         with contextlib.suppress(folders.SnapshotGoneError):
-            reader.verify(snapshot)
+            folders.verify(snapshot)
     return newest
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
 from holdfast.snapshots import folder as folders
-from holdfast.snapshots.reader import RankFile
+from holdfast.snapshots.folder import RankFile
 
 
 class Language(nn.Module):

@@ -21,7 +21,7 @@ from holdfast.core.coordinator.ending import Again, after_stop, restart_text
 from holdfast.core.coordinator.events import Event, Heard, LinkClosed, LinkOpened, QuitAsked
 from holdfast.core.coordinator.formation import Candidate, FormNow, NoQuorum, WaitUntil, assignments, decide, seat
 from holdfast.core.coordinator.oversight import CoordinatorOversight
-from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_loopback, master_address, names
+from holdfast.core.coordinator.state import Draining, Member, Pending, Phase, World, is_local, master_address, names
 from holdfast.core.errors import NodesError
 from holdfast.core.machines import Tick
 from holdfast.core.outcome import Failure, Outcome, OutcomeKind
@@ -369,7 +369,7 @@ class CoordinatorMachine(CoordinatorOversight):
             nproc={node.member: node.nproc for node in seats},
         )
         self._enter(now, Phase.PREPARING)
-        local = all(is_loopback(self.members[name].address) for name in self.world.order)
+        local = all(is_local(self.members[name].address) for name in self.world.order)
         places = assignments(seats, generation=self.generation, restart_count=self.budget.used, local_world=local)
         for name, assign in places.items():
             self._tell(self.members[name], assign)

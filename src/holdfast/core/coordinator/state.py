@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 
 from holdfast.core.hang import Finding, RankStory
 from holdfast.core.outcome import Failure
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import StopReason
+from holdfast.text import is_loopback, listed
 
 LEFT_MAX = 8
 """Workers that ended with 0 of which is kept how: those that a verdict names."""
@@ -157,8 +157,9 @@ class World:
         return len(self.done.get(member, ())) == self.nproc[member]
 
 
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "")
+def is_local(address: str) -> bool:
+    """Loopback, or none: a member on the coordinator's own machine."""
+    return not address or is_loopback(address)
 
 
 def master_address(world: Sequence[Member]) -> str:
@@ -166,14 +167,13 @@ def master_address(world: Sequence[Member]) -> str:
     first = world[0]
     if first.node.local_addr:
         return first.node.local_addr
-    if is_loopback(first.address):
+    if is_local(first.address):
         for other in world[1:]:
-            if not is_loopback(other.address):
+            if not is_local(other.address):
                 return other.reached_at
     return first.address
 
 
 def names(members: Collection[Member], most: int = 8) -> str:
     """Host names for a message, cut short."""
-    hosts = ", ".join(member.node.host for member in islice(members, most))
-    return hosts + (f" and {len(members) - most} more" if len(members) > most else "")
+    return listed([member.node.host for member in members], most)

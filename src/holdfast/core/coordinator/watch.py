@@ -32,6 +32,7 @@ from holdfast.core.hang import Examine, Finding, HangKind, RankStory
 from holdfast.core.policy import Limits
 from holdfast.core.progress import Stage
 from holdfast.core.stacks import RankSample
+from holdfast.text import listed
 
 LOOKS = 3
 """Of one examination, look_gap_s apart."""
@@ -348,6 +349,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _named(missing: Sequence[Pace]) -> str:
-    words = ", ".join(f"rank {pace.rank} on {pace.host}" for pace in missing[:RANKS_NAMED_MAX])
-    more = f" and {len(missing) - RANKS_NAMED_MAX} more" if len(missing) > RANKS_NAMED_MAX else ""
-    return f"{words}{more} {'has' if len(missing) == 1 else 'have'}"
+    words = listed([f"rank {pace.rank} on {pace.host}" for pace in missing], RANKS_NAMED_MAX)
+    return f"{words} {'has' if len(missing) == 1 else 'have'}"

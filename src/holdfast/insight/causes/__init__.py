@@ -1,4 +1,18 @@
-"""What failed and who is to blame: words (what a failure says), blame (who), rules (the table of causes), find (what),
-meeting (what only several failures together show), texts (what each code means). Loaded when a generation has failed,
-and by `holdfast explain`; nothing of it is needed to start a job.
+"""From the failures of a generation to one verdict: what failed first and why, as against what failed because of it.
+
+words (what a failure says), blame (who), rules (the table of causes and what each code means), find (what), meeting
+(what only several failures together show). Pure. The order of arrival at the coordinator is evidence, clocks of nodes
+are not; what a failure says of itself outweighs both: a rank that complains about its peers' connections is a victim.
 """
+
+from __future__ import annotations
+
+from holdfast.core.outcome import Evidence, Verdict
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict on one generation. Deterministic: the same evidence gives the same words on every node."""
+    # Here and not above: a job that does not fail never needs the table of causes.
+    from holdfast.insight.causes.verdict import verdict_on
+
+    return verdict_on(evidence)

@@ -23,7 +23,7 @@ class Blame(IntEnum):
     OWN_LATE = 1
     """A reason of its own that cannot come from being stopped, though its end was seen after others had complained."""
     LOOSE = 2
-    """Something about a connection or a time-out, and nothing says that a training peer is meant."""
+    """Something about a connection or a time-out, which may or may not be about a training peer."""
     WAITED = 3
     """It could not reach its peers, or waited for them in vain."""
     WAITED_LATE = 4
@@ -39,8 +39,8 @@ def types_of(names: str) -> frozenset[str]:
 
 
 class AnyCase:
-    """A pattern that knows no capitals. Three times as fast as re.IGNORECASE, which cannot skip to where a word may begin:
-    a lost node makes thousands of failures, and all are read before the job goes on."""
+    """A pattern that ignores case. Three times as fast as re.IGNORECASE, which cannot skip to where a word may
+    begin: a lost node makes thousands of failures, and all are read before the job goes on."""
 
     def __init__(self, pattern: str) -> None:
         self._small = re.compile(re.sub(r"(?<!\\)[A-Z]", lambda capital: capital[0].lower(), pattern), re.MULTILINE)
@@ -52,9 +52,11 @@ class AnyCase:
 OWN_TROUBLE = AnyCase(
     r"CUDA (?:error|out of memory)|CUDA-capable|unhandled cuda error|Cuda failure|device-side assert|out of memory"
     r"|\bHIP (?:error|out of memory)|CUBLAS_STATUS|CUDNN_STATUS"
-    r"|uncorrectable|Xid|fallen off the bus|Duplicate GPU|no socket interface found|Unable to find (?:address|interface)"
+    r"|uncorrectable|Xid|fallen off the bus|Duplicate GPU|no socket interface found|Unable to find (?:address"
+    r"|interface)"
     r"|Unable to resolve hostname|ifa != nullptr"
-    r"|EADDRINUSE|address already in use|No space left|Too many open files|Cannot allocate memory|can't start new thread"
+    r"|EADDRINUSE|address already in use|No space left|Too many open files|Cannot allocate memory"
+    r"|can't start new thread"
     r"|Detected mismatch between collectives|CollectiveFingerPrint|is inconsistent|appears not to match"
     r"|Expected to have finished reduction|invalid usage|Ran out of input|DataLoader (?:worker|timed)",
 )
@@ -70,31 +72,36 @@ TRANSPORT = AnyCase(
 GENUINE = re.compile(
     r"\w+\.(?:cc|cpp|hpp|h):\d+|\[\d{1,3}(?:\.\d{1,3}){3}\]:\d+|\[Rank \d+\]|WorkNCCL\(|^Last error:", re.MULTILINE
 )
-"""A library's own text, and not somebody's words about it."""
+"""A library's own text, and not a quotation of it."""
 
 ENDED = AnyCase(
-    r"connection (?:was )?(?:likely )?(?:closed|reset|aborted|lost)|closed (?:by|the connection)|reset by peer|broken pipe"
+    r"connection (?:was )?(?:likely )?(?:closed|reset|aborted|lost)|closed (?:by|the connection)|reset by peer"
+    r"|broken pipe"
     r"|remote process exited|remote (?:worker|peer)|ncclRemoteError|remote error|caused connection abort|failed to recv"
     r"|got 0 bytes|end ?of ?file|EOFError|peer (?:has )?(?:closed|gone|failed|disconnected)|socket (?:closed|hang ?up)"
-    r"|was aborted|been aborted|aborted (?:due|because)|pair closure|sendBytes failed|recvValue failed|errors? while waiting for send/recv",
+    r"|was aborted|been aborted|aborted (?:due|because)|pair closure|sendBytes failed|recvValue failed"
+    r"|errors? while waiting for send/recv",
 )
 """The other side went away."""
 
 WAITED = AnyCase(
-    r"timed? ?-?out|timeout|watchdog caught|failed to pass|failed to connect|could not connect|connect(?:ion)? .{0,60}(?:failed|refused)"
+    r"timed? ?-?out|timeout|watchdog caught|failed to pass|failed to connect|could not connect"
+    r"|connect(?:ion)? .{0,60}(?:failed|refused)"
     r"|no route to host|network is unreachable|(?:system|internal) error|ncclSystemError|ncclInternalError|heartbeat"
     r"|clients joined|hasn't joined|deadline exceeded",
 )
 """The other side did not come, or cannot be reached."""
 
 SERVER = re.compile(
-    r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec|huggingface_hub|wandb|mlflow|comet_ml|neptune"
+    r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec|huggingface_hub|wandb|mlflow"
+    r"|comet_ml|neptune"
     r"|pymongo|redis|psycopg2?|asyncpg|pymysql|MySQLdb|kafka|paramiko|grpc|google|azure|clearml|datasets)/"
     r"|/urllib/request\.py|/http/client\.py| in do_handshake$"
 )
 """Frames of clients: the other side is a server and no training peer."""
 SERVER_TEXT = AnyCase(
-    r"\b(?:wandb|mlflow|requests|urllib3?|httpx|botocore|huggingface_hub|aiohttp|pymysql|psycopg2?|pymongo|redis)\.\w|s3://|gs://"
+    r"\b(?:wandb|mlflow|requests|urllib3?|httpx|botocore|huggingface_hub|aiohttp|pymysql|psycopg2?|pymongo"
+    r"|redis)\.\w|s3://|gs://"
     r"|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded",
 )
 URL = AnyCase(r"https?://")
@@ -109,7 +116,7 @@ NAMES_A_WAIT = AnyCase(
     r"timed? ?-?out|timeout|failed to pass|watchdog caught|connect to .{0,80}failed|failed to connect|no route to host"
     r"|refused|unreachable",
 )
-"""A time-out that tells of closed connections too: it closed them itself."""
+"""A time-out that mentions closed connections too: it closed them itself."""
 
 CONTROL_FLOW = types_of(
     "KeyError AttributeError IndexError StopIteration Empty NotImplementedError ImportError TypeError"
@@ -128,7 +135,8 @@ PLAIN_TYPES = types_of(
 """No library reports a lost peer by these: such words in them are quoted."""
 
 FROM_THE_STOP = AnyCase(
-    r"\bSIG(?:TERM|INT|KILL|HUP)\b|killed by signal: Terminated|signal 15|KeyboardInterrupt|\bshutdown\b|interpreter shutdown"
+    r"\bSIG(?:TERM|INT|KILL|HUP)\b|killed by signal: Terminated|signal 15|KeyboardInterrupt|\bshutdown\b"
+    r"|interpreter shutdown"
     r"|preempt|received signal|signum|Terminated",
 )
 """What a worker says because it is being stopped."""
@@ -144,8 +152,25 @@ def ranked(failures: Sequence[Failure]) -> list[tuple[Blame, Failure]]:
 
 
 def first_own(failures: Sequence[Failure]) -> Failure | None:
-    """The first with a reason of its own. Mostly there is one, and what came after it need not be read."""
-    return next((each for each in failures if not each.after_stop and blame(each) is Blame.OWN), None)
+    """The first with a reason of its own. Mostly there is one, and what came after it need not be read.
+
+    The user's code may raise in its own words what it noticed of a peer: then any other reason comes first, since the
+    victim may have been reported before the culprit.
+    """
+    of_a_connection: Failure | None = None
+    for each in failures:
+        if each.after_stop or blame(each) is not Blame.OWN:
+            continue
+        if not _may_be_of_a_peer(each):
+            return each
+        of_a_connection = of_a_connection or each
+    return of_a_connection
+
+
+def _may_be_of_a_peer(failure: Failure) -> bool:
+    words = listen(failure)
+    text = unwrapped(words.root)
+    return bool(words.raised and not OWN_TROUBLE.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
 def blame(failure: Failure) -> Blame:

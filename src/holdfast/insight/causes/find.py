@@ -1,6 +1,7 @@
 """From one failure to its cause: the first rule that fits, in words for the last screen.
 
-Exceptions that have no code of their own have HINTS. Pure. Who is to blame was decided before (blame.py); here only what it was.
+Exceptions without a code of their own may have a hint. Pure. Who is to blame was decided before (blame.py); here only
+what it was.
 """
 
 from __future__ import annotations
@@ -16,55 +17,8 @@ from msgspec import structs
 from holdfast.core.errors import EXIT_FAILURE
 from holdfast.core.outcome import Failure
 from holdfast.insight.causes.blame import CONTROL_FLOW, complaint, is_complaint, of_peers, types_of
-from holdfast.insight.causes.rule import Rule
-from holdfast.insight.causes.rules import RULES
+from holdfast.insight.causes.rules import Rule, hints, rules
 from holdfast.insight.causes.words import ASIDE, HANDLED, ChainedException, ExceptionText, class_of, listen, unwrapped
-
-HINTS: tuple[tuple[str, str], ...] = (
-    (
-        r"Expected all tensors to be on the same device",
-        "move model and batch to cuda:LOCAL_RANK; a bare .cuda() means GPU 0 on every rank",
-    ),
-    (
-        r"process group (?:has not been|is not) initialized",
-        "call torch.distributed.init_process_group() first, or use holdfast.train.process_group",
-    ),
-    (
-        r"initialize the default process group twice",
-        "one init_process_group per process: a library has called it already",
-    ),
-    (
-        r"^(?:SyntaxError|IndentationError|TabError)",
-        "this Python cannot read the script: python -m py_compile, and the same Python on all nodes",
-    ),
-    (
-        r"freeze_support|bootstrapping phase",
-        "spawned processes import the script again: put its start under if __name__ == '__main__':",
-    ),
-    (
-        r"(?:modified by an|is at version \d+; expected) .{0,40}(?:inplace|version)",
-        "a tensor was changed in place before backward; under DDP buffers are: broadcast_buffers=False",
-    ),
-    (
-        r"^IndexError: index out of range in self",
-        "an embedding was given an index beyond its table: compare the tokenizer's and the model's vocabularies",
-    ),
-    (
-        r"out of resource: shared memory",
-        "a Triton kernel wants more shared memory than this GPU has: smaller blocks, fewer stages, or another GPU",
-    ),
-    (
-        r"^(?:bdb\.)?BdbQuit",
-        "a breakpoint without a terminal: workers have no stdin; take it out, or run the script alone, without holdfast",
-    ),
-    (
-        r"BrokenProcessPool|terminated abruptly|TerminatedWorkerError",
-        "a process of its pool was killed, mostly for lack of memory, or crashed: fewer processes, and their own words on stderr",
-    ),
-    (r"returned non-zero exit status|CalledProcessError", "the program it called failed: its own words are on stderr"),
-)
-"""For exceptions that have no code of their own: words, and what to do."""
-
 
 SAID_CHARACTERS_MAX = 160
 LINE_CHARACTERS_MAX = 300
@@ -111,7 +65,7 @@ def cause_of(failure: Failure) -> Cause:
         return replace(cause, line=f"lost its thread {name!r}, which {cause.line}")
     kind = complaint(failure, words)
     for text, type_ in _texts(words):
-        for rule in RULES:
+        for rule in rules():
             if kind in rule.only and _fits(rule, failure, words, text, type_):
                 return _filled(rule, failure, words, text)
     return _plain(failure, words)
@@ -131,8 +85,9 @@ def _texts(words: ExceptionText) -> list[tuple[str, str]]:
 def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
     """Those of a chain that say what went wrong, the likeliest first.
 
-    The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up (`finally:`)
-    is a consequence. Only where the root is a usual way through code (`except KeyError:`) what came after it counts first.
+    The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up
+    (`finally:`) is a consequence. Only where the root is a usual way through code (`except KeyError:`) what came after
+    it counts first.
     """
     last, start = links[-1], 0
     if not is_complaint(last.text) or all(link.in_library for link in links[:-1]):
@@ -163,7 +118,7 @@ def _fits(rule: Rule, failure: Failure, words: ExceptionText, text: str, type_: 
     if type_ in rule.types:
         return True
     if not text:
-        # A signal that nobody explains: it ended so, or the end of its stderr says why.
+        # A signal without an explanation: it ended so, or the end of its stderr says why.
         return failure.exit_code in rule.ends or bool(rule.says and _search(rule.says, _own_stderr(failure, words)))
     return bool(rule.says and _search(rule.says, text))
 
@@ -232,7 +187,7 @@ def _raised(words: ExceptionText) -> Cause:
     if last.text != text:
         joint = ", and because of it" if last.explains else ", and while that was handled"
         line = f"{line}{joint} {_first_line(last.text).rstrip(': ')}"
-    hint = next((hint for says, hint in HINTS if _search(says, inner)), "")
+    hint = next((hint for says, hint in hints() if _search(says, inner)), "")
     return Cause("HF201", _cut(line, LINE_CHARACTERS_MAX), hint)
 
 

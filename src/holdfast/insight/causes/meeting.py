@@ -1,4 +1,5 @@
-"""What only several failures together show: which rank lags in its collectives, which nodes have a trouble and which not.
+"""What only several failures together show: which rank lags in its collectives, which nodes have a trouble and which
+not.
 
 Pure.
 """
@@ -16,6 +17,7 @@ from holdfast.insight.causes.blame import Blame, blame
 from holdfast.insight.causes.find import Cause, cause_of
 from holdfast.insight.causes.words import LIBRARY, OURS, listen
 from holdfast.insight.places import RankActivity, Where, where_is
+from holdfast.text import listed
 
 LOOKED_AT_MAX = 64
 """Failures that are read for comparison: enough to know, whatever the size of the job."""
@@ -24,14 +26,18 @@ HOSTS_NAMED_MAX = 3
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+))?")
 FINGERPRINT = re.compile(
-    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?(OpType=\w+(?:, TensorShape=\[[^\]]*\])?)"
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?(OpType=\w+(?:,"
+    r" TensorShape=\[[^\]]*\])?)"
 )
-POINT_TO_POINT = frozenset("send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split())  # noqa: SIM905
+POINT_TO_POINT = frozenset(
+    ["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"],
+)
 """Whose two ends are different calls."""
 CALLED = re.compile(r"in (\w+) at (\S+)")
 BACKWARD = ("/torch/_tensor.py", "/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 NAMED = re.compile(
-    r"Ranks?\(?s?\)? \[?([\d, ]+)\]? (?:failed to pass|did(?: not|n't) (?:join|arrive|respond)|ha(?:s|ve)(?: not|n't) joined|is missing)"
+    r"Ranks?\(?s?\)? \[?([\d, ]+)\]? (?:failed to pass|did(?: not|n't) (?:join|arrive|respond)|ha(?:s"
+    r"|ve)(?: not|n't) joined|is missing)"
     r"|\[([\d, ]+)\] finished collective #\d+, but didn't join",
     re.IGNORECASE,
 )
@@ -65,8 +71,8 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
 
 
 def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]:
-    """Those that were not on their way to the others when these had waited in vain; empty where most were not: then it is
-    the one who waited that did something else."""
+    """Those that were not on their way to the others when these had waited in vain; empty where most were not: then it
+    is the one who waited that did something else."""
     seen = [where_is(story) for story in survivors]
     absent = [
         each
@@ -96,7 +102,7 @@ def stopped(story: RankStory) -> Failure:
 
 
 def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()) -> tuple[Failure, str] | None:
-    """(the one to name, what is odd) where ranks waited in two different calls; None: in the same, or nobody knows.
+    """(the one to name, what is odd) where ranks waited in two different calls; None: in the same, or unknown.
 
     Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
     """
@@ -121,7 +127,8 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
 
 
 def _call(failure: Failure) -> str:
-    """The collective, as the script called it: the first function of torch.distributed below the script's own frames."""
+    """The collective, as the script called it: the first function of torch.distributed below the script's own
+    frames."""
     for frame in listen(failure).frames:
         file, _, function = frame.rpartition(" in ")
         if file.endswith(BACKWARD):
@@ -166,9 +173,5 @@ def spread(evidence: Evidence, culprit: Failure, cause: Cause) -> str:
     spared = [host for host in hosts if host not in met]
     if not spared:
         return "; on all nodes"
-    return f"; only on {_some([host for host in hosts if host in met])}, not on {_some(spared)}"
-
-
-def _some(hosts: Sequence[str]) -> str:
-    shown = ", ".join(hosts[:HOSTS_NAMED_MAX])
-    return shown if len(hosts) <= HOSTS_NAMED_MAX else f"{shown} and {len(hosts) - HOSTS_NAMED_MAX} more"
+    found = [host for host in hosts if host in met]
+    return f"; only on {listed(found, HOSTS_NAMED_MAX)}, not on {listed(spared, HOSTS_NAMED_MAX)}"

@@ -1,146 +1,128 @@
-"""The table of causes. Order matters: the first rule that fits decides, so narrow ones stand before wide ones.
+"""The table of causes, rules.toml: how a cause is recognised, and what the last screen says of it; hints for exceptions
+without a code of their own; advice for verdicts of more than one failure; and texts.toml, which explains each code.
 
-Pure data. Rules are written against what libraries keep saying over their versions, not against whole messages: against one
-half of tests/corpus/messages, and they are judged by the other. A wrong cause is worse than none: a rule for a service, a
-file or a peer needs a word that only such a message has. What each code means at length is in texts.py.
+Pure data, read when it is asked for.
 """
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
-from holdfast.insight.causes.blame import types_of
-from holdfast.insight.causes.rule import OWN, Rule, ends_by
-from holdfast.insight.causes.rules_machine import FILES, LIMITS
-from holdfast.insight.causes.rules_torch import AGREEMENT, GPU, PEERS, WAITING
+import msgspec
+from msgspec import Struct
 
-REFUSED = "the name of what it asks for, and who asks: log in or set the token (HF_TOKEN, WANDB_API_KEY, AWS keys) on every node"
-UNREACHED = "proxy, DNS and firewall of that node; let one rank per node download before the others, or work offline (HF_HUB_OFFLINE=1)"
-DATABASES = r"(?:psycopg2?|asyncpg|pymongo|redis|cx_Oracle|oracledb|cassandra|elasticsearch|kafka|influxdb|clickhouse_\w+|snowflake|pyodbc|trino)"
-CLIENTS = (
-    r"(?:requests|urllib3?|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|huggingface_hub|wandb|mlflow|comet_ml|neptune|clearml"
-    r"|grpc|google|azure|paramiko|openai|anthropic|minio|cohere|litellm)"
-)
+from holdfast.insight.causes.blame import Blame
+from holdfast.insight.tables import read_table
 
-SERVICES = (
-    Rule(
-        "HF238",
-        "was refused by a service outside the job: {said}",
-        REFUSED,
-        says=r"gated repo|\b40[13] (?:Client Error|Forbidden|Unauthorized)|returned error 40[13]\b|RepositoryNotFound|is not a valid model identifier"
-        r"|Invalid user token|Invalid token.{0,80}(?:log ?in|hugging|hub\b|wandb)|(?:invalid|incorrect|expired|missing) (?:API|access)[ _-](?:key|token)"
-        r"|\bAccessDenied\b|AuthenticationException|\((?:Expired|Invalid)Token\w*\)|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials"
-        r"|DefaultCredentialsError|api[_ ]key not configured|password authentication failed|Can't load .{0,200}https://huggingface\.co"
-        r"|An error occurred \((?:40[134]|NoSuchBucket|NoSuchKey|AllAccessDisabled)\) when calling"
-        r"|^google\.api_core\.exceptions\.(?:Forbidden|Unauth\w+|PermissionDenied|NotFound)\b"
-        r"|(?:pymysql|MySQLdb|mysql\.connector)\.[^\n]{0,80}\(?10(?:44|45)\b",
-        types=types_of(
-            "GatedRepoError RepositoryNotFoundError EntryNotFoundError RevisionNotFoundError NoCredentialsError DatasetNotFoundError "
-            "AuthenticationError DefaultCredentialsError NotAuthenticated"
-        ),
-    ),
-    Rule(
-        "HF238",
-        "could not reach a service outside the job: {said}",
-        UNREACHED,
-        says=r"HTTPS?Connection|urlopen error|HTTP Error \d|Max retries exceeded|CERTIFICATE_VERIFY_FAILED|Name or service not known|name resolution"
-        r"|nodename nor servname|EndpointConnectionError|LocalEntryNotFound|status(?: code)?:? [45]\d\d\b|\b[45]\d\d (?:Client|Server) Error"
-        r"|(?:not|n't|failed to|unable to|error) (?:\w+ )?(?:connect\w*|reach|resolve|download\w*|fetch\w*|access|load|retrieve|open|contact)\b.{0,120}(?<!see )\bhttps?://(?!docs\.|[\w.]*readthedocs)"
-        r"|https?://\S+[\s'\")>:].{0,300}(?:refused|timed? ?out|unreachable|reset by|status code|failed with|[^\w.](?:40[134589]|429|50[0234])\b)"
-        r"|(?:Couldn't|could not|cannot) (?:reach|find) .{0,200}on the (?:Hugging ?Face )?Hub|on the Hub or cannot be accessed"
-        r"|can't connect to (?:MySQL )?server|Lost connection to MySQL|MySQL server has gone away|connection to server at .{0,120}failed"
-        r"|could not connect to server|Is the server running (?:on|locally)|server closed the connection unexpectedly"
-        rf"|^(?:.{{0,80}}\()?{DATABASES}\.[\w.]*(?:Connect|Timeout|Operational|Interface|ServerSelection|Network|AutoReconnect|NoBrokers)\w*\b"
-        rf"|^{CLIENTS}\.[\w.]*(?:Connect|Timeout|HTTPError|HTTPStatus|SSL|Proxy|Network|Protocol|Endpoint|MaxRetry|Unavailable|Comm|Disconnected|Chunked"
-        r"|Incomplete|TooManyRequests|RetryError|DeadlineExceeded|GatewayTimeout|RpcError|Status)\w*\b"
-        r"|^[\w.]*(?:RateLimit|APIConnection|APITimeout|APIStatus|ServiceUnavailable|TooManyRequests|GatewayTimeout|Throttl\w*)(?:Error|Exception)?\b",
-        types=types_of(
-            "HTTPError URLError ConnectTimeout ReadTimeout SSLError SSLEOFError SSLZeroReturnError SSLCertVerificationError gaierror "
-            "EndpointConnectionError LocalEntryNotFoundError MaxRetryError RemoteDisconnected IncompleteRead HfHubHTTPError "
-            "OfflineModeIsEnabled ClientConnectorError"
-        ),
-        per_node=True,
-    ),
-    Rule(
-        "HF238",
-        "could not reach a service outside the job: {said}",
-        UNREACHED,
-        says=r"connect|timed? ?out|timeout|closed|reset|refused|aborted|broken pipe|resol|unreachable|UNAVAILABLE",
-        frames=r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|mlflow|s3fs|gcsfs|grpc|redis|pymongo|psycopg2?|asyncpg"
-        r"|pymysql|MySQLdb|kafka|paramiko)/|/urllib/request\.py|/http/client\.py|/ftplib\.py|/smtplib\.py| in do_handshake$",
-        per_node=True,
-    ),
-)
+_TIMED_OUT = frozenset({Blame.WAITED, Blame.WAITED_LATE, Blame.LOOSE})
+KINDS = {
+    "": frozenset(Blame),
+    "own": frozenset({Blame.OWN, Blame.OWN_LATE}),
+    "timed_out": _TIMED_OUT,
+    "complaint": _TIMED_OUT | {Blame.CUT, Blame.STOPPED},
+}
+"""What `only` of a rule may say."""
 
-ENDS = (
-    Rule(
-        "HF233",
-        "knows --local_rank, and was given --local-rank as torch's launcher spells it since 2.0",
-        "parser.add_argument('--local-rank', '--local_rank', type=int) takes both; or `holdfast run` in place of `holdfast launch`, and "
-        "int(os.environ['LOCAL_RANK']) in the script",
-        says=r"unrecognized arguments:.{0,200}--local-rank",
-        stderr=r"^usage: [\s\S]{0,2000}--local_rank",
-    ),
-    Rule(
-        "HF233",
-        "was given --local-rank, which it does not know",
-        "`holdfast run` in place of `holdfast launch`: it passes the rank in LOCAL_RANK only",
-        says=r"(?:unrecognized arguments:|No such option|Unknown command line flag|not used by the HfArgumentParser|Could not override|Key ')"
-        r".{0,200}local[-_]rank",
-    ),
-    Rule(
-        "HF233",
-        "expects --local-rank as an argument",
-        "`holdfast launch` in place of `holdfast run` gives it one; or read os.environ['LOCAL_RANK'] in the script",
-        says=r"arguments are required:.{0,200}local[-_]rank|Missing option.{0,20}local[-_]rank|has no attribute 'local_rank'",
-    ),
-    Rule(
-        "HF232",
-        "does not accept its arguments: {said}",
-        "check what follows the script's name on the command line; options of holdfast come before it",
-        says=r"^[\w./-]+(?: [\w-]+)*: error: (?:argument|the following|unrecognized|invalid|ambiguous|expected|one of|no such|too (?:few|many))|^usage: [^\n]|^Error: (?:No such option|Missing|Invalid|Got unexpected)"
-        r"|^\W{0,4}(?:No such option|Missing (?:option|argument|parameter)|Got unexpected extra argument|Invalid value for)\b"
-        r"|Flags parsing error|Could not consume arg|the following arguments are required|unrecognized arguments|Could not override|Key '.{0,80}' is not in struct"
-        r"|^In '.{0,80}': (?:Could not find|Validation error|ConfigKeyError)|You must specify '.{0,80}', e\.g"
-        r"|not used by the HfArgumentParser",
-        types=types_of(
-            "ArgumentError UsageError MissingParameter BadParameter NoSuchOption UnrecognizedFlagError ConfigCompositionException"
-        ),
-        only=OWN,
-    ),
-    Rule(
-        "HF235",
-        "was ended by a time limit",
-        "ask the scheduler for more time, and let it announce the end: --preempt-signal, so that workers save and leave; they resume from there",
-        says=r"DUE TO TIME LIMIT|CPU time limit exceeded|walltime|wall-?clock limit|time limit (?:exceeded|reached)|TimeLimitExceeded",
-        ends=ends_by(signal.SIGXCPU),
-    ),
-    Rule(
-        "HF235",
-        "was ended from outside by {signal}",
-        "somebody, or a scheduler, sent it to the worker itself; send it to `holdfast run` instead, which stops all workers in order",
-        says=r"^KeyboardInterrupt|CANCELLED AT",
-        ends=ends_by(
-            signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM
-        ),
-        types=types_of("KeyboardInterrupt"),
-    ),
-    Rule(
-        "HF223",
-        "was ended by {signal}, with room left in /dev/shm",
-        "a file that shrank or vanished while it was mapped (np.memmap, mmap, a data set that is being rewritten), or a disk "
-        "that cannot be read: dmesg on that node",
-        ends=ends_by(signal.SIGBUS),
-        facts=("shm",),
-        per_node=True,
-    ),
-    Rule(
-        "HF223",
-        "crashed in native code by {signal}",
-        "the Python stack of that moment is on its stderr; suspects are extensions compiled for another version: rebuild, or leave out one by one",
-        ends=ends_by(signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS, signal.SIGTRAP),
-        per_node=True,
-    ),
-)
 
-RULES: tuple[Rule, ...] = (*GPU, *AGREEMENT, *LIMITS, *PEERS, *FILES, *SERVICES, *WAITING, *ENDS)
+class Rule(Struct, frozen=True, kw_only=True):
+    code: str
+    line: str
+    """What the verdict says, after `rank 3 on b`. {said}: first line of its words; named groups of `says`."""
+    advice: str
+    says: str = ""
+    """Searched in its words, any case; in its stderr where it has none."""
+    stderr: str = ""
+    """Searched in its stderr, whatever it says itself."""
+    types: frozenset[str] = frozenset()
+    """Or: its exception is one of these."""
+    ends: frozenset[int] = frozenset()
+    """Or: it ended by one of these signals; exit codes, also where a shell between us passes a signal on as 128+N."""
+    room: str = ""
+    """Does not fit where this fact says that there is plenty of room."""
+    known: str = ""
+    """Fits only where this fact was found out."""
+    only: frozenset[Blame] = KINDS[""]
+    """Kinds of failures that it is for."""
+    frames: str = ""
+    """Has to be found too among the files of its traceback's last frames; `says` or `types` alone do not fit then."""
+    peers: bool = False
+    """Its words or frames have to be those of what training peers talk through: a lock and a database time out too."""
+    facts: tuple[str, ...] = ()
+    """What its agent may have found out that belongs into the advice."""
+    per_node: bool = False
+    """It depends on the machine: worth saying which nodes reported it and which did not."""
+
+
+class Text(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a code means."""
+
+    name: str
+    """A few words, for a table."""
+    cause: str
+    evidence: str
+    fix: str
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return read_table(__file__, "rules.toml")
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """All rules; the first that fits decides."""
+    parts: dict[str, str] = {}
+    for name, text in _file()["parts"].items():
+        parts[name] = _whole(text, parts)
+    return tuple(_rule(row, parts) for row in _file()["rule"])
+
+
+@cache
+def hints() -> tuple[tuple[str, str], ...]:
+    """For exceptions that have no code of their own: their words, and what to do."""
+    return tuple((_whole(row["says"], {}), row["advice"]) for row in _file()["hint"])
+
+
+def advice() -> Mapping[str, str]:
+    """By code, of verdicts that are made of more than one failure: one line for the last screen."""
+    found: dict[str, str] = _file()["advice"]
+    return found
+
+
+@cache
+def explanations() -> dict[str, Any]:
+    """texts.toml as it is."""
+    return read_table(__file__, "texts.toml")
+
+
+@cache
+def texts() -> dict[str, Text]:
+    """What each code of a verdict means."""
+    return msgspec.convert(explanations()["verdicts"], dict[str, Text])
+
+
+def _rule(row: Mapping[str, Any], parts: Mapping[str, str]) -> Rule:
+    """One rule, with its patterns whole, its signals as exit codes and its kinds of failures as a set.
+
+    Made field by field: a verdict and the thread that prepares the end may need the rules at the same moment, and
+    msgspec.convert crashes when two threads are the first to use a type.
+    """
+    values = dict(row)
+    for name in ("advice", "says", "stderr", "frames"):
+        if name in row:
+            values[name] = _whole(row[name], parts)
+    numbers = {signal.Signals[name] for name in row.get("ends", ())}
+    values["ends"] = frozenset({-number for number in numbers} | {128 + number for number in numbers})
+    values["only"] = KINDS[row.get("only", "")]
+    values["types"] = frozenset(row.get("types", ()))
+    values["facts"] = tuple(row.get("facts", ()))
+    return Rule(**values)
+
+
+def _whole(text: str | list[str], parts: Mapping[str, str]) -> str:
+    """A text that may be cut into pieces and hold names of parts."""
+    return re.sub(r"\{([A-Z_]+)\}", lambda found: parts[found[1]], "".join(text))

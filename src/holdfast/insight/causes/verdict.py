@@ -20,7 +20,7 @@ from holdfast.insight.causes.meeting import (
     spread,
     stopped,
 )
-from holdfast.insight.causes.texts import ADVICE
+from holdfast.insight.causes.rules import advice
 from holdfast.insight.causes.words import listen
 from holdfast.insight.places import Where
 
@@ -60,7 +60,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
 
 
 def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
-    """Somebody has a reason of its own."""
+    """A worker failed for a reason of its own."""
     cause = cause_of(culprit)
     odd = other_fingerprint(evidence.failures) if cause.code == "HF225" else None
     if odd is not None and odd is not culprit:
@@ -73,7 +73,7 @@ def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
 
 
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
-    """Everybody complains about somebody else."""
+    """All workers complain about their peers."""
     culprit = complaints[0]
     if blame(culprit) is Blame.LOOSE and not speaks_of_peers(culprit):
         return _of_one(evidence, culprit)
@@ -84,7 +84,7 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         culprit, another = odd
         if another:
             line = f"{_who(culprit)} called another collective than its peers, who waited for it in vain"
-            return evidence.verdict("HF225", line, culprit, ADVICE["HF225"])
+            return evidence.verdict("HF225", line, culprit, advice()["HF225"])
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
         return evidence.verdict(cause.code, line, culprit, cause.advice)
@@ -94,7 +94,7 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     other = other_calls(complaints, evidence.survivors)
     if other:
         culprit = other[0]
-        return evidence.verdict("HF225", f"{_who(culprit)} {other[1]}", culprit, ADVICE["HF225"])
+        return evidence.verdict("HF225", f"{_who(culprit)} {other[1]}", culprit, advice()["HF225"])
     cause = cause_of(culprit)
     named = [rank for rank in named_ranks(complaints) if rank != culprit.rank]
     accused = next((each for each in evidence.failures if named and each.rank == named[0]), None)
@@ -107,12 +107,14 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
 
 
 def _absent(evidence: Evidence, victim: Failure, absent: Sequence[Where]) -> Verdict:
-    """A collective timed out, and the stacks of that moment show who was elsewhere: it is the culprit, who waited is not."""
+    """A collective timed out, and the stacks of that moment show who was elsewhere: it is the culprit, who waited is
+    not."""
     culprit = stopped(absent[0].story)
     others = _some([each.story.rank for each in absent[1:]])
     more = f", as were {others}" if absent[1:] else ""
-    line = f"{_who(culprit)} did not come: it was {absent[0].place}{more}, while rank {victim.rank} waited for it in vain{_where(victim)}"
-    return evidence.verdict("HF209", line, culprit, ADVICE["HF209"])
+    waited = f"rank {victim.rank} waited for it in vain{_where(victim)}"
+    line = f"{_who(culprit)} did not come: it was {absent[0].place}{more}, while {waited}"
+    return evidence.verdict("HF209", line, culprit, advice()["HF209"])
 
 
 def _left(evidence: Evidence, victim: Failure) -> Verdict:
@@ -120,19 +122,20 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
     gone = _some(evidence.done)
     if not evidence.left:
         line = f"{_who(victim)} still needed its peers when {gone} had ended with exit code 0"
-        return evidence.verdict("HF229", line, victim, ADVICE["HF229"])
+        return evidence.verdict("HF229", line, victim, advice()["HF229"])
     culprit = evidence.left[0]
     step = f" in step {culprit.step}" if culprit.step else ""
     more = f", as did {gone} in all" if len(evidence.done) > 1 else ""
     said = [line.strip() for line in culprit.stderr_tail.splitlines() if line.strip()]
     last = f"; it said last: {said[-1][:SAID_CHARACTERS_MAX]}" if said else ""
-    line = f"{_who(culprit)} ended with exit code 0{step}{more}, while rank {victim.rank} still needed it{_where(victim)}{last}"
-    return evidence.verdict("HF229", line, culprit, ADVICE["HF229"])
+    needed = f"rank {victim.rank} still needed it{_where(victim)}{last}"
+    line = f"{_who(culprit)} ended with exit code 0{step}{more}, while {needed}"
+    return evidence.verdict("HF229", line, culprit, advice()["HF229"])
 
 
 def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failure]]) -> Verdict:
-    """The time-out of a collective, or our own, ended what stood still: who was waited for is known. If it had raised an
-    exception, and did not end, that is why nobody saw it come."""
+    """The time-out of a collective, or our own, ended what stood still: who was waited for is known. If it had raised
+    an exception, and did not end, that is why nobody saw it come."""
     raised = next((each for _, each in order if each.rank in hang.culprits and _raised_before(each)), None)
     if raised is not None:
         return _of_one(evidence, raised)
@@ -144,8 +147,9 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     threads = [(each, listen(each).thread) for _, each in order]
     died = next(((each, name, trace) for each, (name, trace) in threads if trace), None)
     if died is not None:
-        line += f"; before, rank {died[0].rank} lost its thread {died[1]!r}: {died[2].strip().splitlines()[-1][:SAID_CHARACTERS_MAX]}"
-    return evidence.verdict(code, line, culprit, ADVICE.get(code, ""))
+        said = died[2].strip().splitlines()[-1][:SAID_CHARACTERS_MAX]
+        line += f"; before, rank {died[0].rank} lost its thread {died[1]!r}: {said}"
+    return evidence.verdict(code, line, culprit, advice().get(code, ""))
 
 
 def _raised_before(failure: Failure) -> bool:
@@ -155,7 +159,7 @@ def _raised_before(failure: Failure) -> bool:
 
 def _lost(evidence: Evidence) -> Verdict:
     ranks = f": {_some(evidence.lost_ranks)}" if evidence.lost_ranks else ""
-    return evidence.verdict("HF306", f"lost {', '.join(evidence.lost_nodes)}{ranks}", None, ADVICE["HF306"])
+    return evidence.verdict("HF306", f"lost {', '.join(evidence.lost_nodes)}{ranks}", None, advice()["HF306"])
 
 
 def _where(failure: Failure) -> str:

@@ -25,7 +25,8 @@ THREAD = re.compile(r"^Exception in thread (.+):\n(?=Traceback )", re.MULTILINE)
 HANDLED = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?:\S.*\n?)?", re.MULTILINE)
 """A traceback on stderr, with the first line of its exception."""
 ASIDE = re.compile(r"^\[?[WID]\d{4} |\w*Warning: |^warnings\.warn\(|^wandb: (?!ERROR)|\b(?:INFO|DEBUG|WARNING)\b")
-"""Lines of stderr that give no reason for an end: glog's below an error, Python's warnings, what a log tells besides."""
+"""Lines of stderr that give no reason for an end: glog's below an error, Python's warnings, what a log says
+besides."""
 UNCAUGHT = frozenset({1, 120})
 """Python's own exit codes after an exception that nobody caught; 120: its output could not be flushed either. With any
 other code a traceback on stderr is of an exception that was caught."""
@@ -66,8 +67,8 @@ class ChainedException(NamedTuple):
 
 
 class ExceptionText:
-    """What one failure says of itself. Empty strings where it says nothing. Read as far as it is asked: a job that loses
-    a node has thousands of failures, and all are looked at before anything else goes on."""
+    """What one failure says of itself. Empty strings where it says nothing. Read as far as it is asked: a job that
+    loses a node has thousands of failures, and all are looked at before anything else goes on."""
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
@@ -123,7 +124,8 @@ class ExceptionText:
 
     @cached_property
     def thread(self) -> tuple[str, str]:
-        """(name, traceback) of the last thread that an exception ended before the program did; empty where there was none."""
+        """(name, traceback) of the last thread that an exception ended before the program did; empty where there was
+        none."""
         found = None
         for found in THREAD.finditer(self.stderr):  # noqa: B007 - the last one
             pass
@@ -132,7 +134,8 @@ class ExceptionText:
 
     @cached_property
     def said(self) -> str:
-        """What its stderr may say about an end without an exception: no exceptions that it caught, no warnings and logs."""
+        """What its stderr may say about an end without an exception: no exceptions that it caught, no warnings and
+        logs."""
         lines = [line for line in HANDLED.sub("", self.stderr).splitlines() if not ASIDE.search(line)]
         own_code = 0 < self._failure.exit_code < SIGNALS_FROM
         return "\n".join(lines[-SAID_LINES_MAX:] if own_code else lines)
@@ -210,7 +213,7 @@ def class_of(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """The exception inside, where a data loader, or whoever spawned it, passes on what a process raised."""
+    """The exception inside, where a data loader, or the function that spawned it, passes on what a process raised."""
     wrapped = IN_WORKER.search(text)
     if wrapped is None:
         return text

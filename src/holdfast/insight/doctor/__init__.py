@@ -1,1 +1,1 @@
-"""The doctor's judgement: facts to findings, codes with cause, evidence and fix, and the table for people. No shells."""
+"""What the doctor concludes: from facts to findings, what each code means, and how findings are shown. No shells."""

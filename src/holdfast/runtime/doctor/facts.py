@@ -1,31 +1,51 @@
-"""All facts of this node, gathered at once, each within its time. Judges nothing."""
+"""All facts of this node, gathered at once. Judges nothing.
+
+Calls and processes may hang on a sick machine, so each has a limit. torch and nvidia-smi are asked in processes of
+their own: whatever happens there, a crash or a hang, is an answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import platform
+import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.core.doctor import Folder, LocalFacts
+from holdfast.core.doctor import Folder, Gpu, LocalFacts, TorchFacts, TorchState
+from holdfast.linux import GroupLimits, read_int, read_text
 from holdfast.rendezvous.claim import who_holds
-from holdfast.runtime.doctor import programs, system
-from holdfast.runtime.doctor.bounded import bounded, run_bounded
+from holdfast.runtime.doctor import system
+from holdfast.runtime.driver import run_detached
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
     from holdfast.core.options import Endpoint
 
+Result = TypeVar("Result")
+
 FOLDER_S_MAX = 5.0
 RESOLVE_S_MAX = 10.0
 PYTHON_S_MAX = 10.0
+
+CHECKUP = str(Path(__file__).resolve().parents[2] / "train" / "checkup.py")
+SMI_S_MAX = 15.0
+ERROR_CHARS_MAX = 400
+SMI_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,uuid"
+USER_FIELDS = "gpu_uuid,pid,process_name,used_memory"
+CSV = ("--format=csv,noheader,nounits",)
+ANSWER_BYTES_MAX = 256 * 1024
+REAP_S_MAX = 2.0
 
 MATTER = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_")
 MATTER_TOO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
@@ -62,9 +82,9 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         return found
 
     async with asyncio.TaskGroup() as tasks:
-        torch = tasks.create_task(programs.ask_torch(asked.python, asked.torch_s_max))
+        torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
         python = tasks.create_task(python_version(asked.python))
-        smi = tasks.create_task(programs.ask_smi())
+        smi = tasks.create_task(ask_smi())
         shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
         names = tasks.create_task(own_name())
         place = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
@@ -95,7 +115,7 @@ def machine_facts(host: str, python: str) -> LocalFacts:
     """What needs no waiting."""
     import psutil
 
-    groups, memory, swap = system.GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
+    groups, memory, swap = GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
     sysctl = system.ROOT / "proc/sys"
     return LocalFacts(
         host=host,
@@ -113,10 +133,10 @@ def machine_facts(host: str, python: str) -> LocalFacts:
         cpus=os.cpu_count() or 1,
         cpus_allowed=len(os.sched_getaffinity(0)),
         cpu_quota=groups.cpus,
-        overcommit=system.read_int(sysctl / "vm/overcommit_memory") or 0,
-        ptrace_scope=system.read_int(sysctl / "kernel/yama/ptrace_scope"),
+        overcommit=read_int(sysctl / "vm/overcommit_memory") or 0,
+        ptrace_scope=read_int(sysctl / "kernel/yama/ptrace_scope"),
         privileged=system.may_trace(),
-        core_pattern=system.read_text(sysctl / "kernel/core_pattern").strip(),
+        core_pattern=read_text(sysctl / "kernel/core_pattern").strip(),
         clock_synchronised=system.clock_synchronised(),
         interfaces=system.interfaces(),
         default_interface=system.default_interface(),
@@ -167,3 +187,144 @@ def try_to_bind(endpoint: Endpoint) -> tuple[bool | None, str]:
 
 def those_that_matter(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(MATTER) or name in MATTER_TOO}
+
+
+async def ask_torch(python: str, limit_s: float) -> TorchFacts:
+    """Imports it in a process of its own."""
+    began = time.monotonic()
+    try:
+        done = await run_bounded([python, CHECKUP, "facts"], limit_s)
+    except OSError as fault:
+        return TorchFacts(state=TorchState.BROKEN, error=f"{python}: {fault.strerror}")
+    seconds = time.monotonic() - began
+    if done.code is None:
+        return TorchFacts(state=TorchState.SILENT, seconds=seconds)
+    told = last_json(done.out)
+    if told is None:
+        last = next((line for line in reversed(done.err.splitlines()) if line.strip()), "no word")
+        error = f"its process ended with {done.code}: {last.strip()[:ERROR_CHARS_MAX]}"
+        return TorchFacts(state=TorchState.BROKEN, error=error, seconds=seconds)
+    error = str(told.get("error", ""))
+    if error.startswith("ModuleNotFoundError: No module named 'torch'"):
+        return TorchFacts(state=TorchState.ABSENT, seconds=seconds)
+    if error:
+        return TorchFacts(state=TorchState.BROKEN, error=error[:ERROR_CHARS_MAX], seconds=seconds)
+    try:
+        return msgspec.convert({**told, "state": "ok", "seconds": seconds}, TorchFacts)
+    except msgspec.ValidationError as invalid:
+        return TorchFacts(state=TorchState.BROKEN, error=f"an odd answer: {invalid}", seconds=seconds)
+
+
+def last_json(text: str) -> dict[str, Any] | None:
+    """The object in the last line that has one: a sitecustomize may print something else."""
+    for line in reversed(text.splitlines()):
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict):
+            return told
+    return None
+
+
+async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
+    """All GPUs and their users, or why nvidia-smi does not know. Without the program: nothing, and no error."""
+    try:
+        done = await run_bounded(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", *CSV], SMI_S_MAX)
+    except OSError:
+        return (), ""
+    if done.code is None:
+        return (), f"no answer within {SMI_S_MAX:g} s"
+    if done.code != 0:
+        said = (done.out.strip() or done.err.strip() or f"exit code {done.code}").splitlines()[0]
+        return (), "" if "No devices were found" in said else said[:ERROR_CHARS_MAX]
+    try:
+        users = await run_bounded(["nvidia-smi", f"--query-compute-apps={USER_FIELDS}", *CSV], SMI_S_MAX)
+    except OSError:
+        return read_gpus(done.out, ""), ""
+    return read_gpus(done.out, users.out if users.code == 0 else ""), ""
+
+
+def read_gpus(text: str, users: str) -> tuple[Gpu, ...]:
+    """nvidia-smi's tables to GPUs. `[N/A]` and the like are None."""
+    by_uuid: dict[str, list[str]] = {}
+    for line in users.splitlines():
+        uuid, pid, program, used = (word.strip() for word in [*line.split(","), "", "", ""][:4])
+        if uuid and pid:
+            by_uuid.setdefault(uuid, []).append(f"pid {pid} {program.rpartition('/')[2]}, {used} MiB")
+    gpus = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) < 7 or not words[0].isdecimal():
+            continue
+        gpus.append(
+            Gpu(
+                index=int(words[0]),
+                name=words[1],
+                driver=words[2],
+                memory_total_mib=number(words[3]),
+                memory_used_mib=number(words[4]),
+                ecc_errors=number(words[5]),
+                users=tuple(by_uuid.get(words[6], ())),
+            )
+        )
+    return tuple(gpus)
+
+
+def number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+if TYPE_CHECKING:
+    from holdfast.core.options import Endpoint
+
+
+class ProcessResult(NamedTuple):
+    """A process that was run."""
+
+    code: int | None
+    """None: it did not end in time, and was killed."""
+    out: str
+    err: str
+
+
+async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Result) -> Result:
+    """What it returns; `otherwise` when that takes too long, as with a dead file system. The call is left behind."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await run_detached(function)
+    except TimeoutError:
+        return otherwise
+
+
+async def run_bounded(command: Sequence[str], limit_s: float) -> ProcessResult:
+    """Runs a program to its end. Raises OSError when it cannot be started."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            out, err = await process.communicate()
+        return ProcessResult(process.returncode, _text(out), _text(err))
+    except TimeoutError:
+        return ProcessResult(None, "", "")
+    finally:
+        await end(process)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Kills what is left of it, children too. One that cannot be killed (a dead disk) is left behind."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REAP_S_MAX):
+                await process.wait()
+
+
+def _text(data: bytes) -> str:
+    return data[-ANSWER_BYTES_MAX:].decode(errors="replace")

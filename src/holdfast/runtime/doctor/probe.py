@@ -1,9 +1,9 @@
-"""What is tried between two nodes: is it the right one, how long is a round trip, how fast, what time is it there.
+"""What a node tries out with its peers: a connection to each, round trips, bandwidth, clocks, and an all-reduce.
 
-Both ends: the listener that every node opens at the address by which the others see it, and the probe that connects.
-Everything is bounded, in bytes and in time; whoever does not know the visit's key gets no answer.
+Every node has a ProbeServer at the address by which the others see it. Everything is bounded, in bytes and in time;
+only a client that knows the key of this check gets an answer.
 
-    probe     MAGIC key ──▶                 listener
+    client    MAGIC key ──▶                 server
               ◀── index, 4 bytes
               P ──▶                         a ping
               ◀── its time, 8 bytes
@@ -16,36 +16,55 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
-import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
+from typing import Any
 
-from holdfast.core.doctor import NodePath, Reached
-from holdfast.runtime.doctor.channel import connect, why
-from holdfast.runtime.doctor.messages import KEY_BYTES, Peer
+from msgspec import Struct
+from msgspec.structs import replace
 
-MAGIC = b"HFDOCTOR"
+from holdfast.core.bounds import Port
+from holdfast.core.doctor import NodePath, Reached, Reduced
+from holdfast.runtime.connection import connect, numeric, why
+from holdfast.runtime.doctor import system
+from holdfast.runtime.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json
+
+MAGIC, KEY_BYTES = b"HFDOCTOR", 16
 INDEX, CLOCK, TRANSFER = struct.Struct("!I"), struct.Struct("!d"), struct.Struct("!Qd")
 CHUNK_BYTES = 256 * 1024
 READ_BYTES = 1024 * 1024
 TRANSFER_BYTES_MAX = 64 * 1024 * 1024
 TRANSFER_S_MAX = 0.5
+TRANSFERS_S_MAX = 10.0
+"""All transfers of one node together."""
 PINGS = 9
+CONNECT_S_MAX = 5.0
+"""Long enough for two lost SYNs."""
 PROBE_S_MAX = 10.0
-"""One probe, from connect to its last answer."""
+"""One probe, from the connection to its last answer."""
+NAME_S_MAX = 10.0
 CLOSE_S_MAX = 2.0
-GUESTS_MAX = 1024
-"""Connections at once."""
+AT_ONCE_MAX = 32
+"""Probes and look-ups at a time."""
+CLIENTS_MAX = 1024
+"""Connections at a time."""
+
+
+class Peer(Struct, frozen=True, array_like=True):
+    name: str
+    host: str
+    address: str
+    port: Port
 
 
 class ProbeServer:
-    """Answers probes until it is closed. Knows its index and key once the roster is there; probes wait for that."""
+    """Answers probes until it is closed. Probes wait until `introduce` has said which node this is."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
-        self._guests: dict[asyncio.Task[object] | None, asyncio.StreamWriter] = {}
+        self._clients: dict[asyncio.Task[object] | None, asyncio.StreamWriter] = {}
         self._known = asyncio.Event()
         self._me, self._key = 0, b""
         self.port = 0
@@ -62,28 +81,28 @@ class ProbeServer:
         self._known.set()
 
     async def close(self) -> None:
-        """Nobody is served any more when it returns."""
+        """No client is served any more when it returns."""
         for server in self._servers:
             server.close()
-        for writer in self._guests.values():
+        for writer in self._clients.values():
             writer.transport.abort()
-        serving = [task for task in self._guests if task is not None]
+        serving = [task for task in self._clients if task is not None]
         if serving:
             await asyncio.wait(serving, timeout=CLOSE_S_MAX)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._guests) >= GUESTS_MAX:
+        if len(self._clients) >= CLIENTS_MAX:
             writer.transport.abort()
             return
         me = asyncio.current_task()
-        self._guests[me] = writer
+        self._clients[me] = writer
         try:
             async with asyncio.timeout(PROBE_S_MAX + TRANSFER_S_MAX):
                 await self._answer(reader, writer)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # the probe itself tells of it
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client reports it
         finally:
-            self._guests.pop(me, None)
+            self._clients.pop(me, None)
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -108,41 +127,55 @@ class ProbeServer:
         return taken, time.monotonic() - began
 
 
-class Broken(Exception):  # noqa: N818 - it is no error of the program but an answer
-    """The peer was reached, and then it was not, or was not who it should be."""
+async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePath, ...]:
+    """Every peer: first all at once, then the bandwidth of those that answer, in turns that collide little."""
+    room = asyncio.Semaphore(AT_ONCE_MAX)
+    others = [(me + turn) % len(peers) for turn in range(1, len(peers))]
 
-    def __init__(self, reached: Reached, text: str) -> None:
-        super().__init__(text)
-        self.reached = reached
+    async def one(index: int) -> NodePath:
+        peer = peers[index]
+        async with room:
+            late: tuple[tuple[str, ...], str] = ((), f"no answer within {NAME_S_MAX:g} s")
+            names, error = await bounded(lambda: system.own_addresses(peer.host), NAME_S_MAX, late)
+            path = await probe(peer, index, key, transfer_s=0.0)
+        return replace(path, names=names, name_error=error)
+
+    paths = dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
+    transfer_s = min(TRANSFER_S_MAX, TRANSFERS_S_MAX / max(1, len(others)))
+    for index in others:
+        if paths[index].reached is Reached.YES:
+            again = await probe(peers[index], index, key, transfer_s=transfer_s)
+            paths[index] = replace(paths[index], bytes_s=again.bytes_s)
+    return tuple(paths[index] for index in sorted(paths))
 
 
 async def probe(
     peer: Peer, index: int, key: bytes, *, transfer_s: float, clock: Callable[[], float] = time.time
 ) -> NodePath:
-    """Everything about the way to one peer but names. transfer_s: seconds for the bandwidth, 0 for none. Never raises."""
+    """All about the way to one peer except names. transfer_s: how long to measure the bandwidth, 0 for not at all.
+
+    Never raises.
+    """
     shown = f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
-    link = NodePath(to=index, reached=Reached.SILENT, address=shown)
+    path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown)
     try:
-        sock = await connect(*numeric(peer.address, peer.port))
+        sock = await connect(*numeric(peer.address, peer.port), CONNECT_S_MAX)
     except TimeoutError as error:
-        return replaced(link, reached=Reached.SILENT, error=why(error))
+        return replace(path, reached=Reached.SILENT, error=why(error))
+    except ConnectionRefusedError as error:
+        return replace(path, reached=Reached.REFUSED, error=why(error))
     except OSError as error:
-        reached = Reached.REFUSED if error.errno == errno.ECONNREFUSED else Reached.UNREACHABLE
-        if error.errno == errno.ETIMEDOUT:
-            reached = Reached.SILENT
-        return replaced(link, reached=reached, error=why(error))
+        return replace(path, error=why(error))
     reader, writer = await asyncio.open_connection(sock=sock)
     try:
         async with asyncio.timeout(PROBE_S_MAX):
-            return await _examine(reader, writer, link, key, transfer_s, clock)
-    except Broken as error:
-        return replaced(link, reached=error.reached, error=str(error))
+            return await _examine(reader, writer, replace(path, reached=Reached.YES), key, transfer_s, clock)
     except asyncio.IncompleteReadError:
-        return replaced(link, reached=Reached.STRANGER, error="it closed the connection instead of an answer")
+        return replace(path, reached=Reached.STRANGER, error="it closed the connection instead of an answer")
     except TimeoutError:
-        return replaced(link, reached=Reached.BROKEN, error=f"connected, but no answer within {PROBE_S_MAX:g} s")
+        return replace(path, reached=Reached.BROKEN, error=f"connected, but no answer within {PROBE_S_MAX:g} s")
     except OSError as error:
-        return replaced(link, reached=Reached.BROKEN, error=why(error))
+        return replace(path, reached=Reached.BROKEN, error=why(error))
     finally:
         writer.transport.abort()
 
@@ -150,15 +183,15 @@ async def probe(
 async def _examine(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    link: NodePath,
+    path: NodePath,
     key: bytes,
     transfer_s: float,
     clock: Callable[[], float],
 ) -> NodePath:
     writer.write(MAGIC + key)
     (index,) = INDEX.unpack(await reader.readexactly(INDEX.size))
-    if index != link.to:
-        raise Broken(Reached.STRANGER, f"node {index} of this visit answered in its place")
+    if index != path.to:
+        return replace(path, reached=Reached.STRANGER, error=f"node {index} of this check answered in its place")
     trips: list[tuple[float, float]] = []
     for _ in range(PINGS):
         began, began_here = time.monotonic(), clock()
@@ -166,12 +199,10 @@ async def _examine(
         (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
         trip = time.monotonic() - began
         trips.append((trip, there - (began_here + trip / 2)))
-    found = replaced(
-        link, reached=Reached.YES, latency_s=median(trip for trip, _ in trips), clock_offset_s=min(trips)[1]
-    )
+    found = replace(path, latency_s=median(trip for trip, _ in trips), clock_offset_s=min(trips)[1])
     if transfer_s <= 0:
         return found
-    return replaced(found, bytes_s=await _transfer(reader, writer, min(transfer_s, TRANSFER_S_MAX)))
+    return replace(found, bytes_s=await _transfer(reader, writer, min(transfer_s, TRANSFER_S_MAX)))
 
 
 async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit_s: float) -> float:
@@ -188,16 +219,48 @@ async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     return float(taken) / max(float(seconds), 1e-6)
 
 
-def numeric(address: str, port: int) -> tuple[int, tuple[str, int] | tuple[str, int, int, int]]:
-    """Family and socket address. Raises OSError for what is no address."""
-    if ":" in address:
-        socket.inet_pton(socket.AF_INET6, address)
-        return socket.AF_INET6, (address, port, 0, 0)
-    socket.inet_pton(socket.AF_INET, address)
-    return socket.AF_INET, (address, port)
+class Reducer:
+    """A process for the all-reduce. It imports torch as soon as it is started, on all nodes at the same time."""
 
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
 
-def replaced(link: NodePath, **changes: object) -> NodePath:
-    from msgspec.structs import replace
+    @classmethod
+    async def start(cls, python: str, rank: int, world: int, limit_s: float) -> Reducer:
+        """Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *(python, CHECKUP, "reduce", str(rank), str(world), str(limit_s)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return cls(process)
 
-    return replace(link, **changes)
+    async def store_port(self) -> int:
+        """Of rank 0, which has the store; 0 when there is none."""
+        return int((await self._answer()).get("port", 0))
+
+    def join(self, host: str, port: int) -> None:
+        """For the other ranks: where the store is."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{host} {port}\n".encode())
+
+    async def result(self) -> Reduced:
+        answer = await self._answer()
+        if answer.get("ok"):
+            return Reduced(ok=True, seconds=float(answer.get("seconds", 0.0)))
+        error = str(answer.get("error") or "its process ended without an answer")
+        return Reduced(ok=False, error=error[:ERROR_CHARS_MAX])
+
+    async def close(self) -> None:
+        await end(self._process)
+
+    async def _answer(self) -> dict[str, Any]:
+        """The next line that is an object; empty at the end of the process."""
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            answer = last_json(line.decode(errors="replace"))
+            if answer is not None:
+                return answer
+        return {}

@@ -1,4 +1,4 @@
-"""What Linux says of this machine: cgroups, limits, memory, interfaces, clock, folders. Reads; judges nothing.
+"""What Linux reports about this machine: limits, memory, interfaces, clock, folders. Reads; judges nothing.
 
 Every function takes the folder that it reads from, so that tests can bring a tree of their own; none raises when
 something is not there: what cannot be found out is None or empty.
@@ -11,64 +11,14 @@ import os
 import resource
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.core.doctor import Folder, Interface
+from holdfast.linux import read_text
 
 ROOT = Path("/")
-UNLIMITED_BYTES = 2**60
-"""cgroup v1 writes a number near 2**63 where there is no limit."""
 CAP_SYS_PTRACE = 19
 STA_UNSYNC = 0x40
-
-
-class GroupLimits:
-    """The lowest limits of the cgroups that this process is in, v1 or v2."""
-
-    def __init__(self, root: Path = ROOT) -> None:
-        self.memory_bytes: int | None = None
-        self.cpus: float | None = None
-        self.pids: int | None = None
-        self.pids_used = 0
-        for folder in group_folders(root):
-            self._take(folder)
-
-    def _take(self, folder: Path) -> None:
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = read_int(folder / name)
-            if limit is not None and limit < UNLIMITED_BYTES:
-                self.memory_bytes = min(limit, self.memory_bytes or limit)
-        quota = cpu_quota(folder)
-        if quota is not None:
-            self.cpus = min(quota, self.cpus or quota)
-        pids = read_int(folder / "pids.max")
-        if pids is not None and (self.pids is None or pids < self.pids):
-            self.pids = pids
-            self.pids_used = read_int(folder / "pids.current") or 0
-
-
-def group_folders(root: Path) -> Iterator[Path]:
-    """The cgroups of this process and all above them; a container's own root, too, where the paths are the host's."""
-    mount = root / "sys/fs/cgroup"
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        tops = [mount / name for name in {controllers, *controllers.split(",")} if name] or [mount, mount / "unified"]
-        for top in tops:
-            folder = top / path.lstrip("/")
-            while folder != top and top in folder.parents:
-                yield folder
-                folder = folder.parent
-            yield top
-
-
-def cpu_quota(folder: Path) -> float | None:
-    quota, _, period = read_text(folder / "cpu.max").strip().partition(" ")
-    if not quota:
-        quota, period = (read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    if quota.isdecimal() and period.isdecimal() and int(period) > 0:
-        return int(quota) / int(period)
-    return None
 
 
 def soft_limits() -> dict[str, int | None]:
@@ -133,7 +83,7 @@ def ephemeral_ports(root: Path = ROOT) -> tuple[int, int] | None:
 
 
 def folder_facts(path: str) -> Folder:
-    """Room on its file system, and why nothing can be written there. A folder that is yet to be made: its parent's."""
+    """Room on its file system, and why nothing can be written there; of its parent, where it does not exist yet."""
     there = path
     while not os.path.lexists(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)
@@ -180,15 +130,3 @@ def own_addresses(host: str) -> tuple[tuple[str, ...], str]:
     except (OSError, UnicodeError) as error:
         return (), (error.strerror if isinstance(error, OSError) else "") or str(error)
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found)), ""
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def read_int(path: Path) -> int | None:
-    text = read_text(path).strip()
-    return int(text) if text.isdecimal() else None

@@ -43,7 +43,8 @@ class Board:
         self._words[layout.RAISED] = self._report_fd
 
     def stacks(self, local_rank: int) -> int:
-        """The descriptor of the file for this worker's stacks: in memory, for no disk may stall a worker. Open until close()."""
+        """The descriptor of the file for this worker's stacks: in memory, for no disk may stall a worker. Open until
+        close()."""
         return self._stacks[local_rank]
 
     def address(self, local_rank: int) -> str:
@@ -69,12 +70,14 @@ class Board:
         return self._words[layout.slot(local_rank) + layout.TOLD] != 0
 
     def moment(self, mark: int) -> float | None:
-        """When the last of all workers passed this mark of its slot, in seconds of the monotonic clock; None: some have not."""
+        """When the last of all workers passed this mark of its slot, in seconds of the monotonic clock; None: some
+        have not."""
         moments = [self._words[layout.slot(rank) + mark] for rank in range(self._nproc)]
         return max(moments) / 1e9 if all(moments) else None
 
     def progress(self, now_ns: int) -> tuple[RankProgress, ...]:
-        """How far each local rank is at this moment of the monotonic clock. Nobody is DONE here: the board knows no ends."""
+        """How far each local rank is at this moment of the monotonic clock. Nobody is DONE here: the board knows no
+        ends."""
         return tuple(self._progress(rank, now_ns) for rank in range(self._nproc))
 
     def _progress(self, local_rank: int, now_ns: int) -> RankProgress:

@@ -38,7 +38,8 @@ class Source(Protocol):
         """Readable when there may be news."""
 
     def pump(self, now: float) -> float | None:
-        """Put what there is into free streams; the monotonic time of the next call, None: when there is news or room."""
+        """Put what there is into free streams; the monotonic time of the next call, None: when there is news or
+        room."""
 
     @property
     def progress(self) -> int:
@@ -46,7 +47,8 @@ class Source(Protocol):
 
 
 class ConsoleStream:
-    """One destination. The descriptor stays in blocking mode, for others share it; we only write where poll says there is room."""
+    """One destination. The descriptor stays in blocking mode, for others share it; we only write where poll says
+    there is room."""
 
     def __init__(self, fd: int, *, dumb: bool, no_colour: bool) -> None:
         self.fd = fd
@@ -92,7 +94,8 @@ class ConsoleStream:
         self.flush()
 
     def put_prompt(self, text: bytes) -> None:
-        """On a live terminal: a question whose answer is typed after it. It stays; what comes next begins a row of its own."""
+        """On a live terminal: a question whose answer is typed after it. It stays; what comes next begins a row of
+        its own."""
         if not self.broken:
             before = self._with_transient(self._fresh_row(), b"")
             self._pending = memoryview(bytes(self._pending) + before + text + RESET)
@@ -115,8 +118,8 @@ class ConsoleStream:
             self._pending = self._pending[count:]
 
     def _fresh_row(self) -> bytes:
-        """To the beginning of an empty row, whether the answer to a prompt has left this one (Enter) or not: blanks for a whole
-        row but one go on to the next row only from within a row."""
+        """To the beginning of an empty row, whether the answer to a prompt has left this one (Enter) or not: blanks
+        for a whole row but one go on to the next row only from within a row."""
         if not self._row_is_open:
             return b""
         self._row_is_open = False
@@ -193,7 +196,8 @@ class Console:
             self._wake()
 
     def wait(self, is_done: Callable[[], bool], stalled_s_max: float) -> bool:
-        """Wait until `is_done()` and all is written; False when nothing moved for `stalled_s_max`. Blocks: not for an event loop."""
+        """Wait until `is_done()` and all is written; False when nothing moved for `stalled_s_max`. Blocks: not for an
+        event loop."""
 
         def all_done() -> bool:
             return is_done() and all(stream.free for stream in self._streams)

@@ -13,6 +13,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from holdfast import seqpacket
@@ -47,14 +48,14 @@ class Revivals:
         self._times.append(now)
 
 
-class ProcessStarted(Struct, frozen=True):
+class ProcessStarted(Struct, frozen=True, tag_field="is", tag="started"):
     """The program runs: exec has succeeded."""
 
     key: str
     pid: int
 
 
-class SpawnFailed(Struct, frozen=True):
+class SpawnFailed(Struct, frozen=True, tag_field="is", tag="spawn_failed"):
     """The program could not be executed. No ProcessEnded follows."""
 
     key: str
@@ -63,7 +64,7 @@ class SpawnFailed(Struct, frozen=True):
     """The system's words and what they are about: `No such file or directory: train`."""
 
 
-class ProcessEnded(Struct, frozen=True):
+class ProcessEnded(Struct, frozen=True, tag_field="is", tag="ended"):
     """The leader ended; what it left behind may still run until `kill_tree`."""
 
     key: str
@@ -72,14 +73,14 @@ class ProcessEnded(Struct, frozen=True):
     """As waitpid saw it: 0..255, or -N for signal N."""
 
 
-class TreeKilled(Struct, frozen=True):
+class TreeKilled(Struct, frozen=True, tag_field="is", tag="tree_gone"):
     """Answer to kill_tree: nothing but services lives below the keeper."""
 
     leftover: tuple[int, ...]
     """Processes that did not die within the limit: stuck in the kernel. Usually empty."""
 
 
-class PreloadTold(Struct, frozen=True):
+class PreloadTold(Struct, frozen=True, tag_field="is", tag="preload"):
     """News of what is imported ahead for the workers."""
 
     text: str
@@ -87,7 +88,7 @@ class PreloadTold(Struct, frozen=True):
     """Workers start more slowly than was asked for."""
 
 
-class StandbyTold(Struct, frozen=True):
+class StandbyTold(Struct, frozen=True, tag_field="is", tag="standby"):
     """The next generation's workers stand parked."""
 
     pids: tuple[int, ...]
@@ -95,7 +96,7 @@ class StandbyTold(Struct, frozen=True):
     """Memory that is theirs alone, of all together."""
 
 
-class Fenced(Struct, frozen=True):
+class Fenced(Struct, frozen=True, tag_field="is", tag="fenced"):
     """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, no TreeKilled."""
 
 
@@ -103,7 +104,9 @@ class KeeperDied(Struct, frozen=True):
     """The keeper is gone without having been asked; its workers die with it. See `revive_keeper`."""
 
 
-KeeperEvent = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadTold | StandbyTold | Fenced | KeeperDied
+Packet = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadTold | StandbyTold | Fenced
+"""What the keeper sends, by the tag "is"."""
+KeeperEvent = Packet | KeeperDied
 
 
 class KeeperClient:
@@ -230,7 +233,7 @@ class KeeperClient:
         if received is None:
             self._lost()
         else:
-            self._on_event(_event(received[0]))
+            self._on_event(msgspec.convert(received[0], Packet))
 
     def _lost(self) -> None:
         self._loop.remove_reader(self._sock)
@@ -240,26 +243,6 @@ class KeeperClient:
         self._ended.set()
         if not self._closing:
             self._on_event(KeeperDied())
-
-
-def _event(message: seqpacket.Message) -> KeeperEvent:
-    match message["is"]:
-        case "started":
-            return ProcessStarted(message["key"], message["pid"])
-        case "spawn_failed":
-            return SpawnFailed(message["key"], message["errno"], message["text"])
-        case "ended":
-            return ProcessEnded(message["key"], message["pid"], message["exit_code"])
-        case "fenced":
-            return Fenced()
-        case "tree_gone":
-            return TreeKilled(tuple(message["leftover"]))
-        case "preload":
-            return PreloadTold(message["text"], message["trouble"])
-        case "standby":
-            return StandbyTold(tuple(message["pids"]), message["own_bytes"])
-        case other:
-            raise ValueError(f"the keeper told of {other!r}")
 
 
 def reap(handle: KeeperHandle) -> None:

@@ -1,12 +1,104 @@
-"""What /proc says of processes: states, processor time, signals, children. Bounded reads; knows nothing of workers."""
+"""What the kernel says of processes: states, processor time, signals, children (/proc), TCP traffic (netlink).
+
+Bounded reads; knows nothing of workers. Traffic is asked for by netlink because recv() and send() are not counted as
+input and output in /proc/PID/io: a download into memory shows there alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Mapping
+import socket
+import struct
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from holdfast.linux import process_stat
+
+NETLINK_SOCK_DIAG = 4
+SOCK_DIAG_BY_FAMILY = 20
+REQUEST_OF_ALL = 0x301
+"""NLM_F_REQUEST | NLM_F_DUMP"""
+NLMSG_ERROR, NLMSG_DONE = 2, 3
+INET_DIAG_INFO = 2
+CONNECTED = 1 << 1
+"""The state ESTABLISHED."""
+
+HEAD = struct.Struct("=IHHII")
+"""nlmsghdr: length, type …"""
+QUESTION = struct.Struct("=BBBBI48x")
+"""inet_diag_req_v2: family, protocol, what else is wanted, padding, states; any address."""
+INODE_AT, ANSWER_BYTES = 68, 72
+"""In inet_diag_msg."""
+ATTRIBUTE = struct.Struct("=HH")
+MOVED = struct.Struct("=QQ")
+MOVED_AT = 120
+"""In tcp_info: bytes that the other side has acknowledged, and that were received."""
+
+NETLINK_PACKETS_MAX = 1024
+"""Packets, each of some dozens of sockets."""
+ANSWER_BYTES_MAX = 1 << 16
+WAIT_S_MAX = 0.2
+FILES_MAX = 4096
+"""Open files of one process."""
+
+
+def tcp_moved_bytes() -> dict[int, int]:
+    """Sent and received by each connection of this machine, by the inode of its socket. Empty where that may not be
+    known."""
+    found: dict[int, int] = {}
+    with (
+        contextlib.suppress(OSError, struct.error),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as link,
+    ):
+        link.settimeout(WAIT_S_MAX)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            question = QUESTION.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), 0, CONNECTED)
+            link.send(HEAD.pack(HEAD.size + len(question), SOCK_DIAG_BY_FAMILY, REQUEST_OF_ALL, 0, 0) + question)
+            for _ in range(NETLINK_PACKETS_MAX):
+                if _is_last(link.recv(ANSWER_BYTES_MAX), found):
+                    break
+    return found
+
+
+def _is_last(packet: bytes, found: dict[int, int]) -> bool:
+    at = 0
+    while at + HEAD.size <= len(packet):
+        length, kind, *_ = HEAD.unpack_from(packet, at)
+        if kind in (NLMSG_ERROR, NLMSG_DONE) or length < HEAD.size:
+            return True
+        _note(packet[at + HEAD.size : at + length], found)
+        at += _aligned(length)
+    return False
+
+
+def _note(answer: bytes, found: dict[int, int]) -> None:
+    (inode,) = struct.unpack_from("=I", answer, INODE_AT)
+    at = ANSWER_BYTES
+    while at + ATTRIBUTE.size <= len(answer):
+        length, kind = ATTRIBUTE.unpack_from(answer, at)
+        if kind == INET_DIAG_INFO and length >= ATTRIBUTE.size + MOVED_AT + MOVED.size:
+            found[inode] = sum(MOVED.unpack_from(answer, at + ATTRIBUTE.size + MOVED_AT))
+        at += max(_aligned(length), ATTRIBUTE.size)
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
+
+
+def of_connections(pids: Iterable[int], moved: Mapping[int, int]) -> dict[int, float]:
+    """What each connection of these processes has moved, of what all have."""
+    inodes: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd")[:FILES_MAX]:
+                with contextlib.suppress(OSError, ValueError):
+                    kind, _, number = os.readlink(f"/proc/{pid}/fd/{name}").partition(":")
+                    if kind == "socket":
+                        inodes.add(int(number.strip("[]")))
+    return {inode: moved[inode] for inode in inodes if inode in moved}
+
 
 TASKS_MAX = 256
 """Threads of one process that are described."""
@@ -14,18 +106,6 @@ FIRST_PID = 1
 ENVIRONMENT_BYTES_MAX = 1 << 20
 SECTOR_BYTES = 512
 """In /proc/diskstats, whatever the disk's own are."""
-
-
-class Stat(NamedTuple):
-    state: str
-    """The kernel's letter for the main thread."""
-    cpu_s: float
-    """Of all threads together, children not counted."""
-    parent: int
-    name: str
-    ended_cpu_s: float
-    """Of children that have ended and were waited for, with theirs."""
-    session: int
 
 
 class Child(NamedTuple):
@@ -55,26 +135,9 @@ class Signals(NamedTuple):
         return bool(self.waiting >> (signum - 1) & 1)
 
 
-def read_stat(pid: int | str) -> Stat | None:
-    """None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return None
-    head, _, rest = text.rpartition(b")")  # the name may itself hold parentheses
-    fields = rest.split()
-    if len(fields) < 15:
-        return None
-    own, ended = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
-    ticks = os.sysconf("SC_CLK_TCK")
-    name = head.partition(b"(")[2].decode(errors="replace")
-    return Stat(fields[0].decode(), own / ticks, int(fields[1]), name, ended / ticks, int(fields[3]))
-
-
 def wanted_s(pid: int, *, all_threads: bool) -> float:
-    """Processor time that a process, or its main thread, has used so far, and time for which it waited for a processor: on a
-    machine that has too much to do the second is most of it. 0 where that is not known."""
+    """Processor time that a process, or its main thread, has used so far, and time for which it waited for a
+    processor: on a machine that has too much to do the second is most of it. 0 where that is not known."""
     tasks = [str(pid)]
     if all_threads:
         with contextlib.suppress(OSError):
@@ -113,8 +176,8 @@ def signals(pid: int | str) -> Signals:
 
 
 def switches(pid: int) -> int:
-    """How often the main thread has gone to sleep or had to give way: the same number twice, and it slept all the while or
-    ran. -1 when there is no such process."""
+    """How often the main thread has gone to sleep or had to give way: the same number twice, and it slept all the
+    while or ran. -1 when there is no such process."""
     found = 0
     try:
         with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
@@ -127,7 +190,8 @@ def switches(pid: int) -> int:
 
 
 def idle_thread(pid: int, signum: int) -> int:
-    """A thread of this process that waits for another one's word and takes this signal; the main thread if there is none.
+    """A thread of this process that waits for another one's word and takes this signal; the main thread if there is
+    none.
 
     Its wait is taken up again after the signal. A sleep of C code in the main thread would end.
     """
@@ -159,7 +223,7 @@ def descendants(roots: Mapping[int, bytes]) -> dict[int, list[Child]]:
     orphans: dict[int, list[Child]] = {}
     parents: dict[int, int] = {}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-        stat = read_stat(pid)
+        stat = process_stat(pid)
         if stat is not None:
             child = Child(pid, stat.name, stat.state, stat.parent, stat.cpu_s + stat.ended_cpu_s)
             below.setdefault(stat.parent, []).append(child)
@@ -198,8 +262,8 @@ def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
 
 
 def disk_bytes(proc: str = "/proc") -> int:
-    """What all disks and network file systems of this machine have read and written so far. It grows while a file is being
-    brought to one of them, when the process that waits for it has nothing else to show."""
+    """What all disks and network file systems of this machine have read and written so far. It grows while a file is
+    being brought to one of them, when the process that waits for it has nothing else to show."""
     found = 0
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"{proc}/diskstats", "rb") as file:
         found = sum((int(fields[5]) + int(fields[9])) * SECTOR_BYTES for fields in map(bytes.split, file))
@@ -209,14 +273,15 @@ def disk_bytes(proc: str = "/proc") -> int:
 
 
 def describe_tasks(pid: int) -> list[str]:
-    """One line for each thread: number, name, state, and in which of the kernel's functions it sleeps, where that may be known."""
+    """One line for each thread: number, name, state, and in which of the kernel's functions it sleeps, where that may
+    be known."""
     try:
         tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
     except OSError:
         return []
     lines = []
     for task in tasks[:TASKS_MAX]:
-        stat = read_stat(f"{pid}/task/{task}")
+        stat = process_stat(f"{pid}/task/{task}")
         if stat is not None:
             lines.append(f"{task} {stat.name} {stat.state} {_wchan(pid, task)}".rstrip())
     return lines

@@ -1,6 +1,8 @@
-"""Where the logs of a run lie on disk: one folder per run and agent, one below it per attempt, one below that per worker.
+"""Where the logs of a run lie on disk: one folder per run and agent, one below it per attempt, one below that per
+worker.
 
-Knows names, modes and the file descriptors handed to a worker. Must not know who reads the files or where lines are shown.
+Knows names, modes and the file descriptors handed to a worker. Must not know who reads the files or where lines are
+shown.
 
     <log_dir>/<run_id>_<8 random>/               mode 0700, kept; a job that nobody has named: brave-otter_<8 random>
       attempt_<restart_count>/                   attempt_<restart_count>_generation_<g> when the first name is taken
@@ -78,7 +80,8 @@ class RunFolder:
             raise LogDirError(text) from error
 
     def attempt(self, generation: int, restart_count: int) -> Path | None:
-        """The folder of this attempt, made if needed; asking again for a generation gives the same one. Raises LogDirError.
+        """The folder of this attempt, made if needed; asking again for a generation gives the same one. Raises
+        LogDirError.
 
         A membership change starts a generation without counting a restart: it gets a folder of its own.
         """
@@ -94,8 +97,8 @@ class RunFolder:
 
 
 def default_log_dir() -> str:
-    """Where runs are kept without --log-dir: the user's state folder; where that cannot be written the current folder, and
-    where that cannot be either, one of this user in the temporary folder."""
+    """Where runs are kept without --log-dir: the user's state folder; where that cannot be written the current
+    folder, and where that cannot be either, one of this user in the temporary folder."""
     candidates = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"))
     for base in candidates:
         # The XDG standard says that a relative path is to be ignored; expanduser leaves "~" when nobody knows the home.
@@ -130,7 +133,8 @@ def safe_name(run_id: str) -> str:
 
 
 def open_log(path: Path) -> int:
-    """A worker's log for writing. O_APPEND: whoever shares it (children, a truncating worker) never overwrites. Raises OSError."""
+    """A worker's log for writing. O_APPEND: whoever shares it (children, a truncating worker) never overwrites.
+    Raises OSError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 

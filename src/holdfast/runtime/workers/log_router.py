@@ -2,8 +2,9 @@
 
 Knows the log options. Must not read, cut or write lines itself: `log_tail` does, in the console's thread.
 
-A worker writes straight into its file (or into a pseudo-terminal that is copied there at once), so neither a blocked
-console nor a stopped or killed agent loses a byte or makes a worker wait.
+A worker writes straight into its file, so neither a blocked console nor a stopped or killed agent loses a byte or makes
+a worker wait. Where the agent has a terminal the worker gets a pseudo-terminal, so that progress bars and colours work;
+a thread that waits for the disk alone copies it into the file.
 
 | stream named by       | run folder | console                         |
 |-----------------------|------------|---------------------------------|
@@ -14,8 +15,14 @@ console nor a stopped or killed agent loses a byte or makes a worker wait.
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterable, Sequence
+import select
+import struct
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +33,156 @@ from holdfast.runtime.workers.console import Console, ConsoleStream
 from holdfast.runtime.workers.log_fold import HeldTraceback, LineFold
 from holdfast.runtime.workers.log_layout import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log
 from holdfast.runtime.workers.log_tail import LogTail, StreamTail, TailGroup
-from holdfast.runtime.workers.terminal import Terminal, TerminalPump
+
+COPY_BYTES_MAX = 65_536
+HANGUP_S_MAX = 0.5
+"""After the workers are dead, how long a left-over process may keep their terminal open before we stop listening."""
+COLUMNS_MIN = 20
+_OPOST_INDEX, _LOCAL_INDEX = 1, 3
+
+
+class Terminal:
+    """One worker stream's pseudo-terminal and the log file behind it."""
+
+    def __init__(self, model_fd: int, file_fd: int, *, columns_taken: int = 0) -> None:
+        """`model_fd` is the agent's terminal, whose size is taken over less the columns of our prefix. Owns
+        `file_fd`. Raises OSError."""
+        self.master_fd, self.worker_fd = os.openpty()
+        self.file_fd = file_fd
+        self._model_fd = model_fd
+        self._columns_taken = columns_taken
+        self.hangup_due: float | None = None
+        os.set_blocking(self.master_fd, False)
+        modes = termios.tcgetattr(self.worker_fd)
+        modes[_OPOST_INDEX] &= ~termios.OPOST  # bytes reach the file as they were written
+        modes[_LOCAL_INDEX] &= ~termios.ECHO
+        termios.tcsetattr(self.worker_fd, termios.TCSANOW, modes)
+        self.resize()
+
+    def resize(self) -> None:
+        """Take over the agent's terminal size, so that a progress bar and our prefix fit into one row together."""
+        try:
+            size = fcntl.ioctl(self._model_fd, termios.TIOCGWINSZ, bytes(8))
+            rows, columns, *pixels = struct.unpack("HHHH", size)
+            if columns:
+                columns = max(COLUMNS_MIN, columns - self._columns_taken)
+            fcntl.ioctl(self.master_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, *pixels))
+        except OSError:  # the agent's terminal is gone: nobody sees the size
+            pass
+
+    def copy(self) -> bool:
+        """Move what is there into the file; False at the end."""
+        try:
+            while data := os.read(self.master_fd, COPY_BYTES_MAX):
+                self._store(data)
+        except BlockingIOError:
+            return True
+        except OSError:  # EIO: the last process closed it
+            return False
+        return False
+
+    def close(self) -> None:
+        os.close(self.master_fd)
+        os.close(self.file_fd)
+
+    def _store(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self.file_fd, data) :]
+        except OSError:  # the disk is full: the worker goes on, as on a real terminal
+            pass
+
+
+class TerminalPump:
+    """The one thread that copies from all pseudo-terminals of this agent. Starts with the first terminal."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._terminals: dict[int, Terminal] = {}
+        self._finishing: list[tuple[set[int], Callable[[], None]]] = []
+        self._wake_fd = -1
+        self._closed = False
+
+    def add(self, terminals: Sequence[Terminal]) -> None:
+        if not terminals:
+            return
+        with self._lock:
+            self._terminals.update({terminal.master_fd: terminal for terminal in terminals})
+            if self._wake_fd < 0:
+                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                # A daemon: a disk that stalls must not hold up the agent's exit.
+                threading.Thread(target=self._run, name="holdfast-terminals", daemon=True).start()
+            os.eventfd_write(self._wake_fd, 1)
+
+    def finish(self, terminals: Sequence[Terminal], then: Callable[[], None]) -> None:
+        """The writers are dead: copy the rest, close, and call `then` (from the pump's thread). Returns at once."""
+        if not terminals:
+            then()
+            return
+        due = time.monotonic() + HANGUP_S_MAX
+        with self._lock:
+            for terminal in terminals:
+                terminal.hangup_due = due
+            # One that was closed at its end of file is done already.
+            open_fds = {each.master_fd for each in terminals if self._terminals.get(each.master_fd) is each}
+            self._finishing.append((open_fds, then))
+            os.eventfd_write(self._wake_fd, 1)
+
+    def resize(self) -> None:
+        with self._lock:
+            for terminal in self._terminals.values():
+                terminal.resize()
+
+    def close(self) -> None:
+        """End the thread; what was not finished is not copied."""
+        with self._lock:
+            if self._wake_fd >= 0 and not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
+            self._closed = True
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._lock:
+                terminals = dict(self._terminals)
+            poller = select.poll()
+            poller.register(self._wake_fd, select.POLLIN)
+            for fd in terminals:
+                poller.register(fd, select.POLLIN)
+            dues = [terminal.hangup_due for terminal in terminals.values() if terminal.hangup_due is not None]
+            timeout_ms = max(0.0, min(dues) - time.monotonic()) * 1000 if dues else None
+            for fd, _ in poller.poll(timeout_ms):
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                elif not terminals[fd].copy():
+                    self._remove(terminals[fd])
+            now = time.monotonic()
+            for terminal in terminals.values():
+                if terminal.hangup_due is not None and terminal.hangup_due <= now:
+                    self._remove(terminal)
+            self._call_finished()
+        with self._lock:
+            for terminal in self._terminals.values():
+                terminal.close()
+            self._terminals.clear()
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def _remove(self, terminal: Terminal) -> None:
+        with self._lock:
+            if self._terminals.get(terminal.master_fd) is not terminal:
+                return
+            del self._terminals[terminal.master_fd]
+            for fds, _ in self._finishing:
+                fds.discard(terminal.master_fd)
+            terminal.close()
+
+    def _call_finished(self) -> None:
+        with self._lock:
+            done = [then for fds, then in self._finishing if not fds]
+            self._finishing = [(fds, then) for fds, then in self._finishing if fds]
+        for then in done:
+            then()
+
 
 __all__ = ["LogRouter", "RunFolder", "StreamFds", "WorkerSlot", "WorkerStreams"]
 
@@ -80,11 +236,13 @@ class LogRouter:
         self._terminals: list[Terminal] = []
         if folder.path is None and _wants_files(options):
             console.say(
-                "--log-dir /dev/null: there are no log files, so --redirects, --tee and the filters on lines do nothing."
+                "--log-dir /dev/null: there are no log files, so --redirects, --tee and the filters on lines do "
+                "nothing."
             )
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
-        """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing is left open."""
+        """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then
+        nothing is left open."""
         self.end_attempt()
         self.tell_elsewhere(())
         self._last_groups, self._tracebacks = [], {}
@@ -137,7 +295,8 @@ class LogRouter:
         self._pump.resize()
 
     def end_attempt(self) -> None:
-        """No worker of the attempt lives: show its files to their end, also a last line without newline. Returns at once."""
+        """No worker of the attempt lives: show its files to their end, also a last line without newline. Returns at
+        once."""
         for local_rank in list(self._fds):
             self.started(local_rank)
         groups, terminals = self._groups, self._terminals
@@ -152,7 +311,8 @@ class LogRouter:
             self._pump.finish(terminals, end)
 
     def close(self, drain_s_max: float) -> bool:
-        """Wait until all is shown; False if the console did not move for `drain_s_max` (files are complete in any case).
+        """Wait until all is shown; False if the console did not move for `drain_s_max` (files are complete in any
+        case).
 
         True also when nobody reads the console any more: then nothing is left that could be shown.
         """
@@ -170,7 +330,8 @@ class LogRouter:
         return shown
 
     def _inherited(self, worker: WorkerSlot) -> WorkerStreams:
-        """No files at all: as in torchrun, ranks outside the filter are lost and the others write to the agent's own streams."""
+        """No files at all: as in torchrun, ranks outside the filter are lost and the others write to the agent's own
+        streams."""
         if self._passes(worker):
             return WorkerStreams(StreamFds(None, None), None, None, None)
         fds = [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]

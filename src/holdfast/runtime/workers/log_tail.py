@@ -1,7 +1,7 @@
 """From growing log files to whole console lines.
 
-Knows how to follow files without polling, and how to share one destination fairly; what a line is knows log_lines.py. Must not
-know options, roles or what a prefix means.
+Knows how to follow files with inotify, and how to share one destination fairly; log_fold.py knows what a line is. Must
+not know options, roles or what a prefix means.
 
 Reading happens only when the destination has room, so a blocked console costs no memory: the files are the queue.
 """
@@ -15,9 +15,58 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.runtime.workers.log_fold import FOLD_BYTES_MAX, HeldTraceback, LineFold
-from holdfast.runtime.workers.log_lines import LineCutter, add_prefix, keep_matching, tame
-from holdfast.runtime.workers.log_watch import ChangeWatch
+from holdfast.runtime.workers.log_fold import (
+    FOLD_BYTES_MAX,
+    HeldTraceback,
+    LineCutter,
+    LineFold,
+    add_prefix,
+    keep_matching,
+    tame,
+)
+
+
+class ChangeWatch:
+    """One inotify descriptor for all files. It tells that something changed, not what: asking each file is cheap."""
+
+    def __init__(self) -> None:
+        import ctypes  # lazily: only an agent that shows logs needs it
+
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self.fd: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.reliable = self.fd >= 0
+        """False: some file cannot be watched and has to be polled."""
+        self._users: dict[int, int] = {}
+
+    def add(self, path: Path) -> int:
+        """Watch a file; the handle for `remove`. A file may be watched several times."""
+        in_modify = 0x2
+        handle: int = self._libc.inotify_add_watch(self.fd, os.fsencode(path), in_modify)
+        if handle < 0:
+            self.reliable = False
+        self._users[handle] = self._users.get(handle, 0) + 1
+        return handle
+
+    def remove(self, handle: int) -> None:
+        self._users[handle] -= 1
+        if not self._users[handle]:
+            del self._users[handle]
+            if handle >= 0:
+                self._libc.inotify_rm_watch(self.fd, handle)
+
+    def drain(self) -> None:
+        """Forget the news that came so far; to be called before the files are asked."""
+        try:
+            while self.fd >= 0:
+                os.read(self.fd, 65_536)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
 
 CHUNK_BYTES_MAX = 256 * 1024
 """Read from one file before it is the next one's turn; fits a core's cache."""
@@ -62,7 +111,8 @@ class StreamTail:
         rank: int | None = None,
         held: HeldTraceback | None = None,
     ) -> None:
-        """`asks`: somebody at the terminal can answer. `rank`: its lines may be folded with those of other ranks. `held`: a traceback at its end is kept back."""
+        """`asks`: somebody at the terminal can answer. `rank`: its lines may be folded with those of other ranks.
+        `held`: a traceback at its end is kept back."""
         self.path = path
         self.rank = rank
         self.held = held
@@ -159,7 +209,8 @@ class StreamTail:
         return chunk
 
     def _open_written(self) -> bool:
-        """Once something is in it: by then our copies of what the worker writes to are closed, and descriptors are scarce."""
+        """Once something is in it: by then our copies of what the worker writes to are closed, and descriptors are
+        scarce."""
         try:
             if self._watch_handle is not None and os.stat(self.path).st_size:
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -331,7 +382,8 @@ class Lane:
         return dues
 
     def _show_held(self, group: TailGroup, now: float, told: dict[int, str] | None) -> float | None:
-        """No worker of this group lives: show what they ended with, but for what is told elsewhere, once it is known."""
+        """No worker of this group lives: show what they ended with, but for what is told elsewhere, once it is
+        known."""
         held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
         late = [each.due for _, each in held if each.due is not None and each.due > now]
         if told is None and late:

@@ -1,8 +1,13 @@
-"""Looks at the workers of one generation on this node: where they are, what the kernel says of them, evidence kept.
+"""Samples the stacks of one generation's workers on this node, and keeps the evidence in the run folder.
 
 A look ends within LOOK_S_MAX whatever state the workers are in. It asks a worker for its stacks only when it is sure
 that the worker catches the signal and that what it writes comes to us: nothing else about the worker changes. Judges
 nothing: see insight/hangs.py for what the samples mean.
+
+    <run folder>/stacks/gen<G>_<n>_rank<R>.txt           one look at one worker: all its threads
+    <run folder>/stacks/gen<G>_nccl_trace_rank<R>        NCCL's flight recorder, if it has dumped
+
+Where py-spy is installed its native stacks are appended between two looks. Functions that touch files block.
 """
 
 from __future__ import annotations
@@ -10,8 +15,10 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +29,152 @@ from holdfast.core.board import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from holdfast.core.faultdump import DUMP_BYTES_MAX, main_thread, program_frame, program_threads
 from holdfast.core.locks import is_inside, wanted_at
 from holdfast.core.stacks import Frame, RankSample
+from holdfast.linux import ProcessStat, process_stat
 from holdfast.runtime.driver import run_detached
-from holdfast.runtime.workers import kernel, sockets
+from holdfast.runtime.workers import kernel
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.processes import is_alive
-from holdfast.runtime.workers.stack_files import StackFiles
+
+FIRST_LOOKS_MAX = 10
+"""The first looks of a generation stay; of later ones the newest."""
+LATER_LOOKS_MAX = 30
+TRACE_BYTES_MAX = 64 * 1024 * 1024
+SPY_S_MAX = 20.0
+SPY_AGAIN_S = 300.0
+"""A worker is shown to py-spy at most this often."""
+SPY_BYTES_MAX = 1_000_000
+
+TRACE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+TRACE_DEFAULT = "/tmp/nccl_trace_rank_"
+"""torch's own."""
+
+
+class StackFiles:
+    """Of one generation."""
+
+    def __init__(self, generation: int, rank_base: int) -> None:
+        self._generation = generation
+        self._rank_base = rank_base
+        self._looks = 0
+        self._began_epoch_s = time.time()
+        self._traces: dict[int, float] = {}
+        """When the trace that is kept of a rank was written."""
+        self._spied_s: dict[int, float] = {}
+        self._spying: asyncio.Task[None] | None = None
+
+    def keep(self, folder: Path, samples: Sequence[RankSample], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
+        """Write one look down, and say in each sample where. `texts`: all threads of each local rank. Raises
+        OSError."""
+        at = folder / "stacks"
+        at.mkdir(exist_ok=True)
+        number = self._looks
+        self._looks += 1
+        if number >= FIRST_LOOKS_MAX:
+            number = FIRST_LOOKS_MAX + (number - FIRST_LOOKS_MAX) % LATER_LOOKS_MAX
+        kept = []
+        for sample in samples:
+            rank = self._rank_base + sample.local_rank
+            path = at / f"gen{self._generation}_{number + 1}_rank{rank}.txt"
+            path.write_text(self._describe(sample, texts.get(sample.local_rank, "")), errors="replace")
+            kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # for people
+            with contextlib.suppress(OSError):
+                self._keep_trace(at, rank)
+        return tuple(kept)
+
+    def _describe(self, sample: RankSample, text: str) -> str:
+        rank = self._rank_base + sample.local_rank
+        state = f"state {sample.state}" if sample.state else "gone"
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        lines = [
+            f"rank {rank}, local rank {sample.local_rank}, process {sample.pid}, {state}",
+            f"{sample.cpu_s:.2f} s of processor time at {now}",
+            *([sample.note] if sample.note else []),
+            "",
+            text.rstrip() or "It did not write its stacks: it is stopped, or no Python under holdfast's bootstrap.",
+            "",
+            "Its threads, as the kernel has them:",
+            *kernel.describe_tasks(sample.pid),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _keep_trace(self, at: Path, rank: int) -> None:
+        """What NCCL's flight recorder has written about this rank in this generation."""
+        path = (os.environ.get(TRACE_VARIABLE) or TRACE_DEFAULT) + str(rank)
+        # In /tmp anybody may have put a pipe, or a link, under that name.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                return
+            if found.st_mtime < self._began_epoch_s or self._traces.get(rank) == found.st_mtime:
+                return
+            (at / f"gen{self._generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
+        self._traces[rank] = found.st_mtime
+
+    # ---------------------------------------------------------------- py-spy
+
+    def spy(self, samples: Sequence[RankSample]) -> None:
+        """Append native stacks to the files of these samples, until pause() or the end."""
+        now_s = time.monotonic()
+        due = [
+            sample
+            for sample in samples
+            if sample.file and now_s - self._spied_s.get(sample.local_rank, -SPY_AGAIN_S) >= SPY_AGAIN_S
+        ]
+        program = _py_spy() if due else None
+        if program is not None:
+            self._spying = asyncio.create_task(self._spy(program, due))
+
+    async def pause(self) -> None:
+        """Let nobody be in a tracer's hands: a look would find it stopped."""
+        task, self._spying = self._spying, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _spy(self, program: str, samples: Sequence[RankSample]) -> None:
+        for sample in samples:
+            text = await _native_stacks(program, sample.pid)
+            self._spied_s[sample.local_rank] = time.monotonic()
+            if text:
+                with contextlib.suppress(OSError):
+                    await run_detached(functools.partial(_append, sample.file, text))
+
+
+def _append(path: str, text: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(b"\npy-spy dump --native:\n" + text)
+
+
+async def _native_stacks(program: str, pid: int) -> bytes:
+    """Empty when it could not look, or did not end."""
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, "dump", "--native", "--pid", str(pid), stdin=null, stdout=pipe, stderr=null
+        )
+    except OSError:
+        return b""
+    try:
+        async with asyncio.timeout(SPY_S_MAX):
+            text, _ = await process.communicate()
+    except TimeoutError:
+        return b""
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    return text[:SPY_BYTES_MAX] if process.returncode == 0 else b""
+
+
+def _py_spy() -> str | None:
+    """Beside our Python, or in PATH."""
+    for folder in (os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)):
+        path = os.path.join(folder, "py-spy")
+        if os.path.isabs(path) and os.access(path, os.X_OK):
+            return path
+    return None
+
 
 ANSWER_S_MAX = 1.0
 """For the workers to write their stacks; they do so in milliseconds."""
@@ -34,7 +182,8 @@ KEEP_S_MAX = 0.5
 """For the evidence to reach the disk; after that it goes on without us, and samples name no file."""
 LOOK_S_MAX = 2.0
 QUIET_S = 0.2
-"""A worker whose main thread has slept for so long is taken for one that goes on sleeping while its stacks are written."""
+"""A worker whose main thread has slept for so long is taken for one that goes on sleeping while its stacks are
+written."""
 READ_S_MAX = 0.2
 """For the program's own lines to be read from its files."""
 SOURCE_CHARS_MAX = 80
@@ -74,7 +223,7 @@ class _RankLook(Struct):
     """Of the file into which it writes; a duplicate of ours."""
     variable: bytes
     """In its environment, and in no other worker's."""
-    stat: kernel.Stat | None = None
+    stat: ProcessStat | None = None
     main_cpu_s: float = 0.0
     dumped_bytes: int = 0
     """That it wrote for earlier looks."""
@@ -165,7 +314,8 @@ class Looker:
 
     @contextlib.contextmanager
     def _disk(self) -> Iterator[None]:
-        """Around what touches disks, in a thread. While one stalls, one thread waits for it and not one for each look."""
+        """Around what touches disks, in a thread. While one stalls, one thread waits for it and not one for each
+        look."""
         self._at_disk = True
         try:
             yield
@@ -174,14 +324,14 @@ class Looker:
 
     async def close(self) -> None:
         """Whatever still writes evidence of this generation is ended."""
-        await self._files.close()
+        await self._files.pause()
 
 
 def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
     """Blocks; closes the looks' files."""
     try:
         below = kernel.descendants({look.pid: look.variable for look in looks})
-        disk_bytes, moved_bytes = kernel.disk_bytes(), sockets.moved_bytes()
+        disk_bytes, moved_bytes = kernel.disk_bytes(), kernel.tcp_moved_bytes()
         for look in looks:
             _measure(look, below[look.pid], moved_bytes)
             look.disk_bytes = disk_bytes
@@ -204,8 +354,8 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
 def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
     """What it and the processes below it have done so far."""
     look.at_s = time.monotonic()
-    look.stat = kernel.read_stat(look.pid)
-    main = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+    look.stat = process_stat(look.pid)
+    main = process_stat(f"{look.pid}/task/{look.pid}")
     look.moved_bytes = max(0, kernel.moved_bytes(look.pid) - look.dumped_bytes)
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
@@ -214,7 +364,7 @@ def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mappin
     look.children_bytes = sum(map(kernel.moved_bytes, pids))
     look.wanted_s = kernel.wanted_s(look.pid, all_threads=True)
     look.wanted = look.wanted.and_now({pid: kernel.wanted_s(pid, all_threads=False) for pid in pids})
-    look.talked = look.talked.and_now(sockets.of_processes([look.pid, *pids], moved_bytes))
+    look.talked = look.talked.and_now(kernel.of_connections([look.pid, *pids], moved_bytes))
     look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
     look.switches = kernel.switches(look.pid)
 
@@ -239,7 +389,7 @@ def _ask(look: _RankLook) -> None:
 
 def _sleeps(look: _RankLook) -> bool:
     """Whether its main thread has slept since the look began, and is likely to sleep on."""
-    stat = kernel.read_stat(f"{look.pid}/task/{look.pid}")
+    stat = process_stat(f"{look.pid}/task/{look.pid}")
     return stat is not None and stat.state != "R" and kernel.switches(look.pid) == look.switches
 
 
@@ -295,7 +445,8 @@ def _sample(look: _RankLook) -> RankSample:
 
 
 def _with_source(sample: RankSample) -> RankSample:
-    """With the text of the line that the program executes, and which of its threads may hold the lock that it waits for."""
+    """With the text of the line that the program executes, and which of its threads may hold the lock that it waits
+    for."""
     index = program_frame(sample.frames)
     if index is None:
         return sample
@@ -314,7 +465,8 @@ def _with_source(sample: RankSample) -> RankSample:
 
 
 def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) -> str:
-    """Which other thread is inside the lock that this line of the program takes, in words; empty: none is to be seen."""
+    """Which other thread is inside the lock that this line of the program takes, in words; empty: none is to be
+    seen."""
     if len(content) > PARSED_BYTES_MAX:
         return ""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):

@@ -1,7 +1,8 @@
-"""What about this machine explains a worker's last words: interfaces, room in /dev/shm and on disks, limits, a port's holder.
+"""What about this machine explains a worker's last words: interfaces, room in /dev/shm and on disks, limits, a port's
+holder.
 
-Asked only when a worker has failed and only for what its words speak of. Reads /proc and a few counters; blocks: call it in
-a thread. Never raises for something that cannot be found out. Judges nothing.
+Asked only when a worker has failed and only for what its words speak of. Reads /proc and a few counters; blocks: call
+it in a thread. Never raises for something that cannot be found out. Judges nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from holdfast.linux import GroupLimits
+
 SHM = "/dev/shm"
 SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
 MIB = 2**20
@@ -31,11 +34,13 @@ PATHS_MAX = 16
 SLOW_MOUNTS = re.compile(r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)")
 """File systems that may never answer. They are asked only where the words name a path on them."""
 NO_DISKS = re.compile(
-    r"^(?:proc|sysfs|cgroup2?|devpts|mqueue|securityfs|debugfs|tracefs|bpf|pstore|configfs|squashfs|iso9660|nsfs|efivarfs)$"
+    r"^(?:proc|sysfs|cgroup2?|devpts|mqueue|securityfs|debugfs|tracefs|bpf|pstore|configfs|squashfs|iso9660|nsfs"
+    r"|efivarfs)$"
 )
 FULL = 0.99
 MODULE = re.compile(
-    r"\bmodule '([\w.]+)' has no|from (?:partially initialized module )?'([\w.]+)'(?! \([^)]*/(?:site|dist)-packages/)|No module named '([\w.]+)'"
+    r"\bmodule '([\w.]+)' has no|from (?:partially initialized module )?'([\w.]+)'(?! \([^)]*/(?:site|dist)-packages/)"
+    r"|No module named '([\w.]+)'"
 )
 FILE = re.compile(r'^\s*File "([^"\n]+)", line', re.MULTILINE)
 LIBRARY = re.compile(r"/(?:site|dist)-packages\b|/lib/python3|<frozen ")
@@ -76,7 +81,8 @@ _WORDS = {
     "port": ("address already in use", "eaddrinuse"),
     "hides": ("error: module '", "initialized module '", "cannot import name ", "no module named "),
 }
-"""Words, small, that ask for a fact. Not every lost connection does: what is gathered delays the report of a failure."""
+"""Words, small, that ask for a fact. Not every lost connection does: what is gathered delays the report of a failure.
+"""
 
 
 def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
@@ -122,7 +128,8 @@ def interfaces() -> str:
 
 
 def _address(name: str) -> str:
-    """The IPv4 address of an interface that is up; empty otherwise. psutil would tell IPv6 too, and cost a tenth of a second."""
+    """The IPv4 address of an interface that is up; empty otherwise. psutil would tell IPv6 too, and cost a tenth of a
+    second."""
     request = struct.pack("256s", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         flags = struct.unpack_from("<H", fcntl.ioctl(sock, SIOCGIFFLAGS, request), 16)[0]
@@ -137,7 +144,8 @@ def shm() -> str:
 
 
 def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -> str:
-    """Those that may be meant, the fullest first: of the paths that the words name, of our own folders, and any that is full."""
+    """Those that may be meant, the fullest first: of the paths that the words name, of our own folders, and any that
+    is full."""
     import tempfile
 
     named = [os.path.dirname(path) for path in PATH.findall(words)[-PATHS_MAX:]]
@@ -179,8 +187,6 @@ def nofile() -> str:
 
 
 def pids() -> str:
-    from holdfast.runtime.doctor.system import GroupLimits
-
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     group = GroupLimits()
     own = "no limit for the user" if soft == resource.RLIM_INFINITY else f"at most {soft} for the user (ulimit -u)"
@@ -188,8 +194,6 @@ def pids() -> str:
 
 
 def memory() -> str:
-    from holdfast.runtime.doctor.system import GroupLimits
-
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":", 1) for line in file if ":" in line)
     left, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))

@@ -85,8 +85,9 @@ def amd_gpus(sys: Path) -> tuple[str, ...]:
 
 
 def intel_gpus(sys: Path, dev: Path, *, by_card: bool) -> tuple[str, ...]:
-    """PCI addresses as torch.xpu counts: cards alone where there are any, else what is inside the processor; a card comes
-    once for each of its tiles, unless `by_card`. A container sees all of them, but device files for its own only."""
+    """PCI addresses as torch.xpu counts: cards alone where there are any, else what is inside the processor; a card
+    comes once for each of its tiles, unless `by_card`. A container sees all of them, but device files for its own
+    only."""
     found = [
         device
         for device in _pci_devices(sys, DISPLAY)
@@ -232,7 +233,8 @@ class _Layout:
         each, over = divmod(len(cores), len(sharers))
         if each < 1:
             raise BindingError(
-                f"--numa-binding exclusive: NUMA node {node} has {len(cores)} usable cores for {len(sharers)} workers.\n"
+                f"--numa-binding exclusive: NUMA node {node} has {len(cores)} usable cores for {len(sharers)} "
+                "workers.\n"
                 "Start fewer processes on this node, or bind by `node`."
             )
         index = sharers.index(local_rank)

@@ -4,8 +4,7 @@ The nursery (worker/nursery.py) imports the heavy modules once; it is a process 
 small and nothing that an import does can end it. Workers forked there fall to the keeper, who hears each one's pid,
 notes it, and only then lets it run: no worker runs that the keeper does not know. Standbys are workers that are forked
 before they are wanted, for the next generation: they wait parked, known to the keeper as services, and become workers
-within a millisecond. Standard library only.
-"""
+within a millisecond. Standard library only."""
 
 from __future__ import annotations
 

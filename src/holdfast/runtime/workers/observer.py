@@ -1,7 +1,9 @@
-"""What the agent sees of its workers: their progress, the phases of their start, and where they are when the machine asks.
+"""What the agent sees of its workers: their progress, the phases of their start, and where they are when the machine
+asks.
 
-Three readers of one board, each with a timer of its own: `Observer` reports to the machine, `Phases` and `ProgressNotes` write
-events into the journal. They execute, and decide nothing. What a look at the workers is, is looker.py's.
+Three readers of one board, each with a timer of its own: `Observer` reports to the machine, `Phases` and
+`ProgressNotes` write events into the journal. They execute, and decide nothing. What a look at the workers is, is
+looker.py's.
 """
 
 from __future__ import annotations
@@ -44,9 +46,8 @@ class Phases:
         process_group   → they have their process group
         first_step      → the first step of an optimizer is done
 
-    A part that was not there (no failure, no process group, no optimizer) is left out; what follows is measured from the
-    last moment there was. Where workers differ, the slowest counts. `write` gets the journal's event.
-    """
+    A part that was not there (no failure, no process group, no optimizer) is left out; what follows is measured from
+    the last moment there was. Where workers differ, the slowest counts. `write` gets the journal's event."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
@@ -213,8 +214,9 @@ class Observer:
         interval_s: float,
         fault: Callable[[str, Exception], None],
     ) -> None:
-        """`folder`: the run's, where evidence is kept; None: nowhere. `fault`: gets what goes wrong with a look, which shows
-        nothing then."""
+        """`folder`: the run's, where evidence is kept; None: nowhere. `fault`: gets what goes wrong with a look,
+        which shows nothing then.
+        """
         self._fault = fault
         self._tasks = tasks
         self._emit = emit

@@ -13,6 +13,8 @@ import signal
 import time
 from collections.abc import Collection
 
+from holdfast.linux import process_stat
+
 RESCAN_S = 0.05
 """While a tree is being killed: look again at least this often, for children born between a scan and its signals."""
 
@@ -37,25 +39,10 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _read_stat(pid: str | int) -> tuple[int, bool] | None:
-    """Parent and whether it lives, of one process; None when it vanished."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command name stands in parentheses and may itself hold any byte, parentheses too.
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    if len(fields) < 18:
-        return None
-    # A leader that ended before its threads shows as a zombie while they still run.
-    ended = fields[0] in (b"Z", b"X", b"x") and fields[17] in (b"0", b"1")
-    return int(fields[1]), not ended
-
-
 def is_alive(pid: int) -> bool:
     """Whether the process runs or is stopped; a zombie is not alive."""
-    stat = _read_stat(pid)
-    return stat is not None and stat[1]
+    stat = process_stat(pid)
+    return stat is not None and not stat.has_ended
 
 
 def own_bytes(pid: int) -> int:
@@ -76,10 +63,9 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
     children: dict[int, list[int]] = {}
     living: set[int] = set()
     for name in os.listdir("/proc"):
-        if name[0] in "123456789" and (stat := _read_stat(name)) is not None:
-            parent, lives = stat
-            children.setdefault(parent, []).append(int(name))
-            if lives:
+        if name[0] in "123456789" and (stat := process_stat(name)) is not None:
+            children.setdefault(stat.parent, []).append(int(name))
+            if not stat.has_ended:
                 living.add(int(name))
     found: list[int] = []
     todo = [root]

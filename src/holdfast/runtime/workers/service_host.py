@@ -30,9 +30,8 @@ from pathlib import Path
 
 from holdfast import seqpacket
 from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent, ProcessEnded, SpawnFailed
-from holdfast.snapshots import packets
-from holdfast.snapshots.packets import FINISH_LIMIT_S
-from holdfast.snapshots.shelf import SOCKET, Shelf, clean
+from holdfast.snapshots import shelf
+from holdfast.snapshots.shelf import FINISH_LIMIT_S, SOCKET, Shelf, clean
 
 STORE, SAVER = "store", "saver"
 SERVER = str(Path(__file__).resolve().parents[2] / "train" / "store_server.py")
@@ -56,7 +55,7 @@ class ServiceProcess:
         self,
         keeper: KeeperClient,
         name: str,
-        on_packet: Callable[[packets.Packet], None],
+        on_packet: Callable[[seqpacket.Message], None],
         on_silent: Callable[[], None],
     ) -> None:
         """`on_silent`: the process has closed its end of the socket."""
@@ -89,7 +88,7 @@ class ServiceProcess:
         self._control = ours
         self._loop.add_reader(ours, self._readable)
 
-    def send(self, packet: packets.Packet, fds: Sequence[int] = ()) -> None:
+    def send(self, packet: seqpacket.Message, fds: Sequence[int] = ()) -> None:
         """Never waits. Raises OSError: BlockingIOError when the process does not read, another when it is gone."""
         assert self._control is not None
         seqpacket.send(self._control, packet, fds)
@@ -198,7 +197,7 @@ class StoreHost:
         except OSError:
             pass  # an event will report its end
 
-    def _answered(self, packet: packets.Packet) -> None:
+    def _answered(self, packet: seqpacket.Message) -> None:
         if "failed" in packet and packet["failed"] == self._generation:
             self._generation = None
             self._on_lost(packet["failed"], packet["text"])
@@ -240,7 +239,7 @@ class SaverHost:
             self._open()
         if self._shelf is None:
             return {}
-        return {packets.SAVER_VARIABLE: f"{self._shelf.path}@{generation}@{local_rank}"}
+        return {shelf.SAVER_VARIABLE: f"{self._shelf.path}@{generation}@{local_rank}"}
 
     def handle(self, event: KeeperEvent) -> None:
         """React to the saver's end; events about other processes are ignored."""
@@ -274,8 +273,8 @@ class SaverHost:
         self._saver.drop()
         if self._cleaning is not None:
             await self._cleaning
-        shelf, self._shelf = self._shelf, None
-        await asyncio.to_thread(_remove, shelf)
+        closed, self._shelf = self._shelf, None
+        await asyncio.to_thread(_remove, closed)
 
     async def _finish(self) -> None:
         try:
@@ -295,16 +294,16 @@ class SaverHost:
             said.cancel()
 
     def _open(self) -> None:
-        shelf = None
+        opened = None
         try:
-            shelf = Shelf.make(self._run_id)
-            self._listening = packets.listen(shelf.path / SOCKET)
+            opened = Shelf.make(self._run_id)
+            self._listening = shelf.listen(opened.path / SOCKET)
         except OSError:  # no /dev/shm to write to: a worker that wants one hears of it
-            if shelf is not None:
-                _remove(shelf)
+            if opened is not None:
+                _remove(opened)
             return
-        self._shelf = shelf
-        self._saver.keeper.remove_at_end(str(shelf.path))
+        self._shelf = opened
+        self._saver.keeper.remove_at_end(str(opened.path))
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._start)
         self._cleaning = self._loop.create_task(asyncio.to_thread(clean))
@@ -316,10 +315,10 @@ class SaverHost:
         if not self._saver.keeper.alive:
             return  # `renew` comes
         self._gone.clear()
-        argv = packets.saver_argv(self._shelf.path, listening=SAVER_LISTENING_FD, control=CONTROL_FD)
+        argv = shelf.saver_argv(self._shelf.path, listening=SAVER_LISTENING_FD, control=CONTROL_FD)
         self._saver.start(argv, {SAVER_LISTENING_FD: self._listening.fileno()})
 
-    def _heard(self, packet: packets.Packet) -> None:
+    def _heard(self, packet: seqpacket.Message) -> None:
         if packet.get("is") == "up":
             self._failures = 0
         elif packet.get("is") == "news":

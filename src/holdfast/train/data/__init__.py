@@ -1,10 +1,7 @@
-"""Who trains which sample when: one order per epoch, one position in it, dealt to any number of ranks.
+"""Which rank trains which sample when: one order per epoch, one position in it, dealt to any number of ranks.
 
-permutation.py  the epoch's order, from (seed, epoch) alone
+position.py     the epoch's order, how much of it is trained (a snapshot keeps that), and each rank's share of a batch
 shards.py       the same for data that can only be read in sequence
-position.py     how much of the order is trained; what a snapshot keeps
-seeds.py        random numbers of a sample's augmentation
-place.py        this process's rank and world
-loader.py       DataLoader: all of it around torch's loader
-sampler.py      DistributedSampler: for those who keep torch's loader
+loader.py       DataLoader: all of it around torch's loader; random numbers of a sample's augmentation
+sampler.py      DistributedSampler: for scripts that keep torch's loader
 """

@@ -1,45 +1,157 @@
-"""DataLoader: torch's loader, fed from one global order, that continues anywhere in an epoch with any world and workers.
+"""DataLoader: torch's loader, fed from one global order, that continues anywhere in an epoch with any world and
+workers.
 
-Knows torch's loader, and puts order, position and global batch together. Talks to no other rank: every rank comes to the
-same plan from the same state.
+Knows torch's loader, and puts order, position and global batch together. Talks to no other rank: every rank comes to
+the same plan from the same state.
+
+The random numbers of a sample's augmentation come from (seed, epoch, the sample's index), never from worker or rank: a
+sample looks the same in an epoch whichever rank and worker reads it, and however often the job was restarted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from holdfast.core.errors import DataError
-from holdfast.train.batch import GlobalBatch, Share, Tail, in_hand, set_in_hand
-from holdfast.train.data.permutation import SEQUENTIAL, SHUFFLED, EpochOrder, order_of
-from holdfast.train.data.place import place
-from holdfast.train.data.position import Position
-from holdfast.train.data.seeds import BatchKey, Seeded, sample_seed
+from holdfast.train.data.position import (
+    SEQUENTIAL,
+    SHUFFLED,
+    EpochOrder,
+    GlobalBatch,
+    Position,
+    Share,
+    Tail,
+    in_hand,
+    order_of,
+    place,
+    set_in_hand,
+)
 from holdfast.train.data.shards import ShardedDataset, ShardOrder, ShardReader, shard_order_name, shard_sizes
+
+_WORD = (1 << 64) - 1
+
+
+class BatchKey(NamedTuple):
+    """What torch's loader is asked for: one batch."""
+
+    epoch: int
+    samples: list[int]
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """64 bits for one sample in one epoch; for pipelines with generators of their own."""
+    return _mixed(_mixed(_mixed(seed & _WORD) ^ epoch) ^ index)
+
+
+class Seeded:
+    """A map-style dataset whose `random`, numpy and torch (CPU) generators are seeded for each sample.
+
+    In the training process the generators are put back afterwards, so that loading draws nothing from the trainer's.
+    A dataset that reads whole batches (`__getitems__`) is read so, and seeded once for each batch by its first sample.
+    Other attributes are the dataset's own, to read and to set: `get_worker_info().dataset` is this object.
+    """
+
+    __slots__ = ("_dataset", "_enabled", "_seed")
+
+    def __init__(self, dataset: Any, seed: int, *, enabled: bool) -> None:
+        object.__setattr__(self, "_dataset", dataset)
+        object.__setattr__(self, "_seed", seed)
+        object.__setattr__(self, "_enabled", enabled)
+
+    def __getitems__(self, key: BatchKey) -> list[Any]:
+        if not self._enabled:
+            return list(self._read_all(key.samples))
+        with contextlib.nullcontext() if get_worker_info() else _generators_kept():
+            if _reads_batches(self._dataset):
+                _seed_generators(sample_seed(self._seed, key.epoch, key.samples[0]))
+                return list(self._read_all(key.samples))
+            return [self._read_one(key.epoch, index) for index in key.samples]
+
+    def _read_one(self, epoch: int, index: int) -> Any:
+        _seed_generators(sample_seed(self._seed, epoch, index))
+        return self._dataset[index]
+
+    def _read_all(self, samples: list[int]) -> Any:
+        if _reads_batches(self._dataset):
+            return self._dataset.__getitems__(samples)
+        return [self._dataset[index] for index in samples]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _seeded, (self._dataset, self._seed, self._enabled)
+
+
+def _seeded(dataset: Any, seed: int, enabled: bool) -> Seeded:
+    return Seeded(dataset, seed, enabled=enabled)
+
+
+def _reads_batches(dataset: Any) -> bool:
+    """A Subset has the method always, and gains by it only when the dataset below does."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def _mixed(number: int) -> int:
+    """splitmix64."""
+    number = (number + 0x9E3779B97F4A7C15) & _WORD
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _WORD
+    return number ^ (number >> 31)
 
 
 class DataLoader:
     """Batches of this rank, out of one order per (seed, epoch) that all ranks share.
 
     batch_size         samples per rank and batch (1); with `global_batch_size` the most that a rank takes at once
-    global_batch_size  samples per optimizer step of all ranks together, kept whatever the world: micro-batches and weights follow
-    every              batches per optimizer step when `global_batch_size` is not given: then that is batch_size * world * every
+    global_batch_size  samples per optimizer step of all ranks together, kept whatever the world
+                       (micro-batches and weights follow)
+    every              batches per optimizer step when `global_batch_size` is not given, which is then
+                       batch_size * world * every
     tail               the epoch's last, smaller global batch: "even" (default), "drop" (`drop_last=True`) or "pad"
     seed               of the order and the augmentations (0, or that of `generator`); has to be equal on all ranks
     seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
     rank, world        where they are not the process group's: the rank among the data-parallel groups
-    resumable          whether a `for` that was left by `break` is continued by the next one. None: once somebody keeps the
-                       loader's position: `Snapshots.track` does, and so does a call of `state_dict()`. False: for
-                       validation data that are tracked; each `for` begins an epoch, and so does a restart
+    resumable          whether a `for` that was left by `break` is continued by the next one. None: if the loader's
+                       position is kept, by `Snapshots.track` or by a call of `state_dict()`. False: each `for`
+                       begins an epoch, and so does a restart; for validation data that are tracked
 
-    Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done.
-    """
+    Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done."""
 
     def __init__(
         self,
@@ -112,9 +224,9 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch; then the next `for` goes over the next one. One pass at a time.
 
-        Where the position is kept (`resumable`) a `for` that was left by `break` is continued by the next one, from the first
-        batch that is not known to be trained; otherwise the next one begins the next epoch. Looking at a batch by
-        `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
+        Where the position is kept (`resumable`) a `for` that was left by `break` is continued by the next one, from
+        the first batch that is not known to be trained; otherwise the next one begins the next epoch. Looking at a
+        batch by `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
         """
         position = self._position
         if not self._resumable and position.cursor:
@@ -167,8 +279,8 @@ class DataLoader:
         return self._kept
 
     def samples_ahead(self, count: int) -> list[int]:
-        """Samples, of all ranks together, of the optimizer step that the last batch belongs to and of those after it in the
-        epoch; at most `count` numbers."""
+        """Samples, of all ranks together, of the optimizer step that the last batch belongs to and of those after it
+        in the epoch; at most `count` numbers."""
         cursor = self._position.cursor if self._share is None else self._share.step_start
         return self.plan.samples_ahead(cursor, self._position.length, count)
 
@@ -207,21 +319,22 @@ class DataLoader:
             self._resumable = True
 
     def set_epoch(self, epoch: int) -> None:
-        """The next `for` goes over `epoch` from its start. A loaded state is kept: its own epoch goes on at its cursor, and
-        one before it gives no batch, since it is finished."""
+        """The next `for` goes over `epoch` from its start. A loaded state is kept: its own epoch goes on at its
+        cursor, and one before it gives no batch, since it is finished."""
         self._position.set_epoch(epoch)
 
     def trained(self) -> None:
         """The batch in the loop's body is trained; `snaps.step()` says it for you. Saying it twice counts it once.
 
-        Asking for the next batch says it, too. Once it has been called on a loader, `state_dict()` counts only batches of
-        which it was said; on a loader that was never told it counts the batch in the loop's body.
+        Asking for the next batch says it, too. Once it has been called on a loader, `state_dict()` counts only
+        batches of which it was said; on a loader that was never told it counts the batch in the loop's body.
         """
         self.keep_position()
         self._position.trained()
 
     def state_dict(self) -> dict[str, Any]:
-        """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any num_workers."""
+        """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any
+        num_workers."""
         self.keep_position()
         state = self._position.state_dict()
         return state if self._resumable else {**state, "cursor": 0}
@@ -235,7 +348,8 @@ class DataLoader:
 
 
 class _Batches:
-    """What torch's loader draws its batches from; it may be far ahead of the loop, `fetched` holds what is under way."""
+    """What torch's loader draws its batches from; it may be far ahead of the loop, `fetched` holds what is under
+    way."""
 
     def __init__(self) -> None:
         self._keys: Iterator[BatchKey] = iter(())
@@ -259,8 +373,10 @@ def _refuse_samplers(**given: Any) -> None:
     for name, each in given.items():
         if each is not None:
             raise DataError(
-                f"{name}= cannot be given: this loader makes the order of the samples itself, so that it can go on anywhere.\n"
-                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. With a sampler of "
+                f"{name}= cannot be given: this loader makes the order of the samples itself, so that it can go on "
+                "anywhere.\n"
+                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. With a "
+                "sampler of "
                 "your own keep torch's DataLoader; it begins each epoch from its start."
             )
 
@@ -282,7 +398,8 @@ def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callab
         return int(sizes.sum()), shard_order_name(sizes, shuffle=shuffle), shard_order, ShardReader(dataset)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{type(dataset).__name__} can only be read from its start, so no position in it survives a restart or resize.\n"
+            f"{type(dataset).__name__} can only be read from its start, so no position in it survives a restart or "
+            "resize.\n"
             "Give a dataset with __len__ and __getitem__, or make it a holdfast.train.ShardedDataset."
         )
     length = len(dataset)

@@ -1,7 +1,6 @@
 """DistributedSampler: the one global order, for those who keep torch's loader (or a trainer that builds its own).
 
-A sampler sees indices being drawn, often far ahead of the training; so it has to be told what was trained.
-"""
+A sampler sees indices being drawn, often far ahead of the training; so it has to be told what was trained."""
 
 from __future__ import annotations
 
@@ -13,17 +12,15 @@ import numpy as np
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from holdfast.core.errors import DataError, DataStateError
-from holdfast.train.batch import GlobalBatch
-from holdfast.train.data.permutation import SEQUENTIAL, SHUFFLED, order_of
-from holdfast.train.data.place import place
-from holdfast.train.data.position import Position
+from holdfast.train.data.position import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, place
 
 _BLOCK = 4096
 """Samples per rank whose order is computed at once."""
 
 
 class DistributedSampler(TorchSampler):  # type: ignore[misc]
-    """Every `world`-th sample of the epoch's order, from the cursor on; any number of batches of any size leaves a prefix trained.
+    """Every `world`-th sample of the epoch's order, from the cursor on; any number of batches of any size leaves a
+    prefix trained.
 
         sampler = ht.DistributedSampler(dataset, seed=0)
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
@@ -31,10 +28,9 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
             …
             sampler.note_trained(32)                 # samples of this rank
 
-    Takes torch's arguments. A sampler gives no weights, so the tail is not "even": it is filled from the epoch's start as
-    torch's is (`drop_last=False`: up to world - 1 samples trained twice) or left out (`drop_last=True`: up to world - 1 lost).
-    Epochs change by `set_epoch`, or by themselves when the one before was drawn to its end.
-    """
+    Takes torch's arguments. A sampler gives no weights, so the tail is not "even": it is filled from the epoch's
+    start as torch's is (`drop_last=False`: up to world - 1 samples trained twice) or left out (`drop_last=True`: up
+    to world - 1 lost). Epochs change by `set_epoch`, or by themselves when the one before was drawn to its end."""
 
     def __init__(
         self,
@@ -49,7 +45,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     ) -> None:
         if tail not in (None, "pad", "drop") or (drop_last and tail == "pad"):
             raise DataError(
-                f"A sampler cannot do tail={tail!r}{' with drop_last=True' if drop_last else ''}: it gives no weights.\n"
+                f"A sampler cannot do tail={tail!r}{' with drop_last=True' if drop_last else ''}: it gives no "
+                "weights.\n"
                 "Use holdfast.train.DataLoader, or tail='pad' or 'drop'."
             )
         rank, world = place(rank, num_replicas)
@@ -101,7 +98,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just before."""
+        """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just
+        before."""
         self._position.set_epoch(epoch)
         self._begun = self._exhausted = False
 
@@ -119,8 +117,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         position.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """(seed, epoch, cursor, length), the order's name and the batch size, equal on all ranks. Raises DataStateError when
-        indices were drawn and nobody has reported what was trained."""
+        """(seed, epoch, cursor, length), the order's name and the batch size, equal on all ranks. Raises
+        DataStateError when indices were drawn and nobody has reported what was trained."""
         if self._begun and not self._told:
             raise DataStateError(
                 "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
@@ -130,11 +128,12 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         return {**self._position.state_dict(), "batch": self._batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there, in the next pass. Raises DataStateError when the state belongs to another dataset, seed or order."""
+        """Go on there, in the next pass. Raises DataStateError when the state belongs to another dataset, seed or
+        order."""
         self._position.load_state_dict(state)
         self._begun = self._exhausted = False
-        # The rest of the epoch may be less than a batch: torch's loader draws it and hands nothing out, so that there is
-        # nothing to report. Older snapshots do not have the size; their cursor moved because somebody reported.
+        # The rest of the epoch may be less than a batch: torch's loader draws it and hands nothing out, so that there
+        # is nothing to report. Older snapshots do not have the size; their cursor moved because somebody reported.
         batch = state.get("batch", 0)
         self._batch = batch if type(batch) is int and batch > 0 else 0
         self._told = self._told or bool(self._batch or self._position.cursor)

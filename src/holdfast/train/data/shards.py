@@ -1,9 +1,9 @@
 """Data that can only be read in sequence: a fixed number of logical shards, dealt to any number of ranks.
 
-The shards are the dataset's, chosen once (files, or ranges of them) and never changed by a resize. The epoch's order goes
-round them: the first sample of every shard, then the second of every shard that has one, and so on, the shards in an
-order of their own in each epoch. So how far every shard has been read follows from the one cursor, and the state of all
-shards survives a resize in a single number.
+The shards are the dataset's, chosen once (files, or ranges of them) and never changed by a resize. The epoch's order
+goes round them: the first sample of every shard, then the second of every shard that has one, and so on, the shards
+in an order of their own in each epoch. So how far every shard has been read follows from the one cursor, and the
+state of all shards survives a resize in a single number.
 
 Each optimizer step's samples are sorted by shard before they are dealt, so a rank reads from neighbouring shards only.
 """
@@ -21,8 +21,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import DataError
-from holdfast.train.batch import Share
-from holdfast.train.data.permutation import Integers, Sequential, order_of
+from holdfast.train.data.position import Integers, Sequential, Share, order_of
 
 SHARDS_OPEN_MAX = 256
 """Shards that one process reads at the same time; beyond that the one unused for longest is closed."""
@@ -50,7 +49,8 @@ class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
     def decode(self, sample: Any) -> Any:
         """What is trained, made of what `read` gave: the costly part belongs here.
 
-        `read` also goes over samples that other workers take; this is called for one's own alone, under the sample's seed.
+        `read` also goes over samples that other workers take; this is called for one's own alone, under the sample's
+        seed.
         """
         return sample
 

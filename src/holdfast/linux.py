@@ -1,0 +1,168 @@
+"""What /proc and /sys say of processes, of the cgroups of this process, and of this machine.
+
+All packages but the pure ones may import this: standard library only, nothing heavy. What is not there is None, empty
+or zero, never an error. Programs that run without this package by design keep their own few lines: ssh/far.py is sent
+to hosts as text, and worker/birth.py and worker/nursery.py are imported before a worker's environment is settled.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+CGROUPS = "sys/fs/cgroup"
+UNLIMITED_BYTES = 2**60
+"""cgroup v1 writes a number near 2**63 where there is no limit."""
+
+
+class ProcessStat(NamedTuple):
+    """/proc/PID/stat, of a process or of one thread. A scan of all processes reads two of its numbers: each is
+    converted when it is asked for."""
+
+    command: bytes
+    fields: list[bytes]
+    """What follows the name: proc(5) counts them from 3."""
+
+    @property
+    def name(self) -> str:
+        return self.command.decode(errors="replace")
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter for the main thread."""
+        return self.fields[0].decode()
+
+    @property
+    def parent(self) -> int:
+        return int(self.fields[1])
+
+    @property
+    def session(self) -> int:
+        return int(self.fields[3])
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all threads together, children not counted."""
+        return (int(self.fields[11]) + int(self.fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def ended_cpu_s(self) -> float:
+        """Of children that have ended and were waited for, with theirs."""
+        return (int(self.fields[13]) + int(self.fields[14])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def has_ended(self) -> bool:
+        """A zombie. A main thread that ended before its other threads looks like one while they still run."""
+        return self.fields[0] in (b"Z", b"X", b"x") and self.fields[17] in (b"0", b"1")
+
+    @property
+    def started(self) -> str:
+        """In ticks since boot: a process id that is used again has another one."""
+        return self.fields[19].decode()
+
+
+def process_stat(pid: int | str) -> ProcessStat | None:
+    """Of a process, or of a thread given as `PID/task/TID`. None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name is in parentheses and may itself hold any byte, parentheses too.
+            head, _, rest = file.read().rpartition(b")")
+    except OSError:
+        return None
+    fields = rest.split()
+    return ProcessStat(head.partition(b"(")[2], fields) if len(fields) >= 20 else None
+
+
+def boot_id() -> str:
+    """Another one after each start of the machine; the same in all its containers. Empty where it may not be read."""
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
+
+
+class GroupLimits:
+    """The lowest limits of the cgroups that this process is in, v1 or v2."""
+
+    def __init__(self, root: str | os.PathLike[str] = "/") -> None:
+        self.memory_bytes: int | None = None
+        self.cpus: float | None = None
+        self.pids: int | None = None
+        self.pids_used = 0
+        for folder in group_folders(root):
+            self._take(folder)
+
+    def _take(self, folder: str) -> None:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = read_int(f"{folder}/{name}")
+            if limit is not None and limit < UNLIMITED_BYTES:
+                self.memory_bytes = min(limit, self.memory_bytes or limit)
+        quota = _cpu_quota(folder)
+        if quota is not None:
+            self.cpus = min(quota, self.cpus or quota)
+        pids = read_int(f"{folder}/pids.max")
+        if pids is not None and (self.pids is None or pids < self.pids):
+            self.pids = pids
+            self.pids_used = read_int(f"{folder}/pids.current") or 0
+
+
+class ControlGroup(NamedTuple):
+    """A cgroup of this process, as one mounted hierarchy shows it."""
+
+    controllers: str
+    """Of version 1, with commas; empty: version 2."""
+    top: str
+    """Folder of the hierarchy's root; a container's own root, where the paths are the host's."""
+    path: str
+    """Its path below `top`, of which not all needs to be there."""
+
+
+def own_groups(root: str | os.PathLike[str] = "/") -> Iterator[ControlGroup]:
+    """The cgroups of this process."""
+    mount = os.path.join(root, CGROUPS)
+    for line in read_text(os.path.join(root, "proc/self/cgroup")).splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        names = {controllers, *controllers.split(",")} - {""}
+        for top in [os.path.join(mount, name) for name in names] or [mount, os.path.join(mount, "unified")]:
+            yield ControlGroup(controllers, top, path.strip("/"))
+
+
+def group_folders(root: str | os.PathLike[str] = "/") -> Iterator[str]:
+    """The cgroups of this process and all above them."""
+    for group in own_groups(root):
+        path = group.path
+        while path and ".." not in path.split("/"):
+            yield f"{group.top}/{path}"
+            path = path.rpartition("/")[0]
+        yield group.top
+
+
+def group_room_bytes(folder: str | os.PathLike[str]) -> float:
+    """Memory that is left within the limit of a cgroup (version 2); page cache can be given back."""
+    limit, used = read_int(os.path.join(folder, "memory.max")), read_int(os.path.join(folder, "memory.current"))
+    if limit is None or used is None:
+        return inf
+    cache = re.search(r"^inactive_file (\d+)$", read_text(os.path.join(folder, "memory.stat")), re.MULTILINE)
+    return limit - used + (int(cache[1]) if cache is not None else 0)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def read_int(path: str | os.PathLike[str]) -> int | None:
+    text = read_text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _cpu_quota(folder: str) -> float | None:
+    quota, _, period = read_text(f"{folder}/cpu.max").strip().partition(" ")
+    if not quota:
+        quota, period = (read_text(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    if quota.isdecimal() and period.isdecimal() and int(period) > 0:
+        return int(quota) / int(period)
+    return None

@@ -1,0 +1,70 @@
+"""Numbers, times, lists and addresses in the words of messages, and back. PURE: standard library only; everybody may
+import this."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def duration(seconds: float) -> str:
+    """In words that fit into a line.
+
+    >>> [duration(s) for s in (0.04, 9.94, 59.7, 200, 7500, 200000)]
+    ['0.0 s', '9.9 s', '60 s', '3 min 20 s', '2 h 5 min', '2 d 7 h']
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * MINUTE_S:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < HOUR_S:
+        return f"{whole // MINUTE_S} min {whole % MINUTE_S} s"
+    if whole < DAY_S:
+        return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S} min"
+    return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S} h"
+
+
+def seconds_of(text: str | float) -> float | None:
+    """What a person writes for a time: seconds, or a number with a unit. None: it is no time above zero.
+
+    >>> [seconds_of(text) for text in ("90s", "2min", "1.5h", "1d", 30, "0", "soon")]
+    [90.0, 120.0, 5400.0, 86400.0, 30.0, None, None]
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        seconds = float(text)
+    else:
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)\s*", str(text))
+        seconds = float(found[1]) * UNITS_S.get(found[2], 0.0) if found else 0.0
+    return seconds if 0 < seconds < float("inf") else None
+
+
+def plural(number: int, word: str) -> str:
+    """
+    >>> plural(1, "rank"), plural(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def listed(names: Sequence[object], shown_max: int = 8, *, joint: str = ", ") -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"]), listed(["a", "b", "c"], 2)
+    ('a, b, c', 'a, b and 1 more')
+    """
+    more = len(names) - shown_max
+    return joint.join(map(str, names[:shown_max])) + (f" and {more} more" if more > 0 else "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address leads to the machine that uses it.
+
+    >>> [host for host in ("localhost", "127.0.1.1", "::1", "::1%lo", "10.0.0.1", "") if is_loopback(host)]
+    ['localhost', '127.0.1.1', '::1', '::1%lo']
+    """
+    address = host.partition("%")[0]
+    return address in ("localhost", "::1") or address.startswith("127.")
