@@ -42,7 +42,6 @@ def prepare_torchrun() -> Form:
 def prepare_holdfast() -> Form:
     """holdfast's own agent and coordinator: the endpoint is claimed, joined, and the place in the world received."""
     import holdfast.rendezvous.claim
-    import holdfast.rendezvous.port_holder
     import holdfast.runtime.connection
     import holdfast.runtime.listener
     import holdfast.runtime.store_proxy  # noqa: F401  - what an agent loads on its way; import is not measured on either side

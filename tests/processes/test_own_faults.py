@@ -120,7 +120,7 @@ def broken(*_, **__):
 
 from holdfast.core.coordinator.machine import CoordinatorMachine
 CoordinatorMachine.view = broken
-from holdfast.runtime.own_node import OwnNode
+from holdfast.runtime.answers import OwnNode
 OwnNode.view = OwnNode.stacks = broken
 from holdfast.runtime.workers.looker import Looker
 Looker.look = broken

@@ -12,8 +12,7 @@ import pytest
 from holdfast.core.errors import EndpointError, PortInUseError
 from holdfast.core.options import Endpoint
 from holdfast.rendezvous import claim as claim_module
-from holdfast.rendezvous.claim import Claim, claim
-from holdfast.rendezvous.port_holder import who_holds
+from holdfast.rendezvous.claim import Claim, claim, who_holds
 from tests.support.limits import limit_s
 
 NOT_OURS = "192.0.2.1"  # TEST-NET-1: on no machine

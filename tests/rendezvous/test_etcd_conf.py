@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.core.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
 from holdfast.core.options import Endpoint
 from holdfast.rendezvous.conf import parse_conf
-from holdfast.rendezvous.etcd import Leader, Memory, Servers, leader_key, read_record, write_record
-from holdfast.rendezvous.etcd_conf import read_etcd_conf
+from holdfast.rendezvous.elections import Leader, Memory, read_record
+from holdfast.rendezvous.etcd import Servers, leader_key, read_etcd_conf
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -72,9 +73,9 @@ def test_tls_files_need_https(tmp_path: Path) -> None:
 
 def test_records_come_back() -> None:
     leader = Leader(run_id="j", address="10.0.0.1", port=7, identity="x")
-    assert read_record(Leader, "k", write_record(leader), "j") == leader
+    assert read_record(Leader, "k", msgspec.json.encode(leader), "j", EtcdError) == leader
     memory = Memory(run_id="j", generation=3, tail_s=1.5)
-    assert read_record(Memory, "k", write_record(memory), "j") == memory
+    assert read_record(Memory, "k", msgspec.json.encode(memory), "j", EtcdError) == memory
 
 
 @pytest.mark.parametrize(
@@ -84,13 +85,13 @@ def test_records_come_back() -> None:
         (b"", "did not write"),
         (b"[]", "did not write"),
         (b'{"run_id":"j","address":"a","port":"7","identity":"x"}', "did not write"),
-        (b'{"run_id":"k","address":"a","port":7,"identity":"x"}', "belongs to the job 'k'"),
+        (b'{"run_id":"k","address":"a","port":7,"identity":"x"}', "of the job 'k', not of 'j'"),
         (b" " * 5000, "5000 bytes"),
     ],
 )
 def test_what_is_not_ours_is_refused(value: bytes, said: str) -> None:
     with pytest.raises(EtcdError, match=said):
-        read_record(Leader, "/holdfast/j/coordinator", value, "j")
+        read_record(Leader, "the etcd key /holdfast/j/coordinator", value, "j", EtcdError)
 
 
 def test_servers_take_turns_and_the_one_that_answers_is_kept() -> None:

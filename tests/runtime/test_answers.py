@@ -71,6 +71,7 @@ async def test_the_end_is_the_machines_to_order(question: Question, drain: bool)
     bench = Bench(running)
     bench.answers.asked(1, Ask(1, question, "somebody"))
     assert bench.lines[1].answer == {"nodes": 2}
+    await asyncio.sleep(0)
     assert bench.fed == [QuitAsked(drain, "somebody")]
 
 

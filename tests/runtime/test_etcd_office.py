@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from holdfast.core.errors import EtcdUnreachableError
-from holdfast.rendezvous.etcd import Memory
-from holdfast.runtime.etcd_office import Office
+from holdfast.rendezvous.elections import Memory
+from holdfast.runtime.etcd_service import Office
 from tests.support.limits import limit_s
 
 
@@ -95,7 +95,7 @@ def run(etcd: FakeEtcd, ttl_s: float, until: str) -> Office:
 
 
 def _boot_s() -> float:
-    from holdfast.runtime.etcd_office import clock_s
+    from holdfast.runtime.etcd_service import clock_s
 
     return clock_s()
 

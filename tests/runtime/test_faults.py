@@ -12,8 +12,7 @@ import pytest
 
 from holdfast.core.errors import BindingError, HoldfastError, InternalError, PlatformError
 from holdfast.runtime.connection import Connection
-from holdfast.runtime.driver import Driver
-from holdfast.runtime.faults import SAID_INTERVAL_S, Troubles, as_error, fault_of
+from holdfast.runtime.driver import SAID_INTERVAL_S, Driver, Troubles, as_error, fault_of
 from tests.support.limits import limit_s
 
 NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import seqpacket
 from holdfast.core.errors import (
     SaverLostError,
     SnapshotIncompleteError,
@@ -208,7 +209,7 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
             sock.connect(str(bench.place.folder / shelf.SOCKET))
             sock.settimeout(WAIT_S)
             if isinstance(each, dict) and "local_rank" not in each:
-                shelf.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+                seqpacket.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
             with open("/dev/null") as null:
                 socket.send_fds(sock, [each if isinstance(each, bytes) else json.dumps(each).encode()], [null.fileno()])
             assert sock.recv(100) == b"", each
@@ -222,11 +223,11 @@ def test_a_descriptor_that_is_no_slot_is_an_error(bench: Bench, tmp_path: Path) 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, (tmp_path / "file").open("rb") as file:
         sock.connect(str(bench.place.folder / shelf.SOCKET))
         sock.settimeout(WAIT_S)
-        shelf.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
+        seqpacket.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
         request = SaveRequest(str(bench.folder), 1, 1, 0, 1).to_json()
         packet = {"do": "persist", "id": 7, "sequence": 1, "request": request, "patience_s": 1.0}
-        shelf.send(sock, packet, [file.fileno()])
-        got = shelf.receive(sock)
+        seqpacket.send(sock, packet, [file.fileno()])
+        got = seqpacket.receive(sock)
         assert got is not None
         assert (got[0]["is"], got[0]["id"], got[0]["code"]) == ("failed", 7, "HF401")
 

@@ -11,8 +11,7 @@ import pytest
 from holdfast.core.errors import BackendError, BackendUnreachableError, EtcdError, EtcdUnreachableError, HoldfastError
 from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, ThirdPartyOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits, NodeSpec
-from holdfast.rendezvous.elections import ValueElection, address_of_default_route
-from holdfast.rendezvous.etcd import Leader, Memory
+from holdfast.rendezvous.elections import Leader, Memory, ValueElection, address_of_default_route
 from holdfast.rendezvous.shared_value import ValueApi, ValueTenure, ValueWatch
 from holdfast.rendezvous.third_party import Backend, Place, SharedValue
 from holdfast.runtime import etcd_meeting
@@ -159,7 +158,7 @@ def test_garbage_is_named_and_left_alone(storage: Storage, value: bytes) -> None
 
 def test_another_jobs_value(storage: Storage) -> None:
     assert Node(storage, "a", "other").take() is not None
-    with pytest.raises(BackendError, match="'other' to 'job'"):
+    with pytest.raises(BackendError, match="of the job 'other', not of 'job'"):
         Node(storage, "b").api.leader()
 
 

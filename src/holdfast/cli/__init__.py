@@ -143,7 +143,7 @@ def run_command(command: str, rest: list[str]) -> int:
             drop_output()
             print(f"holdfast: the output cannot be written: {error.strerror}", file=sys.stderr)
             return EXIT_NOT_WRITTEN
-        from holdfast.runtime.faults import as_error
+        from holdfast.runtime.driver import as_error
 
         fault = as_error(error)
         if fault.fault is Fault.OURS:

@@ -25,7 +25,7 @@ from holdfast.cli.resolve import resolve
 from holdfast.cli.values import is_number, node_range, words_elsewhere
 from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.core.options import CommandKind
-from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
+from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
 from holdfast.ssh.facts import Expected, LaunchSpec
 from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select
 from holdfast.text import is_loopback, listed

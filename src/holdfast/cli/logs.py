@@ -20,8 +20,8 @@ from typing import NamedTuple
 from holdfast.cli.finding import run_folders, running_job
 from holdfast.cli.printing import Parser, ranks_of
 from holdfast.core.errors import HoldfastError, NoRunError, UsageError
-from holdfast.runtime.control_client import Call
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.running import Call
 from holdfast.runtime.workers.log_fold import LineCutter
 from holdfast.runtime.workers.log_tail import ChangeWatch
 

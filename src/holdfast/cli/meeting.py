@@ -15,9 +15,9 @@ from holdfast.core.errors import EndpointError, NodesError, RendezvousConfigErro
 from holdfast.core.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.core.policy import Grow, JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
-from holdfast.rendezvous.endpoint import PORT_MAX, parse_endpoint
+from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
 from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
-from holdfast.rendezvous.token import read_token, weakness
+from holdfast.runtime.secret_variables import read_token, weakness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,7 +112,7 @@ def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> Etcd
     """None with any other backend. Raises RendezvousConfigError or EndpointError."""
     if backend not in ("etcd", "etcd-v2"):
         return None
-    from holdfast.rendezvous.etcd_conf import read_etcd_conf
+    from holdfast.rendezvous.etcd import read_etcd_conf
 
     return read_etcd_conf(backend, conf, endpoint)
 

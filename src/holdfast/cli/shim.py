@@ -20,7 +20,7 @@ from holdfast.cli.options import OPTIONS
 from holdfast.cli.printing import Parser
 from holdfast.core.errors import HoldfastError, UsageError
 from holdfast.rendezvous.registry import is_built_in
-from holdfast.rendezvous.token import draw_token
+from holdfast.runtime.secret_variables import draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,8 +22,7 @@ from holdfast.core.outcome import Outcome
 from holdfast.core.progress import JobView, StacksView
 from holdfast.core.protocol import Question
 from holdfast.insight.status import group, stack_lines, status_lines
-from holdfast.runtime.control_client import ask_any
-from holdfast.runtime.running import RunningAgent
+from holdfast.runtime.running import RunningAgent, ask_any
 
 
 def main_stacks(argv: Sequence[str]) -> int:

@@ -15,8 +15,7 @@ from holdfast.cli.printing import Parser, print_json
 from holdfast.core.errors import ControlSilentError, NoRunError
 from holdfast.core.protocol import Question
 from holdfast.insight.screen import how_it_ended
-from holdfast.runtime.control_client import Call, Reply, ask
-from holdfast.runtime.running import RunningAgent
+from holdfast.runtime.running import Call, Reply, RunningAgent, ask
 from holdfast.text import plural
 
 EXIT_NOT_STOPPED = 1

@@ -38,7 +38,7 @@ from holdfast.core.errors import (
     UsageError,
 )
 from holdfast.rendezvous.conf import parse_conf
-from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
+from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
 from holdfast.schedulers import kubernetes
 from holdfast.schedulers import kubernetes_words as words
 from holdfast.schedulers.kubernetes import (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.values import node_range
 from holdfast.core.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
-from holdfast.rendezvous.token import TOKEN_VARIABLE, draw_token
+from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
 from holdfast.schedulers.slurm_step import SlurmStep, address_of, number, read_step
 
 if TYPE_CHECKING:

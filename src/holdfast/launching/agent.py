@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         report(report_fd, None, "", error)
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the caller has to hear of it
-        from holdfast.runtime.faults import as_error
+        from holdfast.runtime.driver import as_error
 
         fault = as_error(error)
         report(report_fd, None, "", fault)

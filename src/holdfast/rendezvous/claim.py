@@ -1,31 +1,31 @@
-"""Who hosts the coordinator, decided by binding: whoever gets the endpoint's address is the host.
+"""Who hosts the coordinator, decided by binding: the agent that gets the endpoint's address is the host.
 
 Knows sockets and names; knows nothing of the protocol. No host name is guessed and no interface listed: an
-address is this machine's when it can be bound. Blocks for as long as name resolution does.
+address is this machine's when it can be bound. Blocks for as long as name resolution does. `who_holds` names the
+process that has the port instead, as /proc shows it.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from typing import NamedTuple
 
 from holdfast.core.errors import EndpointError, PortInUseError
 from holdfast.core.options import Endpoint
-from holdfast.rendezvous.port_holder import who_holds
 from holdfast.text import is_loopback
 
+_LISTEN = "0A"
+COMMAND_CHARS_MAX = 80
 BACKLOG = 4096
 FREE_PORT_ATTEMPTS_MAX = 16
 """A free port must be free on all addresses; this often another one is tried."""
-
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 _WILDCARD = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
 _NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV})
 """The address is not this machine's (EINVAL: a link-local address without its interface)."""
-
 IN_USE = "in use"
-
 Address = tuple[int, str]
 """Address family and numeric address."""
 
@@ -181,3 +181,71 @@ def _listen(family: int, address: str, port: int) -> socket.socket | int:
             return errno.EADDRINUSE
         raise
     return listening
+
+
+def who_holds(port: int) -> str | None:
+    """`pid 4711 (alice): python train.py` for the process that listens on this TCP port of this machine.
+
+    None when nobody does, or when it is another user's and we may not look. Never raises.
+    """
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return None
+    targets = {f"socket:[{inode}]" for inode in inodes}
+    for pid in filter(str.isdigit, _list("/proc")):
+        if any(_target(f"/proc/{pid}/fd/{fd}") in targets for fd in _list(f"/proc/{pid}/fd")):
+            return _describe(pid)
+    return None
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _read(table).splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(fields[9])
+    return inodes - {"0"}
+
+
+def _describe(pid: str) -> str:
+    command = " ".join(_read(f"/proc/{pid}/cmdline").split("\0")).strip() or _read(f"/proc/{pid}/comm").strip()
+    shown = "".join(character if character.isprintable() else " " for character in command)
+    if len(shown) > COMMAND_CHARS_MAX:
+        shown = shown[:COMMAND_CHARS_MAX] + "…"
+    return f"pid {pid} ({_user(pid)}): {shown}"
+
+
+def _user(pid: str) -> str:
+    import pwd  # only an error message pays for it
+
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return "user unknown"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _list(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:  # gone meanwhile, or not ours to see
+        return []
+
+
+def _target(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

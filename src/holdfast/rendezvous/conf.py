@@ -1,16 +1,75 @@
-"""`--rdzv-conf`: text to typed settings, by torchrun's grammar. PURE: reads no file, asks no clock.
+"""`--rdzv-endpoint` and `--rdzv-conf`: text to typed values, by torchrun's grammar. PURE: reads no file, asks no clock.
 
 Knows which key means something for which backend, and what holdfast makes of it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 
 from msgspec.structs import replace
 
-from holdfast.core.errors import RendezvousConfigError
+from holdfast.core.errors import EndpointError, RendezvousConfigError
+from holdfast.core.options import Endpoint
 from holdfast.core.policy import Limits
+
+PORT_MAX = 65535
+
+_HOST = re.compile(r"[\w.:-]+")
+_PORT = re.compile(r"[0-9]{1,5}")
+_HEX_GROUP = re.compile(r"[0-9a-fA-F]{0,4}|[0-9.]+")
+
+
+def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
+    """`host[:port]`, `[v6]` or `[v6]:port`; empty means localhost. Port 0 means: pick a free one.
+
+    Raises EndpointError when malformed, or when it names no port and there is no default (static).
+    """
+    text = text.strip()
+    host, port_text = _split(text)
+    if port_text is None:
+        if default_port is None:
+            raise EndpointError(f"the endpoint {text!r} names no port; add one (host:port) or give --master-port")
+        port = default_port
+    elif _PORT.fullmatch(port_text) and int(port_text) <= PORT_MAX:
+        port = int(port_text)
+    else:
+        raise EndpointError(f"the endpoint {text!r} has port {port_text!r}; a port is a number from 0 to {PORT_MAX}")
+    if not host:
+        raise EndpointError(f"the endpoint {text!r} names no host; write host:port")
+    if not _HOST.fullmatch(host):
+        raise EndpointError(f"the endpoint {text!r} has host {host!r}, which is neither a name nor an address")
+    if ":" in host and not _looks_like_v6(host):
+        raise EndpointError(f"the endpoint {text!r} is ambiguous; write an IPv6 address in brackets: [address]:port")
+    return Endpoint(host=host, port=port)
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """At the last colon, unless the whole is one address in brackets."""
+    if not text:
+        return "localhost", None
+    if text.startswith("[") and text.endswith("]"):
+        return text[1:-1], None
+    host, colon, port_text = text.rpartition(":")
+    if not colon:
+        return text, None
+    if len(host) > 1 and host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    return host, port_text
+
+
+def _looks_like_v6(host: str) -> bool:
+    """Good enough to tell `fe80::1` from what is left of it when its last group was taken for a port."""
+    groups = host.split(":")
+    if not all(_HEX_GROUP.fullmatch(group) for group in groups):
+        return False
+    if host.count("::") > 1 or ":::" in host:
+        return False
+    if "::" in host:
+        return len(groups) <= 9 and (not host.endswith(":") or host.endswith("::"))
+    return len(groups) == 8
+
 
 Conf = Mapping[str, str]
 Value = int | float | bool | str
@@ -210,12 +269,14 @@ _NEAREST = {
     "etcd": {},
     THIRD_PARTY: {"heartbeat": "heartbeat_timeout"},
 }
-"""Where the meaning and not the spelling is the nearest."""
+"""Keys that have another name under this backend."""
 
 
 def in_its_words(backend: str, conf: Conf) -> Conf:
-    """With the backend's own name for the time to wait for others, where the other one was given. What is no time is left
-    as it is: torchrun has no effect of it, and neither has it here."""
+    """With the backend's own name for the time to wait for others, where the other one was given.
+
+    A value that is not a time is left as it is: it has no effect, as under torchrun.
+    """
     for other, own in _SAME.items():
         if other in conf and own not in conf and own in KEYS[backend] and other not in KEYS[backend]:
             try:

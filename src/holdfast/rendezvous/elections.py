@@ -1,4 +1,9 @@
-"""What an election of the coordinator needs, whoever holds it: etcd, or a third party's shared value.
+"""The election of the coordinator, by etcd or by a third party's shared value: its records, its contract, its choice.
+
+etcd's lease is etcd.py, the one made of a third party's value shared_value.py. They stay two: etcd counts a lease from
+its last renewal, before anybody looks, and renews it without writing. A lease made of a value starts to count
+when another node first looks at it, so a silent host would be replaced up to one lease later, and each renewal would be
+a write that etcd keeps in its history.
 
 Chooses by the options; opens nothing before it is asked to.
 """
@@ -6,17 +11,95 @@ Chooses by the options; opens nothing before it is asked to.
 from __future__ import annotations
 
 import socket
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from holdfast.core.errors import BackendError, EtcdUnreachableError, RendezvousConfigError
+import msgspec
+from msgspec import Struct
+
+from holdfast.core.errors import BackendError, EtcdUnreachableError, HoldfastError, RendezvousConfigError
 from holdfast.core.options import Endpoint, EtcdOptions, RunOptions, ThirdPartyOptions
 from holdfast.rendezvous.conf import KEYS, THIRD_PARTY, Conf, read_conf
-from holdfast.rendezvous.etcd import CALL_S_MAX, Api
 from holdfast.rendezvous.third_party import Backend, Place, SharedValue
 
 LEASE_TTL_S = 5
+RECORD_BYTES_MAX = 4096
+SHOWN_CHARS_MAX = 60
+CALL_S_MAX = 1.0
+"""One call to one etcd server: without quorum etcd answers nothing at all."""
 _FAR_AWAY = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses that nobody has: asking for the way there sends nothing."""
+
+
+class Leader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who hosts the coordinator: the value of the key under the lease."""
+
+    holdfast: int = 1
+    run_id: str
+    address: str
+    port: int
+    identity: str
+    """Used once: tells two leases of one agent apart."""
+
+
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the next leader must observe."""
+
+    holdfast: int = 1
+    run_id: str
+    generation: int
+    """The newest that may have been started; 0: none."""
+    tail_s: float
+    """So long after the leader's key is gone its workers may still live somewhere."""
+
+
+class Tenure(Protocol):
+    """We hold the leader's key. Every method blocks; raises EtcdUnreachableError when no server answers."""
+
+    predecessor: Memory | None
+    """What the previous leader left, when we took the key."""
+
+    def renew(self) -> bool:
+        """False: the key is not ours any more."""
+
+    def remember(self, memory: Memory) -> bool:
+        """False: the key is not ours any more, and nothing was written."""
+
+    def resign(self, memory: Memory | None) -> None:
+        """Give the key back, if it is still ours; None: the job is over, forget it altogether."""
+
+
+class Api(Protocol):
+    """One client, for one thread at a time. Raises EtcdError, or EtcdUnreachableError when trying again may help."""
+
+    notice: str
+    """Worth a line to the people at this node; empty: nothing is."""
+
+    def leader(self) -> Leader | None: ...
+
+    def take(self, me: Leader) -> Tenure | None:
+        """Take the leader's key if nobody has it. None: somebody has."""
+
+    def close(self) -> None: ...
+
+
+Record = TypeVar("Record", bound=Struct)
+
+
+def read_record(
+    kind: type[Record], where: str, value: bytes, run_id: str, fault: type[HoldfastError], remedy: str = ""
+) -> Record:
+    """Raises `fault` when the value is not what this job writes there. `where` and `remedy` are for its message."""
+    if len(value) > RECORD_BYTES_MAX:
+        raise fault(f"{where} holds {len(value)} bytes that are not holdfast's{remedy}")
+    try:
+        record = msgspec.json.decode(value, type=kind)
+    except msgspec.DecodeError:  # ValidationError too
+        shown = value[:SHOWN_CHARS_MAX].decode("utf-8", "replace")
+        raise fault(f"{where} holds what holdfast did not write: {shown!r}{remedy}") from None
+    owner = getattr(record, "run_id", "")
+    if owner != run_id:
+        raise fault(f"{where} holds the record of the job {owner!r}, not of {run_id!r}{remedy}")
+    return record
 
 
 class Election(Protocol):

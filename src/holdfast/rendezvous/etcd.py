@@ -1,91 +1,83 @@
-"""What holdfast keeps in etcd, and what it asks of an etcd API; the two APIs are etcd_v2.py and etcd_v3.py.
+"""etcd: how it is reached (`--rdzv-conf`, TLS), and the coordinator's lease in it. Its APIs: etcd_v2.py, etcd_v3.py.
 
-Two keys a job: `<prefix>/<run id>/coordinator` under a lease says who is in charge and where; `<prefix>/<run id>/memory`
-outlives the leader and says what a successor must heed. Knows the records and their bounds; opens no socket itself.
+The lease is two keys with a time to live. `<prefix>/<run id>/coordinator`, which lives for a lease, says who is in
+charge and where. `<prefix>/<run id>/memory` outlives the leader and says what the next one must observe. A new leader
+writes the memory again before anything else: that changes its version, so that no previous leader can write it.
+
+Knows the keys and the order of the changes; both APIs offer the same few changes of one key. Knows what people get
+wrong about certificates, and how OpenSSL says it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import ssl
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
+from urllib.parse import quote
 
 import msgspec
-from msgspec import Struct
 
-from holdfast.core.errors import EtcdError, EtcdUnreachableError
+from holdfast.core.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
+from holdfast.core.options import Endpoint, EtcdOptions
+from holdfast.rendezvous.conf import Conf, parse_endpoint, read_conf
+from holdfast.rendezvous.elections import CALL_S_MAX, Api, Leader, Memory, Record, read_record
+from holdfast.rendezvous.registry import default_port
 
-if TYPE_CHECKING:
-    from holdfast.core.options import Endpoint, EtcdOptions
-
-RECORD_BYTES_MAX = 4096
+PASSWORD_BYTES_MAX = 4096
+_FILES = {
+    "etcd": {"ca_file": "cacert", "cert_file": "cert", "key_file": "key"},
+    "etcd-v2": {"ca_file": "ca_cert", "cert_file": "ssl_cert", "key_file": "ssl_cert_key"},
+}
+"""torchrun spells them differently for its two backends."""
 MEMORY_TTL_S = 120
-"""The memory of a job that nobody leads any more is kept this long; its workers are long gone by then."""
-CALL_S_MAX = 1.0
-"""One call to one server: without quorum etcd answers nothing at all."""
-SHOWN_CHARS_MAX = 60
+"""The memory of a job that nobody leads any more is kept this long; its workers have ended by then."""
+ATTEMPTS_MAX = 8
+"""Changes of the memory by another node while we take the lease."""
+REMEDY = "; delete it, or choose another --rdzv-id or --rdzv-conf etcd_prefix="
+
+Answer = TypeVar("Answer")
 
 
-class Leader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who hosts the coordinator: the value of the key under the lease."""
+class Store(Protocol):
+    """One client of one API. Raises EtcdError, or EtcdUnreachableError when trying again may help.
 
-    holdfast: int = 1
-    run_id: str
-    address: str
-    port: int
-    identity: str
-    """Used once: tells two terms of office of one agent apart."""
-
-
-class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a successor must heed."""
-
-    holdfast: int = 1
-    run_id: str
-    generation: int
-    """The newest that may have been started; 0: none."""
-    tail_s: float
-    """So long after the leader's key is gone its workers may still live somewhere."""
-
-
-class Tenure(Protocol):
-    """We hold the leader's key. Every method blocks; raises EtcdUnreachableError when no server answers."""
-
-    predecessor: Memory | None
-    """What was remembered when we came to office."""
-
-    def renew(self) -> bool:
-        """False: the key is not ours any more."""
-
-    def remember(self, memory: Memory) -> bool:
-        """False: the key is not ours any more, and nothing was written."""
-
-    def resign(self, memory: Memory | None) -> None:
-        """Give the key back, if it is still ours; None: the job is over, forget it altogether."""
-
-
-class Api(Protocol):
-    """One client of etcd, for one thread at a time. Raises EtcdError, or EtcdUnreachableError when trying again may help."""
+    Each change of a key gives it a version of its own; version 0 is that of a key that is not there.
+    """
 
     notice: str
     """Worth a line to the people at this node; empty: nothing is."""
 
-    def leader(self) -> Leader | None: ...
+    def read(self, key: str) -> tuple[bytes, int] | None:
+        """The value and its version."""
 
-    def take(self, me: Leader) -> Tenure | None:
-        """Take the leader's key if nobody has it. None: somebody has."""
+    def write(self, key: str, value: bytes, ttl_s: int, version: int) -> int | None:
+        """Replace the value of this version. Returns the new version; None: it has another one, nothing is changed."""
+
+    def refresh(self, key: str, ttl_s: int, version: int) -> int | None:
+        """Let a value of ours live for its time again. Returns its version now; None: it is gone."""
+
+    def delete(self, key: str, version: int) -> None:
+        """Nothing happens when it has another version."""
 
     def close(self) -> None: ...
 
 
 def open_api(options: EtcdOptions, run_id: str) -> Api:
-    """The client that the backend asks for; opens no connection yet. Raises MissingPackageError."""
-    if options.api == "v2":
-        from holdfast.rendezvous.etcd_v2 import ApiV2
+    """The client that the backend asks for. Raises MissingPackageError, EtcdError."""
+    return EtcdApi(_open_store(options, leader_key(options, run_id)), options, run_id)
 
-        return ApiV2(options, run_id)
+
+def _open_store(options: EtcdOptions, key: str) -> Store:
+    if options.api == "v2":
+        from holdfast.rendezvous.etcd_v2 import StoreV2
+
+        return StoreV2(options)
     from holdfast.rendezvous.etcd_v3 import open_v3
 
-    return open_v3(options, run_id)
+    return open_v3(options, key)
 
 
 def leader_key(options: EtcdOptions, run_id: str) -> str:
@@ -97,37 +89,117 @@ def memory_key(options: EtcdOptions, run_id: str) -> str:
 
 
 def _folder(options: EtcdOptions, run_id: str) -> str:
-    from urllib.parse import quote
-
     return f"{options.prefix}/{quote(run_id, safe='')}"
 
 
-Record = TypeVar("Record", Leader, Memory)
+class EtcdApi:
+    """One client. Keeps the contract of elections.py."""
+
+    def __init__(self, store: Store, options: EtcdOptions, run_id: str) -> None:
+        self.notice = store.notice
+        self.store = store
+        self.run_id = run_id
+        self.ttl_s = options.lease_ttl_s
+        self.leader_key = leader_key(options, run_id)
+        self.memory_key = memory_key(options, run_id)
+
+    def leader(self) -> Leader | None:
+        found = self.read(Leader, self.leader_key)
+        return None if found is None else found[0]
+
+    def take(self, me: Leader) -> EtcdTenure | None:
+        version = self.store.write(self.leader_key, msgspec.json.encode(me), self.ttl_s, 0)
+        return None if version is None else EtcdTenure(self, me, version)
+
+    def close(self) -> None:
+        self.store.close()
+
+    def read(self, kind: type[Record], key: str) -> tuple[Record, int] | None:
+        """A record of ours and its version."""
+        found = self.store.read(key)
+        if found is None:
+            return None
+        value, version = found
+        return read_record(kind, f"the etcd key {key}", value, self.run_id, EtcdError, REMEDY), version
 
 
-def read_record(kind: type[Record], key: str, value: bytes, run_id: str) -> Record:
-    """Raises EtcdError when the value is not what this job writes there."""
-    try:
-        if len(value) > RECORD_BYTES_MAX:
-            raise EtcdError(f"the etcd key {key} holds {len(value)} bytes that are not holdfast's; {_REMEDY}")
-        record = msgspec.json.decode(value, type=kind)
-    except msgspec.DecodeError:  # ValidationError too
-        shown = value[:SHOWN_CHARS_MAX].decode("utf-8", "replace")
-        raise EtcdError(f"the etcd key {key} holds what holdfast did not write: {shown!r}; {_REMEDY}") from None
-    if record.run_id != run_id:
-        raise EtcdError(f"the etcd key {key} belongs to the job {record.run_id!r}, not {run_id!r}; {_REMEDY}")
-    return record
+class EtcdTenure:
+    """We hold the leader's key as long as it has our record: no other agent ever writes the same."""
 
+    def __init__(self, api: EtcdApi, me: Leader, version: int) -> None:
+        self._api = api
+        self._me = me
+        self._version = version
+        self._memory_version = 0
+        self.predecessor: Memory | None = None
+        try:
+            self._take_over()
+        except EtcdError:
+            with contextlib.suppress(EtcdError):
+                self._give_back()
+            raise
 
-_REMEDY = "delete it, or choose another --rdzv-id or --rdzv-conf etcd_prefix="
+    def renew(self) -> bool:
+        api = self._api
+        version = api.store.refresh(api.leader_key, api.ttl_s, self._version)
+        if version is None and self._is_ours():  # an earlier refresh was made, and its answer lost
+            version = api.store.refresh(api.leader_key, api.ttl_s, self._version)
+        if version is None:
+            return False
+        self._version = version
+        self._change_memory(lambda known: api.store.refresh(api.memory_key, MEMORY_TTL_S, known))
+        return True
 
+    def remember(self, memory: Memory) -> bool:
+        return self._change_memory(lambda known: self._write(memory, known))
 
-def write_record(record: Leader | Memory) -> bytes:
-    return msgspec.json.encode(record)
+    def resign(self, memory: Memory | None) -> None:
+        if memory is None:
+            self._api.store.delete(self._api.memory_key, self._memory_version)
+        else:
+            self.remember(memory)
+        self._give_back()
 
+    def _take_over(self) -> None:
+        """Write the memory again: from now on its version is ours, and a leader that lost the key cannot write it."""
+        for _ in range(ATTEMPTS_MAX):
+            found = self._api.read(Memory, self._api.memory_key)
+            fresh = Memory(run_id=self._api.run_id, generation=0, tail_s=0.0)
+            memory, known = (fresh, 0) if found is None else found
+            version = self._write(memory, known)
+            if version is not None:
+                self._memory_version = version
+                self.predecessor = memory if found is not None else None
+                return
+        raise EtcdUnreachableError(f"the key {self._api.memory_key} changes all the time")
 
-Client = TypeVar("Client")
-Answer = TypeVar("Answer")
+    def _is_ours(self) -> bool:
+        """Whether the leader's key still has our record; notes its version."""
+        found = self._api.read(Leader, self._api.leader_key)
+        if found is None or found[0] != self._me:
+            return False
+        self._version = found[1]
+        return True
+
+    def _give_back(self) -> None:
+        self._api.store.delete(self._api.leader_key, self._version)
+
+    def _write(self, memory: Memory, version: int) -> int | None:
+        api = self._api
+        return api.store.write(api.memory_key, msgspec.json.encode(memory), MEMORY_TTL_S, version)
+
+    def _change_memory(self, change: Callable[[int], int | None]) -> bool:
+        """`change` gets the version that it may replace. False: the memory is another leader's."""
+        version = change(self._memory_version)
+        if version is None:
+            found = self._api.store.read(self._api.memory_key)
+            # As long as the key is ours nobody else has written: the answer to an earlier change was lost. Should the
+            # key be taken between these calls, its new holder changes the version first.
+            version = change(found[1] if found is not None else 0) if self._is_ours() else None
+        if version is None:
+            return False
+        self._memory_version = version
+        return True
 
 
 class Servers:
@@ -147,3 +219,137 @@ class Servers:
                 why.append(f"{endpoint}: {error}")
                 self._endpoints.append(self._endpoints.pop(0))
         raise EtcdUnreachableError(f"no etcd answers at {'; '.join(why)}")
+
+
+def read_etcd_conf(backend: str, conf: Conf, endpoint: Endpoint) -> EtcdOptions:
+    """Raises RendezvousConfigError or EndpointError for the first value that cannot be meant."""
+    values = read_conf(backend, conf)
+    files = {field: _file(conf, key) for field, key in _FILES[backend].items()}
+    tls = values.get("protocol") == "https"
+    idle = [_FILES[backend][field] for field, path in files.items() if path is not None]
+    if idle and not tls:
+        raise RendezvousConfigError(f"--rdzv-conf {idle[0]} needs protocol=https beside it")
+    if files["key_file"] is not None and files["cert_file"] is None:
+        names = _FILES[backend]
+        raise RendezvousConfigError(f"--rdzv-conf {names['key_file']} needs {names['cert_file']} beside it")
+    lease_ttl_s = values.get("lease_ttl", 5)
+    assert isinstance(lease_ttl_s, int)
+    return EtcdOptions(
+        api="v2" if backend == "etcd-v2" else "v3",
+        endpoints=_endpoints(backend, conf, endpoint),
+        prefix="/" + conf.get("etcd_prefix", "holdfast").strip("/"),
+        lease_ttl_s=lease_ttl_s,
+        tls=tls,
+        user=conf.get("user"),
+        password=_password(conf),
+        **files,
+    )
+
+
+def _endpoints(backend: str, conf: Conf, endpoint: Endpoint) -> tuple[Endpoint, ...]:
+    """--rdzv-endpoint first, then `endpoints=host:port;host:port`, each once."""
+    more = [text for text in conf.get("endpoints", "").split(";") if text.strip()]
+    return tuple(dict.fromkeys([endpoint, *(parse_endpoint(text, default_port(backend)) for text in more)]))
+
+
+def _file(conf: Conf, key: str) -> str | None:
+    path = conf.get(key)
+    if path is None:
+        return None
+    try:
+        with open(path, "rb"):
+            return os.path.abspath(path)
+    except OSError as error:
+        raise RendezvousConfigError(f"--rdzv-conf {key}={path}: {error.strerror}") from None
+
+
+def _password(conf: Conf) -> str | None:
+    path, given = conf.get("password_file"), conf.get("password")
+    if (path is not None or given is not None) and "user" not in conf:
+        raise RendezvousConfigError("--rdzv-conf has a password for etcd but no user=")
+    if path is None:
+        return given
+    if given is not None:
+        raise RendezvousConfigError("--rdzv-conf password and password_file both; leave one out")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read(PASSWORD_BYTES_MAX).rstrip("\r\n")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise RendezvousConfigError(f"--rdzv-conf password_file={path}: {reason}") from None
+
+
+def open_context(options: EtcdOptions) -> ssl.SSLContext | None:
+    """None: no TLS is asked for. Raises EtcdError when the files are no certificates."""
+    if not options.tls:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=options.ca_file)
+        if options.cert_file is not None:
+            context.load_cert_chain(options.cert_file, options.key_file)
+    except (OSError, ssl.SSLError) as error:
+        raise EtcdError(f"the TLS files for etcd cannot be used: {error}") from None
+    return context
+
+
+def why_closed(endpoint: Endpoint, context: ssl.SSLContext | None) -> EtcdError | None:
+    """To be asked after a connection was closed or its TLS failed: what will not get better by waiting, if anything.
+
+    A connection of its own that sends no request: one that writes meanwhile may lose the server's last words, and a
+    server that refuses our certificate says so after the handshake (TLS 1.3). Blocks, a few times CALL_S_MAX at most.
+    """
+    try:
+        with (
+            socket.create_connection((endpoint.host, endpoint.port), timeout=CALL_S_MAX) as plain,
+            (context or _credulous()).wrap_socket(plain, server_hostname=endpoint.host) as secured,
+        ):
+            if context is None:
+                return EtcdError(f"etcd at {endpoint} speaks TLS: --rdzv-conf protocol=https")
+            secured.recv(1)
+    except ssl.SSLCertVerificationError as error:
+        return untrusted(endpoint, error.verify_message)
+    except (ssl.SSLEOFError, ConnectionResetError):  # in the middle of the handshake
+        return _without_tls(endpoint) if context is not None and _speaks_http(endpoint) else None
+    except ssl.SSLError as error:
+        return None if context is None else _refused(endpoint, error.reason or str(error))
+    except OSError:  # time-outs too: nothing was said against us
+        return None
+    return None
+
+
+def untrusted(endpoint: Endpoint, why: str) -> EtcdError:
+    return EtcdError(f"the certificate of etcd at {endpoint} does not hold (rdzv-conf cacert, etcd-v2: ca_cert): {why}")
+
+
+def _refused(endpoint: Endpoint, reason: str) -> EtcdError:
+    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
+        remedy = "rdzv-conf cert and key, etcd-v2: ssl_cert and ssl_cert_key"
+        return EtcdError(f"etcd at {endpoint} wants a client certificate that it trusts ({remedy}): {reason}")
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return _without_tls(endpoint)
+    return EtcdError(f"no TLS with etcd at {endpoint}: {reason}")
+
+
+def _without_tls(endpoint: Endpoint) -> EtcdError:
+    return EtcdError(f"etcd at {endpoint} does not speak TLS: leave out --rdzv-conf protocol=https")
+
+
+def _speaks_http(endpoint: Endpoint) -> bool:
+    import http.client
+
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=CALL_S_MAX)
+    try:
+        connection.request("GET", "/version")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _credulous() -> ssl.SSLContext:
+    """To learn whether TLS is spoken; nothing is sent over it."""
+    made = ssl.create_default_context()
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_NONE
+    return made

@@ -1,14 +1,11 @@
 """etcd's HTTP API v2, as far as holdfast needs it, on the standard library alone.
 
-The leader's key lives by its TTL and is guarded by its own value, which nobody uses twice. API v2 changes one key at
-a time, so the memory is guarded by its own index: who comes to office rewrites it first, which shuts out whoever held
-that index before.
+A key lives by its TTL, and the index of its last change is its version: a refresh, too, is a change.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.client
 import json
 import ssl
@@ -16,25 +13,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from holdfast.core.errors import EtcdError, EtcdUnreachableError
-from holdfast.rendezvous.etcd import (
-    CALL_S_MAX,
-    MEMORY_TTL_S,
-    Leader,
-    Memory,
-    Servers,
-    leader_key,
-    memory_key,
-    read_record,
-    write_record,
-)
-from holdfast.rendezvous.etcd_tls import open_context, why_closed
+from holdfast.rendezvous.elections import CALL_S_MAX
+from holdfast.rendezvous.etcd import Servers, open_context, why_closed
 
 if TYPE_CHECKING:
     from holdfast.core.options import Endpoint, EtcdOptions
 
 ANSWER_BYTES_MAX = 1024 * 1024
-ATTEMPTS_MAX = 8
-"""Changes of the memory by somebody else while we come to office."""
 
 NOT_FOUND = 100
 COMPARE_FAILED = 101
@@ -46,58 +31,51 @@ _PASSING = range(300, 500)
 """Raft's trouble and the watcher's: no leader now, perhaps in a second."""
 
 
-class ApiV2:
+class StoreV2:
     """One client. Connections are made for each call: calls are rare, and a server may be gone by the next."""
 
-    def __init__(self, options: EtcdOptions, run_id: str, notice: str = "") -> None:
+    def __init__(self, options: EtcdOptions, notice: str = "") -> None:
         self.notice = notice
-        self._options = options
-        self._run_id = run_id
         self._servers = Servers(options.endpoints)
         self._tls = open_context(options)
         self._headers = {"Content-Type": "application/x-www-form-urlencoded"}
         if options.user is not None:
             secret = f"{options.user}:{options.password or ''}".encode()
             self._headers["Authorization"] = "Basic " + base64.b64encode(secret).decode()
-        self.leader_key = leader_key(options, run_id)
-        self.memory_key = memory_key(options, run_id)
 
-    def leader(self) -> Leader | None:
-        node = self._get(self.leader_key)
-        return None if node is None else read_record(Leader, self.leader_key, _value(node), self._run_id)
-
-    def take(self, me: Leader) -> TenureV2 | None:
-        value = write_record(me).decode()
-        answer = self.call("PUT", self.leader_key, {"prevExist": "false"}, {"value": value, "ttl": self.ttl})
-        if _code(answer) == EXISTS:
+    def read(self, key: str) -> tuple[bytes, int] | None:
+        answer = self._call("GET", key, {"quorum": "true"})
+        if _code(answer) == NOT_FOUND:
             return None
-        self._check(answer, self.leader_key)
-        return TenureV2(self, value, self._run_id)
+        _check(answer, key)
+        node = answer.get("node")
+        if not isinstance(node, dict) or node.get("dir"):
+            raise EtcdError(f"the etcd key {key} is a folder, which holdfast did not make; choose another etcd_prefix")
+        return str(node.get("value", "")).encode(), int(node.get("modifiedIndex", 0))
+
+    def write(self, key: str, value: bytes, ttl_s: int, version: int) -> int | None:
+        return self._change(key, version, {"value": value.decode(), "ttl": ttl_s})
+
+    def refresh(self, key: str, ttl_s: int, version: int) -> int | None:
+        return self._change(key, version, {"ttl": ttl_s, "refresh": "true"})
+
+    def delete(self, key: str, version: int) -> None:
+        """With the folder, if nothing else is in it."""
+        self._call("DELETE", key, {"prevIndex": version})
+        self._call("DELETE", key.rpartition("/")[0], {"dir": "true"})
 
     def close(self) -> None:
         """Nothing is open between two calls."""
 
-    # For the tenure
-
-    @property
-    def ttl(self) -> int:
-        return self._options.lease_ttl_s
-
-    def memory(self) -> tuple[Memory, int] | None:
-        """What is remembered, and the index by which to change it."""
-        node = self._get(self.memory_key)
-        if node is None:
-            return None
-        return read_record(Memory, self.memory_key, _value(node), self._run_id), int(node.get("modifiedIndex", 0))
-
-    def changed(self, answer: dict[str, Any], key: str) -> bool:
-        """Whether a conditional change was made."""
+    def _change(self, key: str, version: int, form: dict[str, Any]) -> int | None:
+        condition: dict[str, Any] = {"prevIndex": version} if version else {"prevExist": "false"}
+        answer = self._call("PUT", key, condition, form)
         if _code(answer) in (COMPARE_FAILED, NOT_FOUND, EXISTS):
-            return False
-        self._check(answer, key)
-        return True
+            return None
+        _check(answer, key)
+        return int(answer["node"]["modifiedIndex"])
 
-    def call(self, method: str, key: str, query: dict[str, Any], form: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, method: str, key: str, query: dict[str, Any], form: dict[str, Any] | None = None) -> dict[str, Any]:
         path = f"/v2/keys{quote(key)}?{urlencode(query)}"
         body = urlencode(form).encode() if form is not None else None
         return self._servers.ask(lambda endpoint: self._ask(endpoint, method, path, body))
@@ -126,102 +104,19 @@ class ApiV2:
             connection.close()
         return _decode(endpoint, status, text)
 
-    def _get(self, key: str) -> dict[str, Any] | None:
-        answer = self.call("GET", key, {"quorum": "true"})
-        if _code(answer) == NOT_FOUND:
-            return None
-        self._check(answer, key)
-        node = answer.get("node")
-        if not isinstance(node, dict) or node.get("dir"):
-            raise EtcdError(f"the etcd key {key} is a folder, which holdfast did not make; choose another etcd_prefix")
-        return node
 
-    def _check(self, answer: dict[str, Any], key: str) -> None:
-        code = _code(answer)
-        if code == UNAUTHORIZED:
-            raise EtcdError(f"etcd refuses user and password (rdzv-conf user, password_file) for {key}")
-        if code:
-            raise EtcdError(f"etcd refuses {key}: {answer.get('message', '')} ({code}, {answer.get('cause', '')})")
-
-
-class TenureV2:
-    """The key is ours as long as it has our value."""
-
-    def __init__(self, api: ApiV2, value: str, run_id: str) -> None:
-        self._api = api
-        self._value = value
-        self._run_id = run_id
-        self._index = 0
-        self.predecessor: Memory | None = None
-        try:
-            self._come_to_office()
-        except EtcdError:
-            with contextlib.suppress(EtcdError):
-                self._give_back()
-            raise
-
-    def renew(self) -> bool:
-        api = self._api
-        query = {"prevValue": self._value}
-        ours = api.changed(
-            api.call("PUT", api.leader_key, query, {"ttl": api.ttl, "refresh": "true"}),
-            api.leader_key,
-        )
-        if ours:
-            self._change({"prevIndex": self._index}, {"ttl": MEMORY_TTL_S, "refresh": "true"})
-        return ours
-
-    def remember(self, memory: Memory) -> bool:
-        return self._write(memory, {"prevIndex": self._index})
-
-    def resign(self, memory: Memory | None) -> None:
-        api = self._api
-        if memory is not None:
-            self.remember(memory)
-        else:
-            api.call("DELETE", api.memory_key, {"prevIndex": self._index})
-        self._give_back()
-        if memory is None:  # the folder goes if it is empty
-            api.call("DELETE", api.leader_key.rpartition("/")[0], {"dir": "true"})
-
-    def _give_back(self) -> None:
-        self._api.call("DELETE", self._api.leader_key, {"prevValue": self._value})
-
-    def _come_to_office(self) -> None:
-        """Rewrite what is remembered: from now on the index is ours, and a leader that lost the key cannot write."""
-        for _ in range(ATTEMPTS_MAX):
-            found = self._api.memory()
-            if found is None:
-                fresh = Memory(run_id=self._run_id, generation=0, tail_s=0.0)
-                if self._write(fresh, {"prevExist": "false"}):
-                    return
-                continue
-            memory, index = found
-            if self._write(memory, {"prevIndex": index}):
-                self.predecessor = memory
-                return
-        raise EtcdUnreachableError(f"the key {self._api.memory_key} changes all the time")
-
-    def _write(self, memory: Memory, condition: dict[str, Any]) -> bool:
-        return self._change(condition, {"value": write_record(memory).decode(), "ttl": MEMORY_TTL_S})
-
-    def _change(self, condition: dict[str, Any], form: dict[str, Any]) -> bool:
-        """Change the memory; a refresh, too, moves its index."""
-        answer = self._api.call("PUT", self._api.memory_key, condition, form)
-        if not self._api.changed(answer, self._api.memory_key):
-            return False
-        self._index = int(answer["node"]["modifiedIndex"])
-        return True
+def _check(answer: dict[str, Any], key: str) -> None:
+    code = _code(answer)
+    if code == UNAUTHORIZED:
+        raise EtcdError(f"etcd refuses user and password (rdzv-conf user, password_file) for {key}")
+    if code:
+        raise EtcdError(f"etcd refuses {key}: {answer.get('message', '')} ({code}, {answer.get('cause', '')})")
 
 
 def _code(answer: dict[str, Any]) -> int:
     """0: no error."""
     code = answer.get("errorCode", 0)
     return code if isinstance(code, int) else 0
-
-
-def _value(node: dict[str, Any]) -> bytes:
-    return str(node.get("value", "")).encode()
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:

@@ -1,7 +1,7 @@
 """etcd's API v3 through etcd3gw and the JSON gateway.
 
-The leader's key hangs on a lease; every write compares the revision at which we made that key, so it fails once the
-key is not ours. The memory hangs on a lease of its own, which outlives us for a while.
+Each key that we write has a lease of its own, and lives as long as that. The revision of a key's last change is its
+version.
 """
 
 from __future__ import annotations
@@ -12,18 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.core.errors import EtcdError, EtcdUnreachableError, MissingPackageError
-from holdfast.rendezvous.etcd import (
-    CALL_S_MAX,
-    MEMORY_TTL_S,
-    Api,
-    Leader,
-    Memory,
-    Servers,
-    leader_key,
-    memory_key,
-    read_record,
-    write_record,
-)
+from holdfast.rendezvous.elections import CALL_S_MAX
+from holdfast.rendezvous.etcd import Servers, Store
 
 if TYPE_CHECKING:
     from holdfast.core.options import Endpoint, EtcdOptions
@@ -49,31 +39,34 @@ class _NoSuchApiError(EtcdError):
     """The server has no /v3/."""
 
 
-def open_v3(options: EtcdOptions, run_id: str) -> Api:
-    """The v3 client, or the v2 client where the servers have no v3. Raises MissingPackageError, EtcdError."""
-    api = ApiV3(options, run_id)
-    try:
-        api.leader()
-    except _NoSuchApiError as absent:
-        from holdfast.rendezvous.etcd_v2 import ApiV2
+def open_v3(options: EtcdOptions, key: str) -> Store:
+    """The v3 client, or the v2 client where the servers have no v3, which is tried out on this key.
 
-        old = ApiV2(options, run_id, f"{absent}; going by API v2")
+    Raises MissingPackageError, EtcdError.
+    """
+    store = StoreV3(options)
+    try:
+        store.read(key)
+    except _NoSuchApiError as absent:
+        from holdfast.rendezvous.etcd_v2 import StoreV2
+
+        old = StoreV2(options, f"{absent}; going by API v2")
         try:
-            old.leader()
+            old.read(key)
         except EtcdUnreachableError:
             raise
         except EtcdError as error:
             raise EtcdError(f"etcd serves neither API v3 (its JSON gateway) nor v2: {error}") from None
         return old
-    return api
+    return store
 
 
-class ApiV3:
+class StoreV3:
     """One client: an etcd3gw client for each server, made when it is needed."""
 
     notice = ""
 
-    def __init__(self, options: EtcdOptions, run_id: str) -> None:
+    def __init__(self, options: EtcdOptions) -> None:
         try:
             import etcd3gw
         except ImportError as error:
@@ -82,86 +75,66 @@ class ApiV3:
             ) from None
         self._module = etcd3gw
         self._options = options
-        self._run_id = run_id
         self._servers = Servers(options.endpoints)
         self._clients: dict[str, Any] = {}
-        self.leader_key = leader_key(options, run_id)
-        self.memory_key = memory_key(options, run_id)
+        self._leases: dict[str, str] = {}
+        """Of the keys that we made."""
 
-    @property
-    def ttl(self) -> int:
-        return self._options.lease_ttl_s
+    def read(self, key: str) -> tuple[bytes, int] | None:
+        found = self._post("kv/range", {"key": _encode(key)}).get("kvs")
+        return (base64.b64decode(found[0].get("value", "")), int(found[0]["mod_revision"])) if found else None
 
-    def leader(self) -> Leader | None:
-        answer = self.post("kv/range", {"key": encode(self.leader_key)})
-        value = _first(answer)
-        return None if value is None else read_record(Leader, self.leader_key, value, self._run_id)
-
-    def take(self, me: Leader) -> TenureV3 | None:
-        lease = self.grant(self.ttl)
-        answer = self.post(
-            "kv/txn",
-            {
-                "compare": [_compare(self.leader_key, 0)],
-                "success": [
-                    {
-                        "request_put": {
-                            "key": encode(self.leader_key),
-                            "value": encode(write_record(me)),
-                            "lease": lease,
-                        }
-                    },
-                    {"request_range": {"key": encode(self.memory_key)}},
-                ],
-            },
-        )
-        if not answer.get("succeeded"):
+    def write(self, key: str, value: bytes, ttl_s: int, version: int) -> int | None:
+        lease = self._leases.get(key) or str(self._post("lease/grant", {"TTL": ttl_s, "ID": 0})["ID"])
+        self._leases[key] = lease
+        put = {"key": _encode(key), "value": _encode(value), "lease": lease}
+        revision = self._change(key, version, {"request_put": put})
+        if revision is None and not version:
             with contextlib.suppress(EtcdError):
-                self.revoke(lease)
+                self._revoke(key)
+        return revision
+
+    def refresh(self, key: str, ttl_s: int, version: int) -> int | None:  # noqa: ARG002 - its lease has it
+        lease = self._leases.get(key)
+        if lease is None:
             return None
-        try:
-            value = _first(answer["responses"][1].get("response_range", {}))
-            memory = None if value is None else read_record(Memory, self.memory_key, value, self._run_id)
-        except EtcdError:
-            with contextlib.suppress(EtcdError):
-                self.revoke(lease)
-            raise
-        return TenureV3(self, lease, int(answer["header"]["revision"]), memory)
+        result = self._post("lease/keepalive", {"ID": lease}).get("result", {})
+        if int(result.get("TTL", 0)) > 0:
+            return version
+        del self._leases[key]
+        return None
+
+    def delete(self, key: str, version: int) -> None:
+        self._change(key, version, {"request_delete_range": {"key": _encode(key)}})
+        self._revoke(key)
 
     def close(self) -> None:
         for client in self._clients.values():
             client.session.close()
         self._clients.clear()
 
-    # For the tenure
+    def _change(self, key: str, version: int, change: dict[str, Any]) -> int | None:
+        """The revision of the change; None: the key has another version."""
+        compare = {"key": _encode(key), "result": "EQUAL", "target": "MOD", "mod_revision": str(version)}
+        answer = self._post("kv/txn", {"compare": [compare], "success": [change]})
+        return int(answer["header"]["revision"]) if answer.get("succeeded") else None
 
-    def grant(self, ttl_s: int) -> str:
-        return str(self.post("lease/grant", {"TTL": ttl_s, "ID": 0})["ID"])
+    def _revoke(self, key: str) -> None:
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            self._post("lease/revoke", {"ID": lease})
 
-    def revoke(self, lease: str) -> None:
-        self.post("lease/revoke", {"ID": lease})
-
-    def keep_alive(self, lease: str) -> bool:
-        """False: it has run out."""
-        result = self.post("lease/keepalive", {"ID": lease}).get("result", {})
-        return int(result.get("TTL", 0)) > 0
-
-    def change(self, revision: int, changes: list[dict[str, Any]]) -> bool:
-        """Make the changes if the leader's key is the one made at `revision`."""
-        answer = self.post("kv/txn", {"compare": [_compare(self.leader_key, revision)], "success": changes})
-        return bool(answer.get("succeeded"))
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         def ask(endpoint: Endpoint) -> dict[str, Any]:
             try:
-                return self._post(endpoint, path, body)
+                return self._post_to(endpoint, path, body)
             except _StaleTokenError:
                 self._clients.pop(str(endpoint)).session.close()
-                return self._post(endpoint, path, body)
+                return self._post_to(endpoint, path, body)
 
         return self._servers.ask(ask)
 
-    def _post(self, endpoint: Endpoint, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post_to(self, endpoint: Endpoint, path: str, body: dict[str, Any]) -> dict[str, Any]:
         client = self._clients.get(str(endpoint))
         if client is None:
             client = self._log_in(endpoint)
@@ -222,50 +195,12 @@ class ApiV3:
     def _unconnected(self, endpoint: Endpoint, detail: str) -> EtcdError:
         if "connection refused" in detail.lower():
             return EtcdUnreachableError("connection refused")
-        from holdfast.rendezvous.etcd_tls import open_context, untrusted, why_closed
+        from holdfast.rendezvous.etcd import open_context, untrusted, why_closed
 
         _, failed, why = detail.partition("certificate verify failed: ")
         if failed:  # not asked again: without a CA file requests trusts others than Python does
             return untrusted(endpoint, why.partition(" (_ssl")[0])
         return why_closed(endpoint, open_context(self._options)) or EtcdUnreachableError(_shortened(detail))
-
-
-class TenureV3:
-    """The key is ours as long as it was made at our revision."""
-
-    def __init__(self, api: ApiV3, lease: str, revision: int, memory: Memory | None) -> None:
-        self._api = api
-        self._lease = lease
-        self._revision = revision
-        self._memory_lease: str | None = None
-        self.predecessor = memory
-
-    def renew(self) -> bool:
-        if not self._api.keep_alive(self._lease):
-            return False
-        if self._memory_lease is not None and not self._api.keep_alive(self._memory_lease):
-            self._memory_lease = None
-        return True
-
-    def remember(self, memory: Memory) -> bool:
-        api = self._api
-        if self._memory_lease is None:
-            self._memory_lease = api.grant(MEMORY_TTL_S)
-        return api.change(self._revision, [self._put(memory, self._memory_lease)])
-
-    def resign(self, memory: Memory | None) -> None:
-        api = self._api
-        forget = {"request_delete_range": {"key": encode(api.leader_key)}}
-        if memory is None:
-            api.change(self._revision, [forget, {"request_delete_range": {"key": encode(api.memory_key)}}])
-        else:
-            lease = self._memory_lease or api.grant(MEMORY_TTL_S)
-            api.change(self._revision, [forget, self._put(memory, lease)])
-        api.revoke(self._lease)
-
-    def _put(self, memory: Memory, lease: str) -> dict[str, Any]:
-        value = encode(write_record(memory))
-        return {"request_put": {"key": encode(self._api.memory_key), "value": value, "lease": lease}}
 
 
 class _NoAuthError(EtcdError):
@@ -276,17 +211,8 @@ class _StaleTokenError(EtcdError):
     """The server does not know our token any more."""
 
 
-def encode(text: str | bytes) -> str:
+def _encode(text: str | bytes) -> str:
     return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
-
-
-def _compare(key: str, revision: int) -> dict[str, Any]:
-    return {"key": encode(key), "result": "EQUAL", "target": "CREATE", "create_revision": str(revision)}
-
-
-def _first(answer: dict[str, Any]) -> bytes | None:
-    found = answer.get("kvs")
-    return base64.b64decode(found[0].get("value", "")) if found else None
 
 
 def _translated(endpoint: Endpoint, error: Any, errors: Any) -> EtcdError:

@@ -1,10 +1,10 @@
 """A lease made of a value that can only be read and compared-and-swapped: the election of third-party backends.
 
-Who is in charge changes the value all the time (`beat`). A value that has not changed for a lease, by the looker's own
+The leader changes the value all the time (`beat`). A value that has not changed for a lease, by the looker's own
 clock and counted from when the looker first saw it, is nobody's any more; its holder steps down before that, by its
-own clock (runtime/etcd_office.py). No clock of another machine and no time-out of the storage is trusted.
+own clock (runtime/etcd_service.py). No clock of another machine and no time-out of the storage is trusted.
 
-Speaks as etcd's two APIs do (rendezvous/etcd.py), so that meeting, office and coordinator are the same for all.
+It keeps the contract of elections.py, as etcd does: what is built on a lease is the same for both.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.core.errors import BackendError, BackendUnreachableError, HoldfastError
-from holdfast.rendezvous.etcd import RECORD_BYTES_MAX, SHOWN_CHARS_MAX, Leader, Memory
+from holdfast.rendezvous.elections import Leader, Memory, read_record
 from holdfast.rendezvous.third_party import SharedValue
 
 Answer = TypeVar("Answer")
 
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value: who is in charge, and what a successor must heed."""
+    """The value: who is in charge, and what the next leader must observe."""
 
     holdfast: int = 1
     run_id: str
     address: str
     port: int
     identity: str
-    """Used once: tells two terms of office apart."""
+    """Used once: tells two leases apart."""
     beat: int = 0
     """Grows with every change, so that no two values are alike."""
     held: bool = True
@@ -43,7 +43,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ValueWatch:
-    """Since when one has seen the value that is there. Shared by all clients of one agent; may be asked by any thread."""
+    """Since when this agent has seen the value that is there. Shared by all its clients, in any thread."""
 
     def __init__(self, lease_ttl_s: float, clock: Callable[[], float] | None = None) -> None:
         self._lease_ttl_s = lease_ttl_s
@@ -119,16 +119,7 @@ class ValueApi:
         return answer
 
     def decode(self, value: bytes) -> Record:
-        try:
-            if len(value) > RECORD_BYTES_MAX:
-                raise BackendError(f"{self._who} holds {len(value)} bytes that are not holdfast's")
-            record = msgspec.json.decode(value, type=Record)
-        except msgspec.DecodeError:  # ValidationError too
-            shown = value[:SHOWN_CHARS_MAX].decode("utf-8", "replace")
-            raise BackendError(f"{self._who} holds what holdfast did not write: {shown!r}") from None
-        if record.run_id != self._run_id:
-            raise BackendError(f"{self._who} shows the value of the job {record.run_id!r} to {self._run_id!r}")
-        return record
+        return read_record(Record, self._who, value, self._run_id, BackendError)
 
     @property
     def _who(self) -> str:
@@ -147,8 +138,10 @@ class ValueApi:
 
 
 def ask(name: str, question: Callable[[], Answer], *, passing: tuple[type[Exception], ...] = ()) -> Answer:
-    """Calls a third party's code. Raises BackendUnreachableError for its OSError, what is of a `passing` class as it is, and
-    BackendError for everything else."""
+    """Calls a third party's code.
+
+    Raises BackendUnreachableError for its OSError, what is of a `passing` class as it is, BackendError for the rest.
+    """
     try:
         return question()
     except HoldfastError:

@@ -10,8 +10,9 @@
     mine = "my_package:Backend"
 
 `holdfast run --rdzv-backend=mine --rdzv-endpoint=… train.py` then elects the node that hosts the coordinator by that
-value: whoever replaces an empty one first, or one that has not changed for a lease, is in charge and goes on changing it
-(see shared_value.py). The backend needs no lease, clock or time-out of its own. How to write one: docs/rendezvous.md.
+value: the node that first replaces an empty one, or one that has not changed for a lease, is in charge and goes on
+changing it (see shared_value.py). The backend needs no lease, clock or time-out of its own. How to write one:
+docs/rendezvous.md.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import ClassVar, NamedTuple
 
-from holdfast.rendezvous.endpoint import parse_endpoint
+from holdfast.rendezvous.conf import parse_endpoint
 
 
 class Place(NamedTuple):
     """Where and for whom to open the value."""
 
     endpoint: str
-    """--rdzv-endpoint as it was given, trimmed: an address, a path, a URL … Its form is the backend's own; may be empty."""
+    """--rdzv-endpoint as given, trimmed: an address, a path, a URL … Its form is the backend's own; may be empty."""
     run_id: str
     """--rdzv-id: any text; jobs with different ids must not see each other's value."""
     conf: Mapping[str, str]
     """Those of the backend's `conf_keys` that --rdzv-conf gives."""
 
     def host_and_port(self, default_port: int | None) -> tuple[str, int]:
-        """The endpoint read as `host[:port]`, as the built-in backends do. Raises EndpointError, which says what is wrong."""
+        """The endpoint read as `host[:port]`, as the built-in backends do. Raises EndpointError."""
         endpoint = parse_endpoint(self.endpoint, default_port)
         return endpoint.host, endpoint.port
 
@@ -42,8 +43,8 @@ class Place(NamedTuple):
 class SharedValue(ABC):
     """At most 4 KiB that all nodes see alike. Used by one thread at a time, not always the same one.
 
-    Every method blocks and should give up after about a second. It raises OSError (ConnectionError, TimeoutError …) when
-    trying again may help; any other exception ends this node's part in the job.
+    Every method blocks and should give up after about a second. It raises OSError (ConnectionError, TimeoutError …)
+    when trying again may help; any other exception ends this node's part in the job.
     """
 
     @abstractmethod
@@ -59,8 +60,8 @@ class SharedValue(ABC):
         """
 
     def local_address(self) -> str | None:
-        """The address under which the other nodes reach this one, if the backend can tell (that from which it reached its
-        server, say). None: that of the default route. --local-addr comes before both."""
+        """The address under which the other nodes reach this one, if the backend can tell: that from which it reached
+        its server, say. None: that of the default route. --local-addr comes before both."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close

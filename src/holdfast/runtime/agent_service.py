@@ -2,11 +2,11 @@
 
     run_job ── AgentService ── Driver(AgentMachine)
                   │  ├── Crew               workers, store, keeper
-                  │  └── Meeting            the link to the coordinator, and the coordinator if this process hosts it
+                  │  └── Meeting            the link to the coordinator; the coordinator too if this process hosts it
                   └── Console, LogRouter, Journal, RunFolder
 
-Executes what the machine asks for; decides nothing. At the end it writes verdict.json and the agent's own error file: in a
-thread, for a disk may stall; a full disk costs these files and never the exit code.
+Executes what the machine asks for; decides nothing. At the end it writes verdict.json and the agent's own error file:
+in a thread, for a disk may stall; a full disk costs these files and never the exit code.
 """
 
 from __future__ import annotations
@@ -47,15 +47,12 @@ from holdfast.core.outcome import Failure, Outcome, fault_outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import Examine, JobView, RankProgress
 from holdfast.core.protocol import Answer, FromAgent, FromCoordinator, Waiting
+from holdfast.runtime.answers import Inquiry, OwnNode
 from holdfast.runtime.control import Control
-from holdfast.runtime.detached import run_detached
-from holdfast.runtime.driver import Driver
-from holdfast.runtime.faults import Troubles, as_error, fault_of
-from holdfast.runtime.inquiry import Inquiry
+from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of, run_detached
 from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
 from holdfast.runtime.observing import observing
-from holdfast.runtime.own_node import OwnNode
 from holdfast.runtime.versions import node_versions
 from holdfast.runtime.workers.console import Console
 from holdfast.runtime.workers.crew import Crew

@@ -28,9 +28,8 @@ from holdfast.core.errors import (
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
 from holdfast.core.protocol import FromCoordinator
-from holdfast.rendezvous.port_holder import who_holds
-from holdfast.runtime.detached import run_detached
-from holdfast.runtime.faults import describe
+from holdfast.rendezvous.claim import who_holds
+from holdfast.runtime.driver import describe, run_detached
 from holdfast.wire.codec import decode_from_coordinator
 from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake
 from holdfast.wire.session import Session

@@ -1,7 +1,7 @@
 """The agent's ear for commands on its own host: a Unix socket that only its user may talk to.
 
 One JSON line in, one JSON line out. Knows who may ask, how large a question is and how long anybody is waited for: a
-client that stalls stalls nobody. What the answer is knows `Inquiry`.
+client that stalls stalls nobody. What the answer is `Inquiry` knows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from holdfast.core.options import RunOptions
 from holdfast.core.outcome import Outcome
 from holdfast.core.protocol import Question
 from holdfast.runtime import running
-from holdfast.runtime.control_client import Reply
-from holdfast.runtime.detached import run_detached
+from holdfast.runtime.driver import run_detached
 from holdfast.runtime.journal import Journal
+from holdfast.runtime.running import Reply
 from holdfast.runtime.workers.log_layout import RunFolder
 
 REQUEST_BYTES_MAX = 4096
@@ -59,7 +59,7 @@ Answerer = Callable[[Question], Awaitable[Reply]]
 
 
 class Control:
-    """One per agent. Nothing that goes wrong with it is the job's business: it says so in the journal, and is not there."""
+    """One per agent. What goes wrong with it goes to the journal, and the job runs without it."""
 
     def __init__(self, answer: Answerer, journal: Journal) -> None:
         self._answer = answer

@@ -38,7 +38,7 @@ class AgentLink(Protocol):
 
 
 class LocalLink:
-    """The link between an agent and the coordinator in the same process. Both directions go through the loop, in order."""
+    """The link between an agent and the coordinator in one process. Both directions go through the loop, in order."""
 
     def __init__(self, service: CoordinatorService, number: int) -> None:
         self._service = service
@@ -190,7 +190,7 @@ class CoordinatorService:
         return self._links.pop(number, None) is not None
 
     def _broken(self, error: HoldfastError, event: Event) -> None:
-        """The machine cannot go on: whoever sent what broke it is cut off, and all others learn that the job is over."""
+        """The machine cannot go on: the sender of what broke it is cut off, all others learn that the job is over."""
         self._journal.write("coordinator.fault", error=str(error))
         if isinstance(event, Heard) and (sender := self._links.pop(event.link, None)) is not None:
             sender.close("its message broke the coordinator")

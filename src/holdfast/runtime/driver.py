@@ -1,27 +1,40 @@
-"""The one shell order: event in, machine, commands out, timer armed.
+"""How a pure machine runs on asyncio: event in, machine, commands out, timer armed; and what goes wrong around it.
 
-    driver = Driver(machine, execute)
+    driver = Driver(machine, tick, execute)
     driver.feed(event)
 
 `execute(command)` starts what the command asks for and never blocks; what it feeds back while the machine's commands
 are still being executed waits its turn.
+
+Exceptions that nobody caught: asyncio hands them to the loop's handler, or swallows them. One that came through our
+code is our fault and ends the agent. What asyncio met alone is not, such as no descriptor left for another connection,
+or a peer that broke off: asyncio tries again by itself.
+
+`run_detached` is for blocking calls that may never return, such as name resolution. asyncio's own threads are joined at
+the end of the loop: an agent that has to end would wait for a dead name server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Generic, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from holdfast.core.errors import HoldfastError, InternalError
-from holdfast.runtime.faults import describe
+from holdfast.core.errors import HoldfastError, InternalError, PlatformError
 
+Result = TypeVar("Result")
+OUR_PACKAGE = "holdfast"
+NO_THREAD = "can't start new thread"
+"""Python's words."""
+SAID_INTERVAL_S = 60.0
+"""The same trouble is said once in this time, however often asyncio meets it."""
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 Event = TypeVar("Event")
 Command = TypeVar("Command")
-
 STORY_EVENTS_MAX = 40
 """A crash of a machine tells this many events before it."""
 
@@ -124,3 +137,84 @@ class Driver(Generic[Event, Command]):
     def _ring(self) -> None:
         self._timer = None
         self.feed(self._tick)
+
+
+def fault_of(context: Mapping[str, Any]) -> Exception | None:
+    """The exception that makes this context of the loop's exception handler a fault of ours; None: it is none."""
+    error = context.get("exception")
+    if not isinstance(error, Exception):
+        return None
+    return error if not isinstance(error, OSError) or _came_through_us(error.__traceback__) else None
+
+
+def _came_through_us(traceback: TracebackType | None) -> bool:
+    while traceback is not None:
+        if str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] == OUR_PACKAGE:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def as_error(error: BaseException) -> HoldfastError:
+    """What ends an agent, as an error with a code: one of ours as it is, anything else as a fault of ours."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # a task group's: what went wrong first is what there is to tell
+    if isinstance(error, HoldfastError):
+        return error
+    fault: HoldfastError = InternalError(f"holdfast failed: {describe(error)}")
+    if isinstance(error, RuntimeError) and NO_THREAD in str(error):
+        fault = PlatformError(f"{error}: this user, or this container, may have no more processes (`ulimit -u`)")
+    fault.__cause__ = error
+    return fault
+
+
+def describe(error: BaseException) -> str:
+    """One exception in one line."""
+    text = " ".join(str(error).splitlines())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Troubles:
+    """What asyncio meets and tries again, said once in a while."""
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float]) -> None:
+        self._say = say
+        self._now = now
+        self._said: dict[str, float] = {}
+
+    def met(self, context: Mapping[str, Any]) -> None:
+        error = context.get("exception")
+        what = str(context.get("message") or "trouble").partition("\n")[0]
+        text = f"{what}: {describe(error)}" if isinstance(error, BaseException) else what
+        now = self._now()
+        if now - self._said.get(text, -SAID_INTERVAL_S) >= SAID_INTERVAL_S:
+            self._said[text] = now
+            self._say(text)
+
+
+async def run_detached(function: Callable[[], Result]) -> Result:
+    """Its result or exception. When the caller is cancelled the call goes on alone, and what comes of it is dropped."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Result] = loop.create_future()
+
+    def tell(result: Result | None, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as raised:  # noqa: BLE001 - handed to the caller as it is
+            error = raised
+        try:
+            loop.call_soon_threadsafe(tell, result, error)
+        except RuntimeError:
+            return  # the loop has ended
+
+    threading.Thread(target=run, name="holdfast-detached", daemon=True).start()
+    return await answer

@@ -1,5 +1,4 @@
-"""How this process gets to the coordinator where a key under a lease (in etcd, or a third party's value) says who it is: by
-dialling whom the key names, or by taking the key.
+"""How this process gets to the coordinator under a lease: by dialling the agent that holds the lease, or by taking it.
 
 Binds first and publishes after. Knows the order of the attempts; when to try again, and when to give up, is the agent
 machine's business.
@@ -22,18 +21,16 @@ from holdfast.core.options import Endpoint, RunOptions
 from holdfast.core.policy import NodeSpec
 from holdfast.core.progress import Examine
 from holdfast.rendezvous.claim import Claim, claim
-from holdfast.rendezvous.elections import Election
-from holdfast.rendezvous.etcd import Api, Leader, Tenure
-from holdfast.runtime.detached import run_detached
-from holdfast.runtime.etcd_office import Office, clock_s
-from holdfast.runtime.etcd_service import ElectedService
+from holdfast.rendezvous.elections import Api, Election, Leader, Tenure
+from holdfast.runtime.driver import run_detached
+from holdfast.runtime.etcd_service import ElectedService, Office, clock_s
 from holdfast.runtime.journal import Journal
 
 if TYPE_CHECKING:
     from holdfast.runtime.meeting import CoordinatorLink
 
 WATCH_INTERVAL_S = (0.15, 0.35)
-"""Between two looks at the key while its holder does not answer; drawn anew each time, so that agents do not march in step."""
+"""Between two looks at the key while its holder does not answer: random, so that agents do not look all at once."""
 WATCH_S_MAX = 2.0
 """After a failed dial: so long the key is watched before the attempt counts as failed."""
 SEEK_S_MAX = 15.0

@@ -1,21 +1,174 @@
-"""The shell of a coordinator whose authority is a lease in etcd: it speaks only while the lease is fresh, and of a new
-generation only when etcd remembers its number.
+"""A coordinator whose authority is a lease, in etcd or in a third party's value.
+
+`Office` is the thread that keeps the lease, and says what may be done on it at this moment. The lease is measured on
+our own clock, from the start of the last call that renewed it; etcd counts from later, so ours is always over first.
+The clock goes on while the process is stopped or the machine sleeps.
+
+`ElectedService` is the coordinator's shell on it: it speaks only while the lease is fresh, and starts a new generation
+only when its number was written down for a successor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING
 
 from holdfast.core.coordinator.elected import ElectedCoordinator
 from holdfast.core.coordinator.state import Command, DropLink, Tell
+from holdfast.core.errors import EtcdError
 from holdfast.core.policy import Limits
 from holdfast.core.protocol import Assign, Finish
-from holdfast.rendezvous.etcd import Memory
+from holdfast.rendezvous.elections import Memory
 from holdfast.runtime.coordinator_service import CoordinatorService
-from holdfast.runtime.etcd_office import Office
 from holdfast.runtime.journal import Journal
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.elections import Api, Tenure
+
+RENEWALS_PER_LEASE = 5
+HELD_PER_LEASE = 0.8
+"""This far into the lease, and not renewed: we step down. The rest is the margin before anybody else can have it."""
+FRESH_PER_LEASE = 0.4
+"""This far into the lease nothing is sent until it is renewed: the agents' own fences begin to count."""
+RETRY_S = 0.1
+RESIGN_S_MAX = 3.0
+"""At the end: etcd may be away, and then the lease simply runs out."""
+
+
+def clock_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Office:
+    """`on_news` is called on the loop after every renewal and once when the key is lost."""
+
+    def __init__(
+        self, api: Api, tenure: Tenure, ttl_s: float, began_s: float, clock: Callable[[], float] = clock_s
+    ) -> None:
+        """`began_s`: when the call that took the key was begun, by `clock`."""
+        self._api = api
+        self._tenure = tenure
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._renewed_s = began_s
+        self._over = ""
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="holdfast-etcd-lease", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_news: Callable[[], None] = _nothing
+        self.predecessor = tenure.predecessor
+
+    def start(self, on_news: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_news = on_news
+        self._thread.start()
+
+    @property
+    def over(self) -> str:
+        """Why it is over; empty: it is not. Once over it stays so, whatever a late answer of etcd says."""
+        with self._lock:
+            age_s = self._clock() - self._renewed_s
+            if not self._over and age_s >= HELD_PER_LEASE * self._ttl_s:
+                self._over = f"the coordinator's lease could not be renewed for {age_s:.1f} s"
+            return self._over
+
+    def holds(self) -> bool:
+        return not self.over
+
+    def fresh(self) -> bool:
+        return not self.over and self._clock() - self._renewed_s < FRESH_PER_LEASE * self._ttl_s
+
+    def left_s(self) -> float:
+        """Until we have to step down, unless it is renewed."""
+        return max(0.0, self._renewed_s + HELD_PER_LEASE * self._ttl_s - self._clock())
+
+    def tail_s(self, fence_s: float) -> float:
+        """So long after our key has run out a worker may live that we answered for last: its agent's fence began
+        while our lease was fresh."""
+        return max(0.0, fence_s - (1 - FRESH_PER_LEASE) * self._ttl_s)
+
+    def remember(self, memory: Memory, done: Callable[[bool], None]) -> None:
+        """`done(True)` on the loop when it is written, `done(False)` when it could not be."""
+
+        def job() -> None:
+            written = False
+            with contextlib.suppress(EtcdError):
+                written = self._tenure.remember(memory)
+                if not written:
+                    self._lose("the coordinator's key is not ours any more")
+            self._tell(lambda: done(written))
+
+        self._jobs.put(job)
+
+    def leave(self, memory: Memory | None, *, forget: bool = False) -> None:
+        """Blocks, RESIGN_S_MAX at most. Gives the key back with these last words; `forget`: the job is over, and
+        leaves nothing; neither: the lease is left to run out."""
+
+        def job() -> None:
+            with contextlib.suppress(EtcdError):
+                self._tenure.resign(None if forget else memory)
+
+        if (memory is not None or forget) and self.holds():
+            self._jobs.put(job)
+        with self._lock:
+            self._over = self._over or "resigned"
+        self._jobs.put(None)
+        self._thread.join(RESIGN_S_MAX)
+
+    def _run(self) -> None:
+        renew_at_s = self._renewed_s + self._ttl_s / RENEWALS_PER_LEASE
+        while True:
+            wait_s = None if renew_at_s == inf else max(0.001, renew_at_s - self._clock())
+            try:
+                job = self._jobs.get(timeout=wait_s)
+            except queue.Empty:
+                renew_at_s = self._renew()
+                continue
+            if job is None:
+                break
+            job()
+        self._api.close()
+
+    def _renew(self) -> float:
+        """When to do it again."""
+        if self.over:
+            return inf
+        began_s = self._clock()
+        try:
+            ours = self._tenure.renew()
+        except EtcdError:
+            return self._clock() + RETRY_S
+        if not ours:
+            self._lose("the coordinator's lease has run out or was taken away")
+            return inf
+        if self.over:  # the answer came too late to count
+            return inf
+        with self._lock:
+            self._renewed_s = began_s
+        self._tell(self._on_news)
+        return began_s + self._ttl_s / RENEWALS_PER_LEASE
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            self._over = self._over or why
+        self._tell(self._on_news)
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(news)
+
+
+def _nothing() -> None:
+    """Nobody listens yet."""
 
 
 class ElectedService(CoordinatorService):
@@ -68,10 +221,8 @@ class ElectedService(CoordinatorService):
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Tell(_, Finish()):
-                super()._execute(
-                    command
-                )  # decided while the lease held; it starts nothing, and who waits for it may go
+            case Tell(_, Finish()):  # decided while the lease held: it starts nothing, and agents that wait for it end
+                super()._execute(command)
             case Tell() | DropLink():
                 self._outbox.append(command)
                 self._flush()

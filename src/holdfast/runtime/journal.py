@@ -1,7 +1,7 @@
 """events.jsonl: what happened on this node, one JSON object per line, for people and tools afterwards.
 
-Knows how to write without ever making the caller wait: a disk that stalls costs events, never training. Must not know what
-the events mean.
+Knows how to write without ever making the caller wait: a disk that stalls costs events, never training. Must not know
+what the events mean.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Journal:
         self._listeners.append(listener)
 
     def write(self, event: str, /, **fields: object) -> None:
-        """Append one event with `time` (epoch seconds), `monotonic` (seconds), `event` and the fields. Never blocks, never raises.
+        """Append one event with `time` (epoch seconds), `monotonic` (seconds), `event` and the fields.
 
-        What JSON does not know is written as its `str`.
+        Never blocks, never raises. What JSON does not know is written as its `str`.
         """
         for listener in list(self._listeners):
             try:

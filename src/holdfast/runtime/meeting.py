@@ -133,7 +133,7 @@ class RendezvousClient:
         if _is_numeric_or_local(options.endpoint.host):
             place = claim(options.endpoint, standalone=options.standalone, is_host=wanted)
         else:
-            from holdfast.runtime.detached import run_detached
+            from holdfast.runtime.driver import run_detached
 
             place = await run_detached(lambda: claim(options.endpoint, standalone=options.standalone, is_host=wanted))
         self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)

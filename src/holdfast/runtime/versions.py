@@ -1,7 +1,7 @@
-"""What should be the same on every node: versions of Python, holdfast, torch, CUDA and NCCL, the script and its arguments.
+"""What should be the same on every node: versions (Python, holdfast, torch, CUDA, NCCL), the script and its arguments.
 
-Reads a few small files and imports nothing: torch's version stands in a file of its own, and the start of a job must not
-wait. Tells; the coordinator compares.
+Reads a few small files and imports nothing: torch has its version in a file of its own, and the start of a job must not
+wait. Reports; the coordinator compares.
 """
 
 from __future__ import annotations

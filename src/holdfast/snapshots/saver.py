@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from holdfast import seqpacket
 from holdfast.snapshots import shelf, slots
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.mapping import Mappings
@@ -148,7 +149,7 @@ class Saver:
     # --- the agent, or the anchor -------------------------------------------------------------------------------------
 
     def _obey(self, control: socket.socket) -> None:
-        got = shelf.receive(control)
+        got = seqpacket.receive(control)
         if got is None:  # the agent was killed: the keeper ends us too
             self._ended = True
             return
@@ -197,7 +198,7 @@ class Saver:
         if worker not in self._workers:
             return False  # dropped by another event of the same round
         try:
-            got = shelf.receive(worker.sock)
+            got = seqpacket.receive(worker.sock)
             if got is not None:
                 self._serve(worker, *got)
                 return True
@@ -402,7 +403,7 @@ class Saver:
     def _tell_agent(self, packet: shelf.Packet) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
-                shelf.send(self._control, packet)
+                seqpacket.send(self._control, packet)
 
 
 def _of_rank(save: Save, text: str) -> str:
@@ -412,7 +413,7 @@ def _of_rank(save: Save, text: str) -> str:
 def _send(worker: SaverConnection, packet: shelf.Packet) -> None:
     """A worker that is gone, or does not read, need not know."""
     with contextlib.suppress(OSError):
-        shelf.send(worker.sock, packet)
+        seqpacket.send(worker.sock, packet)
 
 
 def _is_ready(fd: int) -> bool:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from holdfast import seqpacket
 from holdfast.core import errors
 from holdfast.core.errors import (
     SaverLostError,
@@ -190,7 +191,7 @@ class SaverClient:
         The slot is not staged into until it is written. The request's folder is made absolute. On rank 0 the saver
         commits when the other ranks' files are there, within `patience_s`. Never waits. Raises SnapshotWriteError
         when no saver takes it, ValueError when the slot was staged into since, or the request exceeds
-        shelf.PACKET_BYTES_MAX.
+        seqpacket.MESSAGE_BYTES_MAX.
         """
         assert self._committed is not None
         slot = self._committed
@@ -264,7 +265,7 @@ class SaverClient:
         self._closing.set()
         if self._sock is not None and not ahead:
             with contextlib.suppress(OSError):
-                shelf.send(self._sock, {"do": "bye"})
+                seqpacket.send(self._sock, {"do": "bye"})
         self._drop()
         if self._making_huge is not None:
             self._making_huge.join()
@@ -285,7 +286,7 @@ class SaverClient:
                 self._connect()
             assert self._sock is not None
             try:
-                shelf.send(self._sock, packet, fds)
+                seqpacket.send(self._sock, packet, fds)
             except BlockingIOError as error:
                 raise SnapshotWriteError("the saver does not read: is it stopped?") from error
             except OSError as error:
@@ -299,7 +300,7 @@ class SaverClient:
         """All that has come."""
         while self._sock is not None:
             try:
-                got = shelf.receive(self._sock)
+                got = seqpacket.receive(self._sock)
             except BlockingIOError:
                 return
             if got is None:
@@ -364,7 +365,7 @@ class SaverClient:
                 raise SnapshotMemoryError(f"no saver can be started: {failed}") from failed
         hello = {"do": "hello", "local_rank": self._address.local_rank, "generation": self._address.generation}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and says so
-            shelf.send(self._sock, hello)
+            seqpacket.send(self._sock, hello)
 
 
 def read_back(shelf_folder: Path, path: Path, patience_s: float) -> None:
@@ -374,12 +375,12 @@ def read_back(shelf_folder: Path, path: Path, patience_s: float) -> None:
     """
     try:
         with shelf.connect(shelf_folder) as sock:
-            shelf.send(sock, {"do": "read back", "path": str(path)})
+            seqpacket.send(sock, {"do": "read back", "path": str(path)})
             poller = select.poll()
             poller.register(sock, select.POLLIN)
             if not poller.poll(patience_s * 1000):
                 raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
-            got = shelf.receive(sock)
+            got = seqpacket.receive(sock)
     except OSError as error:
         raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
     if got is None:

@@ -12,7 +12,7 @@ every agent and every first worker does that when it starts.
 Under holdfast the saver is the agent's child and started when a worker connects. Elsewhere the first worker of the node
 starts it, as a process of its own that ends after the job: torchrun's end, or under no launcher this process's.
 
-Messages are JSON, one packet of a SOCK_SEQPACKET socket each:
+Messages on that socket are those of seqpacket.py:
 
     worker → saver   {"do": "hello", "local_rank", "generation"}      the first one
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
@@ -37,14 +37,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,6 @@ START_LIMIT_S = 10.0
 LOOK_AGAIN_S = 0.01
 SAVER_VARIABLE = "HOLDFAST_SAVER"
 """In a worker's environment: `SHELF@GENERATION@LOCAL_RANK`, where its slots and its saver are and which are its own."""
-PACKET_BYTES_MAX = 64 * 1024
 BACKLOG = 256
 """Connections that may wait for the saver to come up; all local ranks come at once."""
 FINISH_LIMIT_S = 120.0
@@ -293,41 +291,6 @@ def _start_time(pid: int) -> str:
 
 # --- messages
 # ------------------------------------------------------------------------------------------------------------
-
-
-def send(sock: socket.socket, packet: Packet, fds: Sequence[int] = ()) -> None:
-    """Send it whole or not at all. Raises ValueError when it is too long, OSError as the socket does."""
-    encoded = json.dumps(packet).encode()
-    if len(encoded) > PACKET_BYTES_MAX:
-        raise ValueError(f"{len(encoded)} bytes are too many for the saver, at most {PACKET_BYTES_MAX} are allowed")
-    socket.send_fds(sock, [encoded], fds)
-
-
-def receive(sock: socket.socket) -> tuple[Packet, list[int]] | None:
-    """One packet and its descriptors, which are the caller's to close; None: the other side is gone.
-
-    Raises BlockingIOError when there is none now, ValueError when it is no packet of ours.
-    """
-    try:
-        encoded, fds, flags, _address = socket.recv_fds(sock, PACKET_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionError:
-        return None
-    try:
-        if not encoded:
-            return None
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise ValueError("a packet above the limit")
-        try:
-            packet = json.loads(encoded)
-        except RecursionError:
-            raise ValueError("a packet that is nested too deeply") from None
-        if not isinstance(packet, dict):
-            raise ValueError("a packet that is no object")  # noqa: TRY004 - it is what came, not who called
-        taken, fds = fds, []
-        return packet, taken
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def field(packet: Packet, name: str, kind: type[Any]) -> Any:

@@ -41,8 +41,7 @@ from holdfast.core.outcome import Failure, Outcome
 from holdfast.core.policy import NodeSpec
 from holdfast.core.protocol import Assign, FromCoordinator, Start, Stop
 from holdfast.insight.causes import judge
-from holdfast.runtime.driver import Driver
-from holdfast.runtime.faults import Troubles, fault_of
+from holdfast.runtime.driver import Driver, Troubles, fault_of
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
 

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from holdfast.core.coordinator.ending import UNBOUNDED
 from holdfast.core.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.core.policy import JobSpec, Limits
-from holdfast.rendezvous.conf import get_bool, limits_from_conf, unknown_key_notices
-from holdfast.rendezvous.endpoint import parse_endpoint
+from holdfast.rendezvous.conf import get_bool, limits_from_conf, parse_endpoint, unknown_key_notices
 from holdfast.rendezvous.registry import default_port
-from holdfast.rendezvous.token import read_token
+from holdfast.runtime.secret_variables import read_token
 
 BACKEND = "holdfast"
 LIKE = "c10d"

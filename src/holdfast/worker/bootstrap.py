@@ -315,7 +315,8 @@ def _serve_as_nursery() -> None:
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
     birth = _load(os.path.join(folder, "birth.py"))
-    nursery = _load(os.path.join(folder, "nursery.py"), birth=birth)
+    seqpacket = _load(os.path.join(os.path.dirname(folder), "seqpacket.py"))
+    nursery = _load(os.path.join(folder, "nursery.py"), birth=birth, seqpacket=seqpacket)
     nursery.serve(int(control_fd))
 
 

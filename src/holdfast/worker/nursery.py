@@ -2,19 +2,19 @@
 
     bootstrap.py nursery THIS_FOLDER CONTROL_FD
 
-CONTROL_FD is one end of a SOCK_SEQPACKET socketpair, the keeper has the other (runtime/workers/nursery.py). Packets:
+CONTROL_FD is one end of a socket pair, the keeper has the other (runtime/workers/nursery.py). Messages of seqpacket.py:
 
     first     {"modules", "later", "served", "first_path", "argv"}: what to import, whether workers run already, and a
               worker's command line
     then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "keeper"}: a worker is wanted; descriptors: its
               answer's socket, then one for each number in "fds"
               {"park", "keeper"}: a standby is wanted, which hears over its answer's socket (its only descriptor) what
-              worker it is to be, in a packet as above
+              worker it is to be, in a message as above
     to keeper {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}, after which it ends
 
-On its answer's socket a worker says `pid N`, once it is the keeper's own child, and runs when it hears `go`; or
-somebody says `no WHY`. End of file from the keeper means that nobody wants it any more. A standby says `pid N` when
-it is parked, and once more when it is a worker.
+On its answer's socket a worker sends `pid N`, once it is the keeper's own child, and runs when it receives `go`; or
+`no WHY` is sent in its place. End of file from the keeper means that it is not wanted any more. A standby sends `pid N`
+when it is parked, and once more when it is a worker.
 
 Workers are forked twice, so that they fall to the keeper, which is a subreaper: it stays everybody's parent.
 Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
@@ -22,10 +22,8 @@ birth.py; the tests compare a forked worker with one that was started by exec.""
 
 from __future__ import annotations
 
-import array
 import fcntl
 import gc
-import json
 import os
 import select
 import socket
@@ -36,11 +34,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    # The bootstrap puts it here: there is no holdfast to import it from.
+    # The bootstrap puts them here: there is no holdfast to import them from.
+    from holdfast import seqpacket  # noqa: TC004
     from holdfast.worker import birth  # noqa: TC004
 
-PACKET_BYTES_MAX = 1_000_000
-DESCRIPTORS_MAX = 64
 LATER_QUIET_S = 1.0
 """So long after the last worker was forked, what only restarts need is imported: not while the workers start."""
 TEXT_MAX = 500
@@ -60,8 +57,7 @@ class UnfitError(Exception):
 
 
 def serve(control_fd: int) -> None:
-    """Import and serve. Returns in each worker, as the process that its command line describes; never in the
-    nursery."""
+    """Import and serve. Returns in each worker, as the process that its command line describes; never in this one."""
     control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, birth.FD_MIN))
     os.close(control_fd)
     nursery = ForkServer(control)
@@ -103,8 +99,7 @@ class Importer:
         """What watches this process from its start, as a coverage tool does, watches a worker that is started, too."""
 
     def load(self, module: str) -> str:
-        """Import one module; returns why it could not be imported. Raises UnfitError when what it did cannot be
-        forked."""
+        """Import one module; returns why it could not be. Raises UnfitError when what it did cannot be forked."""
         before = dict(os.environ)
         data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
         watched = Watched(data, self.asked)
@@ -255,14 +250,13 @@ class ForkServer:
         os._exit(0)
 
     def _tell(self, what: str, text: str, **more: str) -> None:
-        self._control.sendall(json.dumps({"is": what, "text": text[:TEXT_MAX], **more}).encode())
+        seqpacket.send(self._control, {"is": what, "text": text[:TEXT_MAX], **more})
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        packet, fds, _flags, _address = receive(self._control)
-        if not packet:
+        received = seqpacket.receive(self._control)
+        if received is None:
             os._exit(0)  # the keeper is gone
-        wish: dict[str, Any] = json.loads(packet)
-        return wish, fds
+        return received
 
     def _requests(self, poller: select.poll) -> list[birth.ForkRequest | birth.Parking]:
         """All that wait: they share the first of the two forks."""
@@ -351,24 +345,15 @@ class ForkServer:
         for fd in foreign:
             os.close(fd)
         answer = birth.park(parking.answer, between, parking.keeper)
-        packet, fds, _flags, _address = receive(answer)
-        if not packet:
-            os._exit(0)  # nobody will be
-        request = birth.ForkRequest(json.loads(packet), [answer.detach(), *fds])
+        received = seqpacket.receive(answer)
+        if received is None:
+            os._exit(0)  # no worker is wanted any more
+        wish, fds = received
+        request = birth.ForkRequest(wish, [answer.detach(), *fds])
         newborn = self._newborn(request, [])
         if newborn is None:
             os._exit(0)
         return request, newborn
-
-
-def receive(sock: socket.socket) -> tuple[bytes, list[int], int, Any]:
-    numbers = array.array("i")
-    space = socket.CMSG_SPACE(DESCRIPTORS_MAX * numbers.itemsize)
-    packet, ancillary, flags, address = sock.recvmsg(PACKET_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
-    return packet, list(numbers), flags, address
 
 
 def is_open(fd: int) -> bool:

@@ -23,10 +23,9 @@ from holdfast.core.policy import JobSpec, Limits
 from holdfast.core.progress import JobView, NodeView, RankProgress, Stage
 from holdfast.runtime.observing import server as module
 from holdfast.runtime.observing.exposition import Metrics
-from holdfast.runtime.observing.health import STALL_S, health
 from holdfast.runtime.observing.server import HttpResponse, Server, bind
 from holdfast.runtime.observing.torch_events import TorchEvents
-from holdfast.runtime.observing.vitals import STEP_WINDOW_S, Vitals, VitalsSample
+from holdfast.runtime.observing.vitals import STALL_S, STEP_WINDOW_S, Vitals, VitalsSample, health
 from tests.support.limits import limit_s
 
 BIG = 50_000_000

@@ -24,9 +24,9 @@ import msgspec
 
 from holdfast.core.doctor import Folder, Gpu, LocalFacts, TorchFacts, TorchState
 from holdfast.linux import GroupLimits, read_int, read_text
-from holdfast.rendezvous.port_holder import who_holds
-from holdfast.runtime.detached import run_detached
+from holdfast.rendezvous.claim import who_holds
 from holdfast.runtime.doctor import system
+from holdfast.runtime.driver import run_detached
 from holdfast.version import __version__
 
 if TYPE_CHECKING:

@@ -28,10 +28,8 @@ from holdfast.core.errors import (
 )
 from holdfast.core.options import Endpoint
 from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.rendezvous.claim import Claim, claim
-from holdfast.rendezvous.port_holder import who_holds
+from holdfast.rendezvous.claim import Claim, claim, who_holds
 from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
-from holdfast.runtime.detached import run_detached
 from holdfast.runtime.doctor.joint_server import (
     BACKEND,
     REPORT_S_MIN,
@@ -47,6 +45,7 @@ from holdfast.runtime.doctor.joint_server import (
     why_no_reduce,
 )
 from holdfast.runtime.doctor.probe import ProbeServer, Reducer, probe_all
+from holdfast.runtime.driver import run_detached
 from holdfast.wire.handshake import ClientHandshake
 from holdfast.wire.session import Session
 

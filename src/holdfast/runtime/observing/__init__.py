@@ -106,8 +106,8 @@ def metrics_pages(vitals: Vitals) -> Pages:
 def health_pages(vitals: Vitals) -> Pages:
     import json
 
-    from holdfast.runtime.observing.health import health
     from holdfast.runtime.observing.server import HttpResponse
+    from holdfast.runtime.observing.vitals import health
 
     def page(key: str) -> HttpResponse:
         told = health(vitals.facts, time.monotonic())

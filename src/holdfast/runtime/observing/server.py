@@ -1,7 +1,9 @@
-"""A small HTTP server in a thread of its own, for whoever watches: answers GET, closes, and never waits long.
+"""A small HTTP server in a thread of its own, for health checks and metrics: answers GET, closes, never waits long.
 
-It has its own event loop, so that neither a scraper that stalls touches the agent nor an agent that stalls keeps a health
-check waiting. Sockets are bound before the thread is started. Knows nothing of what it serves.
+It has its own event loop, so that neither a scraper that stalls touches the agent nor an agent that stalls keeps a
+health check waiting. Not http.server: that has a thread for each connection, a limit of time for each read and none
+for all of a request, and its own limits of size; with ours added it is no shorter than this. Sockets are bound before
+the thread starts. Knows nothing of what it serves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What this agent knows that is worth watching from outside, gathered on its own loop once a second.
 
-Each second a new `VitalsSample` replaces the old one. Other threads read the newest and nothing else, so that they neither wait for
-the agent nor make it wait. Knows the journal's events; knows nothing of HTTP or of Prometheus.
+Each second a new `VitalsSample` replaces the old one. Other threads read the newest and nothing else, so that they
+neither wait for the agent nor make it wait. `health` is what a health check is answered from it. Knows the journal's
+events; knows nothing of HTTP or of Prometheus.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from msgspec import Struct, structs
 from holdfast.core.progress import JobView, RankProgress
 
 BEAT_S = 1.0
+STALL_S = 15.0
+"""A loop that has not come round for so long stands still: a disk, a debugger, a machine without a free core."""
+assert STALL_S > 5 * BEAT_S
 STEP_WINDOW_S = 30.0
 """Over so long a step's duration is averaged."""
 LOOKS_MAX = 64
@@ -183,3 +187,23 @@ class Vitals:
             step_s=(self._looks[-1][0] - began_s) / made if made > 0 else None,
             age_s=seen.age_s,
         )
+
+
+def health(facts: VitalsSample, now_s: float) -> dict[str, object]:
+    """`alive`: the agent's loop turns, and its job has not failed. `ready`: every worker of this node runs as well."""
+    stalled_s = max(0.0, now_s - facts.taken_s)
+    failed = bool(facts.ended) and facts.exit_code != 0
+    status = "stalled" if stalled_s > STALL_S else "failed" if failed else facts.ended or "ok"
+    alive = status not in ("stalled", "failed")
+    return {
+        "status": status,
+        "alive": alive,
+        "ready": alive and not facts.ended and 0 < facts.wanted <= facts.alive,
+        "run_id": facts.run_id,
+        "node": facts.node,
+        "generation": facts.generation,
+        "workers": facts.alive,
+        "workers_wanted": facts.wanted,
+        "stalled_s": round(stalled_s, 1),
+        "step_age_s": min((round(each.age_s, 1) for each in facts.ranks), default=None),
+    }

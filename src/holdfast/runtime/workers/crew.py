@@ -36,8 +36,7 @@ from holdfast.runtime.workers.log_router import LogRouter
 from holdfast.runtime.workers.numa import binding_for
 from holdfast.runtime.workers.observer import Observer, Phases, ProgressNotes
 from holdfast.runtime.workers.preload import order_for, script_argv
-from holdfast.runtime.workers.saver_host import SaverHost
-from holdfast.runtime.workers.store_host import StoreHost, free_port
+from holdfast.runtime.workers.service_host import SaverHost, StoreHost, free_port
 
 GUARD_S = 0.25
 """The keeper kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""

@@ -5,7 +5,7 @@ when the agent is gone, however it ended, the lifeline reads end-of-file and the
 
 Standard library only. Knows processes, signals and descriptors; knows nothing of ranks, generations or torch.
 
-Commands that come over the lifeline (see lifeline.py for the frames); a spawn brings one descriptor for each number:
+Commands that come over the lifeline (messages of seqpacket.py); a spawn brings one descriptor for each number:
 
     {"do": "nurse", …}                     start the nursery (preload.py); from then on it is asked for "warm" workers
     {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus",
@@ -13,7 +13,7 @@ Commands that come over the lifeline (see lifeline.py for the frames); a spawn b
     {"do": "signal", "key", "signum"}      to the leader alone
     {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
     {"do": "ignore", "signum"}             whatever is spawned from here on ignores it
-    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; another fence replaces it
+    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; the next fence takes its place
     {"do": "remove", "path"}               at the keeper's end, when all is dead: a folder of plain files in memory
     {"do": "exit"}                         as if the agent were gone
 
@@ -37,10 +37,11 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
+from holdfast import seqpacket
 from holdfast.core.errors import PlatformError
 from holdfast.runtime import descriptors
 from holdfast.runtime.secret_variables import forget_secrets
-from holdfast.runtime.workers import lifeline, nursery, processes
+from holdfast.runtime.workers import nursery, processes
 
 NAME = b"holdfast-keeper"
 PROC = "/proc/self/fd"
@@ -86,7 +87,7 @@ def fork_keeper() -> KeeperHandle:
     _fill_standard_descriptors()
     ignored = ignored_signals()
     limit = descriptors.soft_limit()
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent = os.getpid()
     # Ctrl-C must not hit the child before it ignores it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
@@ -112,7 +113,7 @@ def exec_keeper(ignored: Sequence[int], limit: int | None = None) -> KeeperHandl
     """
     import subprocess  # a rare road, and the keeper must stay light
 
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Our package is found by its place: no PYTHONPATH that the workers would inherit.
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
     program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.runtime.workers.keeper import main; main()"
@@ -194,8 +195,7 @@ class Keeper:
         self._limit = limit
         """Of open files, soft, for whatever is started."""
         self._pid = os.getpid()
-        self._in = lifeline.Inbox()
-        self._out = lifeline.Outbox()
+        self._out = seqpacket.Outbox()
         self._kept: dict[int, Kept] = {}
         self._execs: dict[int, int] = {}
         """Pipe that tells whether exec worked -> pid."""
@@ -282,12 +282,11 @@ class Keeper:
         elif self._nursery.owns(fd):
             self._nursery.serve(fd)
         elif fd == self._sock.fileno() and mask & ~select.POLLOUT:
-            commands = self._in.receive(self._sock)
-            if commands is None:
+            received = seqpacket.receive(self._sock)
+            if received is None:
                 self._leaving = True
-                return
-            for command, fds in commands:
-                self._obey(command, fds)
+            else:
+                self._obey(*received)
 
     def _obey(self, command: dict[str, Any], fds: list[int]) -> None:
         match command["do"]:
@@ -470,8 +469,7 @@ def _place_descriptors(wanted: dict[int, int], report: int) -> int:
 
 
 def main() -> NoReturn:
-    """A keeper by exec; arguments: descriptor of the socket, pid of the agent, signals to leave ignored, soft limit
-    of files."""
+    """A keeper by exec. Arguments: the socket's descriptor, the agent's pid, signals to ignore, soft limit of files."""
     fd, agent, ignored, limit = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)

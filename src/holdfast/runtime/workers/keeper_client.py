@@ -1,6 +1,6 @@
 """The agent's side of the keeper: commands as methods, what became of them as typed events, on the running loop.
 
-Knows the lifeline and asyncio; decides nothing. Imported after the fork. All commands are queued and never block;
+Knows seqpacket.py and asyncio; decides nothing. Imported after the fork. All commands are queued and never block;
 events arrive in the order in which the keeper saw them. After `KeeperDied` there are no further events.
 """
 
@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
+from holdfast import seqpacket
 from holdfast.core.errors import SupervisorLostError
-from holdfast.runtime.workers import lifeline, processes
+from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper import KeeperHandle, exec_keeper
 
 KILL_LIMIT_S = 10.0
@@ -96,8 +97,7 @@ class StandbyTold(Struct, frozen=True, tag_field="is", tag="standby"):
 
 
 class Fenced(Struct, frozen=True, tag_field="is", tag="fenced"):
-    """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, and no
-    TreeGone."""
+    """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, no TreeKilled."""
 
 
 class KeeperDied(Struct, frozen=True):
@@ -119,8 +119,7 @@ class KeeperClient:
         self._loop = asyncio.get_running_loop()
         self._sock = handle.sock
         self._sock.setblocking(False)
-        self._in = lifeline.Inbox()
-        self._out = lifeline.Outbox()
+        self._out = seqpacket.Outbox()
         self._ended = asyncio.Event()
         self._closing = False
         self._loop.add_reader(self._sock, self._readable)
@@ -130,7 +129,7 @@ class KeeperClient:
         """Whether the keeper still takes commands; those given to a dead one have no effect."""
         return not self._ended.is_set()
 
-    def nurse(self, order: lifeline.Message) -> None:
+    def nurse(self, order: seqpacket.Message) -> None:
         """Import ahead, as `preload.order_for` says, for all that is spawned `warm` from here on."""
         self._send(order)
 
@@ -191,8 +190,10 @@ class KeeperClient:
         self._send({"do": "kill_tree", "limit_s": limit_s})
 
     async def close(self, spare: Collection[int] = ()) -> None:
-        """End the keeper and all it has, services too, and reap it. Safe to call twice and after its death: then what
-        it has left to us is killed, which is every child of ours not in `spare`."""
+        """End the keeper and all it has, services too, and reap it. Safe to call twice and after its death.
+
+        Then what it has left to us is killed, which is every child of ours not in `spare`.
+        """
         orderly = self.alive
         self._closing = True
         if orderly:
@@ -212,7 +213,7 @@ class KeeperClient:
 
     # --- the lifeline -------------------------------------------------------------------------------------------------
 
-    def _send(self, command: lifeline.Message, fds: Sequence[int] = ()) -> None:
+    def _send(self, command: seqpacket.Message, fds: Sequence[int] = ()) -> None:
         if self.alive:
             self._out.add(command, fds)
             self._writable()
@@ -228,12 +229,11 @@ class KeeperClient:
             self._loop.remove_writer(self._sock)
 
     def _readable(self) -> None:
-        frames = self._in.receive(self._sock)
-        if frames is None:
+        received = seqpacket.receive(self._sock)
+        if received is None:
             self._lost()
-            return
-        for message, _ in frames:
-            self._on_event(msgspec.convert(message, Packet))
+        else:
+            self._on_event(msgspec.convert(received[0], Packet))
 
     def _lost(self) -> None:
         self._loop.remove_reader(self._sock)

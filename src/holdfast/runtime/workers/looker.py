@@ -29,7 +29,7 @@ from holdfast.core.board import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from holdfast.core.faultdump import DUMP_BYTES_MAX, is_inside, main_thread, program_frame, program_threads, wanted_at
 from holdfast.core.progress import Frame, RankSample
 from holdfast.linux import ProcessStat, process_stat
-from holdfast.runtime.detached import run_detached
+from holdfast.runtime.driver import run_detached
 from holdfast.runtime.workers import kernel
 from holdfast.runtime.workers.board import Board
 from holdfast.runtime.workers.processes import is_alive

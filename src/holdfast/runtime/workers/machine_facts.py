@@ -203,7 +203,7 @@ def memory() -> str:
 
 def port(words: str) -> str:
     """Who holds the port that the words name, if it still does."""
-    from holdfast.rendezvous.port_holder import who_holds
+    from holdfast.rendezvous.claim import who_holds
 
     for found in PORT.finditer(words):
         number = int(found[1] or found[2])

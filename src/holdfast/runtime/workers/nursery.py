@@ -9,7 +9,6 @@ within a millisecond. Standard library only."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from holdfast import seqpacket
 from holdfast.runtime.workers import processes
 
 KEY = "nursery"
@@ -30,7 +30,6 @@ STANDBY_QUIET_S = 1.0
 CONTROL_FD = 3
 REBUILDS_MAX = 10
 """In the life of a job; one that is killed so often has no place on this machine."""
-PACKET_BYTES_MAX = 65_536
 ANSWER_BYTES_MAX = 4096
 WISH_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
 
@@ -47,18 +46,17 @@ class Fork:
         self.standby = standby
         self.theirs: socket.socket | None = None
         if standby is None:
-            self.ours, self.theirs = _socket_pair()
+            self.ours, self.theirs = seqpacket.pair()
         else:
             self.ours = standby.ours
 
-    def packet(self, keeper: int) -> tuple[bytes, list[int]]:
+    def packet(self, keeper: int) -> tuple[Command, list[int]]:
         """The request, and the descriptors that go with it: 0, 1 and 2 are the keeper's own where not named."""
         numbers = list(self.command["fds"])
         own = [number for number in (0, 1, 2) if number not in numbers]
         wish = {name: self.command[name] for name in WISH_FIELDS}
-        packet = json.dumps({**wish, "fds": numbers + own, "keeper": keeper}).encode("ascii")
         answer = [self.theirs.fileno()] if self.theirs is not None else []
-        return packet, [*answer, *self.fds, *own]
+        return {**wish, "fds": numbers + own, "keeper": keeper}, [*answer, *self.fds, *own]
 
     def sent(self) -> None:
         if self.theirs is not None:
@@ -77,11 +75,11 @@ class Standby:
 
     def __init__(self) -> None:
         """Raises OSError when no descriptor is left."""
-        self.ours, self.theirs = _socket_pair()
+        self.ours, self.theirs = seqpacket.pair()
         self.pid = 0
 
-    def packet(self, keeper: int) -> tuple[bytes, list[int]]:
-        return json.dumps({"park": True, "keeper": keeper}).encode("ascii"), [self.theirs.fileno()]
+    def packet(self, keeper: int) -> tuple[Command, list[int]]:
+        return {"park": True, "keeper": keeper}, [self.theirs.fileno()]
 
     def sent(self) -> None:
         self.theirs.close()
@@ -111,7 +109,7 @@ class ForkServerClient:
         self._ready = False
         self._rebuilds = 0
         self._unfit = False
-        self._queue: deque[tuple[bytes, list[int], Fork | Standby | None]] = deque()
+        self._queue: deque[tuple[Command, list[int], Fork | Standby | None]] = deque()
         self._forks: dict[int, Fork] = {}
         """By descriptor of our end of the answer."""
         self._standbys: dict[int, Standby] = {}
@@ -222,7 +220,7 @@ class ForkServerClient:
             self._say(f"the nursery cannot be started: {error.strerror}", "")
 
     def _start(self, order: Command) -> None:
-        self._control, theirs = _socket_pair()
+        self._control, theirs = seqpacket.pair()
         self._poller.register(self._control, select.POLLIN)
         program = {
             "key": KEY,
@@ -246,18 +244,18 @@ class ForkServerClient:
                 os.close(fd)
         self._later = len(order["later"])
         first = {"modules": order["modules"], "later": order["later"], "served": self._served, **order["worker"]}
-        self._queue.appendleft((json.dumps(first).encode("ascii"), [], None))
+        self._queue.appendleft((first, [], None))
         self._flush()
 
     def _flush(self) -> None:
         while self._queue and self._control is not None:
             packet, fds, fork = self._queue[0]
             try:
-                socket.send_fds(self._control, [packet], fds)
+                seqpacket.send(self._control, packet, fds)
             except BlockingIOError:
                 break
             except OSError as error:
-                self._queue.popleft()  # too long a packet, or its end is on the way as an event
+                self._queue.popleft()  # its end is on the way as an event
                 if fork is not None:
                     self._give_up(fork, os.strerror(error.errno or 0))
                 continue
@@ -271,15 +269,13 @@ class ForkServerClient:
         """Take what the process tells of itself."""
         while self._control is not None:
             try:
-                packet = self._control.recv(PACKET_BYTES_MAX)
+                received = seqpacket.receive(self._control)
             except BlockingIOError:
                 return
-            except ConnectionResetError:
-                continue  # it has ended without reading all; what it said before is still to come
-            if not packet:
+            if received is None:
                 self._close()
                 return
-            self._hear(json.loads(packet))  # its texts are short, so a packet is never cut
+            self._hear(received[0])
 
     def _hear(self, message: dict[str, Any]) -> None:
         assert self._order is not None
@@ -388,7 +384,7 @@ class ForkServerClient:
             fork = Fork(command, fds, standby)
             packet, given = fork.packet(os.getpid())
             try:
-                socket.send_fds(standby.ours, [packet], given)
+                seqpacket.send(standby.ours, packet, given)
             except OSError:  # it has been killed
                 self._dismiss(standby)
                 continue
@@ -409,13 +405,6 @@ class ForkServerClient:
         del self._forks[fork.ours.fileno()]
         self._poller.unregister(fork.ours)
         self._queue = deque(item for item in self._queue if item[2] is not fork)
-
-
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Our end, which never blocks, and the other. Raises OSError."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    return ours, theirs
 
 
 def _heard(sock: socket.socket) -> tuple[str, str] | None:

@@ -15,8 +15,8 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from string import Template
 
+from holdfast import seqpacket
 from holdfast.core.options import CommandKind, RunOptions
-from holdfast.runtime.workers import lifeline
 from holdfast.runtime.workers.keeper import KeeperHandle
 from holdfast.runtime.workers.nursery import CONTROL_FD
 
@@ -77,22 +77,23 @@ FOLDER = str(Path(__file__).resolve().parents[2] / "worker")
 
 
 def begin(keeper: KeeperHandle, options: RunOptions) -> None:
-    """Tell the keeper what holds for all workers, and send the order if there is one, over a lifeline that nobody else
-    uses yet; blocks for as long as that takes."""
-    out = lifeline.Outbox()
+    """Tell the keeper what holds for all workers, and send the order if there is one.
+
+    Nobody else uses its socket yet. Blocks for as long as that takes.
+    """
+    out = seqpacket.Outbox()
     if options.preempt_signal is not None:
         out.add({"do": "ignore", "signum": options.preempt_signal})
     order = order_for(options, os.environ)
     if order is not None:
         out.add(order)
-    with contextlib.suppress(
-        BrokenPipeError, ConnectionResetError
-    ):  # it is gone: the agent will notice, and has another
+    # Where it is gone the agent will notice, and start another one.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         out.flush(keeper.sock)
     out.clear()
 
 
-def order_for(options: RunOptions, environ: Mapping[str, str]) -> lifeline.Message | None:
+def order_for(options: RunOptions, environ: Mapping[str, str]) -> seqpacket.Message | None:
     """None when workers are to be started by exec."""
     if not options.preload.modules:
         return None

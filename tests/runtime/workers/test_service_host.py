@@ -1,4 +1,4 @@
-"""The store host with torch's own clients, over generations; and without any."""
+"""The store host with torch's own clients, over generations, and without any; a saver that cannot be started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 
 from holdfast.runtime.workers import processes
 from holdfast.runtime.workers.keeper_client import ProcessEnded
-from holdfast.runtime.workers.store_host import StoreHost
+from holdfast.runtime.workers.service_host import SaverHost, StoreHost
+from holdfast.snapshots import shelf
+from holdfast.snapshots.shelf import SOCKET
 from tests.support.limits import limit_s
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
@@ -183,3 +185,18 @@ async def test_listening_addresses(bench: Any) -> None:
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) == 0
     rig.host.close()
+
+
+async def test_a_saver_that_cannot_be_started_is_reported_once(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[str] = []
+    host = SaverHost(bench.keeper, "job", notices.append)
+    bench.keeper._on_event = host.handle
+    monkeypatch.setattr(shelf.sys, "executable", "/no/such/python")
+    folder = host.environment(1, 0)[shelf.SAVER_VARIABLE].partition("@")[0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+        worker.connect(f"{folder}/{SOCKET}")
+        await bench.until(lambda: bool(notices))
+    await host.close()
+    (notice,) = notices
+    assert "could not be started: No such file or directory" in notice
+    assert not os.path.lexists(folder)
