@@ -37,7 +37,7 @@ for line in "${{lines[@]}}"; do
 done
 """
 
-ASKED = TABLES["completions"]
+ASKED = [tuple(each) for each in TABLES["completions"]]
 
 
 @pytest.fixture
