@@ -41,12 +41,12 @@ def prepare_torchrun() -> Form:
 
 def prepare_holdfast() -> Form:
     """holdfast's own agent and coordinator: the endpoint is claimed, joined, and the place in the world received."""
-    import holdfast.rendezvous.claim
+    import holdfast.rendezvous.bind
     import holdfast.runtime.connection
     import holdfast.runtime.listener
     import holdfast.runtime.store_proxy  # noqa: F401  - what an agent loads on its way; import is not measured on either side
-    from holdfast.core.options import Endpoint
-    from holdfast.core.policy import JobSpec, NodeSpec
+    from holdfast.protocol.options import Endpoint
+    from holdfast.protocol.policy import JobSpec, NodeSpec
     from tests.support.simulator.formation import join_once
 
     def form(port: int, count: int) -> tuple[int, int]:

@@ -17,20 +17,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from holdfast.core.coordinator import state as cstate
-from holdfast.core.machines import Note, Tick
-from holdfast.core.agent import commands as do
-from holdfast.core.agent import events as ev
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.agent.state import Work
-from holdfast.core.coordinator.state import Event, Heard, LinkClosed, LinkOpened
-from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.coordinator.state import Phase
-from holdfast.core.outcome import Evidence, Failure, Verdict
-from holdfast.core.policy import JobSpec, Limits, NodeSpec
-from holdfast.core.protocol import Assign, FromAgent, FromCoordinator
+from holdfast.coordinator import coordinator_state as cstate
+from holdfast.protocol.machines import Note, Tick
+from holdfast.agent import commands as do
+from holdfast.agent import events as ev
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent_state import Work
+from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import Phase
+from holdfast.protocol.outcome import Evidence, Failure, Verdict
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator
 from tests.support.simulator.clock import Agenda, ManualClock
-from holdfast.wire.codec import decode_from_agent, decode_from_coordinator, encode
+from holdfast.protocol.codec import decode_from_agent, decode_from_coordinator, encode
 
 DELAY_S_MAX = 0.005
 """The slowest message."""

@@ -31,7 +31,7 @@ class Figures:
     faults: dict[str, int] = field(default_factory=dict)
     """Kind -> how many there were."""
     missed: dict[str, int] = field(default_factory=dict)
-    """Kind -> how many found nothing to hit (a torchrun has no keeper)."""
+    """Kind -> how many found nothing to hit (a torchrun has no supervisor)."""
     pauses_s: dict[str, list[float]] = field(default_factory=dict)
     """Kind -> for each fault the longest time without a step that it caused: from the last before it to the next."""
     gave_up: int = 0

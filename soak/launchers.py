@@ -82,11 +82,11 @@ def _open_files(pid: int) -> list[str]:
     return found
 
 
-def keepers(pids: Iterable[int]) -> list[int]:
+def supervisors(pids: Iterable[int]) -> list[int]:
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "holdfast-keeper":
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "holdfast-supervisor":
                 found.append(pid)
     return found
 

@@ -104,7 +104,7 @@ def read_life(path: Path) -> Life | None:
             life = Life(line["host"], line["pid"], line["rank"], line["world"], now, now)
             continue
         if life is None:
-            raise ValueError(f"{path.name} does not begin with a birth")
+            raise ValueError(f"{path.name} does not begin with a fork")
         life.alive_s = max(life.alive_s, now)
         if what == "joined":
             life.generation, life.base, life.base_step = line["generation"], line["base"], line["step"]

@@ -29,7 +29,7 @@ def page(outcomes: list[Outcome], about: dict[str, Any]) -> str:
     note = (
         "\nFour pretend hosts, one rank each, DDP on gloo, `--nnodes 2:4`; every launcher suffered the same schedule."
         "\nA pause is the longest time without a step that a fault caused, p50 / p95 / max in seconds. Faults with nothing"
-        "\nto hit (a torchrun has no keeper) are not counted."
+        "\nto hit (a torchrun has no supervisor) are not counted."
         "\nA step that waited for a fault to pass counts as effective for no more than twice the median step.\n\n"
     )
     return head + note + table(outcomes) + "\n" + _violations(outcomes)

@@ -241,8 +241,8 @@ class Rig:
                 )
             case "agent killed" | "agent told to leave" | "agent stopped":
                 hit = place is not None and self._fault_of_agent(place, fault)
-            case "keeper killed":
-                hit = self._signal(launchers.keepers(self._pids(fault.node)), signal.SIGKILL)
+            case "supervisor killed":
+                hit = self._signal(launchers.supervisors(self._pids(fault.node)), signal.SIGKILL)
             case "store host killed":
                 hit = self._kill_store()
             case "node killed" | "node crashed" | "coordinator's node killed":

@@ -40,7 +40,7 @@ KINDS = (
     Kind("agent killed", NODE, restarts=True),
     Kind("agent told to leave", NODE, restarts=True),
     Kind("agent stopped", NODE, (LEASE_S + 2.0, LEASE_S + 6.0)),
-    Kind("keeper killed", NODE),
+    Kind("supervisor killed", NODE),
     Kind("store host killed", NODE),
     Kind("node killed", NODE, (2.0, 8.0), restarts=True),
     Kind("node crashed", NODE, (2.0, 10.0), restarts=True),

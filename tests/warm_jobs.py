@@ -1,8 +1,8 @@
 """Jobs that share an import of torch: `holdfast` commands that are forked from a program of `Warm`, several at a time.
 
-A command is forked, and so is what its agent would execute to import torch for the workers, the nursery: it finds torch
-imported. All else is as ever: agent, keeper, nursery, workers and services are the processes that they always are.
-tests/nursery has nurseries that import torch themselves.
+A command is forked, and so is what its agent would execute to import torch for the workers, the fork server: it finds torch
+imported. All else is as ever: agent, supervisor, fork server, workers and services are the processes that they always are.
+tests/fork_server has nurseries that import torch themselves.
 
     warm_jobs.py serve SOCKET MODULES               forks a process for each command that comes
     warm_jobs.py command SOCKET PROGRAM ARGUMENTS   a command: it has the streams, folder, environment and exit code
@@ -183,25 +183,25 @@ def _end(pid: int, sock: socket.socket) -> None:
 def _become(fds: list[int], arguments: list[str], environment: dict[str, str], folder: str) -> list[str]:
     import ctypes
 
-    from holdfast.worker import birth
+    from holdfast.worker import forking
 
     os.setsid()
-    birth.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    forking.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    birth.show_as([sys.executable, *arguments], environment)
+    forking.show_as([sys.executable, *arguments], environment)
     return arguments
 
 
 def _execvpe(file: str, argv: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """os.execvpe, but a nursery is a fork."""
-    if "nursery" not in argv:
+    """os.execvpe, but a fork server is a fork."""
+    if "fork-server" not in argv:
         real_execvpe(file, argv, environment)
-    from holdfast.worker import birth
+    from holdfast.worker import forking
 
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was that of the list
@@ -211,11 +211,11 @@ def _execvpe(file: str, argv: list[str], environment: Mapping[str, str]) -> NoRe
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    birth.show_as(argv, dict(environment))
+    forking.show_as(argv, dict(environment))
     for name in [name for name in sys.modules if name.partition(".")[0] == "holdfast"]:
         del sys.modules[name]
     sys.orig_argv[:] = argv
-    sys.argv[:] = argv[argv.index("nursery") - 1 :]
+    sys.argv[:] = argv[argv.index("fork-server") - 1 :]
     _unbuffer()
     import warm_program
 

@@ -1,19 +1,19 @@
-"""Make docs/errors.md from the classes of holdfast.core.errors and the texts of verdicts and doctor: they cannot differ."""
+"""Make docs/errors.md from the classes of holdfast.protocol.errors and the texts of verdicts and doctor: they cannot differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.core import errors
-from holdfast.insight.causes.rules import texts
-from holdfast.insight.doctor.findings import code_texts
+from holdfast.diagnosis.causes.rules import texts
+from holdfast.doctor.findings import code_texts
+from holdfast.protocol import errors
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
 HEAD = """# Errors and exit codes
 
-This page is made by `make fmt` from `src/holdfast/core/errors.py`, `insight/causes/texts.toml` and `insight/doctor/codes.toml`. Codes are never reused.
+This page is made by `make fmt` from `src/holdfast/protocol/errors.py`, `diagnosis/causes/texts.toml` and `doctor/codes.toml`. Codes are never reused.
 
 An error of the command line, the configuration or the machine is one or two lines on stderr that start with its code, and nothing was
 started. `holdfast run` never answers bad input with a traceback of its own.
@@ -63,7 +63,7 @@ WHOSE = {
 
 
 def tree(root: type[errors.HoldfastError] = errors.HoldfastError) -> Iterator[type[errors.HoldfastError]]:
-    """All error classes of core/errors.py, the root first. Subclasses made elsewhere keep their parent's code."""
+    """All error classes of protocol/errors.py, the root first. Subclasses made elsewhere keep their parent's code."""
     yield root
     for child in root.__subclasses__():
         if child.__module__ == errors.__name__:

@@ -1,17 +1,17 @@
-"""Make docs/events.md from the table of holdfast.insight.events, so that the two cannot differ."""
+"""Make docs/events.md from the table of holdfast.diagnosis.event_table, so that the two cannot differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.insight.events import EventGroup, EventKind, Field, table
+from holdfast.diagnosis.event_table import EventGroup, EventKind, Field, table
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "events.md"
 
 HEAD = """# events.jsonl: what happened on a node
 
-This page is made from `src/holdfast/insight/events.toml` by `make fmt`. Tests compare the records of real jobs with it.
+This page is made from `src/holdfast/diagnosis/events.toml` by `make fmt`. Tests compare the records of real jobs with it.
 
 Every agent writes `events.jsonl` into its run folder (`<log dir>/<run id>_<8 characters>`): one JSON object per line, complete
 when the line ends. It is written by a thread of its own: a disk that stalls costs events, never training. `holdfast report`

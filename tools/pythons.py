@@ -19,16 +19,20 @@ SUPPORTED = ("3.11", "3.12", "3.13")
 FOLDERS = [
     "benchmarks",
     "cli",
-    "core",
+    "agent",
+    "coordinator",
+    "protocol",
     "corpus",
-    "insight",
+    "diagnosis",
     "processes",
     "rendezvous",
+    "doctor",
+    "metrics",
     "runtime",
+    "supervisor",
     "scenarios",
     "simulation",
     "snapshots",
-    "wire",
     "worker",
 ]
 

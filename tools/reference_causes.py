@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.insight.causes.rules import texts
-from holdfast.insight.doctor.findings import code_texts
-from holdfast.insight.explain import Explanation, everything
+from holdfast.diagnosis.causes.rules import texts
+from holdfast.diagnosis.explanations import Explanation, everything
+from holdfast.doctor.findings import code_texts
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "causes.md"
 

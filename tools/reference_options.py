@@ -1,6 +1,6 @@
 """Make docs/options.md: every option of every command, with default and variable, from the tables that the commands read.
 
-Knows `cli/options.py` (run, launch), the doctor's own table, and argparse's parsers of the other commands.
+Knows `cli/option_table.py` (run, launch), the doctor's own table, and argparse's parsers of the other commands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from holdfast.cli import COMMANDS, SHARED, doctor
-from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TABLES = {"run", "launch", "doctor"}

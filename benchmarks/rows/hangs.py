@@ -181,7 +181,7 @@ ROWS = (
         metrics=(*NAMED, Metric("after", "s", digits=1, summary=max)),
         measure=measure_hangs,
         repeat={HOLDFAST.name: 1},
-        group="insight",
+        group="diagnosis",
         strict=True,
     ),
     Row(
@@ -190,7 +190,7 @@ ROWS = (
         metrics=(*NAMED, Metric("median", "s", value_max=20.0, digits=1), Metric("after", "s", digits=1, summary=max)),
         measure=measure_default,
         repeat={HOLDFAST.name: 1},
-        group="insight",
+        group="diagnosis",
         strict=True,
     ),
     Row(
@@ -199,7 +199,7 @@ ROWS = (
         metrics=(Metric("ended", "", value_max=0, digits=0), Metric("alarms", "", digits=0)),
         measure=measure_quiet,
         repeat={HOLDFAST.name: 1},
-        group="insight",
+        group="diagnosis",
         strict=True,
     ),
     Row(

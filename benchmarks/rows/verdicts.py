@@ -204,7 +204,7 @@ VERDICTS = Row(
     ),
     measure=measure,
     repeat={HOLDFAST.name: 1},
-    group="insight",
+    group="diagnosis",
     strict=True,
 )
 MESSAGES = Row(
@@ -213,7 +213,7 @@ MESSAGES = Row(
     metrics=tuple(Metric(f"right cause, {half}", "", value_min=0.95, digits=3) for half in HALVES),
     measure=measure_messages,
     repeat={HOLDFAST.name: 1},
-    group="insight",
+    group="diagnosis",
     strict=True,
 )
 ROWS = (VERDICTS, MESSAGES)

@@ -85,7 +85,7 @@ def crashed(after_s: float) -> str:
 
 
 def memory(launcher: Launcher, folder: Path) -> Sample:
-    """torchrun's workers alone; of holdfast everything, launcher, keeper, nursery, standbys and store included."""
+    """torchrun's workers alone; of holdfast everything, launcher, supervisor, fork server, standbys and store included."""
     environ = {**ONE_THREAD, "WARM_IDLE": "1"}
     with launched(launcher, flags(8, "--max-restarts", "1"), "warm_reduce.py", folder, extra=environ) as (process, _):
         workers = wait_for_stamps(folder, "pid", 8, process, LIMIT_S).values()

@@ -35,7 +35,7 @@ from holdfast.snapshots.attempt import PHASES
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import Slots
 from holdfast.snapshots import saver_client
-from holdfast.train import saving, sharding, snapshots
+from holdfast.train import save as saving, sharding, snapshots
 
 RUN_ID = f"kills{os.getpid()}"
 STEPS_MAX = 5000
@@ -103,7 +103,7 @@ def arm(point: str, folder: Path, chance: random.Random) -> None:
         reach = lambda phase: reached() if phase == where else None  # noqa: E731
         for name in ("begin", "write_rank", "commit"):
             setattr(attempt, name, partial(getattr(attempt, name), at=reach))
-        snapshots.open_tier = lambda **_: saver_client.PrivateTier()
+        snapshots.open_tier = lambda **_: saver_client.InProcessStaging()
     elif who == "saver":
         threading.Thread(target=_watch, args=(where, folder, reached), daemon=True).start()
     elif where == "half copied":

@@ -15,16 +15,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from holdfast.core.errors import HoldfastError, LaunchTimeoutError, WorkerFailedError
     from holdfast.launching.api import launch
+    from holdfast.protocol.errors import HoldfastError, LaunchTimeoutError, WorkerFailedError
     from holdfast.worker.record import record
 
 __all__ = ["HoldfastError", "LaunchTimeoutError", "WorkerFailedError", "__version__", "launch", "record"]
 
 _HOMES = {
-    "HoldfastError": "holdfast.core.errors",
-    "LaunchTimeoutError": "holdfast.core.errors",
-    "WorkerFailedError": "holdfast.core.errors",
+    "HoldfastError": "holdfast.protocol.errors",
+    "LaunchTimeoutError": "holdfast.protocol.errors",
+    "WorkerFailedError": "holdfast.protocol.errors",
     "launch": "holdfast.launching.api",
     "record": "holdfast.worker.record",
 }

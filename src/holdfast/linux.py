@@ -1,8 +1,8 @@
 """What /proc and /sys say of processes, of the cgroups of this process, and of this machine.
 
 All packages but the pure ones may import this: standard library only, nothing heavy. What is not there is None, empty
-or zero, never an error. Programs that run without this package by design keep their own few lines: ssh/far.py is sent
-to hosts as text, and worker/birth.py and worker/nursery.py are imported before a worker's environment is settled.
+or zero, never an error. Programs that run without this package by design keep their own few lines: launchers/ssh/far.py is sent
+to hosts as text, and worker/forking.py and worker/fork_server.py are imported before a worker's environment is settled.
 """
 
 from __future__ import annotations

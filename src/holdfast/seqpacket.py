@@ -1,7 +1,7 @@
 """JSON messages with descriptors over SOCK_SEQPACKET sockets: one message, one packet, sent whole or not at all.
 
 A message that is too long for a packet travels in a memory file, whose descriptor comes first. Knows nothing of what
-messages mean. Standard library only and nothing of holdfast: worker/nursery.py gets it by its path, under any Python.
+messages mean. Standard library only and nothing of holdfast: worker/fork_server.py gets it by its path, under any Python.
 """
 
 from __future__ import annotations

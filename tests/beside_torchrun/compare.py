@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from holdfast.core.board import LOOK_MAIN_SIGNAL, LOOK_SIGNAL
+from holdfast.protocol.board_layout import LOOK_MAIN_SIGNAL, LOOK_SIGNAL
 from tests.beside_torchrun.beside import Probe, Side
 
 INTENDED = {

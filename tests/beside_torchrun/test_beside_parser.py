@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from holdfast.cli.grammar import parse
-from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS, Option
-from holdfast.core.errors import CallerError, UsageError
+from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.protocol.errors import CallerError, UsageError
 from tests.beside_torchrun.beside import Launchers, Line, Side
 from tests.beside_torchrun.recording import Book, Mode
 from tests.support.tables import tables

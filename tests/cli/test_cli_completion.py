@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.cli import COMMANDS, main
 from holdfast.cli.completion import KNOWN_VALUES, SHELLS, commands
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.option_table import OPTIONS
 from tests.support.limits import limit_s
 from tests.support.tables import tables
 

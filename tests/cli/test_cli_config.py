@@ -13,8 +13,8 @@ import pytest
 from holdfast.cli import config, main
 from holdfast.cli.config import FILE_BYTES_MAX, LINE_ONLY, OPTIONS_BY_KEY, read
 from holdfast.cli.grammar import FROM_DEFAULT, FROM_FLAG, Parsed, parse
-from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
-from holdfast.core.errors import ConfigFileError, HoldfastError, UsageError
+from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
+from holdfast.protocol.errors import ConfigFileError, HoldfastError, UsageError
 from tests.support.limits import limit_s
 
 

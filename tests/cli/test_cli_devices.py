@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from holdfast.cli.devices import Count, Probes, ask_torch, count_listed, count_processes, nvml_uuids
-from holdfast.core.errors import ProcessesError
+from holdfast.protocol.errors import ProcessesError
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333", "GPU-cccc4444"]
 

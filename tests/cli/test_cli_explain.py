@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main, run_command
-from holdfast.insight.causes.rules import advice, rules, texts
-from holdfast.insight.explain import everything, headings, nearest, normal, search
+from holdfast.diagnosis.causes.rules import advice, rules, texts
+from holdfast.diagnosis.explanations import everything, headings, nearest, normal, search
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "holdfast"
 

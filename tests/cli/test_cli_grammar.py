@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from holdfast.cli.grammar import parse
-from holdfast.cli.options import OPTIONS, Option
-from holdfast.core.errors import EnvironmentValueError, UsageError
+from holdfast.cli.option_table import OPTIONS, Option
+from holdfast.protocol.errors import EnvironmentValueError, UsageError
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.grammar import parse
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.run import resolve
 from tests.support.tables import tables
 

@@ -12,7 +12,7 @@ import pytest
 
 import holdfast.run
 from holdfast.cli import COMMANDS, main, print_version
-from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.version import __version__
 from tests.support.limits import limit_s
 
@@ -206,7 +206,7 @@ sys.exit(holdfast.cli.main(["run", {script!r}]))
 @pytest.mark.parametrize(
     "module",
     [
-        "holdfast.core.errors",
+        "holdfast.protocol.errors",
         "holdfast.cli.grammar",
         "holdfast.cli.resolve",
         "holdfast.runtime.agent_service",

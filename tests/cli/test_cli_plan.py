@@ -12,7 +12,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.plan import HEAD, render
 from holdfast.cli.resolve import resolve
 

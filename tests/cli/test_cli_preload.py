@@ -9,11 +9,11 @@ import pytest
 
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.program import decide
 from holdfast.cli.resolve import resolve
-from holdfast.core.errors import UsageError
-from holdfast.core.options import CommandKind, Preload, WorkerCommand
+from holdfast.protocol.errors import UsageError
+from holdfast.protocol.options import CommandKind, Preload, WorkerCommand
 
 REDUCES = ("numpy", "torch")
 TRAINS = ("numpy", "torch", "torch._dynamo")

@@ -12,10 +12,10 @@ import pytest
 
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
-from holdfast.cli.options import LAUNCH_OPTIONS
+from holdfast.cli.option_table import LAUNCH_OPTIONS
 from holdfast.cli.resolve import Resolution, resolve
-from holdfast.core.options import CommandKind, Endpoint, RunOptions, Std
-from holdfast.runtime.workers.log_layout import default_log_dir
+from holdfast.protocol.options import CommandKind, Endpoint, RunOptions, Std
+from holdfast.supervisor.log_layout import default_log_dir
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

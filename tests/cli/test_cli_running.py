@@ -15,8 +15,8 @@ import pytest
 
 from holdfast.cli import main, printing, status
 from holdfast.cli.env import markdown, masked, variables
-from holdfast.core.errors import UsageError
-from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict
+from holdfast.protocol.errors import UsageError
+from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.runtime import running
 from holdfast.runtime.agent_service import write_reports
 from holdfast.runtime.running import RunningAgent

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.core import protocol
+from holdfast.protocol import codec, handshake
+from holdfast.protocol import messages as protocol
 from holdfast.version import __version__
-from holdfast.wire import codec, handshake
 from tests.snapshots import saves
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from holdfast.cli import main
-from holdfast.core import protocol
+from holdfast.protocol import codec, handshake
+from holdfast.protocol import messages as protocol
 from holdfast.version import __version__
-from holdfast.wire import codec, handshake
 from tests.compatibility.record import RECORDED, SNAPSHOT_ITEMS, messages, plain
 from tests.snapshots import saves
 

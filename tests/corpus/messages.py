@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.outcome import Failure
-from holdfast.insight.causes.find import cause_of
+from holdfast.diagnosis.causes.find import cause_of
+from holdfast.protocol.outcome import Failure
 from tests.corpus.telling import SITE, TRAIN
 
 FOLDER = Path(__file__).resolve().parent / "messages"

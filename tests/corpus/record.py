@@ -24,7 +24,7 @@ RANKS = 3
 
 RUNNER = """
 import sys, msgspec
-import holdfast.insight.causes as verdicts
+import holdfast.diagnosis.causes as verdicts
 judge = verdicts.judge
 def keep(evidence):
     with open(sys.argv[1], "wb") as file:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.outcome import Evidence, Failure
+from holdfast.protocol.outcome import Evidence, Failure
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 C10D = f"{SITE}/torch/distributed/distributed_c10d.py"

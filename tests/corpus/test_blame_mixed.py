@@ -7,8 +7,8 @@ import random
 import pytest
 from msgspec import structs
 
-from holdfast.core.outcome import Evidence, Failure
-from holdfast.insight.causes import judge
+from holdfast.diagnosis.causes import judge
+from holdfast.protocol.outcome import Evidence, Failure
 from tests.corpus.telling import C10D, GLOO_CLOSED, SITE, data, fails, watchdog
 
 MIXED = data("mixed.toml")

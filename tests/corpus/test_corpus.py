@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
-from holdfast.insight.causes import judge
-from holdfast.insight.causes.find import cause_of
-from holdfast.insight.causes.rules import texts
-from holdfast.insight.screen import render
+from holdfast.diagnosis.causes import judge
+from holdfast.diagnosis.causes.find import cause_of
+from holdfast.diagnosis.causes.rules import texts
+from holdfast.diagnosis.screen import render
+from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from tests.corpus.messages import messages, right_share, wrong
 from tests.corpus.telling import Case, cases, fails
 

@@ -1,4 +1,4 @@
-"""Forked workers and CUDA: the nursery never holds a context, and its workers initialise CUDA and train with NCCL."""
+"""Forked workers and CUDA: the fork server never holds a context, and its workers initialise CUDA and train with NCCL."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TRAINS = """
     from torch.nn.parallel import DistributedDataParallel
 
     assert not torch.cuda.is_initialized()
-    keeper = os.getppid()
-    below = open(f"/proc/{keeper}/task/{keeper}/children").read().split()
+    supervisor = os.getppid()
+    below = open(f"/proc/{supervisor}/task/{supervisor}/children").read().split()
     names = {pid: open(f"/proc/{pid}/comm").read().strip() for pid in below}
-    (nursery,) = [pid for pid, name in names.items() if name == "hf-nursery"]
-    for pid in (keeper, nursery):
+    (fork server,) = [pid for pid, name in names.items() if name == "hf-fork-server"]
+    for pid in (supervisor, fork server):
         links = [os.readlink(fd) for fd in glob.glob(f"/proc/{pid}/fd/*")]
         assert not [link for link in links if "nvidia" in link], links
     torch.cuda.set_device(0)

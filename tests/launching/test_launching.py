@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.core import errors
+from holdfast.protocol import errors
 from tests.conftest import LEAK_GRACE_S, alive
 from tests.launching import launch_cases as cases
 from tests.support.limits import limit_s, until
@@ -336,8 +336,8 @@ def test_nodes_that_do_not_come(free_port) -> None:
 def test_agent_ended_by_somebody_else(tmp_path: Path, signum: signal.Signals) -> None:
     def end_agent() -> None:
         worker = pids(tmp_path)[0]
-        keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-        agent = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
+        supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        agent = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(agent, signum)
 
     with when_working(tmp_path, 1, end_agent), pytest.raises(errors.StoppedError, match=signum.name) as caught:

@@ -29,7 +29,7 @@ NODES = (1, 2, 3, 4)
 @pytest.mark.timeout(CHAOS_S + 150)
 def test_faults_at_random(fleet) -> None:
     job: Fleet = fleet(len(NODES))
-    # A coordinator whose machine was lost knows of no predecessor, unless somebody tells it. One that is cut off tells
+    # A coordinator whose machine was lost knows of no previous leader, unless somebody tells it. One that is cut off tells
     # nobody, and has stopped after a fence.
     job.c10d("2:4", conf=f"{SHORT_LEASE},settle={FENCE_S:g},last_call_timeout={LEASE_S * 20:.0f}")
     job.start_all(NODES)

@@ -23,7 +23,7 @@ def finish(job: Fleet, numbers: tuple[int, ...]) -> None:
 
 
 def test_killed_node_and_killed_agent(fleet) -> None:
-    """Every process of a node dies at once, then an agent alone, whose keeper ends its workers: the kernel tells the
+    """Every process of a node dies at once, then an agent alone, whose supervisor ends its workers: the kernel tells the
     others, who do not wait for a lease. Another agent on that node is taken in."""
     job, _ = three(fleet, conf=LONG_LEASE)
     since_s = time.monotonic()

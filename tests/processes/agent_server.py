@@ -28,10 +28,10 @@ MODULES = (
     "holdfast.cli.run",
     "holdfast.cli.resolve",
     "holdfast.runtime.agent_service",
-    "holdfast.runtime.workers.keeper",
-    "holdfast.runtime.workers.preload",
-    "holdfast.insight.screen",
-    "holdfast.insight.causes",
+    "holdfast.supervisor.supervisor",
+    "holdfast.supervisor.preload",
+    "holdfast.diagnosis.screen",
+    "holdfast.diagnosis.causes",
 )
 ORDER_BYTES_MAX = 1 << 20
 ANSWER_S_MAX = 60.0
@@ -148,7 +148,7 @@ def serve(sock: socket.socket, more_modules: Sequence[str]) -> list[str]:
 
 
 def become(arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]) -> list[str]:
-    from holdfast.worker import birth
+    from holdfast.worker import forking
 
     os.setsid()
     for fd, path in enumerate(streams):
@@ -162,7 +162,7 @@ def become(arguments: list[str], environment: dict[str, str], folder: str, strea
     sys.path[0] = folder
     sys.argv = [str(sys.modules["holdfast.run"].__file__), *arguments]
     sys.orig_argv = [sys.executable, "-m", "holdfast.run", *arguments]
-    birth.show_as(sys.orig_argv, environment)
+    forking.show_as(sys.orig_argv, environment)
     return arguments
 
 

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from holdfast.runtime.workers.keeper import KeeperHandle, fork_keeper
-from holdfast.runtime.workers.keeper_client import KeeperClient, KeeperEvent, ProcessEnded
+from holdfast.supervisor.client import ProcessEnded, SupervisorClient, SupervisorEvent
+from holdfast.supervisor.supervisor import SupervisorHandle, fork_supervisor
 from tests.support.limits import limit_s, until
 
 ALL = "on_signal('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGQUIT', exit_code=9)\n"
@@ -127,7 +127,7 @@ def test_user_signals_while_nothing_runs_are_harmless(site, endpoint: str) -> No
 
 
 def test_signals_to_handle(site) -> None:
-    """USR1 ends the job when it is named; SIGTERM, no longer named, kills the agent, and the keeper all the rest."""
+    """USR1 ends the job when it is named; SIGTERM, no longer named, kills the agent, and the supervisor all the rest."""
     script = site.script("on_signal('SIGUSR1', exit_code=0)\nchild()\nmeet()\nhold()")
     args = ("--standalone", "--signals-to-handle", "SIGUSR1", script)
     agent = site.start(*args)
@@ -195,29 +195,29 @@ WORKERS = 100
 
 
 def test_a_signal_right_after_the_spawn_is_not_lost() -> None:
-    handle = fork_keeper()
+    handle = fork_supervisor()
     assert asyncio.run(spawn_and_signal(handle)) == [-signal.SIGTERM] * WORKERS
 
 
-async def spawn_and_signal(handle: KeeperHandle) -> list[int]:
+async def spawn_and_signal(handle: SupervisorHandle) -> list[int]:
     codes: list[int] = []
     over = asyncio.Event()
 
-    def on_event(event: KeeperEvent) -> None:
+    def on_event(event: SupervisorEvent) -> None:
         if isinstance(event, ProcessEnded):
             codes.append(event.exit_code)
             if len(codes) == WORKERS:
                 over.set()
 
-    keeper = KeeperClient(handle, on_event)
+    supervisor = SupervisorClient(handle, on_event)
     for number in range(WORKERS):
-        keeper.spawn(f"worker{number}", ["sleep", "30"])
-        keeper.signal(f"worker{number}", signal.SIGTERM)
+        supervisor.spawn(f"worker{number}", ["sleep", "30"])
+        supervisor.signal(f"worker{number}", signal.SIGTERM)
     try:
         async with asyncio.timeout(limit_s(15)):
             await over.wait()
     except TimeoutError:
         pass
     finally:
-        await keeper.close()
+        await supervisor.close()
     return codes

@@ -450,7 +450,7 @@ def test_the_agent_starts_no_slower_for_it(site: Site) -> None:
     """What listens for commands is asyncio's own: no module is loaded for it but ours."""
     code = (
         "import sys, asyncio, msgspec, holdfast.runtime.agent_service as before; names = set(sys.modules); "
-        "import holdfast.runtime.control, holdfast.runtime.answers; "
+        "import holdfast.runtime.control, holdfast.runtime.control_handlers; "
         "print(sorted(name for name in set(sys.modules) - names))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COMMAND_S, check=True)

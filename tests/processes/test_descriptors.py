@@ -55,7 +55,7 @@ def test_a_hard_limit_that_is_too_low(site) -> None:
 BROKEN = """
 import errno, sys
 from holdfast import cli
-from holdfast.runtime.workers import generation
+from holdfast.supervisor import generation
 
 class Board:
     def __init__(self, nproc):

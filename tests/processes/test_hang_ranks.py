@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.board import BOARD_VARIABLE
-from holdfast.core.progress import Finding, HangKind, RankSample, RankStory, Stage
-from holdfast.insight.hangs import examine
-from holdfast.runtime.workers import kernel
-from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.looker import Looker
-from holdfast.runtime.workers.preload import BOOTSTRAP
+from holdfast.diagnosis.hangs import examine
+from holdfast.protocol.board_layout import BOARD_VARIABLE
+from holdfast.protocol.rank_progress import Finding, HangKind, RankSample, RankStory, Stage
+from holdfast.supervisor import kernel
+from holdfast.supervisor.board import Board
+from holdfast.supervisor.preload import BOOTSTRAP
+from holdfast.supervisor.stack_sampler import StackSampler
 from tests.support.limits import limit_s
 
 pytest.importorskip("torch")
@@ -99,12 +99,12 @@ class Job:
 
     async def looks(self) -> Finding:
         """An examination, as the coordinator makes it."""
-        looker = Looker(self.board, generation=1, rank_base=0)
+        stack_sampler = StackSampler(self.board, generation=1, rank_base=0)
         samples: list[tuple[RankSample, ...]] = []
         for number in range(LOOKS):
             await asyncio.sleep(GAP_S if number else 0.0)
-            samples.append(await looker.look({rank: each.pid for rank, each in enumerate(self.ranks)}, None))
-        await looker.close()
+            samples.append(await stack_sampler.look({rank: each.pid for rank, each in enumerate(self.ranks)}, None))
+        await stack_sampler.close()
         return examine(
             [RankStory(rank, f"node{rank}", rank, 71.0, tuple(each[rank] for each in samples)) for rank in range(WORLD)]
         )

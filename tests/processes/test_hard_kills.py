@@ -1,4 +1,4 @@
-"""SIGKILL and SIGSTOP of what holdfast itself consists of: the agent, the keeper, the store host."""
+"""SIGKILL and SIGSTOP of what holdfast itself consists of: the agent, the supervisor, the store host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def keeper_of(agent) -> int:
+def supervisor_of(agent) -> int:
     """The agent's only child."""
     found = children(agent.pid)
     assert len(found) == 1, found
@@ -30,19 +30,19 @@ def test_nothing_outlives_a_killed_agent(site) -> None:
     agent = site.start("--standalone", "--nproc-per-node", "2", site.script(SIX))
     site.wait(2, "up")
     assert len(site.trail("child")) == 4
-    keeper = keeper_of(agent)
+    supervisor = supervisor_of(agent)
     agent.signal(signal.SIGKILL)
     site.all_gone(limit_s=1.0)
-    assert not Path(f"/proc/{keeper}").exists() or agent.end() == 137
+    assert not Path(f"/proc/{supervisor}").exists() or agent.end() == 137
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_killed_keeper_takes_its_workers_along(site, restarts: int) -> None:
+def test_a_killed_supervisor_takes_its_workers_along(site, restarts: int) -> None:
     """They failed, and that costs a restart, on the store's node too; nothing is left in either case."""
     script = site.script("child()\ndaemon()\nmeet()\nif len(all_notes()) < 11: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
     site.wait(2, "up")
-    os.kill(keeper_of(agent), signal.SIGKILL)
+    os.kill(supervisor_of(agent), signal.SIGKILL)
     assert agent.end() == (0 if restarts else 137), agent.text
     if not restarts:
         assert agent.verdict["verdict"]["code"] == "HF204"
@@ -115,7 +115,7 @@ def test_a_killed_store_host_is_replaced(site) -> None:
     script = site.script("import torch\n" + TORCH)
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
     site.wait(2, "up", limit_s=60)
-    others = children(keeper_of(agent))
+    others = children(supervisor_of(agent))
     (store,) = (pid for pid in others if b"store_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(store, signal.SIGKILL)
     assert agent.end(60) == 0, agent.text
@@ -126,10 +126,10 @@ def test_a_killed_store_host_is_replaced(site) -> None:
 # --- the process that holds the workers is gone at an agent's start, again and again, or cannot be there --------------
 
 
-AT_BIRTH = """
+AT_FORKING = """
 import os, signal, sys
 from holdfast import cli
-from holdfast.runtime.workers import keeper, preload
+from holdfast.supervisor import supervisor as supervisor, preload
 
 begin = preload.begin
 
@@ -145,9 +145,9 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 EVER_AGAIN = """
 import sys
 from holdfast import cli
-from holdfast.runtime.workers import crew, keeper, keeper_client
+from holdfast.supervisor import worker_group as worker group, supervisor as supervisor, client as supervisor_client
 
-revive = keeper_client.revive_keeper
+revive = supervisor_client.revive_supervisor
 
 def revive_and_kill(dead, spare=()):
     handle = revive(dead, spare)
@@ -155,9 +155,9 @@ def revive_and_kill(dead, spare=()):
     os.kill(handle.pid, signal.SIGKILL)
     return handle
 
-crew.revive_keeper = revive_and_kill
-from holdfast.runtime.workers.preload import begin
-from holdfast.runtime.workers import preload
+worker group.revive_supervisor = revive_and_kill
+from holdfast.supervisor.preload import begin
+from holdfast.supervisor import preload
 
 def killed(handle, options):
     import os, signal
@@ -174,9 +174,9 @@ NOT_AGAIN = EVER_AGAIN.replace(
 NO_PROC = """
 import sys
 from holdfast import cli
-from holdfast.runtime.workers import keeper
+from holdfast.supervisor import supervisor as supervisor
 
-keeper.PROC = "/nowhere/self/fd"
+supervisor.PROC = "/nowhere/self/fd"
 sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
@@ -200,9 +200,9 @@ def start(site, tmp_path: Path, text: str, *more: str):
 
 
 @pytest.mark.parametrize("more", [(), ("--preempt-signal", "USR1")])
-def test_killed_at_birth_it_is_replaced(site, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_killed_at_forking_it_is_replaced(site, tmp_path: Path, more: tuple[str, ...]) -> None:
     """With an order on its way, and with none."""
-    agent = start(site, tmp_path, AT_BIRTH, *more)
+    agent = start(site, tmp_path, AT_FORKING, *more)
     assert agent.end() == 0, agent.text
     assert len(site.trail("up")) == 1
 

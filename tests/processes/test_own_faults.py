@@ -16,7 +16,7 @@ from tests.support.limits import limit_s
 BROKEN = """
 import sys
 from holdfast import cli
-from holdfast.core.{part} import machine
+from holdfast.protocol.{part} import machine
 
 handle = machine.{kind}.handle
 calls = 0
@@ -75,8 +75,8 @@ def test_a_dead_name_server_does_not_hold_up_the_end(site, tmp_path: Path) -> No
 POISONED = """
 import sys
 from holdfast import cli
-from holdfast.core.coordinator import machine
-from holdfast.core.protocol import Leave
+from holdfast.coordinator import coordinator_machine as machine
+from holdfast.protocol.messages import Leave
 
 handle = machine.CoordinatorMachine.handle
 
@@ -118,17 +118,17 @@ import sys
 def broken(*_, **__):
     raise RuntimeError("the test broke it")
 
-from holdfast.core.coordinator.machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 CoordinatorMachine.view = broken
-from holdfast.runtime.answers import OwnNode
+from holdfast.runtime.control_handlers import OwnNode
 OwnNode.view = OwnNode.stacks = broken
-from holdfast.runtime.workers.looker import Looker
-Looker.look = broken
-from holdfast.runtime.workers import machine_facts
+from holdfast.supervisor.stack_sampler import Stack sampler
+Stack sampler.look = broken
+from holdfast.supervisor import machine_facts
 machine_facts.SHM = None
-from holdfast.runtime.observing.torch_events import TorchEvents
+from holdfast.metrics.torch_events import TorchEvents
 TorchEvents.heard = broken
-from holdfast.insight import causes, hangs, screen
+from holdfast.diagnosis import causes, hangs, screen
 hangs.examine = screen.render = causes.judge = broken
 from holdfast import cli
 sys.exit(cli.main(["run", *sys.argv[1:]]))

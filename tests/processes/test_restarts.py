@@ -157,9 +157,9 @@ def ended(pid: int) -> bool:
 
 
 def lines_below(agent: Any) -> list[str]:
-    """The command lines of all that the keeper has."""
-    (keeper,) = children(agent.pid)
-    return [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in children(keeper)]
+    """The command lines of all that the supervisor has."""
+    (supervisor,) = children(agent.pid)
+    return [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in children(supervisor)]
 
 
 @pytest.fixture
@@ -180,38 +180,38 @@ def test_a_restart_imports_nothing_again(site: Any, heavy: Any) -> None:
     assert [(each["modules"], each["why"]) for each in said] == [(["heavy"], "as asked for")]
 
 
-def test_nothing_outlives_a_killed_agent_nor_does_the_nursery(site: Any, heavy: Any) -> None:
+def test_nothing_outlives_a_killed_agent_nor_does_the_fork_server(site: Any, heavy: Any) -> None:
     agent = site.start("--standalone", "--nproc-per-node", "2", "--preload", "heavy", site.script(WAITS))
     site.wait(2, "up")
-    (nursery,) = heavy()
+    (fork_server,) = heavy()
     agent.signal(signal.SIGKILL)
     site.all_gone(limit_s=1.0)
-    until(lambda: ended(nursery), "the end of the nursery", 1.0)
+    until(lambda: ended(fork_server), "the end of the fork server", 1.0)
 
 
-def test_a_killed_keeper_gets_a_successor_with_a_nursery(site: Any, heavy: Any) -> None:
+def test_a_killed_supervisor_gets_a_successor_with_a_fork_server(site: Any, heavy: Any) -> None:
     script = site.script("import heavy\nmeet()\nif len({n['port'] for n in all_notes()}) < 2: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--preload", "heavy", script)
     site.wait(2, "up")
-    (keeper,) = children(agent.pid)
-    os.kill(keeper, signal.SIGKILL)
+    (supervisor,) = children(agent.pid)
+    os.kill(supervisor, signal.SIGKILL)
     assert agent.end() == 0, agent.text
-    assert len(heavy()) == 2, "one import for each keeper"
+    assert len(heavy()) == 2, "one import for each supervisor"
     site.all_gone()
 
 
-def test_workers_go_on_when_the_nursery_is_killed(site: Any, heavy: Any) -> None:
+def test_workers_go_on_when_the_fork_server_is_killed(site: Any, heavy: Any) -> None:
     script = site.script("import heavy\nmeet()\nwhile not os.path.exists('go'): time.sleep(0.01)")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--preload", "heavy", script)
     site.wait(2, "up")
     os.kill(heavy()[0], signal.SIGKILL)
-    agent.says("the nursery ended with exit code -9; it is built again")
+    agent.says("the fork server ended with exit code -9; it is built again")
     (site.folder / "go").touch()
     assert agent.end() == 0, agent.text
     assert len(site.trail("up")) == 2
 
 
-def test_a_script_without_torch_has_no_nursery(site: Any) -> None:
+def test_a_script_without_torch_has_no_fork_server(site: Any) -> None:
     agent = site.start("--standalone", "--nproc-per-node", "2", site.script("meet()\nhold()"))
     site.wait(2, "up")
     assert len(lines_below(agent)) == 2

@@ -1,4 +1,4 @@
-"""The saver of an agent, in real jobs: workers, savers, keepers and agents are killed, and saves are finished."""
+"""The saver of an agent, in real jobs: workers, savers, supervisors and agents are killed, and saves are finished."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.processes.conftest import is_alive, until
 ONE = ("--standalone", "--nproc-per-node", "1")
 SIZE = 1 << 20
 SAVES = f"""
-from holdfast.core.errors import SnapshotError
+from holdfast.protocol.errors import SnapshotError
 from holdfast.snapshots.attempt import SaveRequest, begin
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.shelf import SaverAddress
-from holdfast.snapshots.saving import rescue_attempt
+from holdfast.snapshots.memory_folder import SaverAddress
+from holdfast.snapshots.flush import rescue_attempt
 SIZE, SNAPS = {SIZE}, os.path.join(os.path.dirname(os.environ["TRAIL"]), "snaps")
 place = SaverAddress.find()
 saver = SaverClient(place, rank=RANK, world=WORLD)
@@ -43,7 +43,7 @@ def snapshots(site) -> list[int]:
 
 
 def saver_of(place: str) -> int:
-    """The process that looks after this shelf."""
+    """The process that looks after this shared-memory folder."""
 
     def find() -> int:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -56,7 +56,7 @@ def saver_of(place: str) -> int:
     return int(until(find, "a saver"))
 
 
-def shelf_of(site, event: str = "place") -> str:
+def memory_folder_of(site, event: str = "place") -> str:
     return str(site.wait(1, event)[0]["place"])
 
 
@@ -83,7 +83,7 @@ if ROUND < 2:
         path.name: sorted(int(each.name[5:14]) for each in path.glob("step_*")) for path in site.folder.glob("snaps*")
     }
     assert found == {f"snaps{rank}": [0, 1] for rank in range(6)}, agent.text
-    assert not Path(shelf_of(site)).exists()
+    assert not Path(memory_folder_of(site)).exists()
 
 
 def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
@@ -98,7 +98,7 @@ def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
 def test_an_agent_that_is_told_to_end_waits_for_a_save(site, signum: int) -> None:
     body = "on_signal('SIGTERM', 'SIGINT', exit_code=0)\nnote('ready')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\npersist(5)\nnote('handed')\nhold()"
     agent = site.start(*ONE, script(site, body))
-    saver = saver_of(shelf_of(site))
+    saver = saver_of(memory_folder_of(site))
     os.kill(saver, signal.SIGSTOP)
     (site.folder / "snaps").mkdir()
     site.wait(1, "handed")
@@ -110,28 +110,28 @@ def test_an_agent_that_is_told_to_end_waits_for_a_save(site, signum: int) -> Non
     assert agent.end() == 128 + signum, agent.text
     assert snapshots(site) == [5]
     assert not is_alive(saver)
-    assert not Path(shelf_of(site)).exists()
+    assert not Path(memory_folder_of(site)).exists()
 
 
 def test_a_killed_agent_leaves_no_process_and_no_file(site) -> None:
     agent = site.start(*ONE, script(site, "stage(6)\nmeet()\nhold()"))
     site.wait(1, "up")
-    place = shelf_of(site)
+    place = memory_folder_of(site)
     saver = saver_of(place)
     agent.signal(signal.SIGKILL)
     site.all_gone()
     until(lambda: not is_alive(saver) and not Path(place).exists(), "saver and slots are gone", 1.0)
 
 
-def test_what_a_killed_agent_and_keeper_left_goes_with_the_next_start(site) -> None:
+def test_what_a_killed_agent_and_supervisor_left_goes_with_the_next_start(site) -> None:
     agent = site.start(*ONE, script(site, "persist(5)\nsaver.wait(20 * SLOWNESS)\nstage(6)\nmeet()\nhold()"))
     site.wait(1, "up")
-    place = shelf_of(site)
+    place = memory_folder_of(site)
     saver = saver_of(place)
     os.kill(saver, signal.SIGSTOP)
-    (keeper,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    (supervisor,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
     agent.signal(signal.SIGSTOP)  # so that it does not start another one
-    os.kill(int(keeper), signal.SIGKILL)
+    os.kill(int(supervisor), signal.SIGKILL)
     agent.signal(signal.SIGKILL)
     site.all_gone()
     until(lambda: not is_alive(saver), "the saver is gone", 1.0)
@@ -160,12 +160,12 @@ saver.close()
         *ONE,
         script(
             site,
-            "saver.await_predecessor(20 * SLOWNESS)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n"
+            "saver.await_previous_leader(20 * SLOWNESS)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n"
             + body,
         ),
     )
     site.wait(1, "served")
-    saver = saver_of(shelf_of(site))
+    saver = saver_of(memory_folder_of(site))
     os.kill(saver, signal.SIGSTOP)
     (site.folder / "snaps").mkdir()
     site.wait(1, "first")
@@ -175,7 +175,7 @@ saver.close()
     assert snapshots(site) == [2]
 
 
-def test_a_killed_keeper_takes_the_saver_along_and_slots_stay(site) -> None:
+def test_a_killed_supervisor_takes_the_saver_along_and_slots_stay(site) -> None:
     body = """
 found = own.newest()
 if found is None:
@@ -189,9 +189,9 @@ saver.check()
 """
     agent = site.start(*ONE, "--max-restarts", "1", script(site, body))
     site.wait(1, "up")
-    saver = saver_of(shelf_of(site))
-    (keeper,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    os.kill(int(keeper), signal.SIGKILL)
+    saver = saver_of(memory_folder_of(site))
+    (supervisor,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    os.kill(int(supervisor), signal.SIGKILL)
     assert agent.end() == 0, agent.text
     assert not is_alive(saver)
     assert [each["step"] for each in site.trail("found")] == [40]
@@ -215,7 +215,7 @@ def test_a_job_that_saves_nothing_has_no_saver_and_leaves_nothing(site) -> None:
     assert all(len(each["children"].split()) <= 2 for each in site.trail("env"))
 
 
-def test_two_agents_on_one_machine_have_a_shelf_each(site, endpoint: str) -> None:
+def test_two_agents_on_one_machine_have_a_memory_folder_each(site, endpoint: str) -> None:
     args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     body = "note('held', names=os.listdir(place.folder.parent))\nmeet('noted')\nsaver.close()"
     agents = [site.start(*args, script(site, body)) for _ in range(2)]

@@ -169,5 +169,5 @@ def test_no_worker_has_the_secret(site, given: dict[str, str]) -> None:
     (found,) = site.trail("found")
     assert found["own"] == []
     assert not found["child"]
-    assert len(found["above"]) >= 3, "worker, keeper, agent"
+    assert len(found["above"]) >= 3, "worker, supervisor, agent"
     assert not any(found["above"]), found

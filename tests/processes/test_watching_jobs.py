@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from holdfast.insight.events import problems
+from holdfast.diagnosis.event_table import problems
 from tests.support.limits import limit_s, until
 
 
@@ -95,7 +95,7 @@ def test_without_the_package(site, tmp_path: Path) -> None:
 
 STALLS = """
 import sys, threading, time
-from holdfast.runtime.observing import vitals
+from holdfast.metrics import vitals
 vitals.STALL_S = 0.5
 import holdfast.runtime.agent_service as agents
 begun = agents.AgentService.view
@@ -133,7 +133,7 @@ def test_nothing_is_loaded_when_nobody_watches(site) -> None:
     program = site.folder / "look.py"
     program.write_text(
         "import sys\nfrom holdfast.run import main\ncode = main()\n"
-        "print('loaded', sorted(name for name in sys.modules if name.startswith(('prometheus', 'holdfast.runtime.observing.'))))\n"
+        "print('loaded', sorted(name for name in sys.modules if name.startswith(('prometheus', 'holdfast.metrics.'))))\n"
         "sys.exit(code)\n"
     )
     agent = site.start("--standalone", site.script(""), program=(sys.executable, str(program)))

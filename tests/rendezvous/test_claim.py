@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.core.errors import EndpointError, PortInUseError
-from holdfast.core.options import Endpoint
-from holdfast.rendezvous import claim as claim_module
-from holdfast.rendezvous.claim import Claim, claim, who_holds
+from holdfast.protocol.errors import EndpointError, PortInUseError
+from holdfast.protocol.options import Endpoint
+from holdfast.rendezvous import bind as claim_module
+from holdfast.rendezvous.bind import Claim, claim, who_holds
 from tests.support.limits import limit_s
 
 NOT_OURS = "192.0.2.1"  # TEST-NET-1: on no machine

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.errors import RendezvousConfigError
-from holdfast.core.policy import Limits
+from holdfast.protocol.errors import RendezvousConfigError
+from holdfast.protocol.policy import Limits
 from holdfast.rendezvous.conf import KEYS, limits_from_conf, parse_conf, read_conf, unknown_key_notices
 from tests.support.tables import tables
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.errors import EndpointError, RendezvousConfigError
+from holdfast.protocol.errors import EndpointError, RendezvousConfigError
 from holdfast.rendezvous.conf import parse_endpoint
 from holdfast.rendezvous.registry import BACKENDS, check_backend, default_port
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.core.errors import EtcdUnreachableError
-from holdfast.core.options import Endpoint, EtcdOptions
+from holdfast.protocol.errors import EtcdUnreachableError
+from holdfast.protocol.options import Endpoint, EtcdOptions
 from holdfast.rendezvous.etcd import open_api
 
 

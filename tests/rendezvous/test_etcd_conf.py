@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.core.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
-from holdfast.core.options import Endpoint
+from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
+from holdfast.protocol.options import Endpoint
 from holdfast.rendezvous.conf import parse_conf
 from holdfast.rendezvous.elections import Leader, Memory, read_record
 from holdfast.rendezvous.etcd import Servers, leader_key, read_etcd_conf

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.core.errors import EtcdUnreachableError
-from holdfast.core.options import Endpoint, EtcdOptions
+from holdfast.protocol.errors import EtcdUnreachableError
+from holdfast.protocol.options import Endpoint, EtcdOptions
 from holdfast.rendezvous.elections import Leader, Memory
-from holdfast.rendezvous.etcd import EtcdApi, EtcdTenure, leader_key, memory_key
+from holdfast.rendezvous.etcd import EtcdApi, EtcdLeaderLease, leader_key, memory_key
 
 OPTIONS = EtcdOptions(api="v3", endpoints=(Endpoint(host="e", port=1),))
 LEADER, MEMORY = leader_key(OPTIONS, "job"), memory_key(OPTIONS, "job")
@@ -45,7 +45,7 @@ class Etcd:
         """Nothing is open."""
 
 
-def take(etcd: Etcd, name: str) -> EtcdTenure | None:
+def take(etcd: Etcd, name: str) -> EtcdLeaderLease | None:
     return EtcdApi(etcd, OPTIONS, "job").take(Leader(run_id="job", address="10.0.0.1", port=7, identity=name))
 
 
@@ -65,13 +65,13 @@ def test_the_next_leader_gets_what_the_previous_one_wrote_down() -> None:
     etcd = Etcd()
     first = take(etcd, "a")
     assert first is not None
-    assert first.predecessor is None
+    assert first.previous_leader is None
     assert take(etcd, "b") is None
     assert first.remember(memory(3))
     del etcd.values[LEADER]  # its time is over
     second = take(etcd, "b")
     assert second is not None
-    assert second.predecessor == memory(3)
+    assert second.previous_leader == memory(3)
 
 
 def test_a_leader_that_lost_the_key_writes_nothing_more() -> None:
@@ -130,5 +130,5 @@ def test_what_another_node_writes_meanwhile_is_read_again() -> None:
     etcd.late = True
     second = take(etcd, "b")
     assert second is not None
-    assert second.predecessor is not None
-    assert second.predecessor.generation == 9
+    assert second.previous_leader is not None
+    assert second.previous_leader.generation == 9

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from holdfast.core.errors import MissingPackageError
-from holdfast.core.options import Endpoint, EtcdOptions
+from holdfast.protocol.errors import MissingPackageError
+from holdfast.protocol.options import Endpoint, EtcdOptions
 from holdfast.rendezvous.etcd import open_api
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.coordinator.state import LinkOpened, QuitAsked
-from holdfast.core.progress import Frame, JobView, NodeView, RankSample, RankView, StacksView, Stage
-from holdfast.core.protocol import Answer, Ask, FromCoordinator, Look, Looked, Question
-from holdfast.runtime import answers
-from holdfast.runtime.answers import ANSWER_BYTES_MAX, Answers, stacks_body, stacks_view, status_body
-from tests.core.coordinator.coordinator_desk import Desk, gathering, running
+from holdfast.coordinator.coordinator_state import LinkOpened, QuitAsked
+from holdfast.protocol.messages import Answer, Ask, FromCoordinator, Look, Looked, Question
+from holdfast.protocol.rank_progress import Frame, JobView, NodeView, RankSample, RankView, StacksView, Stage
+from holdfast.runtime import control_handlers as answers
+from holdfast.runtime.control_handlers import ANSWER_BYTES_MAX, Answers, stacks_body, stacks_view, status_body
+from tests.coordinator.coordinator_desk import Desk, gathering, running
 from tests.support.limits import limit_s
 
 

@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from holdfast.core.errors import (
+from holdfast.protocol.codec import encode
+from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
     PortInUseError,
     ProtocolError,
     RefusedError,
     UnresolvedHostError,
 )
-from holdfast.core.options import Endpoint
-from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.core.protocol import FromAgent, FromCoordinator, Ping, Pong, Waiting
-from holdfast.rendezvous.claim import claim
+from holdfast.protocol.framing import frame, preamble
+from holdfast.protocol.handshake import Hello
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Ping, Pong, Waiting
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.rendezvous.bind import claim
 from holdfast.runtime import connection as connection_module
 from holdfast.runtime.connection import Connection, dial
 from holdfast.runtime.listener import Listener
-from holdfast.wire.codec import encode
-from holdfast.wire.framing import frame, preamble
-from holdfast.wire.handshake import Hello
 from tests.support.limits import limit_s
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=2000, backend="c10d")

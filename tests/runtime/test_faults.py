@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import BindingError, HoldfastError, InternalError, PlatformError
+from holdfast.protocol.errors import BindingError, HoldfastError, InternalError, PlatformError
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.driver import SAID_INTERVAL_S, Driver, Troubles, as_error, fault_of
 from tests.support.limits import limit_s

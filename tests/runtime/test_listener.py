@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from holdfast.core.options import Endpoint
-from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.core.protocol import FromAgent, Ping
-from holdfast.rendezvous.claim import claim
+from holdfast.protocol.codec import encode
+from holdfast.protocol.framing import HELLO_BYTES_MAX, STORE_MAGIC, frame, preamble
+from holdfast.protocol.handshake import NONCE_BYTES, ClientHandshake, Hello
+from holdfast.protocol.messages import FromAgent, Ping
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import Connection, dial
 from holdfast.runtime.listener import LOG_LINES_MAX, Listener, TakeOver
-from holdfast.wire.codec import encode
-from holdfast.wire.framing import HELLO_BYTES_MAX, STORE_MAGIC, frame, preamble
-from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake, Hello
 from tests.support.limits import limit_s
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=4, backend="c10d")

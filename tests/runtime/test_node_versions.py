@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from holdfast.core.options import CommandKind, WorkerCommand
+from holdfast.protocol.options import CommandKind, WorkerCommand
 from holdfast.runtime.versions import node_versions
 from holdfast.version import __version__
 

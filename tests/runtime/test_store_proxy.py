@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from holdfast.core.options import Endpoint
-from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.rendezvous.claim import claim
+from holdfast.protocol.framing import STORE_MAGIC
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import dial
 from holdfast.runtime.listener import Listener
 from holdfast.runtime.store_proxy import StoreProxy
-from holdfast.wire.framing import STORE_MAGIC
 from tests.support.limits import limit_s
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=1, backend="static", fixed_ranks=True)

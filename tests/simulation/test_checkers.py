@@ -9,14 +9,14 @@ from random import Random
 import pytest
 from msgspec import structs
 
-from holdfast.core.agent.commands import Command as AgentCommand
-from holdfast.core.agent.events import Event, Received
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.coordinator.state import Command, Tell
-from holdfast.core.coordinator.state import Event as CoordinatorEvent
-from holdfast.core.policy import Limits
-from holdfast.core.protocol import Assign, Finish
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.commands import Command as AgentCommand
+from holdfast.agent.events import Event, Received
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import Command, Tell
+from holdfast.coordinator.coordinator_state import Event as CoordinatorEvent
+from holdfast.protocol.messages import Assign, Finish
+from holdfast.protocol.policy import Limits
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
 from tests.support.simulator.clock import Agenda, ManualClock
 from tests.support.simulator.cluster import SimCluster, SimOptions, simple_judge

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.machines import Note
-from holdfast.core.policy import Limits
-from holdfast.insight.events import problems
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.diagnosis.event_table import problems
+from holdfast.protocol.machines import Note
+from holdfast.protocol.policy import Limits
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions
 from tests.support.simulator.scenario import inputs, play
@@ -42,7 +42,7 @@ def test_every_promise_holds(first: int) -> None:
         pytest.param(567, id="the held words of an agent's old link made it a duplicate of itself"),
         pytest.param(2075, id="words on their way made a dead agent outlive its successor"),
         pytest.param(10300, id="a ghost admitted from a claim denied the next one"),
-        pytest.param(2403, id="an agent restarted while its predecessor's coordinator went away"),
+        pytest.param(2403, id="an agent restarted while its previous leader's coordinator went away"),
     ],
 )
 def test_what_once_broke_a_promise(seed: int) -> None:

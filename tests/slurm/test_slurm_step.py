@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.grammar import FROM_STEP, Parsed, parse
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.plan import render
 from holdfast.cli.resolve import resolve
 from holdfast.cli.under_slurm import srun_environment, srun_line, take_in
-from holdfast.core.errors import EnvironmentValueError, NodesError, UsageError
-from holdfast.schedulers.slurm_job import over
-from holdfast.schedulers.slurm_step import ScontrolOutput, SlurmStep, expand, read_step, tasks_per_node
+from holdfast.launchers.slurm.job import over
+from holdfast.launchers.slurm.step import ScontrolOutput, SlurmStep, expand, read_step, tasks_per_node
+from holdfast.protocol.errors import EnvironmentValueError, NodesError, UsageError
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

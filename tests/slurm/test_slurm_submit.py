@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main, submit
-from holdfast.core.errors import CallerError, ScriptError, UsageError
-from holdfast.schedulers.slurm_batch import Batch, Directive, script
-from holdfast.schedulers.slurm_job import JobState, read_job
-from holdfast.schedulers.slurm_step import ScontrolOutput
+from holdfast.launchers.slurm.batch import Batch, Directive, script
+from holdfast.launchers.slurm.job import JobState, read_job
+from holdfast.launchers.slurm.step import ScontrolOutput
+from holdfast.protocol.errors import CallerError, ScriptError, UsageError
 from tests.support.limits import limit_s
 from tests.support.tables import tables
 

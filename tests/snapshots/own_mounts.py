@@ -17,7 +17,7 @@ from tests.support.limits import limit_s
 HEAD = """
 import os, subprocess, sys
 from pathlib import Path
-from holdfast.core.errors import *
+from holdfast.protocol.errors import *
 from holdfast.snapshots import attempt, folder, lease, retention
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.manifest import rank_file

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.snapshots import attempt, folder, shelf
+from holdfast.snapshots import attempt, folder, memory_folder
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.image import Image, TensorEntry
+from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.shelf import SaverAddress
 from holdfast.snapshots.slots import Slot
 from tests.support.limits import limit_s, until
 
@@ -25,7 +25,7 @@ WAIT_S = limit_s(20.0)
 
 
 def savers(place: Path) -> list[int]:
-    """Of this shelf."""
+    """Of this shared-memory folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -40,7 +40,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.anchor = subprocess.Popen(["sleep", "600"])
-        held = shelf.Shelf.make("bench")
+        held = memory_folder.MemoryFolder.make("bench")
         self.held = held
         self.place = SaverAddress(held.path, 0, 0, self.anchor.pid)
         self.connect()
@@ -81,7 +81,7 @@ class Bench:
         for pid in savers(self.place.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        until(lambda: not self.place.folder.exists(), "the shelf is gone")
+        until(lambda: not self.place.folder.exists(), "the shared-memory folder is gone")
 
 
 # --- snapshots to damage: small, of several ranks, made by the real commit protocol -----------------------------------

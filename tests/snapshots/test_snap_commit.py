@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     NoValidSnapshotError,
     SnapshotDamagedError,
     SnapshotIncompleteError,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import NoValidSnapshotError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
+from holdfast.protocol.errors import NoValidSnapshotError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
 from holdfast.snapshots import attempt, folder
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.disk import CHUNK_BYTES

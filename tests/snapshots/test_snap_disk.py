@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import SnapshotError, SnapshotWriteError
+from holdfast.protocol.errors import SnapshotError, SnapshotWriteError
 from holdfast.snapshots import attempt, folder
 from tests.snapshots.own_mounts import run_with_disk
 from tests.snapshots.saves import is_whole, newest, save
@@ -114,7 +114,7 @@ def test_a_limit_on_file_sizes(tmp_path: Path, limit_bytes: int) -> None:
     save(tmp_path, 1)
     script = f"""
 import resource, sys
-from holdfast.core.errors import SnapshotWriteError
+from holdfast.protocol.errors import SnapshotWriteError
 from tests.snapshots.saves import save
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes}))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import SnapshotBusyError, SnapshotError, SnapshotFolderError, SnapshotWriteError
+from holdfast.protocol.errors import SnapshotBusyError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 from holdfast.snapshots import attempt, disk, folder, lease
 from holdfast.snapshots.lease import FolderLease, LeaseOwner, acquire
 from tests.support.limits import limit_s
@@ -85,7 +85,7 @@ def test_a_dead_owner_elsewhere_is_taken_over_after_the_stated_looks(tmp_path: P
 
 
 def test_the_same_run_takes_over_sooner(tmp_path: Path) -> None:
-    """A restart on another node, whose predecessor's node was lost. One late sign of that is no life."""
+    """A restart on another node, whose previous leader's node was lost. One late sign of that is no life."""
     write(tmp_path, 7, ELSEWHERE, 1)
     waits = Waits(lambda count: count == 2 and write(tmp_path, 7, ELSEWHERE, 2))
     with acquire(tmp_path, "other", wait=waits):

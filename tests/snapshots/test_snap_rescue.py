@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.snapshots import shelf
+from holdfast.snapshots import memory_folder
 from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.retention import Keep, prune
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.saving import rescue_attempt
-from holdfast.snapshots.shelf import SaverAddress
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots.saves import is_whole, newest
 from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed
@@ -20,7 +20,7 @@ from tests.support.limits import limit_s, until
 
 def test_a_crash_among_saves_of_one_step_mixes_nothing(tmp_path: Path) -> None:
     """One rank died before it had staged the third one."""
-    held = shelf.Shelf.make("twice")
+    held = memory_folder.MemoryFolder.make("twice")
     folder, number = tmp_path / "snaps", rescue_attempt()
     folder.mkdir()
     anchor = subprocess.Popen(["sleep", "600"])
@@ -41,23 +41,23 @@ def test_a_crash_among_saves_of_one_step_mixes_nothing(tmp_path: Path) -> None:
     anchor.kill()
     anchor.wait()
     held.close()
-    until(lambda: not held.path.exists(), "the shelf is gone")
+    until(lambda: not held.path.exists(), "the shared-memory folder is gone")
 
 
 def test_a_life_that_went_back_to_an_older_step_is_rescued_too(tmp_path: Path) -> None:
-    """What its predecessor saved of later steps was found damaged."""
+    """What its previous leader saved of later steps was found damaged."""
     number = rescue_attempt()
     first = "persist(40)\nsaver.wait(LIMIT_S)\nsay()\ndie()"
     second = f"import shutil\nshutil.rmtree(FOLDER + '/step_000000040.0001')\nstage(30, {number})\ndie()"
     line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
     done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
     until(lambda: list(committed(tmp_path)) == [30], done.stderr)
-    until(lambda: not Path(done.stdout.strip()).exists(), "the shelf is gone")
+    until(lambda: not Path(done.stdout.strip()).exists(), "the shared-memory folder is gone")
 
 
 def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) -> None:
     """The other one was killed between rank 0's word and its own: both have the step in memory."""
-    held = shelf.Shelf.make("half")
+    held = memory_folder.MemoryFolder.make("half")
     folder, number = tmp_path / "snaps", rescue_attempt()
     anchor = subprocess.Popen(["sleep", "600"])
     clients = []
@@ -83,7 +83,7 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
 
 def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Path) -> None:
     """What is in memory alone is written when all ranks have let go of the folder, not when the job ends."""
-    held = shelf.Shelf.make("two")
+    held = memory_folder.MemoryFolder.make("two")
     anchor = subprocess.Popen(["sleep", "600"])
     first, number, slots = tmp_path / "a", rescue_attempt(), []
     first.mkdir()
@@ -104,7 +104,7 @@ def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Pat
     anchor.kill()
     anchor.wait()
     held.close()
-    until(lambda: not held.path.exists(), "the shelf is gone")
+    until(lambda: not held.path.exists(), "the shared-memory folder is gone")
 
 
 # --- while the interpreter ends its thread pools take nothing, and saves and retention go on --------------------------

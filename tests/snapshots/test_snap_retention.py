@@ -14,8 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import RetentionError, SaverLostError, SnapshotDamagedError, SnapshotError, SnapshotGoneError
-from holdfast.snapshots import attempt, folder, retention, saving, slots
+from holdfast.protocol.errors import (
+    RetentionError,
+    SaverLostError,
+    SnapshotDamagedError,
+    SnapshotError,
+    SnapshotGoneError,
+)
+from holdfast.snapshots import attempt, folder, retention, slots
+from holdfast.snapshots import flush as saving
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.manifest import Manifest, RankEntry, rank_file

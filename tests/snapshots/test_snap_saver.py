@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from holdfast import seqpacket
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     SaverLostError,
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.snapshots import attempt, shelf, slots
+from holdfast.snapshots import attempt, memory_folder, slots
 from holdfast.snapshots import folder as snapshots
 from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.saving import rescue_attempt
-from holdfast.snapshots.shelf import SaverAddress
 from tests.snapshots.saves import SIZE, WAIT_S, Bench, savers
 from tests.support.limits import limit_s, until
 
@@ -34,7 +34,7 @@ import os, signal, sys, time
 from pathlib import Path
 from holdfast.snapshots.attempt import SaveRequest, begin
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.shelf import SaverAddress
+from holdfast.snapshots.memory_folder import SaverAddress
 
 FOLDER, SIZE = sys.argv[1], 2 << 20
 LIMIT_S = 20 * float(os.environ["TEST_SLOWNESS"])
@@ -145,7 +145,7 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     assert content(bench.folder, 2) == b"\2" * SIZE
 
 
-def test_a_successor_waits_for_its_predecessor_s_saves(bench: Bench) -> None:
+def test_a_successor_waits_for_its_previous_leader_s_saves(bench: Bench) -> None:
     saver = bench.saver
     os.kill(saver, signal.SIGSTOP)
     bench.persist(1)
@@ -166,7 +166,7 @@ def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench
     bench.hand_over(SaveRequest(str(bench.folder), 1, number, 0, 2))
     bench.client.close()
     bench.connect()
-    bench.client.await_predecessor(WAIT_S)
+    bench.client.await_previous_leader(WAIT_S)
     bench.persist(2)
     bench.client.wait(WAIT_S)
     assert sorted(committed(bench.folder)) == [2]
@@ -206,7 +206,7 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
     ]
     for each in nonsense:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.connect(str(bench.place.folder / shelf.SOCKET))
+            sock.connect(str(bench.place.folder / memory_folder.SOCKET))
             sock.settimeout(WAIT_S)
             if isinstance(each, dict) and "local_rank" not in each:
                 seqpacket.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
@@ -221,7 +221,7 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
 def test_a_descriptor_that_is_no_slot_is_an_error(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100_000))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, (tmp_path / "file").open("rb") as file:
-        sock.connect(str(bench.place.folder / shelf.SOCKET))
+        sock.connect(str(bench.place.folder / memory_folder.SOCKET))
         sock.settimeout(WAIT_S)
         seqpacket.send(sock, {"do": "hello", "local_rank": 5, "generation": 0})
         request = SaveRequest(str(bench.folder), 1, 1, 0, 1).to_json()
@@ -239,7 +239,7 @@ import os, socket
 os.setuid(65534)
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 try:
-    sock.connect({str(bench.place.folder / shelf.SOCKET)!r})
+    sock.connect({str(bench.place.folder / memory_folder.SOCKET)!r})
     print(sock.recv(100))
 except OSError as error:
     print(type(error).__name__)
@@ -247,7 +247,7 @@ except OSError as error:
     line = [sys.executable, "-I", "-S", "-c", program]
     assert subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout == "PermissionError\n"
     os.chmod(bench.place.folder, 0o711)
-    os.chmod(bench.place.folder / shelf.SOCKET, 0o777)
+    os.chmod(bench.place.folder / memory_folder.SOCKET, 0o777)
     answers = ("b''\n", "ConnectionResetError\n")
     assert subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout in answers
 
@@ -263,7 +263,7 @@ def test_a_worker_killed_after_persist_returned_loses_nothing(tmp_path: Path) ->
         assert done.returncode == -signal.SIGKILL, done.stderr
         until(lambda folder=folder: list(committed(folder)) == [7], f"killed after {after_ms} ms")
         assert content(folder, 7) == b"\7" * SIZE
-        until(lambda done=done: not Path(done.stdout.strip()).exists(), "the shelf is gone")
+        until(lambda done=done: not Path(done.stdout.strip()).exists(), "the shared-memory folder is gone")
 
 
 def test_a_newer_memory_step_is_written_after_a_crash(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_newer_memory_step_is_written_after_a_crash(tmp_path: Path) -> None:
     assert committed(tmp_path) == {20: {"loss": 0.5}, 40: {"kept": 40}}
     assert content(tmp_path, 40) == bytes([40]) * SIZE
     assert (tmp_path / f"step_000000040.{number}").is_dir()
-    until(lambda: not Path(done.stdout.strip()).exists(), "the shelf is gone")
+    until(lambda: not Path(done.stdout.strip()).exists(), "the shared-memory folder is gone")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_newer_memory_step_is_written_after_a_crash(tmp_path: Path) -> None:
 def test_nothing_is_written_that_need_not_be(tmp_path: Path, body: str) -> None:
     done = run_worker("say()\n" + body, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    until(lambda: not Path(done.stdout.strip()).exists(), "the shelf is gone")
+    until(lambda: not Path(done.stdout.strip()).exists(), "the shared-memory folder is gone")
     assert not list(tmp_path.glob("*.*7"))
 
 
@@ -314,7 +314,7 @@ def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> No
     one, two = (text.split() for text in done.stdout.splitlines())
     assert one[0] == two[0]
     assert two[1:] == ["40", "0", "3", "40", "1"]
-    until(lambda: not Path(one[0]).exists(), "the shelf is gone with the launcher")
+    until(lambda: not Path(one[0]).exists(), "the shared-memory folder is gone with the launcher")
 
 
 def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Pat
     told = done.stdout.splitlines()[1]
     assert "rank 0, before its restart: " in told, done.stderr
     assert "is not there" in told
-    until(lambda: not Path(told.split()[0]).exists(), "the shelf is gone")
+    until(lambda: not Path(told.split()[0]).exists(), "the shared-memory folder is gone")
 
 
 def test_workers_that_start_at_once_share_one_saver(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ for process in [subprocess.Popen(line, env={**env, "LOCAL_RANK": str(rank)}) for
     process.wait()
 """
     body = """
-saver.await_predecessor(LIMIT_S)
+saver.await_previous_leader(LIMIT_S)
 count = 0
 for name in os.listdir("/proc"):
     try:
@@ -359,15 +359,15 @@ saver.close()
     assert len(told) == 6, done.stderr
     assert {each[1] for each in told} == {"1"}
     assert len({each[0] for each in told}) == 1
-    until(lambda: not Path(told[0][0]).exists(), "the shelf is gone")
+    until(lambda: not Path(told[0][0]).exists(), "the shared-memory folder is gone")
 
 
 def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
     with pytest.raises(SnapshotMemoryError, match="cannot be used"):
         SaverAddress.find({}, tmp_path / "no")
     with pytest.raises(SnapshotMemoryError, match="the agent's saver cannot be reached"):
-        SaverClient(SaverAddress.find({shelf.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
-    place = SaverAddress.find({shelf.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
+        SaverClient(SaverAddress.find({memory_folder.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
+    place = SaverAddress.find({memory_folder.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
     assert (place.folder, place.generation, place.local_rank) == (Path("/dev/shm/a@b"), 4, 2)
 
 
@@ -376,9 +376,9 @@ def test_slots_of_two_plain_processes_have_nothing_in_common(tmp_path: Path) -> 
     assert first.stdout.split()[1] == second.stdout.split()[1] == "1"
     assert first.stdout.split()[0] != second.stdout.split()[0]
     for each in (first, second):
-        until(lambda each=each: not Path(each.stdout.split()[0]).exists(), "the shelf is gone")
+        until(lambda each=each: not Path(each.stdout.split()[0]).exists(), "the shared-memory folder is gone")
 
 
-def test_reading_slots_of_a_shelf_that_is_gone() -> None:
+def test_reading_slots_of_a_memory_folder_that_is_gone() -> None:
     assert slots.local_ranks(Path("/dev/shm/holdfast-no-such")) == []
     assert slots.committed_slots(Path("/dev/shm/holdfast-no-such"), 0) == []

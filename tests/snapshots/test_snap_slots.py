@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import SnapshotMemoryError
 from holdfast.linux import group_room_bytes
-from holdfast.snapshots import shelf, slots
+from holdfast.protocol.errors import SnapshotMemoryError
+from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
@@ -221,7 +221,7 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> 
         os.read(read_end, 1)
         os._exit(0)
     own.stage(2, SIZE)
-    slots._claimed.clear()  # as if it were another process, whose predecessor is dead
+    slots._claimed.clear()  # as if it were another process, whose previous leader is dead
     successor = Slots(tmp_path, SlotOwner(0))
     assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
     own.abandon()
@@ -286,10 +286,10 @@ except Exception as error:
 FULL = """
 import os, sys
 from pathlib import Path
-from holdfast.core.errors import SnapshotMemoryError
+from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.slots import SlotOwner, Slots, committed_slots
-from holdfast.snapshots import shelf
-made = shelf.Shelf.make("run")
+from holdfast.snapshots import memory_folder as shared-memory folder
+made = shared-memory folder.Shared-memory folder.make("run")
 own = Slots(made.path, SlotOwner(0))
 own.reserve(1 << 20)
 for step in (1, 2):
@@ -306,7 +306,7 @@ for ask in (lambda: own.reserve(64 << 20), lambda: own.stage(3, 64 << 20)):
 os.posix_fallocate(os.open("/dev/shm/filler", os.O_RDWR | os.O_CREAT), 0, os.statvfs("/dev/shm").f_bavail * 4096)
 own.stage(3, 1 << 20)[:] = bytes(1 << 20)     # not a byte is free, and none is needed
 own.commit()
-print(own.newest().step, [path.name for path in shelf.clean()])
+print(own.newest().step, [path.name for path in shared-memory folder.clean()])
 made.remove()
 print(os.listdir("/dev/shm"))
 """
@@ -367,37 +367,37 @@ def test_a_group_s_limit_counts(tmp_path: Path) -> None:
     assert group_room_bytes(tmp_path) == float("inf")
 
 
-# --- the shelf --------------------------------------------------------------------------------------------------------
+# --- the shared-memory folder --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Callable[[str], shelf.Shelf]:
-    return lambda run_id: shelf.Shelf.make(run_id, tmp_path)
+def made(tmp_path: Path) -> Callable[[str], memory_folder.MemoryFolder]:
+    return lambda run_id: memory_folder.MemoryFolder.make(run_id, tmp_path)
 
 
-def test_a_shelf_is_ours_alone_and_its_name_is_plain(made: Callable[[str], shelf.Shelf]) -> None:
+def test_a_memory_folder_is_ours_alone_and_its_name_is_plain(made: Callable[[str], memory_folder.MemoryFolder]) -> None:
     own = made("team/run é " + 100 * "x")
     assert own.path.stat().st_mode & 0o777 == 0o700
-    assert len(os.fsencode(Path("/dev/shm") / own.path.name / shelf.SOCKET)) < 107
+    assert len(os.fsencode(Path("/dev/shm") / own.path.name / memory_folder.SOCKET)) < 107
     own.remove()
     assert not own.path.exists()
 
 
-def test_only_what_dead_runs_left_is_cleaned(tmp_path: Path, made: Callable[[str], shelf.Shelf]) -> None:
+def test_only_what_dead_runs_left_is_cleaned(tmp_path: Path, made: Callable[[str], memory_folder.MemoryFolder]) -> None:
     dead, living, shared = made("dead"), made("living"), made("shared")
     for each in (dead, living, shared):
         own = Slots(each.path, SlotOwner(0))
         own.reserve(100)
         own.close()
-    second = shelf.Shelf.at(shared.path.name, tmp_path)
+    second = memory_folder.MemoryFolder.at(shared.path.name, tmp_path)
     shared.close()
     dead.close()
     (tmp_path / "holdfast-other").mkdir()
-    assert shelf.clean(tmp_path) == [dead.path]
+    assert memory_folder.clean(tmp_path) == [dead.path]
     assert living.path.is_dir()
     assert second.path.is_dir()
     second.close()
-    assert shelf.clean(tmp_path) == [shared.path]
+    assert memory_folder.clean(tmp_path) == [shared.path]
     living.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["holdfast-other"]
 
@@ -405,16 +405,16 @@ def test_only_what_dead_runs_left_is_cleaned(tmp_path: Path, made: Callable[[str
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir(mode=0o755)
     with pytest.raises(PermissionError):
-        shelf.Shelf.at("x", tmp_path)
+        memory_folder.MemoryFolder.at("x", tmp_path)
 
 
-def test_a_shelf_about_to_be_cleaned_is_not_taken(tmp_path: Path) -> None:
+def test_a_memory_folder_about_to_be_cleaned_is_not_taken(tmp_path: Path) -> None:
     """Its maker makes another one, or waits no longer than the cleaning takes."""
     path = tmp_path / "x"
     path.mkdir(mode=0o700)
     fd = os.open(path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(FileExistsError):
-        shelf.Shelf.at("x", tmp_path)
+        memory_folder.MemoryFolder.at("x", tmp_path)
     os.close(fd)
-    shelf.Shelf.at("x", tmp_path).remove()
+    memory_folder.MemoryFolder.at("x", tmp_path).remove()

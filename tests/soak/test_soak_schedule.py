@@ -108,7 +108,7 @@ def test_a_worker_that_was_killed_before_its_first_line(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_ledger(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not begin with a birth"):
+    with pytest.raises(ValueError, match="does not begin with a fork"):
         ledger.read_life(written(tmp_path / "a.jsonl", BEGIN))
 
 

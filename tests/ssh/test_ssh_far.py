@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.ssh.hosts import HostSpec
-from holdfast.ssh.session import FAR, client_line
+from holdfast.launchers.ssh.hosts import HostSpec
+from holdfast.launchers.ssh.session import FAR, client_line
 from tests.conftest import alive
 from tests.support.limits import limit_s, until
 

@@ -11,10 +11,10 @@ import pytest
 from holdfast.cli import main
 from holdfast.cli.grammar import parse
 from holdfast.cli.hosts import make_order, read_hosts
-from holdfast.cli.options import LAUNCH_OPTIONS, OPTIONS
-from holdfast.core.errors import UsageError
-from holdfast.ssh.facts import LaunchSpec
-from holdfast.ssh.session import client_line
+from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
+from holdfast.launchers.ssh.facts import LaunchSpec
+from holdfast.launchers.ssh.session import client_line
+from holdfast.protocol.errors import UsageError
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

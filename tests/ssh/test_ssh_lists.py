@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import HostsError
-from holdfast.ssh import hosts
-from holdfast.ssh.facts import (
+from holdfast.launchers.ssh import hosts
+from holdfast.launchers.ssh.facts import (
     AgentExit,
     Expected,
     HostFacts,
@@ -19,9 +18,10 @@ from holdfast.ssh.facts import (
     remarks,
     same_machine,
 )
-from holdfast.ssh.hosts import Discovery, HostSpec, parse_file, parse_list, select
-from holdfast.ssh.launcher import chosen_end
-from holdfast.ssh.session import explain, is_turned_away, last_words, parting_words
+from holdfast.launchers.ssh.hosts import Discovery, HostSpec, parse_file, parse_list, select
+from holdfast.launchers.ssh.launcher import chosen_end
+from holdfast.launchers.ssh.session import explain, is_turned_away, last_words, parting_words
+from holdfast.protocol.errors import HostsError
 from tests.support.limits import limit_s
 from tests.support.tables import tables
 

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import BackendError, BackendUnreachableError, EtcdError, EtcdUnreachableError, HoldfastError
-from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, ThirdPartyOptions, WorkerCommand
-from holdfast.core.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.errors import (
+    BackendError,
+    BackendUnreachableError,
+    EtcdError,
+    EtcdUnreachableError,
+    HoldfastError,
+)
+from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, ThirdPartyOptions, WorkerCommand
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.elections import Leader, Memory, ValueElection, address_of_default_route
-from holdfast.rendezvous.shared_value import ValueApi, ValueTenure, ValueWatch
+from holdfast.rendezvous.shared_value import ValueApi, ValueLeaderLease, ValueWatch
 from holdfast.rendezvous.third_party import Backend, Place, SharedValue
-from holdfast.runtime import etcd_meeting
+from holdfast.runtime import elected_client as etcd_meeting
 from holdfast.runtime.journal import Journal
 from tests.support.limits import limit_s
 from tests.support.simulator.cluster import simple_judge
@@ -50,7 +56,7 @@ class Node:
         self.me = Leader(run_id=run_id, address="127.0.0.1", port=1, identity=name)
         self.api = ValueApi("mine", storage, run_id, ValueWatch(LEASE_S, lambda: self.now_s))
 
-    def take(self) -> ValueTenure | None:
+    def take(self) -> ValueLeaderLease | None:
         return self.api.take(self.me)
 
 
@@ -61,40 +67,40 @@ def storage() -> Storage:
 
 def test_the_first_is_in_charge_and_the_second_sees_it(storage: Storage) -> None:
     a, b = Node(storage, "a"), Node(storage, "b")
-    tenure = a.take()
-    assert tenure is not None
-    assert tenure.predecessor is None
+    leader_lease = a.take()
+    assert leader_lease is not None
+    assert leader_lease.previous_leader is None
     assert b.take() is None
     assert b.api.leader() == a.me
 
 
 def test_a_value_that_changes_is_never_taken(storage: Storage) -> None:
     a, b = Node(storage, "a"), Node(storage, "b")
-    tenure = a.take()
-    assert tenure is not None
+    leader_lease = a.take()
+    assert leader_lease is not None
     for _ in range(5):
         b.now_s += LEASE_S - 0.1
         assert b.api.leader() == a.me
         assert b.take() is None
-        assert tenure.renew()
+        assert leader_lease.renew()
     assert len(set(storage.history)) == len(storage.history), "no two values are alike"
 
 
 def test_a_lease_after_it_was_first_seen_unchanged_another_takes_over(storage: Storage) -> None:
     a, b = Node(storage, "a"), Node(storage, "b")
-    tenure = a.take()
-    assert tenure is not None
-    assert tenure.remember(Memory(run_id="job", generation=7, tail_s=1.5))
+    leader_lease = a.take()
+    assert leader_lease is not None
+    assert leader_lease.remember(Memory(run_id="job", generation=7, tail_s=1.5))
     b.now_s += 1000.0  # it has not looked: how old the value is it cannot know
     assert b.api.leader() == a.me
     b.now_s += LEASE_S
     assert b.api.leader() is None
     after = b.take()
     assert after is not None
-    assert after.predecessor == Memory(run_id="job", generation=7, tail_s=1.5)
-    assert not tenure.renew()
-    assert not tenure.remember(Memory(run_id="job", generation=9, tail_s=0.0))
-    tenure.resign(None)
+    assert after.previous_leader == Memory(run_id="job", generation=7, tail_s=1.5)
+    assert not leader_lease.renew()
+    assert not leader_lease.remember(Memory(run_id="job", generation=9, tail_s=0.0))
+    leader_lease.resign(None)
     assert a.api.leader() == b.me, "whoever has lost it changes nothing any more"
 
 
@@ -109,41 +115,41 @@ def test_of_two_that_see_it_expire_one_takes_it(storage: Storage) -> None:
 
 def test_given_back_it_is_free_at_once_and_remembered(storage: Storage) -> None:
     a, b = Node(storage, "a"), Node(storage, "b")
-    tenure = a.take()
-    assert tenure is not None
-    tenure.resign(Memory(run_id="job", generation=3, tail_s=4.5))
+    leader_lease = a.take()
+    assert leader_lease is not None
+    leader_lease.resign(Memory(run_id="job", generation=3, tail_s=4.5))
     assert b.api.leader() is None
     after = b.take()
     assert after is not None
-    assert after.predecessor == Memory(run_id="job", generation=3, tail_s=4.5)
+    assert after.previous_leader == Memory(run_id="job", generation=3, tail_s=4.5)
     after.resign(None)
     assert not storage.value
     assert b.api.leader() is None
 
 
 @pytest.mark.parametrize("again", ["renew", "remember", "resign"])
-def test_a_lost_answer_does_not_cost_the_office(storage: Storage, again: str) -> None:
-    tenure = Node(storage, "a").take()
-    assert tenure is not None
+def test_a_lost_answer_does_not_cost_the_lease_holder(storage: Storage, again: str) -> None:
+    leader_lease = Node(storage, "a").take()
+    assert leader_lease is not None
     storage.lose_answers = 1
     with pytest.raises(BackendUnreachableError):
-        tenure.renew()
+        leader_lease.renew()
     if again == "renew":
-        assert tenure.renew()
+        assert leader_lease.renew()
     if again == "remember":
-        assert tenure.remember(Memory(run_id="job", generation=2, tail_s=0.0))
-    assert again == "resign" or tenure.renew()
-    tenure.resign(None)
+        assert leader_lease.remember(Memory(run_id="job", generation=2, tail_s=0.0))
+    assert again == "resign" or leader_lease.renew()
+    leader_lease.resign(None)
     assert not storage.value
 
 
 def test_giving_back_with_a_lost_answer(storage: Storage) -> None:
-    tenure = Node(storage, "a").take()
-    assert tenure is not None
+    leader_lease = Node(storage, "a").take()
+    assert leader_lease is not None
     storage.lose_answers = 1
     with pytest.raises(BackendUnreachableError):
-        tenure.resign(None)
-    tenure.resign(None)
+        leader_lease.resign(None)
+    leader_lease.resign(None)
     assert not storage.value
 
 
@@ -231,7 +237,7 @@ def test_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
     async def attempt() -> None:
         election = ValueElection("hanging", backend, place, "job")
-        meeting = etcd_meeting.ElectedMeeting(options, election, simple_judge, Journal(None), print)
+        meeting = etcd_meeting.ElectedClient(options, election, simple_judge, Journal(None), print)
         try:
             await meeting.reach(NodeSpec(member="a#1", host="a", nproc=1))
         finally:
@@ -290,7 +296,7 @@ def test_what_the_storage_refuses_is_final_before_the_job_was_reached_only(met: 
 
     async def attempt() -> EtcdError:
         election = ValueElection("refusing", backend, place, "job")
-        meeting = etcd_meeting.ElectedMeeting(options, election, simple_judge, Journal(None), print)
+        meeting = etcd_meeting.ElectedClient(options, election, simple_judge, Journal(None), print)
         node = NodeSpec(member="a#1", host="a", nproc=1)
         try:
             if met:

@@ -21,7 +21,7 @@ BESIDE = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING
 
 
 def prose(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Number, text and predecessor of each line outside of code."""
+    """Number, text and previous leader of each line outside of code."""
     before, in_code = "", False
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):

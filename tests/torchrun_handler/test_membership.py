@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import RendezvousConfigError
-from holdfast.core.outcome import OutcomeKind
+from holdfast.protocol.errors import RendezvousConfigError
+from holdfast.protocol.outcome import OutcomeKind
 from holdfast.torchrun_handler.member import Formed, OverError
-from holdfast.torchrun_handler.membership import HandlerMembership
+from holdfast.torchrun_handler.members import HandlerMembership
 from holdfast.torchrun_handler.settings import options_from
 from tests.support.limits import limit_s, until
 

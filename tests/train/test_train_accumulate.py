@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.core.errors import ProcessGroupError
+from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train.data.position import GlobalBatch, Share
 from tests.warm import Warm
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     HoldfastError,
     SaverLostError,
     SnapshotBusyError,
@@ -25,12 +25,12 @@ from holdfast.core.errors import (
     StateMismatchError,
 )
 from holdfast.snapshots import attempt
-from holdfast.snapshots.saver_client import PrivateTier
+from holdfast.snapshots.saver_client import InProcessStaging
 from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.guards import GuardWarning
 from holdfast.train.resuming import Resumer
-from holdfast.train.saving import Saving
+from holdfast.train.save import Saving
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, Compared
 from tests.support.limits import limit_s
@@ -109,7 +109,7 @@ class Rank:
         self.tracker = Tracker()
         self.tracker.add({"model": nn.Linear(2, 2)})
         clock = Timekeeper(None)
-        self.saving = Saving(folder, self.tracker, peers, PrivateTier(), 1, clock, failures_max=2, lease=None)
+        self.saving = Saving(folder, self.tracker, peers, InProcessStaging(), 1, clock, failures_max=2, lease=None)
 
     def save(self, *, demanded: bool = False) -> str:
         """What came of it, once it is written."""
@@ -175,7 +175,7 @@ def test_every_rank_is_told_what_was_skipped(tmp_path: Path) -> None:
 
     def resume(peers: Peers) -> Any:
         rank = Rank(tmp_path, peers)
-        resumed = Resumer(tmp_path, rank.tracker, peers, PrivateTier(), fresh_ok=False).run()
+        resumed = Resumer(tmp_path, rank.tracker, peers, InProcessStaging(), fresh_ok=False).run()
         assert resumed is not None
         return resumed
 
@@ -214,9 +214,9 @@ def test_a_rank_that_cannot_hand_over_its_part_lets_the_others_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would wait for it for ten minutes."""
-    persist = PrivateTier.persist
+    persist = InProcessStaging.persist
 
-    def lost(self: PrivateTier, request: attempt.SaveRequest) -> None:
+    def lost(self: InProcessStaging, request: attempt.SaveRequest) -> None:
         if request.rank == 2:
             raise SaverLostError("the saver cannot be reached")
         persist(self, request)
@@ -225,7 +225,7 @@ def test_a_rank_that_cannot_hand_over_its_part_lets_the_others_know(
         rank = Rank(tmp_path, peers)
         return [rank.save() for _ in range(3)]
 
-    monkeypatch.setattr(PrivateTier, "persist", lost)
+    monkeypatch.setattr(InProcessStaging, "persist", lost)
     with pytest.warns(RuntimeWarning, match="rank 2: the saver cannot be reached"):
         assert together(dist.HashStore(), talk) == [["saved", "saved", "step 3: SaverLostError"]] * WORLD
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import DataError
+from holdfast.protocol.errors import DataError
 from holdfast.train.data.position import GlobalBatch
 
 PLANS = st.one_of(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from holdfast.core.errors import DataError, DataStateError
+from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.state import Tracker
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import DataError
+from holdfast.protocol.errors import DataError
 from holdfast.train.data.position import ARRAY_LENGTH_MAX, ROUNDS, Feistel, Shuffled, order_of, philox
 
 WORD = (1 << 64) - 1

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
 
-from holdfast.core.errors import DataError, DataStateError
+from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.train.data.sampler import DistributedSampler
 
 

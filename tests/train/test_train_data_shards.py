@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import DataError, DataStateError
+from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.position import GlobalBatch
 from holdfast.train.data.shards import ShardedDataset, ShardOrder

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.core.errors import DataStateError, StateMismatchError, TrackingError
+from holdfast.protocol.errors import DataStateError, StateMismatchError, TrackingError
 from holdfast.snapshots import saver_client
 from holdfast.train import snapshots
 
@@ -19,7 +19,7 @@ from holdfast.train import snapshots
 @pytest.fixture(autouse=True)
 def private(monkeypatch: pytest.MonkeyPatch) -> None:
     """No saver process for each test."""
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.PrivateTier())
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.InProcessStaging())
 
 
 class Net(nn.Module):

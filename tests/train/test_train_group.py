@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast.train as ht
-from holdfast.core.errors import ProcessGroupError
+from holdfast.protocol.errors import ProcessGroupError
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshots import folder, shelf
+from holdfast.snapshots import folder, memory_folder
 from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.saving import rescue_attempt
-from holdfast.snapshots.shelf import SaverAddress
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.conftest import alive
 from tests.support.limits import until
@@ -58,7 +58,7 @@ def test_the_last_of_several_saves_of_one_step_comes_back_whole(warm: Warm, tmp_
     _, second, third, fourth = lives(warm, 4, "saves", tmp_path)
     assert second == [{"source": "memory", "count": 3, "bias": [3.0, 3.0]}]
     assert third == [{"source": "memory", "count": 5, "bias": [5.0, 5.0]}]
-    # The life before saved once: the other slot has what its predecessor left.
+    # The life before saved once: the other slot has what its previous leader left.
     assert fourth == [{"source": "memory", "count": 6, "bias": [6.0, 6.0]}]
 
 
@@ -90,7 +90,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self.anchor = subprocess.Popen(["sleep", "600"])
-        self.shelves = [shelf.Shelf.make(f"pretend{rank}") for rank in range(2)]
+        self.shelves = [memory_folder.MemoryFolder.make(f"pretend{rank}") for rank in range(2)]
         self.savers: list[int] = []
 
     def crash(self, *states: tuple[tuple[Path, int], ...]) -> None:
@@ -133,7 +133,7 @@ def nodes() -> Iterator[Nodes]:
     made.close()
 
 
-def savers_of(shelves: list[shelf.Shelf]) -> list[int]:
+def savers_of(shelves: list[memory_folder.MemoryFolder]) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.core.errors import ProcessGroupError
+from holdfast.protocol.errors import ProcessGroupError
 from holdfast.snapshots import folder
 from tests.warm import Warm
 from tests.warm_jobs import WarmJobs

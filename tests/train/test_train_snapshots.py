@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     IntervalError,
     NoValidSnapshotError,
     RetentionError,
@@ -33,7 +33,7 @@ from holdfast.train.agreement import Schedule, Steps, Timekeeper, crossed, secon
 @pytest.fixture(autouse=True)
 def private(monkeypatch: pytest.MonkeyPatch) -> None:
     """No saver process for each test; memory and saver have jobs of their own (test_train_sharding_worlds, …_kill)."""
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.PrivateTier())
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.InProcessStaging())
 
 
 class Job:
@@ -254,7 +254,7 @@ def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
     def small(self: Any, *_: Any, **__: Any) -> None:
         raise SnapshotMemoryError("/dev/shm has no room")
 
-    class Small(saver_client.PrivateTier):
+    class Small(saver_client.InProcessStaging):
         pass
 
     setattr(Small, when, small)
@@ -272,7 +272,7 @@ def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_end_waits_only_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A saver that is stopped answers nobody; whoever has nothing with it does not ask."""
 
-    class Stopped(saver_client.PrivateTier):
+    class Stopped(saver_client.InProcessStaging):
         def wait(self) -> None:
             pytest.fail("nothing is being written")
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import SnapshotDamagedError, StateTypeError
-from holdfast.train import codec
+from holdfast.protocol.errors import SnapshotDamagedError, StateTypeError
+from holdfast.train import state_codec as codec
 
 KEYS = st.one_of(
     st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.tuples(st.integers()), st.just("$tuple")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
 
 import holdfast.train as ht
-from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
+from holdfast.protocol.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
 from holdfast.snapshots import folder, saver_client
 from holdfast.train import export
 from tests.warm import Warm
@@ -130,7 +130,7 @@ def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.PrivateTier())
+    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.InProcessStaging())
     state = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "list": [torch.ones(1), {"lr": 0.5}], "n": 7}
     save(tmp_path / "runs", state)
     assert export.main([str(tmp_path / "runs"), "--to", str(tmp_path / "out.pt")]) == 0
@@ -148,7 +148,7 @@ def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path, m
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.PrivateTier())
+    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.InProcessStaging())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

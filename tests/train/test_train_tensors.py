@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.core.errors import ShardingError, StateTypeError, TrackingError
+from holdfast.protocol.errors import ShardingError, StateTypeError, TrackingError
 from holdfast.snapshots import folder, saver_client
 from holdfast.snapshots.folder import RankFile
 from holdfast.train import export, snapshots
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120)]
 
 @pytest.fixture(autouse=True)
 def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.PrivateTier())
+    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.InProcessStaging())
 
 
 def save(path: Path, **objects: Any) -> None:

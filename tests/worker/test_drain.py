@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import board as layout
-from holdfast.core.board import BOARD_VARIABLE
-from holdfast.core.progress import Stage
-from holdfast.runtime.workers.board import HOLD_SETTLES_S, Board
+from holdfast.protocol import board_layout as layout
+from holdfast.protocol.board_layout import BOARD_VARIABLE
+from holdfast.protocol.rank_progress import Stage
+from holdfast.supervisor.board import HOLD_SETTLES_S, Board
 from holdfast.worker.drain import SafePoints
 from tests.support.limits import limit_s
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core import board as layout
-from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.preload import BOOTSTRAP
+from holdfast.protocol import board_layout as layout
+from holdfast.supervisor.board import Board
+from holdfast.supervisor.preload import BOOTSTRAP
 from holdfast.worker import bootstrap
 from tests.support.limits import limit_s
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import board as layout
-from holdfast.runtime.workers.board import Board
-from holdfast.runtime.workers.observer import Phases
-from holdfast.runtime.workers.preload import BOOTSTRAP
+from holdfast.protocol import board_layout as layout
+from holdfast.supervisor.board import Board
+from holdfast.supervisor.observer import Phases
+from holdfast.supervisor.preload import BOOTSTRAP
 from tests.support.limits import limit_s
 from tests.warm import Warm
 

@@ -33,7 +33,7 @@ def agent_of_the_second_node_is_killed() -> None:
 
 
 def _kill_agent() -> None:
-    """Its keeper, our parent, and the keeper's parent: as when the machine goes."""
+    """Its supervisor, our parent, and the supervisor's parent: as when the machine goes."""
     with open(f"/proc/{os.getppid()}/stat") as file:
         agent = int(file.read().rpartition(")")[2].split()[1])
     os.kill(agent, signal.SIGKILL)

@@ -119,7 +119,7 @@ def run_command(command: str, rest: list[str]) -> int:
         import subprocess
 
         return subprocess.call([sys.executable, "-m", "holdfast", command, *rest])
-    from holdfast.core.errors import Fault, HoldfastError
+    from holdfast.protocol.errors import Fault, HoldfastError
 
     if hasattr(sys.stdout, "reconfigure"):  # logs and names of files hold anything, and a terminal need not take it
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -13,8 +13,8 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import COMMANDS
-from holdfast.cli.options import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
-from holdfast.core.errors import UsageError
+from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -86,8 +86,8 @@ def commands() -> list[Command]:
         stop,
         submit_k8s,
     )
-    from holdfast.insight.explain import everything
-    from holdfast.schedulers import slurm_batch
+    from holdfast.diagnosis.explanations import everything
+    from holdfast.launchers.slurm import batch as slurm_batch
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(slurm_batch.VALUES)]
     sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(slurm_batch.FLAGS)]

@@ -13,8 +13,8 @@ import stat
 from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import CONVERTERS, FROM_FLAG, Setting
-from holdfast.cli.options import FLAG, FLOAT, INT, LAUNCH_OPTIONS, LIST, Option
-from holdfast.core.errors import ConfigFileError, UsageError
+from holdfast.cli.option_table import FLAG, FLOAT, INT, LAUNCH_OPTIONS, LIST, Option
+from holdfast.protocol.errors import ConfigFileError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

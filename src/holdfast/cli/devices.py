@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.core.bounds import WORKERS_PER_NODE_MAX
-from holdfast.core.errors import ProcessesError
+from holdfast.protocol.bounds import WORKERS_PER_NODE_MAX
+from holdfast.protocol.errors import ProcessesError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

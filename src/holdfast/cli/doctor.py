@@ -1,7 +1,7 @@
 """`holdfast doctor [options of a run]`: checks this node, and with the same line on several nodes each pair of them.
 
 Knows the line and what is printed. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
-it: facts are gathered by runtime/doctor and judged by insight/doctor.
+it: facts are gathered by doctor and judged by doctor.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import config, grammar
-from holdfast.cli.options import FLAG, FLOAT, OPTIONS, TEXT, Option
-from holdfast.cli.options import line as help_line
-from holdfast.core.errors import RendezvousConfigError, UsageError
+from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
+from holdfast.cli.option_table import line as help_line
+from holdfast.protocol.errors import RendezvousConfigError, UsageError
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.cli.meeting import RendezvousOptions
-    from holdfast.core.doctor import DoctorFinding, LocalFacts
-    from holdfast.core.options import Endpoint
-    from holdfast.runtime.doctor.joint import JointOptions, JointResult
+    from holdfast.cli.rendezvous import RendezvousOptions
+    from holdfast.doctor.joint import JointOptions, JointResult
+    from holdfast.protocol.doctor_facts import DoctorFinding, LocalFacts
+    from holdfast.protocol.options import Endpoint
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
 OWN = tuple(
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
         raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
     found = look(parsed)
-    from holdfast.insight.doctor.findings import exit_code, render
+    from holdfast.doctor.findings import exit_code, render
 
     strict: bool = parsed.values.strict
     if parsed.values.json:
@@ -104,8 +104,8 @@ def look(parsed: Parsed) -> Found:
     """Raises CallerError for a line that makes no sense."""
     import asyncio
 
-    from holdfast.cli.meeting import resolve
-    from holdfast.core.policy import Limits
+    from holdfast.cli.rendezvous import resolve
+    from holdfast.protocol.policy import Limits
     from holdfast.runtime.secret_variables import forget_secrets
 
     notices = list(parsed.notices)
@@ -126,10 +126,10 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     import asyncio
 
     from holdfast.cli.program import interpreter
-    from holdfast.insight.doctor.local import examine as examine_facts
-    from holdfast.insight.doctor.together import examine_together
-    from holdfast.runtime.doctor.facts import FactsRequest, gather_facts
-    from holdfast.runtime.doctor.joint import check_together
+    from holdfast.doctor.facts import FactsRequest, gather_facts
+    from holdfast.doctor.joint import check_together
+    from holdfast.doctor.local import examine as examine_facts
+    from holdfast.doctor.together import examine_together
 
     python = interpreter(os.environ)
     timeout_s: float = parsed.values.timeout
@@ -165,7 +165,7 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
     import asyncio
     import time
 
-    from holdfast.core.machines import Pauses
+    from holdfast.protocol.machines import Pauses
 
     began = time.monotonic()
     pauses = Pauses.begin(began, BUSY_S)
@@ -176,7 +176,7 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
 
 
 def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> JointOptions:
-    from holdfast.runtime.doctor.joint import JointOptions
+    from holdfast.doctor.joint import JointOptions
 
     is_host = place.is_host
     if is_host is None and place.job.fixed_ranks and place.node_rank:
@@ -201,7 +201,7 @@ def endpoint_of(place: RendezvousOptions) -> Endpoint | None:
 def number_of_workers(parsed: Parsed) -> int:
     """Raises ProcessesError."""
     from holdfast.cli.devices import count_processes
-    from holdfast.core.errors import ProcessesError
+    from holdfast.protocol.errors import ProcessesError
 
     try:
         return count_processes(parsed.values.nproc_per_node, os.environ).number
@@ -210,7 +210,7 @@ def number_of_workers(parsed: Parsed) -> int:
 
 
 def log_folder(parsed: Parsed) -> str | None:
-    from holdfast.runtime.workers.log_layout import default_log_dir
+    from holdfast.supervisor.log_layout import default_log_dir
 
     if parsed.values.log_dir == os.devnull:
         return None
@@ -221,7 +221,7 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
     """What is printed with --json: findings, facts, and every pair."""
     import msgspec
 
-    from holdfast.insight.doctor.findings import as_json as findings_json
+    from holdfast.doctor.findings import as_json as findings_json
 
     document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings, strict=strict)}
     check = found.joint.check if found.joint is not None else None

@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 from holdfast.cli.printing import Parser, print_json
+from holdfast.doctor import system
 from holdfast.linux import GroupLimits, read_text
-from holdfast.runtime.doctor import system
 from holdfast.version import __version__
 
 PACKAGES = ("torch", "numpy", "msgspec", "psutil", "accelerate", "lightning", "transformers", "py-spy")

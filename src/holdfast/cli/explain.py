@@ -1,6 +1,6 @@
 """`holdfast explain [CODE ...]`: what a code means, what was seen to say so, and what to do. Works offline.
 
-Knows what is printed; what codes mean knows insight/explain.py.
+Knows what is printed; what codes mean knows diagnosis/explanations.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Sequence
 
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.core.errors import UsageError
-from holdfast.insight.explain import Explanation, everything, headings, nearest, normal, search
+from holdfast.diagnosis.explanations import Explanation, everything, headings, nearest, normal, search
+from holdfast.protocol.errors import UsageError
 
 WIDTH = 100
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from holdfast.cli.options import FLAG, FLOAT, INT, LIST, Option
-from holdfast.core.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
+from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, Option
+from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

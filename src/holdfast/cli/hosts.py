@@ -18,23 +18,23 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from holdfast.cli import grammar
-from holdfast.cli.options import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.cli.option_table import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.cli.plan import option_lines
 from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.resolve import resolve
 from holdfast.cli.values import is_number, node_range, words_elsewhere
-from holdfast.core.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
-from holdfast.core.options import CommandKind
+from holdfast.launchers.ssh.facts import Expected, LaunchSpec
+from holdfast.launchers.ssh.hosts import HostSpec, parse_file, parse_list, select
+from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
+from holdfast.protocol.options import CommandKind
 from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
-from holdfast.ssh.facts import Expected, LaunchSpec
-from holdfast.ssh.hosts import HostSpec, parse_file, parse_list, select
 from holdfast.text import is_loopback, listed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.core.options import RunOptions
+    from holdfast.protocol.options import RunOptions
 
 SENT = (
     "CUBLAS_*",
@@ -87,7 +87,7 @@ def execute(parsed: Parsed, command: str) -> int:
         return 0
     for notice in options.notices:
         print(f"holdfast: {notice}", file=sys.stderr)
-    from holdfast.ssh.launcher import run
+    from holdfast.launchers.ssh.launcher import run
 
     return run(order, options.job.run_id)
 

@@ -1,6 +1,6 @@
 """`holdfast logs [RUN]`: what the workers of this host wrote, of a job that runs or has ended.
 
-Knows the options and how to follow; where a run's log files are knows `Shelf`.
+Knows the options and how to follow; where a run's log files are knows `MemoryFolder`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from holdfast.cli.finding import run_folders, running_job
 from holdfast.cli.printing import Parser, ranks_of
-from holdfast.core.errors import HoldfastError, NoRunError, UsageError
+from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 from holdfast.runtime.running import Call
-from holdfast.runtime.workers.log_fold import LineCutter
-from holdfast.runtime.workers.log_tail import ChangeWatch
+from holdfast.supervisor.log_fold import LineCutter
+from holdfast.supervisor.log_tail import ChangeWatch
 
 CHUNK_BYTES = 256 * 1024
 LOOK_S = 1.0

@@ -15,17 +15,17 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import FROM_FLAG
-from holdfast.core.options import CommandKind
-from holdfast.core.protocol import Assign, Start
-from holdfast.core.worker_env import worker_environment
-from holdfast.runtime.workers.log_layout import safe_name
+from holdfast.protocol.messages import Assign, Start
+from holdfast.protocol.options import CommandKind
+from holdfast.protocol.worker_env import worker_environment
+from holdfast.supervisor.log_layout import safe_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.resolve import Resolution
-    from holdfast.core.options import RunOptions
+    from holdfast.protocol.options import RunOptions
 
 
 HEAD = "options, their values, and where these come from"
@@ -224,7 +224,7 @@ def attempt_folder(options: RunOptions, job_id: str) -> str | None:
 
 def command_text(options: RunOptions, local_rank: int) -> str:
     """What runs, as torchrun would write it: without the bootstrap that holdfast puts around a script."""
-    from holdfast.runtime.workers.preload import bootstrap_for, worker_argv
+    from holdfast.supervisor.preload import bootstrap_for, worker_argv
 
     argv = worker_argv(options, local_rank)
     bootstrap = bootstrap_for(options.command.python or sys.executable)

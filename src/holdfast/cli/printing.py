@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import NoReturn
 
-from holdfast.core.errors import UsageError
+from holdfast.protocol.errors import UsageError
 
 RANKS_MAX = 1_000_000
 

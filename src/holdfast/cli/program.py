@@ -16,14 +16,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.core.errors import EnvironmentValueError, ScriptError, UsageError
-from holdfast.core.options import CommandKind, Preload, WorkerCommand
+from holdfast.protocol.errors import EnvironmentValueError, ScriptError, UsageError
+from holdfast.protocol.options import CommandKind, Preload, WorkerCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.core.policy import JobSpec
+    from holdfast.protocol.policy import JobSpec
 
 
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"

@@ -1,6 +1,6 @@
 """`holdfast report [RUN ...]`: where a run's time went, and how long each part of its starts took, running or ended.
 
-Knows where runs are kept and what is printed; what the journals mean knows insight: timeline.py, history.py.
+Knows where runs are kept and what is printed; what the journals mean knows diagnosis: timeline.py, history.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 
 from holdfast.cli.finding import outcome_of, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.core.errors import UsageError
-from holdfast.core.outcome import Outcome
-from holdfast.insight.history import PHASES, Activity, Generation, History, Timeline, history, timeline
+from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Timeline, history, timeline
+from holdfast.protocol.errors import UsageError
+from holdfast.protocol.outcome import Outcome
 from holdfast.runtime.journal import FILE_NAME as JOURNAL
 from holdfast.text import duration, plural
 
@@ -70,7 +70,7 @@ def folders_of(run: str) -> list[Path]:
 
 def newest_run() -> Path:
     """Raises UsageError where there is none."""
-    from holdfast.runtime.workers.log_layout import default_log_dir
+    from holdfast.supervisor.log_layout import default_log_dir
 
     log_dir = Path(default_log_dir())
     runs = [folder for folder in log_dir.glob("*") if (folder / JOURNAL).is_file()]
@@ -82,7 +82,7 @@ def newest_run() -> Path:
 def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
     """Its events. A last line that is still being written is left out; what is torn (a full disk, a machine that lost
     power) or of another version is left out as well, and counted on stderr. Raises UsageError."""
-    from holdfast.insight.events import is_readable
+    from holdfast.diagnosis.event_table import is_readable
 
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -159,8 +159,8 @@ def write_page(
     folders: Sequence[Path],
 ) -> None:
     """Raises UsageError when the file cannot be written."""
-    from holdfast.insight.history import incidents
-    from holdfast.insight.page import PageContent, render
+    from holdfast.diagnosis.history import incidents
+    from holdfast.diagnosis.page import PageContent, render
 
     end = first_outcome(folders)
     verdict = msgspec.to_builtins(end[1].verdict) if end is not None else None

@@ -10,10 +10,11 @@ import os
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGQUIT, SIGTERM, SIGWINCH
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli import meeting, values
+from holdfast.cli import rendezvous as meeting
+from holdfast.cli import values
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
 from holdfast.cli.program import preload, worker_command
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     BindingError,
     EnvironmentValueError,
     LogDirError,
@@ -21,14 +22,14 @@ from holdfast.core.errors import (
     ProcessesError,
     UsageError,
 )
-from holdfast.core.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
-from holdfast.core.policy import Limits
+from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
+from holdfast.protocol.policy import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.core.policy import JobSpec
+    from holdfast.protocol.policy import JobSpec
 
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
@@ -278,7 +279,7 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
     """Absolute; None when no files are wanted."""
     log_dir: str | None = parsed.values.log_dir
     if not log_dir:
-        from holdfast.runtime.workers.log_layout import TEMPORARY_NAME, default_log_dir
+        from holdfast.supervisor.log_layout import TEMPORARY_NAME, default_log_dir
 
         folder = default_log_dir()
         if os.path.basename(folder).startswith(TEMPORARY_NAME):

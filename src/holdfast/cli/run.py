@@ -1,6 +1,6 @@
-"""`holdfast run` and `holdfast launch`: read the line, fork the keeper, resolve, hand over to the runtime.
+"""`holdfast run` and `holdfast launch`: read the line, fork the supervisor, resolve, hand over to the runtime.
 
-The order matters: the keeper is forked before anything but this package's light modules is imported, so that it stays
+The order matters: the supervisor is forked before anything but this package's light modules is imported, so that it stays
 small, and as soon as the line is known to be well-formed, so that a typing error forks nothing.
 """
 
@@ -11,15 +11,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from holdfast.cli import config, grammar
-from holdfast.cli.options import HOSTS, LAUNCH_OPTIONS, OPTIONS
+from holdfast.cli.option_table import HOSTS, LAUNCH_OPTIONS, OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.cli.options import Option
-    from holdfast.core.options import RunOptions
-    from holdfast.core.progress import Finding, RankStory
+    from holdfast.cli.option_table import Option
+    from holdfast.protocol.options import RunOptions
+    from holdfast.protocol.rank_progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
 
 
@@ -60,7 +60,7 @@ def main_remote(argv: Sequence[str]) -> int:
     parsed = grammar.parse(argv[2:], {}, table)  # the launcher has read all variables
 
     def show(finished: Finished) -> str:
-        from holdfast.insight.screen import render
+        from holdfast.diagnosis.screen import render
 
         text = render(finished.outcome, finished.folder)[-TEXT_CHARACTERS_MAX:]
         report = json.dumps({"kind": finished.outcome.kind.value, "text": text})
@@ -76,7 +76,7 @@ def tell_about(parsed: Parsed, command: str, table: Sequence[Option]) -> int:
     from holdfast.cli import print_version
 
     if parsed.values.help:
-        from holdfast.cli.options import render
+        from holdfast.cli.option_table import render
 
         print(render(command, table))
         return 0
@@ -119,10 +119,10 @@ def start(
     `begin` is called before it begins; `show` says what the console shows at the end.
     """
     from holdfast.runtime.secret_variables import forget_secrets
-    from holdfast.runtime.workers.keeper import fork_keeper
+    from holdfast.supervisor.supervisor import fork_supervisor
 
     be_interruptible()
-    keeper = fork_keeper()
+    supervisor = fork_supervisor()
     be_killable()
     try:
         options = resolve(parsed, os.environ, command)
@@ -130,33 +130,33 @@ def start(
         for notice in options.notices if say_notices else ():
             print(f"holdfast: {notice}", file=sys.stderr)
         from holdfast.runtime import descriptors
-        from holdfast.runtime.workers import preload
+        from holdfast.supervisor import preload
 
         descriptors.provide(options.nproc)
-        preload.begin(keeper, options)  # before our own heavy modules: it imports while we do
-        from holdfast.insight.causes import judge
+        preload.begin(supervisor, options)  # before our own heavy modules: it imports while we do
+        from holdfast.diagnosis.causes import judge
         from holdfast.runtime.agent_service import run_job
 
         if begin is not None:
             begin()
         hand_on_interrupts()
-        return run_job(options, keeper, judge=judge, examine=examine, render=show or last_screen, load=load_end)
+        return run_job(options, supervisor, judge=judge, examine=examine, render=show or last_screen, load=load_end)
     finally:
         hand_on_interrupts()
-        keeper.sock.close()  # the keeper ends with its end of file
+        supervisor.sock.close()  # the supervisor ends with its end of file
 
 
 def load_end() -> None:
     """Reads the table of causes, compiles its patterns, and imports what the last screen needs."""
-    import holdfast.insight.screen  # noqa: F401
-    from holdfast.insight.causes import load
+    import holdfast.diagnosis.screen  # noqa: F401
+    from holdfast.diagnosis.causes import load
 
     load()
 
 
 def last_screen(end: Finished) -> str:
-    from holdfast.insight.screen import render
-    from holdfast.runtime.workers.log_layout import default_log_dir
+    from holdfast.diagnosis.screen import render
+    from holdfast.supervisor.log_layout import default_log_dir
 
     return render(end.outcome, end.folder, home=os.environ.get("HOME", ""), runs=default_log_dir())
 
@@ -197,7 +197,7 @@ def be_killable() -> None:
 
 def examine(stories: Sequence[RankStory]) -> Finding:
     """What the stacks of all ranks mean: loaded only when a job seems to hang."""
-    from holdfast.insight.hangs import examine as examine_all
+    from holdfast.diagnosis.hangs import examine as examine_all
 
     return examine_all(stories)
 
@@ -206,7 +206,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
     """What this command line asks for, all defaults and variables considered. Raises CallerError."""
     from msgspec import structs
 
-    from holdfast.cli.options import LAUNCH_OPTIONS
+    from holdfast.cli.option_table import LAUNCH_OPTIONS
     from holdfast.cli.resolve import resolve as resolve_all
     from holdfast.cli.values import line_of_others
 

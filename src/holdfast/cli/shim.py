@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import main as holdfast_main
 from holdfast.cli.grammar import parse
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.printing import Parser
-from holdfast.core.errors import HoldfastError, UsageError
+from holdfast.protocol.errors import HoldfastError, UsageError
 from holdfast.rendezvous.registry import is_built_in
 from holdfast.runtime.secret_variables import draw_token
 

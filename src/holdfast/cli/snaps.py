@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.core.errors import SnapshotError, SnapshotGoneError, UsageError
+from holdfast.protocol.errors import SnapshotError, SnapshotGoneError, UsageError
 from holdfast.snapshots import folder, lease, retention
 from holdfast.snapshots.folder import Snapshot, Survey
 from holdfast.snapshots.manifest import MANIFEST

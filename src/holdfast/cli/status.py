@@ -1,7 +1,7 @@
 """`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of
 a job that has ended, its last screen. `holdfast stacks [RUN]`: where all its ranks are now, equal stacks once.
 
-Knows the options and the terminal; which job is meant knows finding.py, what is shown knows insight/status.py.
+Knows the options and the terminal; which job is meant knows finding.py, what is shown knows diagnosis/status_lines.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 
 from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
-from holdfast.core.errors import NoRunError, UsageError
-from holdfast.core.outcome import Outcome
-from holdfast.core.progress import JobView, StacksView
-from holdfast.core.protocol import Question
-from holdfast.insight.status import group, stack_lines, status_lines
+from holdfast.diagnosis.status_lines import group, stack_lines, status_lines
+from holdfast.protocol.errors import NoRunError, UsageError
+from holdfast.protocol.messages import Question
+from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.rank_progress import JobView, StacksView
 from holdfast.runtime.running import RunningAgent, ask_any
 
 

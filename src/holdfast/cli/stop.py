@@ -12,9 +12,9 @@ import msgspec
 
 from holdfast.cli.finding import running_job
 from holdfast.cli.printing import Parser, print_json
-from holdfast.core.errors import ControlSilentError, NoRunError
-from holdfast.core.protocol import Question
-from holdfast.insight.screen import how_it_ended
+from holdfast.diagnosis.screen import how_it_ended
+from holdfast.protocol.errors import ControlSilentError, NoRunError
+from holdfast.protocol.messages import Question
 from holdfast.runtime.running import Call, Reply, RunningAgent, ask
 from holdfast.text import plural
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import EXIT_INTERRUPTED, grammar
-from holdfast.cli.options import FLAG, HOSTS, OPTIONS, Option
-from holdfast.core.errors import EXIT_FAILURE, CallerError, MissingPackageError, ScriptError, UsageError
-from holdfast.schedulers.slurm_batch import FLAGS, MARK, SHORT, VALUES, Batch, Directive, check, preempt_signal, script
-from holdfast.schedulers.slurm_job import JobState, read_job
-from holdfast.schedulers.slurm_step import ask_scontrol
+from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
+from holdfast.launchers.slurm.batch import FLAGS, MARK, SHORT, VALUES, Batch, Directive, check, preempt_signal, script
+from holdfast.launchers.slurm.job import JobState, read_job
+from holdfast.launchers.slurm.step import ask_scontrol
+from holdfast.protocol.errors import EXIT_FAILURE, CallerError, MissingPackageError, ScriptError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """`holdfast submit --k8s`: a job's manifests, printed or piped to the user's kubectl.
 
 Knows kubectl, its own options, and how a line becomes a KubernetesJob; what a manifest says is
-schedulers/kubernetes.py's. Options of `holdfast run` are taken from the line alone and go into the pods' line:
+launchers/kubernetes/manifests.py's. Options of `holdfast run` are taken from the line alone and go into the pods' line:
 variables and files of this machine mean nothing there.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import grammar
 from holdfast.cli.devices import NAMES, THIS_NODE
-from holdfast.cli.options import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
-from holdfast.cli.options import line as help_line
+from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
+from holdfast.cli.option_table import line as help_line
 from holdfast.cli.program import command_kind
 from holdfast.cli.resolve import (
     check_plain_values,
@@ -28,7 +28,19 @@ from holdfast.cli.resolve import (
     streams,
 )
 from holdfast.cli.values import is_number, node_range
-from holdfast.core.errors import (
+from holdfast.launchers.kubernetes import manifests as kubernetes
+from holdfast.launchers.kubernetes import names as words
+from holdfast.launchers.kubernetes.manifests import (
+    HEALTH_PORT,
+    OWN_VARIABLES,
+    RENDEZVOUS_PORT,
+    RUNS_PATH,
+    SHM_PATH,
+    KubernetesJob,
+    documents,
+    last_pod,
+)
+from holdfast.protocol.errors import (
     EndpointError,
     MissingPackageError,
     NodesError,
@@ -39,19 +51,7 @@ from holdfast.core.errors import (
 )
 from holdfast.rendezvous.conf import parse_conf
 from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
-from holdfast.schedulers import kubernetes
-from holdfast.schedulers import kubernetes_words as words
-from holdfast.schedulers.kubernetes import (
-    HEALTH_PORT,
-    OWN_VARIABLES,
-    RENDEZVOUS_PORT,
-    RUNS_PATH,
-    SHM_PATH,
-    KubernetesJob,
-    documents,
-    last_pod,
-)
-from holdfast.snapshots.shelf import FINISH_LIMIT_S
+from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.values import node_range
-from holdfast.core.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
+from holdfast.launchers.slurm.step import SlurmStep, address_of, number, read_step
+from holdfast.protocol.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
 from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
-from holdfast.schedulers.slurm_step import SlurmStep, address_of, number, read_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +118,7 @@ def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dic
 
 def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
     """Ends this process when Slurm has ended this life of the job and could not end its tasks."""
-    from holdfast.schedulers.slurm_job import CHECK_S, watch
+    from holdfast.launchers.slurm.job import CHECK_S, watch
 
     check_s = float(number(environ, CHECK_VARIABLE, int(CHECK_S)))
     if step.node_rank != 0 or check_s == 0 or shutil.which("scontrol") is None:
@@ -128,7 +128,7 @@ def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
         error = SupersededError(f"{step.name}: {reason}; what is left of it here ends, without saving")
         sys.stderr.write(f"holdfast: {error.code}: {error}\n")
         sys.stderr.flush()
-        os._exit(error.exit_code)  # at once, whatever the other threads do; the keeper ends all workers
+        os._exit(error.exit_code)  # at once, whatever the other threads do; the supervisor ends all workers
 
     watch(step.job_id, step.restarts, end, check_s=check_s)
 

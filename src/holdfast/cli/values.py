@@ -12,15 +12,15 @@ import socket
 from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import ABOUT_US
-from holdfast.cli.options import FLAG, HOSTS, LIST, Option
-from holdfast.core.options import Endpoint, Std, StreamChoice
+from holdfast.cli.option_table import FLAG, HOSTS, LIST, Option
+from holdfast.protocol.options import Endpoint, Std, StreamChoice
 from holdfast.text import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.core.options import RunOptions
+    from holdfast.protocol.options import RunOptions
 
 
 LOOPBACK = "127.0.0.1"

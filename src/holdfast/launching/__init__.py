@@ -1,4 +1,4 @@
-"""`holdfast.launch`: functions instead of scripts, under the same agent, keeper and rendezvous as `holdfast run`.
+"""`holdfast.launch`: functions instead of scripts, under the same agent, supervisor and rendezvous as `holdfast run`.
 
     api       the public function: parameters to a command line, the end of the job to results or an exception; the call
               and the answers, pickled in memory files

@@ -2,7 +2,7 @@
 
     python -P -c "…" CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [command line of holdfast run]
 
-Everything heavy is imported after the keeper is forked, as in cli/run.py. REPORT_FD gets one Report in JSON; its end of
+Everything heavy is imported after the supervisor is forked, as in cli/run.py. REPORT_FD gets one Report in JSON; its end of
 file tells the caller that this process is gone.
 """
 
@@ -14,15 +14,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from holdfast.cli import grammar
-from holdfast.cli.options import OPTIONS
-from holdfast.core.errors import EXIT_SIGNAL_BASE, HoldfastError
-from holdfast.runtime.workers import processes
-from holdfast.runtime.workers.keeper import fork_keeper
+from holdfast.cli.option_table import OPTIONS
+from holdfast.protocol.errors import EXIT_SIGNAL_BASE, HoldfastError
+from holdfast.supervisor import processes
+from holdfast.supervisor.supervisor import fork_supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdfast.core.outcome import Outcome
+    from holdfast.protocol.outcome import Outcome
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,24 +59,24 @@ def live_and_die_with(caller: int) -> None:
 
 def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_fd: int) -> int:
     parsed = grammar.parse(argv, os.environ, OPTIONS)
-    keeper = fork_keeper()
+    supervisor = fork_supervisor()
     try:
         from msgspec import structs
 
         from holdfast.cli.resolve import resolve
         from holdfast.cli.run import examine, load_end
-        from holdfast.core.options import CallFds
-        from holdfast.insight.causes import judge
+        from holdfast.diagnosis.causes import judge
+        from holdfast.protocol.options import CallFds
         from holdfast.runtime import descriptors
         from holdfast.runtime.secret_variables import forget_secrets
-        from holdfast.runtime.workers import preload
+        from holdfast.supervisor import preload
 
         options = structs.replace(
             resolve(parsed, os.environ).options, call_fds=CallFds(call=call_fd, results=result_fds)
         )
         forget_secrets()
         descriptors.provide(options.nproc)
-        preload.begin(keeper, options)
+        preload.begin(supervisor, options)
         for notice in options.notices:
             sys.stderr.write(f"holdfast: {notice}\n")
 
@@ -87,15 +87,15 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
             report(report_fd, end.outcome, end.folder, None)
             return ""
 
-        return run_job(options, keeper, judge=judge, examine=examine, render=tell, load=load_end)
+        return run_job(options, supervisor, judge=judge, examine=examine, render=tell, load=load_end)
     finally:
-        keeper.sock.close()  # the keeper ends with its end of file
+        supervisor.sock.close()  # the supervisor ends with its end of file
 
 
 def report(fd: int, outcome: Outcome | None, folder: str, error: HoldfastError | None) -> None:
     from msgspec import json
 
-    from holdfast.launching.session import AgentReport
+    from holdfast.launching.agent_session import AgentReport
 
     told = AgentReport(
         outcome=outcome, folder=folder, code=error.code if error else "", message=str(error) if error else ""

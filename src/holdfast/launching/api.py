@@ -18,9 +18,10 @@ from types import ModuleType
 from typing import Any, NamedTuple, Never, TypeVar
 
 from holdfast.cli import grammar
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.resolve import resolve
-from holdfast.core.errors import (
+from holdfast.launching.agent_session import AgentReport, AgentSession
+from holdfast.protocol.errors import (
     HoldfastError,
     InternalError,
     LaunchTimeoutError,
@@ -33,8 +34,7 @@ from holdfast.core.errors import (
     WorkerError,
     WorkerFailedError,
 )
-from holdfast.core.outcome import Failure, Outcome, OutcomeKind, Verdict, job_exit_code
-from holdfast.launching.session import AgentReport, AgentSession
+from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.worker import call
 from holdfast.worker.call import ERROR, HEADER, NOTHING, TEXT_LENGTH, VALUE
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from msgspec.structs import replace
 
-from holdfast.core.errors import EndpointError, RendezvousConfigError
-from holdfast.core.options import Endpoint
-from holdfast.core.policy import Limits
+from holdfast.protocol.errors import EndpointError, RendezvousConfigError
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.policy import Limits
 
 PORT_MAX = 65535
 

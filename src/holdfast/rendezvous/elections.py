@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from holdfast.core.errors import BackendError, EtcdUnreachableError, HoldfastError, RendezvousConfigError
-from holdfast.core.options import Endpoint, EtcdOptions, RunOptions, ThirdPartyOptions
+from holdfast.protocol.errors import BackendError, EtcdUnreachableError, HoldfastError, RendezvousConfigError
+from holdfast.protocol.options import Endpoint, EtcdOptions, RunOptions, ThirdPartyOptions
 from holdfast.rendezvous.conf import KEYS, THIRD_PARTY, Conf, read_conf
 from holdfast.rendezvous.third_party import Backend, Place, SharedValue
 
@@ -52,10 +52,10 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """So long after the leader's key is gone its workers may still live somewhere."""
 
 
-class Tenure(Protocol):
+class LeaderLease(Protocol):
     """We hold the leader's key. Every method blocks; raises EtcdUnreachableError when no server answers."""
 
-    predecessor: Memory | None
+    previous_leader: Memory | None
     """What the previous leader left, when we took the key."""
 
     def renew(self) -> bool:
@@ -76,7 +76,7 @@ class Api(Protocol):
 
     def leader(self) -> Leader | None: ...
 
-    def take(self, me: Leader) -> Tenure | None:
+    def take(self, me: Leader) -> LeaderLease | None:
         """Take the leader's key if nobody has it. None: somebody has."""
 
     def close(self) -> None: ...

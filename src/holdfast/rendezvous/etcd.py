@@ -20,8 +20,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from holdfast.core.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
-from holdfast.core.options import Endpoint, EtcdOptions
+from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
+from holdfast.protocol.options import Endpoint, EtcdOptions
 from holdfast.rendezvous.conf import Conf, parse_endpoint, read_conf
 from holdfast.rendezvous.elections import CALL_S_MAX, Api, Leader, Memory, Record, read_record
 from holdfast.rendezvous.registry import default_port
@@ -107,9 +107,9 @@ class EtcdApi:
         found = self.read(Leader, self.leader_key)
         return None if found is None else found[0]
 
-    def take(self, me: Leader) -> EtcdTenure | None:
+    def take(self, me: Leader) -> EtcdLeaderLease | None:
         version = self.store.write(self.leader_key, msgspec.json.encode(me), self.ttl_s, 0)
-        return None if version is None else EtcdTenure(self, me, version)
+        return None if version is None else EtcdLeaderLease(self, me, version)
 
     def close(self) -> None:
         self.store.close()
@@ -123,7 +123,7 @@ class EtcdApi:
         return read_record(kind, f"the etcd key {key}", value, self.run_id, EtcdError, REMEDY), version
 
 
-class EtcdTenure:
+class EtcdLeaderLease:
     """We hold the leader's key as long as it has our record: no other agent ever writes the same."""
 
     def __init__(self, api: EtcdApi, me: Leader, version: int) -> None:
@@ -131,7 +131,7 @@ class EtcdTenure:
         self._me = me
         self._version = version
         self._memory_version = 0
-        self.predecessor: Memory | None = None
+        self.previous_leader: Memory | None = None
         try:
             self._take_over()
         except EtcdError:
@@ -169,7 +169,7 @@ class EtcdTenure:
             version = self._write(memory, known)
             if version is not None:
                 self._memory_version = version
-                self.predecessor = memory if found is not None else None
+                self.previous_leader = memory if found is not None else None
                 return
         raise EtcdUnreachableError(f"the key {self._api.memory_key} changes all the time")
 

@@ -12,12 +12,12 @@ import ssl
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
-from holdfast.core.errors import EtcdError, EtcdUnreachableError
+from holdfast.protocol.errors import EtcdError, EtcdUnreachableError
 from holdfast.rendezvous.elections import CALL_S_MAX
 from holdfast.rendezvous.etcd import Servers, open_context, why_closed
 
 if TYPE_CHECKING:
-    from holdfast.core.options import Endpoint, EtcdOptions
+    from holdfast.protocol.options import Endpoint, EtcdOptions
 
 ANSWER_BYTES_MAX = 1024 * 1024
 

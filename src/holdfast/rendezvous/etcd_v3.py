@@ -11,12 +11,12 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.core.errors import EtcdError, EtcdUnreachableError, MissingPackageError
+from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, MissingPackageError
 from holdfast.rendezvous.elections import CALL_S_MAX
 from holdfast.rendezvous.etcd import Servers, Store
 
 if TYPE_CHECKING:
-    from holdfast.core.options import Endpoint, EtcdOptions
+    from holdfast.protocol.options import Endpoint, EtcdOptions
 
 API_PATH = "/v3/"
 Answer = TypeVar("Answer")

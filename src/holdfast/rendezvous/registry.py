@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.core.errors import HoldfastError, RendezvousConfigError
+from holdfast.protocol.errors import HoldfastError, RendezvousConfigError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

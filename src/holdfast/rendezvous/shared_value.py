@@ -1,7 +1,7 @@
 """A lease made of a value that can only be read and compared-and-swapped: the election of third-party backends.
 
-The leader changes the value all the time (`beat`). A value that has not changed for a lease, by the looker's own
-clock and counted from when the looker first saw it, is nobody's any more; its holder steps down before that, by its
+The leader changes the value all the time (`beat`). A value that has not changed for a lease, by the stack sampler's own
+clock and counted from when the stack sampler first saw it, is nobody's any more; its holder steps down before that, by its
 own clock (runtime/etcd_service.py). No clock of another machine and no time-out of the storage is trusted.
 
 It keeps the contract of elections.py, as etcd does: what is built on a lease is the same for both.
@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.core.errors import BackendError, BackendUnreachableError, HoldfastError
+from holdfast.protocol.errors import BackendError, BackendUnreachableError, HoldfastError
 from holdfast.rendezvous.elections import Leader, Memory, read_record
 from holdfast.rendezvous.third_party import SharedValue
 
@@ -80,7 +80,7 @@ class ValueApi:
         record = found[1]
         return Leader(run_id=record.run_id, address=record.address, port=record.port, identity=record.identity)
 
-    def take(self, me: Leader) -> ValueTenure | None:
+    def take(self, me: Leader) -> ValueLeaderLease | None:
         found = self._look()
         if found is not None and self._is_held(*found):
             return None
@@ -98,12 +98,12 @@ class ValueApi:
         memory = None
         if before is not None:
             memory = Memory(run_id=before.run_id, generation=before.generation, tail_s=before.tail_s)
-        return ValueTenure(self, mine, memory)
+        return ValueLeaderLease(self, mine, memory)
 
     def close(self) -> None:
         self._ask(self._value.close)
 
-    # For the tenure
+    # For the leader lease
 
     def read(self) -> bytes | None:
         """None also for an empty value."""
@@ -155,13 +155,13 @@ def ask(name: str, question: Callable[[], Answer], *, passing: tuple[type[Except
         raise BackendError(f"rendezvous backend {name} failed: {type(error).__name__}: {error}") from error
 
 
-class ValueTenure:
+class ValueLeaderLease:
     """The value is ours as long as it carries our identity."""
 
-    def __init__(self, api: ValueApi, record: Record, predecessor: Memory | None) -> None:
+    def __init__(self, api: ValueApi, record: Record, previous_leader: Memory | None) -> None:
         self._api = api
         self._record = record
-        self.predecessor = predecessor
+        self.previous_leader = previous_leader
 
     def renew(self) -> bool:
         return self._write(self._record)

@@ -1,7 +1,7 @@
 """The agent's shell: one node's part in a job, from the resolved options to the exit code.
 
     run_job ── AgentService ── Driver(AgentMachine)
-                  │  ├── Crew               workers, store, keeper
+                  │  ├── Worker group               workers, store, supervisor
                   │  └── Meeting            the link to the coordinator; the coordinator too if this process hosts it
                   └── Console, LogRouter, Journal, RunFolder
 
@@ -22,7 +22,8 @@ from typing import Any
 
 from msgspec import Struct, json
 
-from holdfast.core.agent.commands import (
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.commands import (
     Command,
     Dial,
     Exit,
@@ -37,28 +38,27 @@ from holdfast.core.agent.commands import (
     SignalWorkers,
     StartWorkers,
 )
-from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.coordinator.ending import Judge
-from holdfast.core.errors import EXIT_FAILURE
-from holdfast.core.machines import Note, Tick
-from holdfast.core.options import RunOptions
-from holdfast.core.outcome import Failure, Outcome, fault_outcome
-from holdfast.core.policy import NodeSpec
-from holdfast.core.progress import Examine, JobView, RankProgress
-from holdfast.core.protocol import Answer, FromAgent, FromCoordinator, Waiting
-from holdfast.runtime.answers import Inquiry, OwnNode
+from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled
+from holdfast.coordinator.ending import Judge
+from holdfast.metrics import observing
+from holdfast.protocol.errors import EXIT_FAILURE
+from holdfast.protocol.machines import Note, Tick
+from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Waiting
+from holdfast.protocol.options import RunOptions
+from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
+from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
 from holdfast.runtime.control import Control
+from holdfast.runtime.control_handlers import ControlRequests, OwnNode
 from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of, run_detached
 from holdfast.runtime.journal import FILE_NAME, Journal
-from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
-from holdfast.runtime.observing import observing
+from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
 from holdfast.runtime.versions import node_versions
-from holdfast.runtime.workers.console import Console
-from holdfast.runtime.workers.crew import Crew
-from holdfast.runtime.workers.keeper import KeeperHandle
-from holdfast.runtime.workers.log_layout import RunFolder
-from holdfast.runtime.workers.log_router import LogRouter
+from holdfast.supervisor.console import Console
+from holdfast.supervisor.log_layout import RunFolder
+from holdfast.supervisor.log_router import LogRouter
+from holdfast.supervisor.supervisor import SupervisorHandle
+from holdfast.supervisor.worker_group import WorkerGroup
 
 OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -115,7 +115,7 @@ A short job does not pay for it, and the workers have most of their own imports 
 
 def run_job(
     options: RunOptions,
-    keeper: KeeperHandle,
+    supervisor: SupervisorHandle,
     *,
     judge: Judge,
     examine: Examine,
@@ -129,14 +129,14 @@ def run_job(
     run or are being stopped: a restart must not wait for it.
     """
     try:
-        return asyncio.run(_run_job(options, keeper, judge, examine, render, load))
+        return asyncio.run(_run_job(options, supervisor, judge, examine, render, load))
     except Exception as error:  # noqa: BLE001 - whatever it is gets a code
         raise as_error(error) from error.__cause__
 
 
 async def _run_job(
     options: RunOptions,
-    keeper: KeeperHandle,
+    supervisor: SupervisorHandle,
     judge: Judge,
     examine: Examine,
     render: Render,
@@ -149,7 +149,7 @@ async def _run_job(
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        service = AgentService(options, keeper, judge, examine, folder, console, router, journal, host, load)
+        service = AgentService(options, supervisor, judge, examine, folder, console, router, journal, host, load)
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
             outcome = await _outcome(service, journal, folder)
             _write_end(journal, outcome)
@@ -219,7 +219,7 @@ class AgentService:
     def __init__(
         self,
         options: RunOptions,
-        keeper: KeeperHandle,
+        supervisor: SupervisorHandle,
         judge: Judge,
         examine: Examine,
         folder: RunFolder,
@@ -230,7 +230,7 @@ class AgentService:
         load: Callable[[], None],
     ) -> None:
         self._options = options
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._folder = folder
         self._console = console
         self._router = router
@@ -247,8 +247,8 @@ class AgentService:
         self._meeting = RendezvousClient(options, judge, journal, console.say, examine)
         self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
-        self._crew: Crew | None = None
-        self._inquiry: Inquiry | None = None
+        self._worker_group: WorkerGroup | None = None
+        self._control_requests: ControlRequests | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._troubles = Troubles(console.say, self._loop.time)
@@ -269,9 +269,9 @@ class AgentService:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             machine = AgentMachine(node, self._options.limits, self._loop.time())
-            crew = Crew(
+            worker_group = WorkerGroup(
                 self._options,
-                self._keeper,
+                self._supervisor,
                 self._folder,
                 self._router,
                 self._journal,
@@ -282,11 +282,11 @@ class AgentService:
                 on_store=self._meeting.store_opened,
                 on_notice=self._console.say,
             )
-            self._crew = crew
-            self._driver = Driver(machine, Tick(), self._execute, after=lambda: crew.fence(machine.fence_at_s))
-            own = OwnNode(machine, self._options.job, node, self._feed, crew.progress, crew.samples)
-            self._inquiry = Inquiry(self._send, own, self._host)
-            control = Control(self._inquiry.ask, self._journal)
+            self._worker_group = worker_group
+            self._driver = Driver(machine, Tick(), self._execute, after=lambda: worker_group.fence(machine.fence_at_s))
+            own = OwnNode(machine, self._options.job, node, self._feed, worker_group.progress, worker_group.samples)
+            self._control_requests = ControlRequests(self._send, own, self._host)
+            control = Control(self._control_requests.ask, self._journal)
             self._loop.set_exception_handler(self._crashed)
             handled = self._install_signals()
             try:
@@ -302,7 +302,7 @@ class AgentService:
                 if self._dialing is not None:
                     self._dialing.cancel()
                 await self._meeting.close()
-                await crew.close()
+                await worker_group.close()
                 await control.close(self._outcome())
         return outcome
 
@@ -313,7 +313,7 @@ class AgentService:
 
     def look(self) -> tuple[RankProgress, ...]:
         """How far this node's workers are; nothing while there are none."""
-        return self._crew.progress() if self._crew is not None else ()
+        return self._worker_group.progress() if self._worker_group is not None else ()
 
     def view(self) -> JobView | None:
         """What the coordinator knows; None where it does not run here."""
@@ -331,13 +331,13 @@ class AgentService:
         handled: list[int] = []
         own = {*self._options.signals, *([self._options.preempt_signal] if self._options.preempt_signal else [])}
         for signum in sorted(own):
-            if signum not in self._keeper.ignored:
+            if signum not in self._supervisor.ignored:
                 name = signal.Signals(signum).name
                 event = Signalled(signum, name, preempt=signum == self._options.preempt_signal)
                 self._loop.add_signal_handler(signum, self._feed, event)
                 handled.append(signum)
         for passed in PASSED_SIGNALS:
-            if passed not in own and passed not in self._keeper.ignored:
+            if passed not in own and passed not in self._supervisor.ignored:
                 self._loop.add_signal_handler(passed, self._feed, PassSignal(passed))
                 handled.append(passed)
         self._loop.add_signal_handler(signal.SIGWINCH, self._resized)
@@ -346,8 +346,8 @@ class AgentService:
 
     def _resized(self) -> None:
         self._router.resized()
-        if self._crew is not None:
-            self._crew.signal(signal.SIGWINCH, to_end=False)
+        if self._worker_group is not None:
+            self._worker_group.signal(signal.SIGWINCH, to_end=False)
 
     def _crashed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault of ours in a callback ends this agent loudly; asyncio would log it and leave the job hanging."""
@@ -361,8 +361,8 @@ class AgentService:
 
     def _received(self, message: FromCoordinator) -> None:
         if isinstance(message, Answer):
-            assert self._inquiry is not None
-            self._inquiry.answered(message)
+            assert self._control_requests is not None
+            self._control_requests.answered(message)
             return
         self._feed(Received(message))
         if isinstance(message, Waiting) and self._line_of_others:
@@ -379,14 +379,14 @@ class AgentService:
     def _link_lost(self, link: CoordinatorLink, reason: str) -> None:
         if self._link is link:
             self._link = None
-            assert self._inquiry is not None
-            self._inquiry.link_lost()
+            assert self._control_requests is not None
+            self._control_requests.link_lost()
             self._feed(LinkLost(reason))
 
     # ---------------------------------------------------------------- commands
 
     def _execute(self, command: Command) -> None:
-        assert self._crew is not None
+        assert self._worker_group is not None
         assert self._tasks is not None
         match command:
             case Dial(node):
@@ -396,27 +396,27 @@ class AgentService:
             case HangUp(reason):
                 if self._link is not None:
                     link, self._link = self._link, None
-                    assert self._inquiry is not None
-                    self._inquiry.link_lost()
+                    assert self._control_requests is not None
+                    self._control_requests.link_lost()
                     link.close(reason)
             case Prepare(assign):
-                self._crew.prepare(assign)
+                self._worker_group.prepare(assign)
             case StartWorkers(assign, start):
-                self._crew.start(assign, start)
+                self._worker_group.start(assign, start)
                 if self._load is not None and self._load_timer is None:
                     self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
             case SignalWorkers(signum, to_end):
-                self._crew.signal(signum, to_end=to_end)
+                self._worker_group.signal(signum, to_end=to_end)
                 if to_end:
                     self._load_end()
             case HoldWorkers(generation):
-                self._crew.hold(generation)
+                self._worker_group.hold(generation)
             case ReleaseWorkers(generation, safe_point):
-                self._crew.release(generation, safe_point)
+                self._worker_group.release(generation, safe_point)
             case LookAtWorkers(generation, number, store):
-                self._crew.look(generation, number, store=store)
+                self._worker_group.look(generation, number, store=store)
             case KillTree():
-                self._crew.kill_tree()
+                self._worker_group.kill_tree()
             case Say(text, victims):
                 if victims is not None:
                     self._router.tell_elsewhere(victims)

@@ -15,7 +15,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct
 
-from holdfast.core.errors import (
+from holdfast.protocol.codec import decode_from_coordinator
+from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
     HoldfastError,
     InternalError,
@@ -25,14 +26,13 @@ from holdfast.core.errors import (
     ProtocolError,
     UnresolvedHostError,
 )
-from holdfast.core.options import Endpoint
-from holdfast.core.policy import JobSpec, NodeSpec
-from holdfast.core.protocol import FromCoordinator
-from holdfast.rendezvous.claim import who_holds
+from holdfast.protocol.handshake import NONCE_BYTES, ClientHandshake
+from holdfast.protocol.messages import FromCoordinator
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.session import Session
+from holdfast.rendezvous.bind import who_holds
 from holdfast.runtime.driver import describe, run_detached
-from holdfast.wire.codec import decode_from_coordinator
-from holdfast.wire.handshake import NONCE_BYTES, ClientHandshake
-from holdfast.wire.session import Session
 
 HANDSHAKE_S_MAX = 5.0
 CONNECT_S_MAX = 3.0

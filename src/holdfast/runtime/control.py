@@ -1,7 +1,7 @@
 """The agent's ear for commands on its own host: a Unix socket that only its user may talk to.
 
 One JSON line in, one JSON line out. Knows who may ask, how large a question is and how long anybody is waited for: a
-client that stalls stalls nobody. What the answer is `Inquiry` knows.
+client that stalls stalls nobody. What the answer is `ControlRequests` knows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 import msgspec
 
-from holdfast.core.errors import ControlRefusedError, ControlSilentError
-from holdfast.core.options import RunOptions
-from holdfast.core.outcome import Outcome
-from holdfast.core.protocol import Question
+from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
+from holdfast.protocol.messages import Question
+from holdfast.protocol.options import RunOptions
+from holdfast.protocol.outcome import Outcome
 from holdfast.runtime import running
 from holdfast.runtime.driver import run_detached
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.running import Reply
-from holdfast.runtime.workers.log_layout import RunFolder
+from holdfast.supervisor.log_layout import RunFolder
 
 REQUEST_BYTES_MAX = 4096
 REQUEST_S_MAX = 5.0

@@ -9,19 +9,28 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.coordinator.state import Command, Conclude, DropLink, Event, Heard, LinkClosed, LinkOpened, Tell
-from holdfast.core.errors import HoldfastError
-from holdfast.core.machines import Note, Tick
-from holdfast.core.outcome import fault_outcome
-from holdfast.core.protocol import Ask, Finish, FromAgent, FromCoordinator, Looked
-from holdfast.runtime.answers import Answers
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import (
+    Command,
+    Conclude,
+    DropLink,
+    Event,
+    Heard,
+    LinkClosed,
+    LinkOpened,
+    Tell,
+)
+from holdfast.protocol.errors import HoldfastError
+from holdfast.protocol.machines import Note, Tick
+from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked
+from holdfast.protocol.outcome import fault_outcome
+from holdfast.runtime.control_handlers import Answers
 from holdfast.runtime.descriptors import raise_limit
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.claim import Claim
+    from holdfast.rendezvous.bind import Claim
     from holdfast.runtime.listener import AgentConnection, Listener
     from holdfast.runtime.store_proxy import StoreProxy
 

@@ -1,7 +1,7 @@
 """How many files a process of ours may have open: the soft limit is raised to what the system allows, and a node that
 needs more than that is refused before anything is started.
 
-Workers keep the limit that the command was started with: the keeper gives it back to whatever it starts.
+Workers keep the limit that the command was started with: the supervisor gives it back to whatever it starts.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import resource
 
-from holdfast.core.errors import PlatformError
+from holdfast.protocol.errors import PlatformError
 
 DESCRIPTORS_WANTED = 65_536
 """A coordinator has a link to each of thousands of agents."""
 DESCRIPTORS_OWN = 64
-"""An agent or a keeper without workers, with room for commands that ask it something."""
+"""An agent or a supervisor without workers, with room for commands that ask it something."""
 DESCRIPTORS_PER_WORKER = 4
 """Two log files, which are open either for the worker or to be shown, the memory for its stacks, and one to spare."""
 DESCRIPTORS_PER_TERMINAL_WORKER = 8
@@ -40,7 +40,7 @@ def restore_limit(soft: int) -> None:
 
 
 def needed(nproc: int, *, terminal: bool) -> int:
-    """By the agent, and by the keeper, of a node with so many workers. `terminal`: our console is one."""
+    """By the agent, and by the supervisor, of a node with so many workers. `terminal`: our console is one."""
     return DESCRIPTORS_OWN + (DESCRIPTORS_PER_TERMINAL_WORKER if terminal else DESCRIPTORS_PER_WORKER) * nproc
 
 

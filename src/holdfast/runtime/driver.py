@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from holdfast.core.errors import HoldfastError, InternalError, PlatformError
+from holdfast.protocol.errors import HoldfastError, InternalError, PlatformError
 
 Result = TypeVar("Result")
 OUR_PACKAGE = "holdfast"

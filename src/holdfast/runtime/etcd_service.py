@@ -1,6 +1,6 @@
 """A coordinator whose authority is a lease, in etcd or in a third party's value.
 
-`Office` is the thread that keeps the lease, and says what may be done on it at this moment. The lease is measured on
+`LeaseHolder` is the thread that keeps the lease, and says what may be done on it at this moment. The lease is measured on
 our own clock, from the start of the last call that renewed it; etcd counts from later, so ours is always over first.
 The clock goes on while the process is stopped or the machine sleeps.
 
@@ -20,17 +20,17 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from holdfast.core.coordinator.elected import ElectedCoordinator
-from holdfast.core.coordinator.state import Command, DropLink, Tell
-from holdfast.core.errors import EtcdError
-from holdfast.core.policy import Limits
-from holdfast.core.protocol import Assign, Finish
+from holdfast.coordinator.coordinator_state import Command, DropLink, Tell
+from holdfast.coordinator.leased import LeasedCoordinator
+from holdfast.protocol.errors import EtcdError
+from holdfast.protocol.messages import Assign, Finish
+from holdfast.protocol.policy import Limits
 from holdfast.rendezvous.elections import Memory
 from holdfast.runtime.coordinator_service import CoordinatorService
 from holdfast.runtime.journal import Journal
 
 if TYPE_CHECKING:
-    from holdfast.rendezvous.elections import Api, Tenure
+    from holdfast.rendezvous.elections import Api, LeaderLease
 
 RENEWALS_PER_LEASE = 5
 HELD_PER_LEASE = 0.8
@@ -46,15 +46,15 @@ def clock_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Office:
+class LeaseHolder:
     """`on_news` is called on the loop after every renewal and once when the key is lost."""
 
     def __init__(
-        self, api: Api, tenure: Tenure, ttl_s: float, began_s: float, clock: Callable[[], float] = clock_s
+        self, api: Api, leader_lease: LeaderLease, ttl_s: float, began_s: float, clock: Callable[[], float] = clock_s
     ) -> None:
         """`began_s`: when the call that took the key was begun, by `clock`."""
         self._api = api
-        self._tenure = tenure
+        self._leader_lease = leader_lease
         self._ttl_s = ttl_s
         self._clock = clock
         self._renewed_s = began_s
@@ -64,7 +64,7 @@ class Office:
         self._thread = threading.Thread(target=self._run, name="holdfast-etcd-lease", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_news: Callable[[], None] = _nothing
-        self.predecessor = tenure.predecessor
+        self.previous_leader = leader_lease.previous_leader
 
     def start(self, on_news: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -101,7 +101,7 @@ class Office:
         def job() -> None:
             written = False
             with contextlib.suppress(EtcdError):
-                written = self._tenure.remember(memory)
+                written = self._leader_lease.remember(memory)
                 if not written:
                     self._lose("the coordinator's key is not ours any more")
             self._tell(lambda: done(written))
@@ -114,7 +114,7 @@ class Office:
 
         def job() -> None:
             with contextlib.suppress(EtcdError):
-                self._tenure.resign(None if forget else memory)
+                self._leader_lease.resign(None if forget else memory)
 
         if (memory is not None or forget) and self.holds():
             self._jobs.put(job)
@@ -143,7 +143,7 @@ class Office:
             return inf
         began_s = self._clock()
         try:
-            ours = self._tenure.renew()
+            ours = self._leader_lease.renew()
         except EtcdError:
             return self._clock() + RETRY_S
         if not ours:
@@ -176,41 +176,41 @@ class ElectedService(CoordinatorService):
 
     def __init__(
         self,
-        machine: ElectedCoordinator,
-        office: Office,
+        machine: LeasedCoordinator,
+        lease_holder: LeaseHolder,
         journal: Journal,
         say: Callable[[str], None],
         on_over: Callable[[str], None],
     ) -> None:
-        self._office = office
+        self._lease_holder = lease_holder
         self._elected = machine
         self._on_over: Callable[[str], None] | None = on_over
         self._outbox: deque[Tell | DropLink] = deque()
         self._remembered = 0
         self._remembering = False
         super().__init__(machine, journal, say)
-        self._timer = asyncio.get_running_loop().call_later(office.left_s(), self.look)
+        self._timer = asyncio.get_running_loop().call_later(lease_holder.left_s(), self.look)
 
     def look(self) -> None:
         """The lease was renewed, lost, or is due to be looked at."""
         if self._on_over is None:
             return
         self._timer.cancel()
-        reason = self._office.over
+        reason = self._lease_holder.over
         if reason:
             on_over, self._on_over = self._on_over, None
             self._outbox.clear()
             on_over(reason)
             return
-        self._timer = asyncio.get_running_loop().call_later(self._office.left_s(), self.look)
+        self._timer = asyncio.get_running_loop().call_later(self._lease_holder.left_s(), self.look)
         self._flush()
 
     def last_words(self) -> Memory | None:
-        """What a successor must heed when we go of our own accord; None: nothing was ever started."""
+        """What a successor must observe when we go of our own accord; None: nothing was ever started."""
         machine = self._elected
         generation = max(machine.generation, self._remembered)
         if not generation:
-            return self._office.predecessor
+            return self._lease_holder.previous_leader
         tail_s = fence_s(machine.limits) if machine.workers_may_live else 0.0
         return Memory(run_id=machine.job.run_id, generation=generation, tail_s=tail_s)
 
@@ -230,7 +230,7 @@ class ElectedService(CoordinatorService):
                 super()._execute(command)
 
     def _flush(self) -> None:
-        while self._outbox and self._office.fresh() and not self._remembering:
+        while self._outbox and self._lease_holder.fresh() and not self._remembering:
             command = self._outbox[0]
             if isinstance(command, Tell) and isinstance(command.message, Assign):
                 generation = command.message.generation
@@ -243,7 +243,7 @@ class ElectedService(CoordinatorService):
     def _remember(self, generation: int) -> None:
         self._remembering = True
         limits = self._elected.limits
-        tail_s = self._office.tail_s(fence_s(limits))
+        tail_s = self._lease_holder.tail_s(fence_s(limits))
 
         def done(written: bool) -> None:
             self._remembering = False
@@ -252,7 +252,7 @@ class ElectedService(CoordinatorService):
                 self._flush()
             # else: the next renewal tries again, or says that we lost the office
 
-        self._office.remember(Memory(run_id=self.machine.job.run_id, generation=generation, tail_s=tail_s), done)
+        self._lease_holder.remember(Memory(run_id=self.machine.job.run_id, generation=generation, tail_s=tail_s), done)
 
 
 def fence_s(limits: Limits) -> float:

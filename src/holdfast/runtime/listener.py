@@ -11,14 +11,14 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast.core.errors import HoldfastError, ProtocolError
-from holdfast.core.policy import JobSpec
-from holdfast.core.protocol import FromAgent
+from holdfast.protocol.codec import decode_from_agent
+from holdfast.protocol.errors import HoldfastError, ProtocolError
+from holdfast.protocol.framing import STORE_MAGIC, read_preamble
+from holdfast.protocol.handshake import Hello, ServerHandshake
+from holdfast.protocol.messages import FromAgent
+from holdfast.protocol.policy import JobSpec
+from holdfast.protocol.session import Session
 from holdfast.runtime.connection import HANDSHAKE_S_MAX, Connection, fresh_nonce, plain_address
-from holdfast.wire.codec import decode_from_agent
-from holdfast.wire.framing import STORE_MAGIC, read_preamble
-from holdfast.wire.handshake import Hello, ServerHandshake
-from holdfast.wire.session import Session
 
 ARRIVALS_MAX = 4096
 """Connections whose handshake is not done; never more than three quarters of the descriptors we may have."""

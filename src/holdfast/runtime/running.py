@@ -20,10 +20,10 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.core.errors import ControlRefusedError, ControlSilentError, NoRunError
-from holdfast.core.protocol import Question
 from holdfast.linux import process_stat
-from holdfast.wire.words import clean
+from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError
+from holdfast.protocol.messages import Question
+from holdfast.protocol.words import clean
 
 ANSWER_S_MAX = 5.0
 STACKS_S_MAX = 12.0

@@ -1,7 +1,7 @@
 """Secrets that we are given: the job's token and etcd's password. Read once, then taken out of our environment, so that
 no program that is started finds them there.
 
-Light: the keeper uses it before anything heavy is imported.
+Light: the supervisor uses it before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from holdfast.core.errors import EnvironmentValueError, RendezvousConfigError
+from holdfast.protocol.errors import EnvironmentValueError, RendezvousConfigError
 
 TOKEN_BYTES_MAX = 4096
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"

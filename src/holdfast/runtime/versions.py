@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from holdfast.core.options import CommandKind, WorkerCommand
+from holdfast.protocol.options import CommandKind, WorkerCommand
 from holdfast.version import __version__
 
 HASH_CHARACTERS = 12

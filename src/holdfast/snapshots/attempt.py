@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     SnapshotDamagedError,
     SnapshotError,
     SnapshotIncompleteError,

@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from holdfast.core.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
+from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 
 ALGORITHM = "sha256-4MiB"
 CHUNK_BYTES = 4 << 20

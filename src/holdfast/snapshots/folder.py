@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     NoValidSnapshotError,
     SnapshotDamagedError,
     SnapshotError,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.core.errors import SnapshotDamagedError
+from holdfast.protocol.errors import SnapshotDamagedError
 
 ALIGNMENT_BYTES = 64
 LENGTH_BYTES = 8

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from holdfast.core.errors import SnapshotBusyError, SnapshotError
 from holdfast.linux import boot_id, process_stat
+from holdfast.protocol.errors import SnapshotBusyError, SnapshotError
 from holdfast.snapshots import disk
 
 BEAT_S = 2.0

@@ -27,7 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.core.errors import SnapshotDamagedError, SnapshotVersionError
+from holdfast.protocol.errors import SnapshotDamagedError, SnapshotVersionError
 from holdfast.snapshots.disk import ALGORITHM, chunk_begins, root_digest
 
 MANIFEST = "MANIFEST.json"

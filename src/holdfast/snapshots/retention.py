@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.core.errors import RetentionError, SnapshotDamagedError, SnapshotError
+from holdfast.protocol.errors import RetentionError, SnapshotDamagedError, SnapshotError
 from holdfast.snapshots import disk, folder
 from holdfast.snapshots.attempt import At, nowhere
 from holdfast.snapshots.folder import Snapshot

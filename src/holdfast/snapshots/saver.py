@@ -1,8 +1,8 @@
 """The saver: a process that writes memory slots to disk, so that the death of a worker never aborts a save.
 
-    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as shelf.saver_argv builds it
+    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as shared-memory folder.saver_argv builds it
 
-FOLDER is the shelf. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or -1: then this
+FOLDER is the shared-memory folder. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or -1: then this
 process detaches itself, and ANCHOR is the process whose end is the job's (torchrun, or the one worker there is).
 
 What it promises, in what order things end:
@@ -12,9 +12,9 @@ What it promises, in what order things end:
   all ranks of the job have in memory is written too, of each snapshot folder, if it is newer than what is on disk
   (saving.py).
 - "finish" from the agent: everything that is in flight is carried out, then it ends. The agent waits
-  shelf.FINISH_LIMIT_S.
+  shared-memory folder.FINISH_LIMIT_S.
 - The agent is gone without that: it ends at once, and what was in flight is an attempt that was never committed.
-- Without an agent: it ends, and removes the shelf, when the anchor is gone, no worker is left and nothing is in flight.
+- Without an agent: it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and nothing is in flight.
 
 One thread looks after sockets and processes; each save has one of its own, which sleeps in the disk. Signals that end
 whole sessions are ignored: what it does is finite.
@@ -37,11 +37,11 @@ from functools import partial
 from pathlib import Path
 
 from holdfast import seqpacket
-from holdfast.snapshots import shelf, slots
+from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.saving import Save, Tell, carry_out, read_back, stranded
-from holdfast.snapshots.shelf import FINISH_LIMIT_S
+from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
 
 SAVES_PER_WORKER_MAX = 8
 """In flight; there are only two slots, so more is a fault of the caller's."""
@@ -150,7 +150,7 @@ class Saver:
 
     def _obey(self, control: socket.socket) -> None:
         got = seqpacket.receive(control)
-        if got is None:  # the agent was killed: the keeper ends us too
+        if got is None:  # the agent was killed: the supervisor ends us too
             self._ended = True
             return
         if got[0].get("do") == "finish":
@@ -176,7 +176,7 @@ class Saver:
             sock, _ = self._listening.accept()
         except OSError:
             return False
-        pid, uid = shelf.peer(sock)
+        pid, uid = memory_folder.peer(sock)
         if uid != os.getuid():
             sock.close()
             return True
@@ -209,12 +209,12 @@ class Saver:
         self._drop(worker)
         return False
 
-    def _serve(self, worker: SaverConnection, packet: shelf.Packet, fds: list[int]) -> None:
+    def _serve(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
         try:
             match packet.get("do"):
                 case "hello":
-                    worker.local_rank = shelf.field(packet, "local_rank", int)
-                    worker.generation = shelf.field(packet, "generation", int)
+                    worker.local_rank = memory_folder.field(packet, "local_rank", int)
+                    worker.generation = memory_folder.field(packet, "generation", int)
                     self._tell_news(worker)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
@@ -222,7 +222,7 @@ class Saver:
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_written(answer)
                 case "read back":
-                    path = Path(shelf.field(packet, "path", str))
+                    path = Path(memory_folder.field(packet, "path", str))
                     # Nobody waits for it when we end: who asked does it then.
                     self._in_thread(partial(read_back, path, self._is_busy), tell=partial(_send, worker))
                 case "bye":
@@ -233,16 +233,19 @@ class Saver:
             for fd in fds:
                 os.close(fd)
 
-    def _persist(self, worker: SaverConnection, packet: shelf.Packet, fds: list[int]) -> None:
-        number = shelf.field(packet, "id", int)
+    def _persist(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
+        number = memory_folder.field(packet, "id", int)
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
-        sequence, patience_s = shelf.field(packet, "sequence", int), shelf.field(packet, "patience_s", float)
-        request = SaveRequest.from_json(shelf.field(packet, "request", dict))
+        sequence, patience_s = (
+            memory_folder.field(packet, "sequence", int),
+            memory_folder.field(packet, "patience_s", float),
+        )
+        request = SaveRequest.from_json(memory_folder.field(packet, "request", dict))
         save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
-    def _answer(self, worker: SaverConnection, save: Save, answer: shelf.Packet) -> None:
+    def _answer(self, worker: SaverConnection, save: Save, answer: memory_folder.Packet) -> None:
         if worker in self._workers:
             _send(worker, answer)
             if answer["is"] == "failed":
@@ -306,7 +309,7 @@ class Saver:
             ]
             for rank in ranks
         }
-        for each in stranded(self._folder, by_rank, self._newest_asked):
+        for each in pending_flush(self._folder, by_rank, self._newest_asked):
             slot, request = each.held[each.alone or max(each.held)]
             save = Save(
                 slots.lend(self._folder, slot),
@@ -319,7 +322,7 @@ class Saver:
             )
             self._begin(save, partial(self._rescued, save))
 
-    def _rescued(self, save: Save, answer: shelf.Packet) -> None:
+    def _rescued(self, save: Save, answer: memory_folder.Packet) -> None:
         if answer["is"] == "failed" and not answer["made_good"]:
             self._report(save, answer["text"])
 
@@ -331,14 +334,14 @@ class Saver:
     def _begin(self, save: Save, tell: Tell) -> None:
         flights = self._flights(save.local_rank)
         # A rescue on several nodes may wait in vain for the others before it writes anything.
-        writing = save.stranded is None or save.stranded.alone is not None
+        writing = save.pending_flush is None or save.pending_flush.alone is not None
         flights.saves += 1
         flights.writing += writing
         asked = (save.request.folder, save.local_rank)
         before = self._newest_asked.get(asked, -1)
         self._newest_asked[asked] = max(before, save.request.step)
 
-        def told(answer: shelf.Packet) -> None:
+        def told(answer: memory_folder.Packet) -> None:
             nonlocal writing
             flights.writing -= writing
             writing = False
@@ -358,13 +361,13 @@ class Saver:
     def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
         """`tell` is called in the main thread. A thread for each: the disk may hold one of them for ever."""
 
-        def in_main(answer: shelf.Packet) -> None:
+        def in_main(answer: memory_folder.Packet) -> None:
             self._done.put(partial(tell, answer))
             self._wake.send(b"!")
 
         threading.Thread(target=work, args=(in_main,), daemon=True).start()
 
-    def _over(self, save: Save, answer: shelf.Packet, before: int) -> None:
+    def _over(self, save: Save, answer: memory_folder.Packet, before: int) -> None:
         asked = (save.request.folder, save.local_rank)
         if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
             self._newest_asked[asked] = before
@@ -400,7 +403,7 @@ class Saver:
     def _news_to_agent(self, text: str) -> None:
         self._tell_agent({"is": "news", "text": text})
 
-    def _tell_agent(self, packet: shelf.Packet) -> None:
+    def _tell_agent(self, packet: memory_folder.Packet) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
                 seqpacket.send(self._control, packet)
@@ -410,7 +413,7 @@ def _of_rank(save: Save, text: str) -> str:
     return f"rank {save.request.rank}, before its restart: {text}"
 
 
-def _send(worker: SaverConnection, packet: shelf.Packet) -> None:
+def _send(worker: SaverConnection, packet: memory_folder.Packet) -> None:
     """A worker that is gone, or does not read, need not know."""
     with contextlib.suppress(OSError):
         seqpacket.send(worker.sock, packet)
@@ -443,6 +446,6 @@ def main() -> None:
     saver.run()
     if control is None:
         with contextlib.suppress(OSError):
-            shelf.remove_folder(folder)
+            memory_folder.remove_folder(folder)
     sys.stdout.flush()
     os._exit(os.EX_OK)  # threads that hang in a disk are not waited for

@@ -8,7 +8,7 @@
     tier.check()                                         # in every step: raises what went wrong since
 
 `SaverClient`: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
-`PrivateTier`: memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save
+`InProcessStaging`: memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save
 ends with the process then.
 
 Both hold a staged image still while it is written, and neither waits unless it is asked to. Not for several threads,
@@ -31,18 +31,18 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast import seqpacket
-from holdfast.core import errors
-from holdfast.core.errors import (
+from holdfast.protocol import errors
+from holdfast.protocol.errors import (
     SaverLostError,
     SnapshotError,
     SnapshotIncompleteError,
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import attempt, folder, shelf
+from holdfast.snapshots import attempt, folder, memory_folder
 from holdfast.snapshots.attempt import PATIENCE_S, SaveRequest
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.shelf import SaverAddress
+from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
 
 RECONNECT_S = 5.0
@@ -80,8 +80,8 @@ class Tier(Protocol):
     def wait(self) -> None:
         """Until all that was handed over is on the disk; raises what went wrong."""
 
-    def await_predecessor(self) -> None:
-        """Until nothing that a predecessor left is being written by this node; what waits for other ranks may wait
+    def await_previous_leader(self) -> None:
+        """Until nothing that a previous leader left is being written by this node; what waits for other ranks may wait
         on."""
 
     def held(self, folder: str) -> list[Slot]:
@@ -129,7 +129,7 @@ class SaverClient:
         self._failures: list[SnapshotError] = []
         self._lost_at_s: float | None = None
         self._news: list[str] = []
-        """What became of a predecessor's saves."""
+        """What became of a previous leader's saves."""
         self._connect()
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class SaverClient:
         if not idle:
             raise SnapshotIncompleteError(f"after {patience_s:g} s the saver is still writing")
 
-    def await_predecessor(self, patience_s: float = PATIENCE_S) -> None:
-        self._predecessor_written(patience_s)
+    def await_previous_leader(self, patience_s: float = PATIENCE_S) -> None:
+        self._previous_leader_written(patience_s)
         self.check()
 
     def wait_for_slot(self, patience_s: float) -> bool:
@@ -237,10 +237,10 @@ class SaverClient:
         self._receive()
         before = len(self.writing)
         if not before:
-            return self._predecessor_written(patience_s)
+            return self._previous_leader_written(patience_s)
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
-    def _predecessor_written(self, patience_s: float) -> bool:
+    def _previous_leader_written(self, patience_s: float) -> bool:
         """What is written and waits for other ranks may wait on: they may never come."""
         self._receive()
         if self._sock is not None and not self._waiting_for:
@@ -279,7 +279,7 @@ class SaverClient:
         self._last_id += 1
         return self._last_id
 
-    def _send(self, packet: shelf.Packet, *fds: int) -> None:
+    def _send(self, packet: memory_folder.Packet, *fds: int) -> None:
         """To a saver that lives: one that has died is replaced once."""
         for last in (False, True):
             if self._sock is None:
@@ -321,7 +321,7 @@ class SaverClient:
             poller.register(self._sock, select.POLLIN)
             poller.poll(left_s * 1000)
 
-    def _take(self, packet: shelf.Packet) -> None:
+    def _take(self, packet: memory_folder.Packet) -> None:
         match packet.get("is"), packet.get("id", 0):
             case "written", number:
                 if number in self._asked:
@@ -355,12 +355,12 @@ class SaverClient:
 
     def _connect(self) -> None:
         try:
-            self._sock = shelf.connect(self._address.folder)
+            self._sock = memory_folder.connect(self._address.folder)
         except OSError as error:
             if not self._address.anchor:
                 raise SnapshotMemoryError(f"the agent's saver cannot be reached: {error.strerror}") from error
             try:
-                self._sock = shelf.start_saver(self._address)
+                self._sock = memory_folder.start_saver(self._address)
             except (OSError, subprocess.SubprocessError) as failed:
                 raise SnapshotMemoryError(f"no saver can be started: {failed}") from failed
         hello = {"do": "hello", "local_rank": self._address.local_rank, "generation": self._address.generation}
@@ -368,13 +368,13 @@ class SaverClient:
             seqpacket.send(self._sock, hello)
 
 
-def read_back(shelf_folder: Path, path: Path, patience_s: float) -> None:
+def read_back(memory_folder_folder: Path, path: Path, patience_s: float) -> None:
     """Have the saver read a committed snapshot and check every byte. For any thread; waits.
 
     SnapshotError as of `folder.verify`, or when it takes longer; SaverLostError: there is no saver that could.
     """
     try:
-        with shelf.connect(shelf_folder) as sock:
+        with memory_folder.connect(memory_folder_folder) as sock:
             seqpacket.send(sock, {"do": "read back", "path": str(path)})
             poller = select.poll()
             poller.register(sock, select.POLLIN)
@@ -395,7 +395,7 @@ def error_of(code: str, text: str) -> SnapshotError:
     return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))
 
 
-class PrivateTier:
+class InProcessStaging:
     """Memory of this process and a thread that writes."""
 
     in_memory = False
@@ -456,7 +456,7 @@ class PrivateTier:
         self._join()
         self.check()
 
-    def await_predecessor(self) -> None:
+    def await_previous_leader(self) -> None:
         """It took its saves along."""
 
     def held(self, folder: str) -> list[Slot]:  # noqa: ARG002
@@ -483,7 +483,7 @@ def open_tier(*, rank: int, world: int) -> Tier:
             raise
     except SnapshotMemoryError as error:
         warn_of_disk(error)
-        return PrivateTier()
+        return InProcessStaging()
 
 
 def warn_of_disk(error: SnapshotError) -> None:

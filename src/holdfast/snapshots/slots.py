@@ -45,8 +45,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.core.errors import SnapshotMemoryError
 from holdfast.linux import group_folders, group_room_bytes
+from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.mapping import MappedFile, Mappings
 
@@ -104,7 +104,7 @@ class Slots:
     """The two slots of one local rank. For one thread; a forked child must leave them alone."""
 
     def __init__(self, folder: Path, owner: SlotOwner) -> None:
-        """`folder`: the shelf. Nothing is made before the first `reserve` or `stage`."""
+        """`folder`: the shared-memory folder. Nothing is made before the first `reserve` or `stage`."""
         self._folder = folder
         self._owner = owner
         self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(COUNT)]
@@ -209,7 +209,7 @@ class Slots:
         return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
     def newest(self) -> Slot | None:
-        """The last one that was committed, by this worker or a predecessor; None: there is none."""
+        """The last one that was committed, by this worker or a previous leader; None: there is none."""
         return next(iter(self.committed()), None)
 
     def forget(self, *, above_step: int) -> None:
@@ -372,7 +372,7 @@ def slot_path(folder: Path, local_rank: int, index: int) -> Path:
 
 
 def local_ranks(folder: Path) -> list[int]:
-    """Who has slots on this shelf."""
+    """Who has slots on this shared-memory folder."""
     try:
         found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except OSError:
@@ -387,7 +387,7 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
 
 
 def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
-    """Whether one of these puts a state together just now; a predecessor that died while it did looks the same."""
+    """Whether one of these puts a state together just now; a previous leader that died while it did looks the same."""
     for local_rank in local_ranks:
         for index in range(COUNT):
             with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:

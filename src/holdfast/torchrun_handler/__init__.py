@@ -5,7 +5,7 @@ group `torchrun.handlers`. So nothing is imported here, and nothing can fail, be
 
     handler.py      torch's interface: stores, errors. The only file here that imports torch
     membership.py   the thread beside torchrun's, and what the two say to each other
-    member.py       the agent's machine and the meeting, with torchrun in the place of our crew
+    member.py       the agent's machine and the meeting, with torchrun in the place of our worker group
     settings.py     torchrun's parameters as ours
 """
 

@@ -23,10 +23,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from holdfast.core.errors import JoinTimeoutError
-from holdfast.core.outcome import OutcomeKind
+from holdfast.protocol.errors import JoinTimeoutError
+from holdfast.protocol.outcome import OutcomeKind
 from holdfast.torchrun_handler.member import Formed, OverError
-from holdfast.torchrun_handler.membership import HandlerMembership
+from holdfast.torchrun_handler.members import HandlerMembership
 from holdfast.torchrun_handler.settings import BACKEND, options_from
 
 CONNECT_S = 3.0

@@ -1,4 +1,4 @@
-"""One torchrun agent as a member of a job: our agent's machine and meeting, with torchrun in the place of our crew.
+"""One torchrun agent as a member of a job: our agent's machine and meeting, with torchrun in the place of our worker group.
 
     StartWorkers    ─►  what next_rendezvous returns
     SignalWorkers   ─►  `regroup` is True, which torchrun asks for ten times a second; it then stops its workers
@@ -19,8 +19,9 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from holdfast.core.agent import commands as do
-from holdfast.core.agent.events import (
+from holdfast.agent import commands as do
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.events import (
     Dialed,
     DialFailed,
     Event,
@@ -33,17 +34,16 @@ from holdfast.core.agent.events import (
     WorkerEnded,
     WorkersHeld,
 )
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
-from holdfast.core.machines import Tick
-from holdfast.core.options import RunOptions
-from holdfast.core.outcome import Failure, Outcome
-from holdfast.core.policy import NodeSpec
-from holdfast.core.protocol import Assign, FromCoordinator, Start, Stop
-from holdfast.insight.causes import judge
+from holdfast.diagnosis.causes import judge
+from holdfast.protocol.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
+from holdfast.protocol.machines import Tick
+from holdfast.protocol.messages import Assign, FromCoordinator, Start, Stop
+from holdfast.protocol.options import RunOptions
+from holdfast.protocol.outcome import Failure, Outcome
+from holdfast.protocol.policy import NodeSpec
 from holdfast.runtime.driver import Driver, Troubles, fault_of
 from holdfast.runtime.journal import Journal
-from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
+from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
 
 INCARNATION_BYTES = 4
 BACKLOG = 4096

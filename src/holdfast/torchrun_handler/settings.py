@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from holdfast.core.coordinator.ending import UNBOUNDED
-from holdfast.core.options import CommandKind, LogOptions, RunOptions, WorkerCommand
-from holdfast.core.policy import JobSpec, Limits
+from holdfast.coordinator.ending import UNBOUNDED
+from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
+from holdfast.protocol.policy import JobSpec, Limits
 from holdfast.rendezvous.conf import get_bool, limits_from_conf, parse_endpoint, unknown_key_notices
 from holdfast.rendezvous.registry import default_port
 from holdfast.runtime.secret_variables import read_token

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.core.errors import ProcessGroupError
+from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train.data.position import Ahead, HasShare, Share, in_hand
 from holdfast.train.guards import watch
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.core.errors import IntervalError, SnapshotBusyError, SnapshotError, SnapshotIncompleteError
 from holdfast.linux import boot_id
+from holdfast.protocol.errors import IntervalError, SnapshotBusyError, SnapshotError, SnapshotIncompleteError
 from holdfast.text import seconds_of
 from holdfast.train.guards import GuardWarning, enabled
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.core.errors import SnapshotMemoryError, StateMismatchError
+from holdfast.protocol.errors import SnapshotMemoryError, StateMismatchError
 
 try:
     from holdfast.train import _stream

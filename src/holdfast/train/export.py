@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     EXIT_FAILURE,
     HoldfastError,
     NoValidSnapshotError,

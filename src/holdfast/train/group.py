@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.core.errors import ProcessGroupError, SnapshotIncompleteError
+from holdfast.protocol.errors import ProcessGroupError, SnapshotIncompleteError
 from holdfast.train.agreement import PATIENCE_S, Peers
 from holdfast.train.guards import enabled, guarded, watch
 

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from holdfast.core.errors import ShardingError, SnapshotDamagedError, SnapshotError, StateMismatchError
+from holdfast.protocol.errors import ShardingError, SnapshotDamagedError, SnapshotError, StateMismatchError
 from holdfast.snapshots.folder import RankFile, Snapshot
 from holdfast.snapshots.image import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
 from holdfast.snapshots.slots import HEADER_BYTES
-from holdfast.train import codec
+from holdfast.train import state_codec as codec
 from holdfast.train.copying import PrivateMapping, can_settle, copy_all
 from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, TIED, Piece, local_pieces, local_tensor
 

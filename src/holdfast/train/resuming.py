@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     HoldfastError,
     ShardingError,
     SnapshotDamagedError,
@@ -57,7 +57,7 @@ class Resumed:
     """What was not restored as it was saved, because `strict=False` or `optional=` allowed it."""
 
 
-Offer = tuple[int, int, int]
+Inventory = tuple[int, int, int]
 """Of a state in memory: its step, which life of the job left it (the number of its attempt), and which save of that
 life.
 """
@@ -91,7 +91,7 @@ class Resumer:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _from_memory(self) -> Resumed | None:
-        held: dict[Offer, list[Slot]] = {}
+        held: dict[Inventory, list[Slot]] = {}
         for each in self.tier.held(str(self.path)):
             assert each.request is not None
             held.setdefault((each.step, each.request.attempt, each.request.save), []).append(each)
@@ -103,7 +103,7 @@ class Resumer:
                 return resumed
         return None
 
-    def _choose(self, said: list[list[list[int]]], held: dict[Offer, list[Slot]]) -> list[Offer]:
+    def _choose(self, said: list[list[list[int]]], held: dict[Inventory, list[Slot]]) -> list[Inventory]:
         """Rank 0: what every rank has something of, newest first, and is not older than the disk."""
         common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
         if not common:
@@ -114,7 +114,7 @@ class Resumer:
             return []  # the disk is looked at next, and says it then
         newest_step = -1 if on_disk is None else on_disk.step
 
-        def age(offer: Offer) -> tuple[int, int]:
+        def age(offer: Inventory) -> tuple[int, int]:
             return offer[0], max(each.sequence for each in held[offer])
 
         return sorted((offer for offer in common if offer[0] >= newest_step), key=age, reverse=True)
@@ -170,7 +170,7 @@ class Resumer:
     # --- the disk -----------------------------------------------------------------------------------------------------
 
     def _from_disk(self) -> Resumed | None:
-        self._together(self._await_predecessor)
+        self._together(self._await_previous_leader)
         passed: set[Key] = set()
         while True:
             word = self.peers.tell(self._next_on_disk(passed) if self.peers.rank == 0 else None)
@@ -215,9 +215,9 @@ class Resumer:
             "skipped": self.skipped,
         }
 
-    def _await_predecessor(self) -> None:
+    def _await_previous_leader(self) -> None:
         """Its saves may be about to become the newest: the saver of this node knows, or the folder still changes."""
-        self.tier.await_predecessor()
+        self.tier.await_previous_leader()
         if self.peers.rank:
             return
         before: set[tuple[str, int]] = set()

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from holdfast.core.errors import ShardingError, SnapshotDamagedError
+from holdfast.protocol.errors import ShardingError, SnapshotDamagedError
 from holdfast.snapshots.image import ALIGNMENT_BYTES, Image, TensorEntry
 from holdfast.train.agreement import Peers
 from holdfast.train.copying import copy_alike

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast import worker
-from holdfast.core.errors import (
+from holdfast.protocol.errors import (
     HoldfastError,
     IntervalError,
     RetentionError,
@@ -40,14 +40,14 @@ from holdfast.core.errors import (
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots import retention
+from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.retention import Keep, Verified
 from holdfast.snapshots.saver_client import Tier, open_tier
-from holdfast.snapshots.saving import rescue_attempt
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
-from holdfast.train.saving import Saving
+from holdfast.train.save import Saving
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
 

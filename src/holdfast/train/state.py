@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from holdfast.core.errors import ShardingError, TrackingError
-from holdfast.train import codec
+from holdfast.protocol.errors import ShardingError, TrackingError
+from holdfast.train import state_codec as codec
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied

@@ -33,13 +33,19 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.core.errors import NoValidSnapshotError, ShardingError, SnapshotError, SnapshotGoneError, TrackingError
+from holdfast.protocol.errors import (
+    NoValidSnapshotError,
+    ShardingError,
+    SnapshotError,
+    SnapshotGoneError,
+    TrackingError,
+)
 from holdfast.snapshots import attempt
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.attempt import SaveRequest
 from holdfast.snapshots.folder import RankFile, Snapshot
 from holdfast.snapshots.manifest import FolderKind, check_step, parse_name
-from holdfast.train import codec
+from holdfast.train import state_codec as codec
 from holdfast.train.reading import FilePart, Saved, open_files
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
 

@@ -30,7 +30,7 @@ def load_store_class() -> Any:
 
     Raises ImportError when there is no torch.
     """
-    if "torch" in sys.modules:  # forked from the nursery
+    if "torch" in sys.modules:  # forked from the fork server
         return importlib.import_module("torch.distributed").TCPStore
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.core.errors import ShardingError, StateMismatchError, TrackingError
+from holdfast.protocol.errors import ShardingError, StateMismatchError, TrackingError
 from holdfast.text import listed
-from holdfast.train import codec
+from holdfast.train import state_codec as codec
 from holdfast.train.agreement import Peers
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import local_tensor

@@ -1,7 +1,7 @@
 """Runs a user's Python program as `python` itself would, and writes down the exception that ends it.
 
     python -u bootstrap.py script|module|run_path TARGET [arguments…]
-    python -u bootstrap.py nursery …       the process that others of these are forked from, see nursery.py
+    python -u bootstrap.py fork server …       the process that others of these are forked from, see fork_server.py
 
 Standard library only and nothing of holdfast: it is run by its path, by whatever Python the user chose. The program
 must not be able to tell: `__main__`, `sys.argv`, `sys.path[0]`, tracebacks and exit codes are those of a plain
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 BOARD = "HOLDFAST_BOARD"
 STACKS_FD = 600
-"""Where the file for stacks is open, if nothing else is there: above what birth.py uses while a worker is forked."""
+"""Where the file for stacks is open, if nothing else is there: above what forking.py uses while a worker is forked."""
 
 
 # --- the error file ---------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def _limit_the_end() -> None:
 
 
 def _unfreeze() -> None:
-    """Let the interpreter's last phase free what the nursery has frozen: some libraries print what is left then."""
+    """Let the interpreter's last phase free what the fork server has frozen: some libraries print what is left then."""
     import gc
 
     gc.unfreeze()
@@ -307,17 +307,17 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _serve_as_nursery() -> None:
+def _serve_as_fork_server() -> None:
     """Returns in each worker that is forked, where everything is as after its own start.
 
     Here, so that workers have the same frames below them however they were started."""
     folder, control_fd = sys.argv[2:4]
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
-    birth = _load(os.path.join(folder, "birth.py"))
+    forking = _load(os.path.join(folder, "forking.py"))
     seqpacket = _load(os.path.join(os.path.dirname(folder), "seqpacket.py"))
-    nursery = _load(os.path.join(folder, "nursery.py"), birth=birth, seqpacket=seqpacket)
-    nursery.serve(int(control_fd))
+    fork_server = _load(os.path.join(folder, "fork_server.py"), forking=forking, seqpacket=seqpacket)
+    fork_server.serve(int(control_fd))
 
 
 def _serve_agent() -> Callable[[], None]:
@@ -402,9 +402,9 @@ def _load(path: str, **given: Any) -> Any:
 
 def main() -> None:
     """Turn into the program that the arguments name."""
-    forked = sys.argv[1] == "nursery"
+    forked = sys.argv[1] == "fork-server"
     if forked:
-        _serve_as_nursery()
+        _serve_as_fork_server()
     recorder = _Recorder()
     mode, target = sys.argv[1:3]
     if hasattr(sys, "orig_argv"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 
-from holdfast.core import board as layout
+from holdfast.protocol import board_layout as layout
 
 
 class _Beats:

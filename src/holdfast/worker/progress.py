@@ -2,7 +2,7 @@
 way.
 
 Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`,
-core/board.py, is put here by the bootstrap. Hooks torch when the program has imported it, and never imports it:
+protocol/board_layout.py, is put here by the bootstrap. Hooks torch when the program has imported it, and never imports it:
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps; some 0.5 microseconds each.
   Steps of an optimizer that is itself compiled (torch.compile) are not seen;
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from holdfast.core import board as layout  # noqa: TC004 - the bootstrap puts it here
+    from holdfast.protocol import board_layout as layout  # noqa: TC004 - the bootstrap puts it here
 
     Handler = Callable[..., Iterator[Any]]
 

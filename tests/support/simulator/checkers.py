@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.core.protocol import Assign
+from holdfast.protocol.messages import Assign
 
 
 class BrokenPromiseError(AssertionError):

@@ -14,10 +14,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.outcome import Evidence, Outcome, OutcomeKind, Verdict
-from holdfast.core.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
 from tests.support.simulator.clock import Agenda, ManualClock
 from tests.support.simulator.faults import FaultOptions, plan_faults
@@ -159,7 +159,7 @@ class SimCluster:
             self.coordinator = SimCoordinator(self, host, self.coordinators)
 
     def crash(self, host: str, *, silent: bool) -> None:
-        """Kill the agent (its keeper kills the workers); `silent`: the whole machine, nobody is told."""
+        """Kill the agent (its supervisor kills the workers); `silent`: the whole machine, nobody is told."""
         agent = self.agents.pop(host, None)
         if agent is None:
             return
@@ -194,11 +194,11 @@ class SimCluster:
     def cut_off(self, coordinator: int) -> set[str]:
         """Hosts whose link broke so recently that their workers may lawfully still be dying.
 
-        A coordinator that nobody told of its predecessor cannot wait for that one's members: theirs count as well.
+        A coordinator that nobody told of its previous leader cannot wait for that one's members: theirs count as well.
         """
         fence = self.options.limits.fence_s + self.options.limits.kill_s
         cut = {host for host, when in self.lost_links.items() if self.clock.now - when <= fence}
-        if self.coordinator is not None and not self.coordinator.machine.knows_predecessor:
+        if self.coordinator is not None and not self.coordinator.machine.knows_previous_leader:
             strangers = {host for host, agent in self.agents.items() if agent.coordinator_number != coordinator}
             if self.clock.now - self.coordinator_died_s <= fence:
                 cut |= strangers

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from holdfast.core.agent.events import Signalled
-from holdfast.core.errors import EXIT_REQUEUE
+from holdfast.agent.events import Signalled
+from holdfast.protocol.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from tests.support.simulator.cluster import SimCluster

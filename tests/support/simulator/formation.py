@@ -3,7 +3,7 @@
     assign = join_once(Endpoint(host="localhost", port=29400), job, node)      one agent, in this process
     seconds = form_many(1000, processes=4)                                     many, sharing processes
 
-Everything from the agent's machine to the wire is the product's own; only the crew is a stand-in that starts nothing.
+Everything from the agent's machine to the wire is the product's own; only the worker group is a stand-in that starts nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import socket
 import time
 from collections.abc import Callable
 
-from holdfast.core.agent import commands as do
-from holdfast.core.agent.events import Dialed, DialFailed, Event, LinkLost, NodePrepared, Received, Signalled
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.errors import HoldfastError
-from holdfast.core.machines import Tick
-from holdfast.core.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
-from holdfast.core.policy import JobSpec, Limits, NodeSpec
-from holdfast.core.protocol import Assign
+from holdfast.agent import commands as do
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, NodePrepared, Received, Signalled
+from holdfast.protocol.errors import HoldfastError
+from holdfast.protocol.machines import Tick
+from holdfast.protocol.messages import Assign
+from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.journal import Journal
-from holdfast.runtime.meeting import CoordinatorLink, RendezvousClient
+from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
 from tests.support.simulator.cluster import simple_judge
 
 STORE_PORT = 1

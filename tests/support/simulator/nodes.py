@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from holdfast.core.agent import commands as do
-from holdfast.core.agent import events as ev
-from holdfast.core.agent.state import Work
-from holdfast.core.coordinator import state as cstate
-from holdfast.core.errors import CoordinatorUnreachableError
-from holdfast.core.machines import Note, Tick
-from holdfast.core.outcome import Failure
-from holdfast.core.progress import Frame, RankProgress, RankSample, Stage
-from holdfast.core.protocol import Assign, Stop, StopReason
+from holdfast.agent import commands as do
+from holdfast.agent import events as ev
+from holdfast.agent.agent_state import Work
+from holdfast.coordinator import coordinator_state as cstate
+from holdfast.protocol.errors import CoordinatorUnreachableError
+from holdfast.protocol.machines import Note, Tick
+from holdfast.protocol.messages import Assign, Stop, StopReason
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
 from tests.support.simulator.network import FakeEnd
 from tests.support.simulator.stalls import WAITING, Stall
 
@@ -450,7 +450,7 @@ class SimAgent:
             self.handle(ev.StoreDied(self.generation))
 
     def die(self, *, silent: bool) -> None:
-        """The agent is gone; its keeper needs a moment to kill the workers (none if the machine lost power)."""
+        """The agent is gone; its supervisor needs a moment to kill the workers (none if the machine lost power)."""
         self.alive = False
         if self._end is not None:
             if silent:

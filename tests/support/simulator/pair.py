@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from holdfast.core.agent import commands as do
-from holdfast.core.agent import events as ev
-from holdfast.core.agent.machine import AgentMachine
-from holdfast.core.agent.state import Work
-from holdfast.core.coordinator import state as cstate
-from holdfast.core.coordinator.machine import CoordinatorMachine
-from holdfast.core.errors import CoordinatorUnreachableError
-from holdfast.core.machines import Tick
-from holdfast.core.outcome import Failure, Outcome
-from holdfast.core.policy import JobSpec, Limits, NodeSpec
-from holdfast.core.progress import Frame, RankProgress, RankSample, Stage
-from holdfast.core.protocol import Assign, FromAgent, FromCoordinator
+from holdfast.agent import commands as do
+from holdfast.agent import events as ev
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent_state import Work
+from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.protocol.errors import CoordinatorUnreachableError
+from holdfast.protocol.machines import Tick
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator
+from holdfast.protocol.outcome import Failure, Outcome
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
 from tests.support.simulator.cluster import simple_judge
 from tests.support.simulator.stalls import WAITING, simple_examine
 

@@ -32,14 +32,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from holdfast.core.agent import commands as do
-from holdfast.core.coordinator import state as cstate
-from holdfast.core.coordinator.state import Phase
-from holdfast.core.machines import Note
-from holdfast.core.outcome import Outcome
-from holdfast.core.policy import Grow, JobSpec, Limits
-from holdfast.core.progress import Stage
-from holdfast.core.protocol import (
+from holdfast.agent import commands as do
+from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator.coordinator_state import Phase
+from holdfast.protocol.machines import Note
+from holdfast.protocol.messages import (
     Abandon,
     Assign,
     Drain,
@@ -67,6 +64,9 @@ from holdfast.core.protocol import (
     WorkerDone,
     WorkersFailed,
 )
+from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.policy import Grow, JobSpec, Limits
+from holdfast.protocol.rank_progress import Stage
 from tests.support.simulator.pair import Pair
 
 INDENT = "    "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.core.progress import Finding, HangKind, RankStory
+from holdfast.protocol.rank_progress import Finding, HangKind, RankStory
 
 WAITING = "all_reduce"
 """The function in which pretend workers wait for their peers."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast.train as ht
-from holdfast.core.errors import ProcessGroupError
+from holdfast.protocol.errors import ProcessGroupError
 
 
 def tell(**facts: object) -> None:

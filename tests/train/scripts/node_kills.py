@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
 from holdfast.snapshots import folder as folders
-from holdfast.train import saving, snapshots  # noqa: F401 - before the fork
+from holdfast.train import save as saving
 
 NODES = 2
 STEPS = 150

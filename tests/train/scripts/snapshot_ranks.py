@@ -106,7 +106,7 @@ def ranks(world: int, work: Callable[[], Any], run_id: str = "ranks", per_node: 
         if pid == 0:
             os.close(out)
             node, local_rank = divmod(rank, per_node or world)
-            # Nodes count restarts differently under torchrun; these share a /dev/shm besides, and have a shelf each.
+            # Nodes count restarts differently under torchrun; these share a /dev/shm besides, and have a shared-memory folder each.
             os.environ.update(LOCAL_RANK=str(local_rank), TORCHELASTIC_RUN_ID=f"{run_id}-{node}")
             os.environ.update(TORCHELASTIC_RESTART_COUNT=str(node))
             _be_rank(rank, world, port, work, into)

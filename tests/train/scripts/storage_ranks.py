@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import holdfast.train as ht
-from holdfast.core.errors import TrackingError
+from holdfast.protocol.errors import TrackingError
 from holdfast.snapshots import disk
 
 warnings.simplefilter("ignore")

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, Subset, get_worker_info
 
-from holdfast.core.errors import DataError
+from holdfast.protocol.errors import DataError
 from holdfast.train.data.position import (
     SEQUENTIAL,
     SHUFFLED,

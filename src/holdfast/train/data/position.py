@@ -45,7 +45,7 @@ from weakref import ref
 import numpy as np
 from torch import distributed
 
-from holdfast.core.errors import DataError, DataStateError
+from holdfast.protocol.errors import DataError, DataStateError
 
 Tail = Literal["even", "drop", "pad"]
 """What becomes of the last, smaller global batch of an epoch:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from holdfast.core.errors import DataError, DataStateError
+from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.train.data.position import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, place
 
 _BLOCK = 4096

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from holdfast.core.errors import DataError
+from holdfast.protocol.errors import DataError
 from holdfast.train.data.position import Integers, Sequential, Share, order_of
 
 SHARDS_OPEN_MAX = 256

@@ -1,0 +1,710 @@
+"""One node's agent: one mutator, `handle(now, event) -> commands`; no clock, no socket, no randomness.
+
+    link   DOWN ──► DIALING ──► UP ──► DOWN …         retried until the join deadline
+    work   IDLE ──► PREPARING ──► PREPARED ──► RUNNING ──► DRAINING ──► STOPPING ──► KILLING ──► IDLE …
+
+The agent does what the coordinator says, with two exceptions that need nobody's leave: a signal to the agent ends its
+own part, and an agent that has not been answered for `fence_s` kills its workers, because by then the others may be
+about to go on without it. A new coordinator may let them go on if it says so before that.
+"""
+
+from __future__ import annotations
+
+import signal
+from math import inf
+
+from msgspec import structs
+
+from holdfast.agent.agent_state import Lease, Link, Seeking, Term, Work
+from holdfast.agent.commands import (
+    Command,
+    Dial,
+    Exit,
+    HangUp,
+    HoldWorkers,
+    KillTree,
+    LookAtWorkers,
+    Prepare,
+    ReleaseWorkers,
+    Say,
+    Send,
+    SignalWorkers,
+    StartWorkers,
+)
+from holdfast.agent.events import (
+    Dialed,
+    DialFailed,
+    Event,
+    FailureRead,
+    LinkLost,
+    NodePrepared,
+    PassSignal,
+    PrepareFailed,
+    Received,
+    Signalled,
+    StoreDied,
+    TreeGone,
+    WorkerEnded,
+    WorkerRaised,
+    WorkersFenced,
+    WorkersHeld,
+    WorkersProgress,
+    WorkersSeen,
+)
+from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
+from holdfast.protocol.machines import Note, Tick
+from holdfast.protocol.messages import (
+    Abandon,
+    Assign,
+    Drain,
+    DrainTo,
+    Finish,
+    FromAgent,
+    FromCoordinator,
+    Held,
+    Join,
+    Joined,
+    Leave,
+    Look,
+    Looked,
+    Notice,
+    Ping,
+    Pong,
+    Prepared,
+    Progress,
+    Quit,
+    Refuse,
+    Resume,
+    Running,
+    Start,
+    Stop,
+    Stopped,
+    StopReason,
+    StoreLost,
+    Waiting,
+    WorkerDone,
+    WorkersFailed,
+)
+from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
+from holdfast.protocol.policy import Limits, NodeSpec
+from holdfast.protocol.rank_progress import RankProgress, Stage
+
+WORK_TRANSITIONS: dict[tuple[Work, Work], str] = {
+    (Work.IDLE, Work.PREPARING): "Assign",
+    (Work.PREPARING, Work.PREPARING): "Assign of a newer generation: somebody died between the phases",
+    (Work.PREPARED, Work.PREPARING): "the same",
+    (Work.PREPARING, Work.PREPARED): "NodePrepared",
+    (Work.PREPARED, Work.RUNNING): "Start",
+    (Work.PREPARING, Work.IDLE): "the link was lost, or the node is leaving; nothing was started",
+    (Work.PREPARED, Work.IDLE): "the same",
+    (Work.RUNNING, Work.DRAINING): "Drain, or a signal to the agent: the workers are held at their next safe point",
+    (Work.RUNNING, Work.STOPPING): "Stop, or a signal to the agent",
+    (Work.RUNNING, Work.KILLING): "fenced, Abandon, all ranks done (what they left is cleaned), or the job is over",
+    (Work.DRAINING, Work.RUNNING): "the link was lost before a safe point was agreed: the workers are let go",
+    (Work.DRAINING, Work.STOPPING): "Stop, no worker asks for safe points, or patience is at its end",
+    (Work.DRAINING, Work.KILLING): "all leaders are gone, fenced, or the job is over",
+    (Work.STOPPING, Work.KILLING): "all leaders are gone, or the grace is over",
+    (Work.KILLING, Work.RUNNING): "all ranks were done and are cleaned; the others are still at work",
+    (Work.KILLING, Work.IDLE): "TreeGone",
+}
+
+KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
+"""Somebody wants an end now; every other signal that ends this node's part is a notice, with time to drain."""
+
+FAREWELL_S = 1.0
+"""A leaving node whose ranks are all done waits so long for the job's end, which may be due."""
+
+
+class AgentMachine:
+    """Joins, starts and stops this node's workers, reports, and ends. `WORK_TRANSITIONS` lists every change of work."""
+
+    def __init__(self, node: NodeSpec, limits: Limits, now: float) -> None:
+        """`node.member` is this agent's identity; each further join appends a counter to it, so that none is used twice."""
+        self.limits = limits
+        self.link = Link.DOWN
+        self.work = Work.IDLE
+        self.term: Term | None = None
+        self.outcome: Outcome | None = None
+        self._node = node
+        self._joins = 0
+        self._joined = False
+        self._revision = 0
+        """What the coordinator understands."""
+        self._local = False
+        """The coordinator lives in this process: it sleeps when we sleep, and nothing can come between."""
+        self._join_sent_s: float | None = None
+        """When Join went out on the present link; None: not yet."""
+        self._last_generation = 0
+        self._led_by = ""
+        """The node that had the coordinator of that generation, with its ranks, in words."""
+        self._unlinked_s = now
+        """When the link to the last coordinator broke; inf: it fell silent, and that one may have lived on."""
+        self._leaving: Signalled | None = None
+        self._leave_by_s = inf
+        """When a leaving agent stops waiting for its workers to drain."""
+        self._drained = False
+        """The newest generation left at a safe point, and none has begun since."""
+        self._pending_exit: Outcome | None = None
+        self._lease = Lease(limits.fence_s, limits.ping_interval_s, confirmed_s=now, ping_at_s=now)
+        self._unconfirmed_fence_at_s = inf
+        """When the workers die unless a coordinator that knows their generation says otherwise."""
+        self._seeking = Seeking.begin(limits, now)
+        self._prepared_s = now
+        self._out: list[Command] = []
+
+    def check_invariants(self) -> None:
+        assert (self.term is None) == (self.work is Work.IDLE)
+        if self.work is Work.RUNNING and self.term is not None:
+            assert not self.term.all_done or self.term.cleaned
+        assert not (self._joined and self.link is not Link.UP)
+
+    @property
+    def identity(self) -> str:
+        """The identity of the latest join; the next one gets another."""
+        return self._node.member if self._joins == 0 else f"{self._node.member}.{self._joins}"
+
+    # ---------------------------------------------------------------- surface
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        if self.outcome is None:
+            self._dispatch(now, event)
+            self._advance(now)
+        out, self._out = self._out, []
+        return out
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is owed; None once Exit was emitted."""
+        if self.outcome is not None:
+            return None
+        deadlines: list[float] = []
+        if self._pending_exit is None and self._leaving is None:
+            if self.link is Link.DOWN:
+                deadlines.append(min(self._seeking.dial_at_s, self._seeking.deadline_s))
+            if self.link is not Link.UP:
+                deadlines.append(self._seeking.said.at_s)
+        if self.link is Link.UP and self._joined:
+            deadlines.append(self._lease.ping_at_s)
+        if self._awaits_answer():
+            deadlines.append(self._fence_at_s())
+        if self.work in (Work.RUNNING, Work.DRAINING):
+            deadlines.append(self._workers_fence_at_s())
+        if self._leaving is not None and self._pending_exit is None:
+            deadlines.append(self._leave_by_s)
+        if self.work is Work.STOPPING and self.term is not None:
+            deadlines.append(self._stop_deadline_s(self.term))
+        first = min(deadlines, default=inf)
+        return None if first == inf else first
+
+    # ---------------------------------------------------------------- events
+
+    def _dispatch(self, now: float, event: Event) -> None:
+        match event:
+            case Dialed(local):
+                self.link, self._join_sent_s, self._local = Link.UP, None, local
+                self._seeking.connected()
+            case DialFailed():
+                self._on_dial_failed(now, event)
+            case LinkLost(reason):
+                self._on_link_lost(now, reason)
+            case Received(message):
+                self._on_message(now, message)
+            case NodePrepared(generation, store_port):
+                if self._is_preparing(generation):
+                    self._enter(Work.PREPARED)
+                    self._prepared_s = now
+                    self._send(Prepared(generation, store_port))
+            case PrepareFailed(generation, code, exit_code, reason):
+                if self._is_preparing(generation):
+                    self._leave(f"cannot take part: {reason}")
+                    self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=exit_code, code=code, message=reason))
+            case WorkerEnded() | WorkerRaised() | FailureRead():
+                self._on_worker(event)
+            case WorkersHeld() | WorkersProgress() | WorkersSeen():
+                self._on_told(now, event)
+            case WorkersFenced():
+                if self._at_work() or self.work is Work.STOPPING:
+                    self._note("fenced_by_keeper")
+                    self._kill()
+            case TreeGone(generation):
+                self._on_tree_gone(now, generation)
+            case StoreDied(generation):
+                if self._at_work() and self._term().generation == generation:
+                    self._report(StoreLost(generation))
+            case Signalled():
+                self._on_signal(now, event)
+            case PassSignal(signum):
+                if self._at_work() or self.work is Work.STOPPING:
+                    self._out.append(SignalWorkers(signum, to_end=False))
+            case Tick():
+                pass
+
+    def _on_told(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
+        """How far the workers are, and where."""
+        match event:
+            case WorkersHeld(generation, reached):
+                self._on_held(now, generation, reached)
+            case WorkersProgress(generation, ranks):
+                self._on_progress(generation, ranks)
+            case WorkersSeen(generation, number, samples, reach):
+                self._send(Looked(generation, number, samples, reach))
+
+    def _on_dial_failed(self, now: float, event: DialFailed) -> None:
+        self.link = Link.DOWN
+        self._seeking.failed(now, event)
+        if event.final:
+            self._end(
+                Outcome(kind=OutcomeKind.REFUSED, exit_code=event.exit_code, code=event.code, message=event.reason)
+            )
+
+    def _on_link_lost(self, now: float, reason: str, *, silent: bool = False) -> None:
+        self.link = Link.DOWN
+        if self._join_sent_s is not None:
+            self._joins += 1
+        if self._joined:
+            self._unlinked_s = inf if silent else now
+        self._joined, self._join_sent_s = False, None
+        self._seeking = Seeking.begin(self.limits, now)
+        self._note("link_lost", reason=reason)
+        if self._pending_exit is None and self._leaving is None:
+            where = f" on {self._led_by}" if self._led_by else ""
+            self._out.append(Say(f"lost the coordinator{where}: {reason}; trying to reach it again"))
+        if self.work in (Work.PREPARING, Work.PREPARED):
+            self._idle()
+        elif self.term is not None and self.term.confirmed:
+            self.term.confirmed = False
+            self._unconfirmed_fence_at_s = self._lease.fence_at_s
+        held = self.work is Work.DRAINING and self._term().safe_point is None
+        if self._leaving is not None and (held or self.work is Work.IDLE):
+            self._go(now)
+        elif held:
+            self._let_go()
+
+    def _on_message(self, now: float, message: FromCoordinator) -> None:
+        match message:
+            case Joined(_, fence_s, ping_interval_s, revision):
+                self._joined = True
+                self._revision = revision
+                asked_s = self._join_sent_s if self._join_sent_s is not None else now
+                self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
+            case Pong(number):
+                self._lease.answered(number)
+            case Waiting(text):
+                self._out.append(Say(text))
+            case Notice(text, victims):
+                self._out.append(Say(text, victims))
+            case Look(generation, number, store):
+                self._on_look(generation, number, store=store)
+            case Assign():
+                self._on_assign(message)
+            case Start():
+                self._on_start(message)
+            case Drain(generation, text):
+                self._on_drain(generation, text)
+            case DrainTo(generation, safe_point):
+                self._on_drain_to(generation, safe_point)
+            case Resume(generation):
+                self._on_resume(now, generation)
+            case Abandon(generation):
+                if self._at_work() and self._term().generation == generation:
+                    self._kill()
+            case Stop(generation, reason, text):
+                grace_s = self.limits.hang_grace_s if reason is StopReason.HUNG else inf
+                self._on_stop(now, generation, text, grace_s)
+            case Finish(outcome):
+                self._end(outcome)
+            case Quit(drain, by):
+                self._on_quit(now, drain=drain, by=by)
+            case Refuse(code, text):
+                self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=2, code=code, message=text))
+
+    def _on_stop(self, now: float, generation: int, text: str, grace_s: float) -> None:
+        term = self.term
+        if term is None and self._leaving is not None and generation == self._last_generation:
+            # All nodes have left at the safe point: nobody needs this one, or the coordinator it hosts, any more.
+            self._end(self._farewell(self._leaving, drained=self._drained))
+        if term is None or term.generation != generation:
+            return
+        if self._at_work():
+            if text:
+                self._out.append(Say(text))
+            self._stop(now, signal.SIGTERM)
+            term.kill_at_s = min(term.kill_at_s, now + grace_s)
+        elif self.work is Work.KILLING:
+            # The sweep after the last rank was done is under way: what would have been a pause becomes the end.
+            term.stopped = True
+
+    def _on_assign(self, assign: Assign) -> None:
+        if self.work not in (Work.IDLE, Work.PREPARING, Work.PREPARED) or self._going():
+            return
+        self._enter(Work.PREPARING)
+        self.term = Term(assign, self._node.nproc)
+        self._last_generation, self._led_by = assign.generation, assign.led_by
+        self._out.append(Prepare(assign))
+
+    def _on_start(self, start: Start) -> None:
+        if self.work is Work.PREPARED and self._term().generation == start.generation:
+            self._lease.confirm(self._prepared_s)
+            self._drained = False
+            self._enter(Work.RUNNING)
+            self._out.append(StartWorkers(self._term().assign, start))
+
+    def _on_resume(self, now: float, generation: int) -> None:
+        """A new coordinator knows this generation and has found it whole."""
+        term = self.term
+        if term is None or term.generation != generation or term.confirmed or now >= self._unconfirmed_fence_at_s:
+            return
+        term.confirmed = True
+        self._note("resumed", generation=generation)
+        for local_rank in sorted(term.done):  # some may have ended since we joined
+            self._send(WorkerDone(generation, local_rank))
+
+    def _on_drain(self, generation: int, text: str) -> None:
+        term = self.term
+        if term is None or term.generation != generation:
+            return
+        term.asked, term.drain_text = True, text
+        if self.work is Work.RUNNING and not term.all_done:
+            self._hold()
+        elif self.work is Work.DRAINING and term.reached is not None:
+            self._send(Held(generation, term.reached))
+
+    def _on_drain_to(self, generation: int, safe_point: int) -> None:
+        term = self.term
+        if self.work is Work.DRAINING and term is not None and term.generation == generation:
+            term.safe_point = safe_point
+            self._out.append(Say(f"{term.drain_text}: the workers stop at their next safe point"))
+            self._out.append(ReleaseWorkers(generation, safe_point))
+
+    def _on_held(self, now: float, generation: int, reached: int) -> None:
+        term = self.term
+        if self.work is not Work.DRAINING or term is None or term.generation != generation or term.reached is not None:
+            return
+        term.reached = reached
+        if self._leaving is not None and reached == 0:
+            self._go(now)
+            return
+        if self._leaving is not None:
+            self._leave(self._leaving.name, drain=True)
+        if term.asked:
+            self._send(Held(generation, reached))
+
+    def _on_worker(self, event: WorkerEnded | WorkerRaised | FailureRead) -> None:
+        term = self.term
+        if term is None or term.generation != event.generation:
+            return
+        match event:
+            case WorkerRaised(_, local_rank, failure, evidence_follows):
+                # The generation ends now. What this process still does before it ends is waited for, as in every stop.
+                if local_rank not in term.ended | term.raised:
+                    term.raised.add(local_rank)
+                    self._on_failure(term, failure, bare=evidence_follows)
+            case FailureRead(failure=failure):
+                self._on_failure(term, failure, bare=False)
+            case WorkerEnded():
+                self._on_worker_ended(term, event)
+
+    def _on_worker_ended(self, term: Term, event: WorkerEnded) -> None:
+        term.ended.add(event.local_rank)
+        if event.local_rank in term.raised:
+            return  # reported already
+        if event.failure is not None:
+            self._on_failure(term, event.failure, bare=event.evidence_follows)
+        elif event.drained:
+            term.drained.add(event.local_rank)
+        else:
+            term.done.add(event.local_rank)
+            if self._at_work() and term.confirmed:
+                self._send(WorkerDone(event.generation, event.local_rank, event.left))
+
+    def _on_failure(self, term: Term, failure: Failure, *, bare: bool) -> None:
+        """A worker that failed before the order to stop had come may be the culprit, also if that order has come meanwhile.
+        One that failed after it may be so if it raised an exception."""
+        if failure.after_stop and not failure.error_type:
+            return
+        if not bare:
+            self._report(WorkersFailed(term.generation, (failure,)))
+        elif self._revision or not term.confirmed:
+            self._report(WorkersFailed(term.generation, (failure,), evidence_follows=True))
+
+    def _on_tree_gone(self, now: float, generation: int) -> None:
+        term = self.term
+        if self.work is not Work.KILLING or term is None or term.generation != generation:
+            return
+        if term.all_done and not (term.cleaned or term.stopped or self._going()):
+            # The others may still be at work: this node stays in the world until the coordinator says more.
+            term.cleaned = True
+            self._leave_by_s = min(self._leave_by_s, now + FAREWELL_S)
+            self._enter(Work.RUNNING)
+            return
+        self._drained = term.left_at_safe_point
+        self._idle()
+        self._send(Stopped(generation))
+        if self._leaving is not None and not (self._drained and self.link is Link.UP):
+            self._end(self._farewell(self._leaving, drained=self._drained))
+
+    def _on_signal(self, now: float, event: Signalled) -> None:
+        if self._leaving is not None:
+            if self._at_work() or self.work is Work.STOPPING:
+                self._kill()
+            self._end(self._farewell(self._leaving, drained=False))
+            return
+        self._leaving = event
+        self._leave_by_s = now + self.limits.drain_s
+        term = self.term
+        linked = self.link is Link.UP and term is not None and term.confirmed
+        if term is None or not linked or event.signum in KEYBOARD_SIGNALS:
+            self._go(now)
+        elif self.work is Work.RUNNING and not term.all_done:
+            self._hold()
+        elif self.work is Work.DRAINING and term.reached:
+            self._leave(event.name, drain=True)
+        elif self.work is not Work.DRAINING or term.reached is not None:  # else they are being held already
+            self._go(now)
+        self._say_leaving(now, event)
+
+    def _on_quit(self, now: float, *, drain: bool, by: str) -> None:
+        if drain:
+            if self._leaving is None:
+                self._on_signal(now, Signalled(signal.SIGTERM, by, kills="`holdfast kill`"))
+            return
+        event = self._leaving = Signalled(signal.SIGKILL, by)
+        self._leave(by)
+        if self._at_work() or self.work is Work.STOPPING:
+            self._kill()
+        self._end(self._farewell(event, drained=False))
+
+    def _go(self, now: float) -> None:
+        """A leaving agent has nothing to wait for: stop what is left, and end."""
+        assert self._leaving is not None
+        self._leave(self._leaving.name)
+        if self._at_work():
+            self._stop(now, signal.SIGTERM if self._leaving.preempt else self._leaving.signum)
+        term = self.term
+        drained = self._drained or (term is not None and term.left_at_safe_point)
+        self._end(self._farewell(self._leaving, drained=drained))
+
+    def _say_leaving(self, now: float, event: Signalled) -> None:
+        """At once: workers take their time, and somebody waits for the prompt."""
+        if not event.kills:
+            return
+        if self.work is Work.STOPPING:
+            what, limit_s = "stopping the workers", max(0.0, self._term().kill_at_s - now)
+        elif self._at_work():
+            what, limit_s = "the workers save if they can, and stop", self.limits.drain_s + self.limits.stop_grace_s
+        else:
+            return
+        self._out.append(Say(f"{event.name}: {what}, up to {limit_s:.0f} s; {event.kills} kills them at once"))
+
+    # ---------------------------------------------------------------- what follows from the state
+
+    def _advance(self, now: float) -> None:
+        if self._leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
+            self._go(now)
+        self._advance_work(now)
+        if self._awaits_answer() and now >= self._fence_at_s():
+            self._out.append(HangUp("no answer"))
+            self._on_link_lost(now, f"no answer for {self._lease.fence_s:g} s", silent=True)
+        if self._joined and now >= self._lease.ping_at_s:
+            self._send(Ping(self._lease.ping(now)))
+        if self._pending_exit is not None:
+            self._advance_exit(self._pending_exit)
+        elif self._leaving is not None:
+            return
+        elif self.link is Link.DOWN:
+            self._advance_seeking(now)
+        elif self.link is Link.DIALING:
+            self._say_progress(now)
+        elif not self._joined:
+            self._advance_joining(now)
+
+    def _advance_exit(self, outcome: Outcome) -> None:
+        if self.work in (Work.PREPARING, Work.PREPARED):
+            self._idle()
+        if self.work is Work.IDLE:
+            self._exit(outcome)
+
+    def _advance_work(self, now: float) -> None:
+        term = self.term
+        if term is None:
+            return
+        if self._at_work():
+            ended = term.all_ended if self.work is Work.DRAINING else term.all_done and not term.cleaned
+            if ended:
+                self._kill()
+            elif now >= self._workers_fence_at_s():
+                silent_s = now - (self._workers_fence_at_s() - self._lease.fence_s)
+                text = f"no word from the coordinator for {silent_s:.1f} s: stopping this node's workers"
+                self._out.append(Say(text))
+                self._note("fenced", silent_s=round(silent_s, 3))
+                self._kill()
+        elif self.work is Work.STOPPING and (term.all_ended or now >= self._stop_deadline_s(term)):
+            self._kill()
+
+    def _advance_seeking(self, now: float) -> None:
+        if now >= self._seeking.deadline_s:
+            self._end(self._seeking.gave_up(knew_one=self._last_generation > 0, led_by=self._led_by))
+            if self._pending_exit is not None:
+                self._advance_exit(self._pending_exit)
+        elif now >= self._seeking.dial_at_s:
+            self.link = Link.DIALING
+            self._out.append(Dial(self._named_node()))
+        else:
+            self._say_progress(now)
+
+    def _say_progress(self, now: float) -> None:
+        text = self._seeking.progress(now)
+        if text:
+            self._out.append(Say(text))
+
+    def _advance_joining(self, now: float) -> None:
+        """The link stands but the coordinator does not know us: join with empty hands, or with workers that it may
+        let go on. Workers on their way to a safe point get there first (or to their fence)."""
+        broken = self.work is Work.RUNNING and bool(self._term().raised or self._term().ended != self._term().done)
+        if self.work is Work.STOPPING or broken:
+            self._kill()
+        elif self.work in (Work.IDLE, Work.RUNNING) and self._join_sent_s is None:
+            self._join_sent_s = now
+            self._lease.confirmed_s = now
+            unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
+            self._send(Join(self._named_node(), self._last_generation, unlinked_s, self._running(), self._led_by))
+
+    # ---------------------------------------------------------------- fences
+
+    def _stop_deadline_s(self, term: Term) -> float:
+        """The grace, but never beyond the fence: a saving worker of a node that is cut off must not meet its successors."""
+        return min(term.kill_at_s, self._workers_fence_at_s())
+
+    def _fence_at_s(self) -> float:
+        return inf if self._local and self.link is Link.UP else self._lease.fence_at_s
+
+    def _workers_fence_at_s(self) -> float:
+        return self._fence_at_s() if self._term().confirmed else self._unconfirmed_fence_at_s
+
+    @property
+    def fence_at_s(self) -> float | None:
+        """When the workers die unless something is heard before; None: never, or there are none."""
+        if self.work not in (Work.RUNNING, Work.DRAINING, Work.STOPPING):
+            return None
+        at_s = self._workers_fence_at_s()
+        return None if at_s == inf else at_s
+
+    def _awaits_answer(self) -> bool:
+        """Joined or about to be: an answer to something we sent is outstanding at every moment."""
+        return self.link is Link.UP and self._join_sent_s is not None
+
+    # ---------------------------------------------------------------- small steps
+
+    def _stop(self, now: float, signum: int) -> None:
+        """Begin the ladder: the signal to the leaders now, SIGKILL to everything after the grace."""
+        term = self._term()
+        if self.work is Work.DRAINING and term.safe_point is None:
+            self._out.append(ReleaseWorkers(term.generation, 0))
+        self._enter(Work.STOPPING)
+        term.stopped = True  # a worker that ends with 0 because of it has not done its work
+        term.kill_at_s = now + self.limits.stop_grace_s
+        self._out.append(SignalWorkers(signum))
+
+    def _kill(self) -> None:
+        self._enter(Work.KILLING)
+        self._out.append(KillTree(self._term().generation))
+
+    def _hold(self) -> None:
+        self._enter(Work.DRAINING)
+        self._out.append(HoldWorkers(self._term().generation))
+
+    def _let_go(self) -> None:
+        """The drain is off."""
+        term = self._term()
+        term.asked, term.reached = False, None
+        self._enter(Work.RUNNING)
+        self._out.append(ReleaseWorkers(term.generation, 0))
+
+    def _leave(self, reason: str, *, drain: bool = False) -> None:
+        if self._joined:
+            self._send(Leave(reason, drain))
+
+    def _end(self, outcome: Outcome) -> None:
+        """This node's part ends with this outcome, as soon as nothing of it is alive."""
+        if self._pending_exit is not None:
+            return
+        self._pending_exit = outcome
+        if self._at_work():
+            self._kill()
+
+    def _exit(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        if self.link is Link.UP:
+            self.link = Link.DOWN
+            self._joined = False
+            self._out.append(HangUp("this node's part is over"))
+        self._out.append(Exit(outcome))
+
+    def _is_preparing(self, generation: int) -> bool:
+        return self.work is Work.PREPARING and self._term().generation == generation
+
+    def _at_work(self) -> bool:
+        return self.work in (Work.RUNNING, Work.DRAINING)
+
+    def _going(self) -> bool:
+        return self._pending_exit is not None
+
+    def _named_node(self) -> NodeSpec:
+        return structs.replace(self._node, member=self.identity)
+
+    def _idle(self) -> None:
+        self._enter(Work.IDLE)
+        self.term = None
+
+    def _enter(self, work: Work) -> None:
+        assert (self.work, work) in WORK_TRANSITIONS, f"no transition {self.work} -> {work}"
+        self.work = work
+
+    def _term(self) -> Term:
+        assert self.term is not None
+        return self.term
+
+    def _report(self, message: FromAgent) -> None:
+        """A fault that ends the generation. Without a coordinator that knows it there is nothing left to wait for."""
+        if self._term().confirmed:
+            self._send(message)
+        elif self._at_work():
+            self._kill()
+
+    def _on_progress(self, generation: int, ranks: tuple[RankProgress, ...]) -> None:
+        term = self.term
+        if self._at_work() and self._joined and term is not None and term.generation == generation and term.confirmed:
+            told = (structs.replace(rank, stage=Stage.DONE) if rank.local_rank in term.done else rank for rank in ranks)
+            self._send(Progress(generation, tuple(told)))
+
+    def _on_look(self, generation: int, number: int, *, store: bool) -> None:
+        term = self.term
+        if self._at_work() and term is not None and term.generation == generation and not term.all_ended:
+            self._out.append(LookAtWorkers(generation, number, store))
+        else:
+            self._send(Looked(generation, number))
+
+    def _send(self, message: FromAgent) -> None:
+        if self.link is Link.UP:
+            self._out.append(Send(message))
+
+    def _note(self, event: str, **fields: object) -> None:
+        self._out.append(Note(event, fields))
+
+    def _running(self) -> Running | None:
+        term = self.term
+        if term is None:
+            return None
+        place = term.assign
+        return Running(
+            term.generation, place.group_rank, place.group_world_size, place.restart_count, tuple(sorted(term.done))
+        )
+
+    @staticmethod
+    def _farewell(event: Signalled, *, drained: bool) -> Outcome:
+        """How this node's part ends after a signal: please requeue if it was a preemption or everything is saved."""
+        if drained or event.preempt:
+            how = "its workers stopped at a safe point" if drained else "its workers were stopped"
+            text = f"preempted by {event.name}: {how}"
+            return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
+        exit_code = EXIT_SIGNAL_BASE + event.signum
+        return Outcome(kind=OutcomeKind.SIGNALLED, exit_code=exit_code, message=f"ended by {event.name}")

@@ -1,0 +1,162 @@
+"""What can happen to an agent. The shell makes these; the machine never asks."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from holdfast.protocol.machines import Tick
+from holdfast.protocol.messages import FromCoordinator
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.rank_progress import RankProgress, RankSample
+
+
+class Dialed(Struct, frozen=True):
+    """The link to the coordinator stands; the handshake is done."""
+
+    local: bool = False
+    """The coordinator is in this very process."""
+
+
+class DialFailed(Struct, frozen=True):
+    """One attempt to reach the coordinator failed."""
+
+    code: str
+    exit_code: int
+    reason: str
+    final: bool
+    """No further attempt can help (refused, or the endpoint belongs to somebody else)."""
+
+
+class LinkLost(Struct, frozen=True):
+    reason: str
+
+
+class Received(Struct, frozen=True):
+    message: FromCoordinator
+
+
+class NodePrepared(Struct, frozen=True):
+    """Answer to Prepare."""
+
+    generation: int
+    store_port: int | None
+
+
+class PrepareFailed(Struct, frozen=True):
+    """Answer to Prepare: this node cannot take part (disk full, no port …)."""
+
+    generation: int
+    code: str
+    exit_code: int
+    reason: str
+
+
+class WorkerEnded(Struct, frozen=True):
+    """One worker of the generation is gone. failure is None when it ended with 0."""
+
+    generation: int
+    local_rank: int
+    failure: Failure | None
+    drained: bool = False
+    """It had been told to stop at a safe point: that it ended does not mean that its work is done."""
+    left: Failure | None = None
+    """How it ended with 0, for the case that its peers still need it."""
+    evidence_follows: bool = False
+    """`failure` is bare: rank and exit status. FailureRead follows."""
+
+
+class WorkerRaised(Struct, frozen=True):
+    """The program of one worker raised an exception. Its process still runs its exit functions; WorkerEnded follows."""
+
+    generation: int
+    local_rank: int
+    failure: Failure
+    evidence_follows: bool = False
+    """As in WorkerEnded."""
+
+
+class FailureRead(Struct, frozen=True):
+    """What a worker that failed has left was read: its error file, its stderr, its machine. Comes before TreeGone."""
+
+    generation: int
+    local_rank: int
+    failure: Failure
+
+
+class WorkersHeld(Struct, frozen=True):
+    """Answer to HoldWorkers."""
+
+    generation: int
+    reached: int
+    """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one."""
+
+
+class WorkersProgress(Struct, frozen=True):
+    """How far the workers of a generation are: unasked, again and again while they run."""
+
+    generation: int
+    ranks: tuple[RankProgress, ...]
+
+
+class WorkersSeen(Struct, frozen=True):
+    """Answer to LookAtWorkers."""
+
+    generation: int
+    number: int
+    samples: tuple[RankSample, ...]
+    reach: tuple[str, ...] = ()
+
+
+class WorkersFenced(Struct, frozen=True):
+    """The supervisor has killed them at the fence, because this process stood still."""
+
+
+class TreeGone(Struct, frozen=True):
+    """Answer to KillTree: no process of the generation is alive."""
+
+    generation: int
+
+
+class StoreDied(Struct, frozen=True):
+    """The store host of this generation ended unasked."""
+
+    generation: int
+
+
+class Signalled(Struct, frozen=True):
+    """The agent got a signal that ends this node's part in the job."""
+
+    signum: int
+    name: str
+    preempt: bool = False
+    """The one that announces a preemption (--preempt-signal)."""
+    kills: str = "again"
+    """What ends the workers at once, in the words of the console; empty: nobody waits at a console."""
+
+
+class PassSignal(Struct, frozen=True):
+    """The agent got a signal that is meant for the workers (USR1, USR2)."""
+
+    signum: int
+
+
+Event = (
+    Dialed
+    | DialFailed
+    | LinkLost
+    | Received
+    | NodePrepared
+    | PrepareFailed
+    | WorkerEnded
+    | WorkerRaised
+    | FailureRead
+    | WorkersHeld
+    | WorkersProgress
+    | WorkersSeen
+    | WorkersFenced
+    | TreeGone
+    | StoreDied
+    | Signalled
+    | PassSignal
+    | Tick
+)

@@ -1,0 +1,194 @@
+"""Who may become a member: identities used once, fixed ranks held by one, no second job at its endpoint. And whether the
+nodes of a job have the same software and script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from holdfast.coordinator.coordinator_state import Member, names
+from holdfast.protocol.bounds import WORKERS_PER_NODE_MAX
+from holdfast.protocol.messages import Join
+from holdfast.protocol.policy import JobSpec, NodeSpec
+
+NODES_DIFFER = "HF307"
+SCRIPT = "script"
+ARGUMENTS = "arguments"
+"""Keys whose values are hashes and no versions: together, what a node was told to run."""
+
+
+GENERATION_MAX = 2**48
+"""No job comes near: what an agent says of its newest generation is refused above it, and every later one still fits
+into the messages."""
+UNNAMED = "none"
+"""The run id of a job that was given none, as with torchrun."""
+LAST_WORDS_S = 1.0
+"""So long after its end a holder may still be heard: what it sent was on its way."""
+
+
+class Admit(Struct, frozen=True):
+    """This agent becomes a member now."""
+
+    link: int
+    join: Join
+    heard_s: float
+    """When it asked: it has not been heard since."""
+
+
+class Deny(Struct, frozen=True):
+    """It never will, and why."""
+
+    link: int
+    join: Join
+    problem: str
+
+
+@dataclass(slots=True)
+class Admission:
+    job: JobSpec
+    other_line: Callable[[NodeSpec], str] = lambda _: ""
+    """What of a node's command line is not the job's, in words; empty: nothing."""
+    identities: set[str] = field(default_factory=set)
+    claims: dict[int, tuple[Join, float]] = field(default_factory=dict)
+    """Joins for a place that somebody holds, and since when: the holder may be a ghost."""
+
+    def consider(
+        self, link: int, join: Join, members: Iterable[Member], now: float, *, local: bool = False
+    ) -> Admit | Deny | None:
+        """None: held as a claim; `settle` will say. `local`: the agent of the coordinator's own process."""
+        problem = self._problem(join.node) or _claims_too_much(join)
+        if problem:
+            return Deny(link, join, problem)
+        stays = (local or join.last_generation > 0) and not self.job.fixed_ranks  # it has had a part in this very job
+        if not stays and self._holders(join.node, members):
+            self.claims[link] = (join, now)
+            return None
+        self.identities.add(join.node.member)
+        return Admit(link, join, now)
+
+    def withdraw(self, link: int) -> None:
+        self.claims.pop(link, None)
+
+    def settle(self, members: Iterable[Member]) -> Admit | Deny | None:
+        """The next claim that can be decided: a holder that has spoken since makes it a duplicate, one that is gone
+        makes it a replacement."""
+        if not self.claims:
+            return None
+        members = list(members)
+        for link, (join, since_s) in self.claims.items():
+            holders = self._holders(join.node, members)
+            if not holders:
+                del self.claims[link]
+                self.identities.add(join.node.member)
+                return Admit(link, join, since_s)
+            if any(holder.node.agent == join.node.agent for holder in holders):
+                continue  # its own ghost: last words of the old link may still come in
+            if all(holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving for holder in holders):
+                del self.claims[link]
+                return Deny(link, join, self._taken(join.node, holders))
+        return None
+
+    def _taken(self, node: NodeSpec, holders: list[Member]) -> str:
+        if self.job.fixed_ranks:
+            holder = holders[0]
+            taken = f"--node-rank {node.node_rank or 0} is taken by {holder.name} ({holder.address})"
+            return f"{taken}; {node.member} came second. Two jobs need two ports"
+        most = self.job.max_nodes
+        whole = "its only node" if most == 1 else f"all its {most} nodes"
+        return (
+            f"the job with --rdzv-id {self.job.run_id} at this endpoint has {whole} ({names(holders)}); "
+            f"{node.member} is one too many. Another job needs an endpoint and an --rdzv-id of its own"
+        )
+
+    def _problem(self, node: NodeSpec) -> str:
+        if node.member in self.identities:
+            return f"the identity {node.member} was used before; an agent must come with a new one"
+        if not 1 <= node.nproc <= WORKERS_PER_NODE_MAX:
+            at_most = f"; a node has at most {WORKERS_PER_NODE_MAX}" if node.nproc > 0 else ""
+            return f"{node.member} offers {node.nproc} workers{at_most}"
+        if self.job.fixed_ranks and not 0 <= (node.node_rank or 0) < self.job.max_nodes:
+            return f"--node-rank {node.node_rank} does not exist in a job of {self.job.max_nodes} nodes"
+        return ""
+
+    def _holders(self, node: NodeSpec, members: Iterable[Member]) -> list[Member]:
+        """Who has the place that this node claims: the fixed rank, or the last place of a job that takes no spares.
+
+        A job of one node needs no second one; and of two jobs that nobody gave a name, only their lines tell that they
+        are two.
+        """
+        if self.job.fixed_ranks:
+            return [m for m in members if (m.node.node_rank or 0) == (node.node_rank or 0)]
+        spare = self.job.max_nodes > 1 and not (self.job.run_id == UNNAMED and self.other_line(node))
+        if spare:
+            return []
+        here = [member for member in members if not member.leaving]
+        return here if len(here) >= self.job.max_nodes else []
+
+
+def _claims_too_much(join: Join) -> str:
+    """What is wrong with the generation that this agent says it took part in, or still has at work; empty: nothing."""
+    name, newest, running = join.node.member, join.last_generation, join.running
+    if not 0 <= newest <= GENERATION_MAX:
+        return f"{name} says that it took part in generation {newest}, which cannot be"
+    if running is None:
+        return ""
+    possible = (
+        1 <= running.generation <= newest
+        and 0 <= running.group_rank < running.group_world_size
+        and running.restart_count >= 0
+        and all(0 <= local_rank < join.node.nproc for local_rank in running.done)
+    )
+    return "" if possible else f"{name} says that it has workers of generation {running.generation}, which cannot be"
+
+
+class Difference(Struct, frozen=True):
+    what: str
+    text: str
+    """For the console: both sides are named."""
+
+
+class Versions:
+    """Compares each node's software and script with those of the first node that came. A difference is reported once,
+    whatever the number of nodes that share it, and stops nothing: it may be meant."""
+
+    def __init__(self) -> None:
+        self.first: NodeSpec | None = None
+        self._said: set[tuple[str, str]] = set()
+
+    def compare(self, node: NodeSpec) -> list[Difference]:
+        """What has not been reported yet of this one."""
+        if not node.versions:
+            return []  # it could not look
+        if self.first is None:
+            self.first = node
+            return []
+        mine = self.first.versions
+        found = []
+        for what in sorted(mine.keys() | node.versions.keys()):
+            theirs = node.versions.get(what, "")
+            if theirs != mine.get(what, "") and (what, theirs) not in self._said:
+                self._said.add((what, theirs))
+                found.append(Difference(what, self._text(what, mine, node)))
+        return found
+
+    def other_line(self, node: NodeSpec) -> str:
+        """What of this node's line is not the job's, in words; empty: nothing that is known."""
+        if self.first is None or not node.versions:
+            return ""
+        mine, theirs = self.first.versions, node.versions
+        return " and ".join(what for what in (SCRIPT, ARGUMENTS) if mine.get(what, "") != theirs.get(what, ""))
+
+    def _text(self, what: str, mine: Mapping[str, str], node: NodeSpec) -> str:
+        assert self.first is not None
+        here, there = self.first.host, node.host
+        if here == there:
+            here, there = self.first.member, node.member
+        if what == SCRIPT:
+            return f"{NODES_DIFFER}: the script is not the same file on {here} and on {there}"
+        if what == ARGUMENTS:
+            return f"{NODES_DIFFER}: the script's arguments are not the same on {here} and on {there}"
+        had, has = mine.get(what) or "not found", node.versions.get(what) or "not found"
+        return f"{NODES_DIFFER}: {what} differs: {had} on {here}, {has} on {there}"

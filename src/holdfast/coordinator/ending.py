@@ -1,0 +1,239 @@
+"""What follows when no worker of a generation is alive any more: another generation, if the restart budget allows, or the
+end of the job and how it is told to each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec import Struct, structs
+
+from holdfast.coordinator.coordinator_state import World
+from holdfast.coordinator.membership import HostBackoff
+from holdfast.protocol.errors import EXIT_REQUEUE, JoinTimeoutError, NodesError
+from holdfast.protocol.messages import Notice, StopReason, Waiting
+from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.protocol.policy import JobSpec, Limits
+from holdfast.text import spans
+
+UNBOUNDED = 2**31 - 1
+"""`max_restarts` of a job whose restarts somebody else counts."""
+
+
+class Retry(Struct, frozen=True):
+    backoff_s: float
+
+
+class GiveUp(Struct, frozen=True):
+    reason: str
+
+
+@dataclass(slots=True)
+class Budget:
+    """The restart budget, one for the job: whether a failed generation is followed by another, and when. Worker failures cost one each, whatever the number of ranks that fell; membership changes cost nothing."""
+
+    max_restarts: int
+    limits: Limits
+    used: int = 0
+    streak: int = 0
+    """Quick failures in a row, paid or not: they grow the back-off."""
+    last_signature: str = ""
+    identical: int = 0
+
+    @property
+    def newest(self) -> str:
+        """Which restart this is, in words."""
+        return f"restart {self.used}" + (f" of {self.max_restarts}" if self.max_restarts < UNBOUNDED else "")
+
+    def charge(self, signature: str, lived_s: float) -> Retry | GiveUp:
+        """A generation failed by itself after running for `lived_s`."""
+        if self.used >= self.max_restarts:
+            return GiveUp(_spent(self.max_restarts))
+        pause = self._count(signature, lived_s)
+        if isinstance(pause, Retry):
+            self.used += 1
+        return pause
+
+    def pause(self, signature: str, lived_s: float) -> Retry | GiveUp:
+        """A generation ended by no fault of the training code: free, but the back-off grows all the same."""
+        return self._count(signature, lived_s)
+
+    def _count(self, signature: str, lived_s: float) -> Retry | GiveUp:
+        if lived_s >= self.limits.healthy_s:
+            self.streak, self.identical = 0, 0
+        self.streak += 1
+        self.identical = self.identical + 1 if signature == self.last_signature else 1
+        self.last_signature = signature
+        if self.identical >= self.limits.identical_failures_max:
+            return GiveUp(f"the same error {self.identical} times in a row, each within {self.limits.healthy_s:g} s")
+        if self.streak == 1:
+            return Retry(0.0)
+        return Retry(min(self.limits.backoff_first_s * 2 ** (self.streak - 2), self.limits.backoff_max_s))
+
+
+def _spent(max_restarts: int) -> str:
+    return (
+        "no restarts were allowed (--max-restarts 0)" if max_restarts == 0 else f"all {max_restarts} restarts are used"
+    )
+
+
+Judge = Callable[[Evidence], Verdict]
+
+
+class Again(Struct, frozen=True):
+    backoff_s: float
+    verdict: Verdict
+
+
+def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
+    """First match wins.
+
+    | the generation ended because            | then                                              |
+    |-----------------------------------------|---------------------------------------------------|
+    | a worker exited with 75                 | over: please requeue                              |
+    | a node was lost                         | again, free: it explains the failures of its peers |
+    | the store host died                     | again, free, with back-off                        |
+    | no worker failed (arrival, leave)       | again, free                                       |
+    | it was drained                          | again, free, whatever its workers ended with      |
+    | a worker failed, or all stood still     | again if the budget allows, else over             |
+    """
+    lived_s = world.stop_began_s - (world.started_s if world.started_s is not None else world.stop_began_s)
+    own = [failure for failure in world.failures if not failure.after_stop]
+    if any(failure.exit_code == EXIT_REQUEUE for failure in own):
+        text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
+        return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
+    verdict = judge(_evidence(world, budget, ""))
+    decision: Retry | GiveUp = Retry(0.0)
+    if not (world.lost_nodes or world.drain_agreed):
+        if world.stop_reason is StopReason.STORE_LOST:
+            decision = budget.pause("the store host died", lived_s)
+        elif own or world.stop_reason is StopReason.HUNG:
+            decision = budget.charge(verdict.culprit.signature if verdict.culprit else verdict.cause, lived_s)
+    if isinstance(decision, Retry):
+        return Again(decision.backoff_s, verdict)
+    verdict = judge(_evidence(world, budget, decision.reason))
+    return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
+
+
+def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
+    """What failed and what follows, for all consoles; empty where nothing failed."""
+    verdict, lines = again.verdict, []
+    if charged:
+        pause = f", in {again.backoff_s:.1f} s" if again.backoff_s else ""
+        lines.append(f"{verdict.code}: {verdict.cause}; {budget.newest}{pause}")
+    if verdict.victims:
+        theirs = "its log" if len(verdict.victims) == 1 else "their logs"
+        lines.append(f"rank {spans(verdict.victims)} failed because of it: the words are in {theirs}")
+    return "\n".join(lines)
+
+
+def plain_verdict(evidence: Evidence) -> Verdict:
+    """Without anybody who could tell causes: the first failure is to blame."""
+    culprit = next((failure for failure in evidence.failures if not failure.after_stop), None)
+    cause = "the generation was ended although no worker failed"
+    if culprit is not None:
+        cause = f"rank {culprit.rank} on {culprit.host} ended with exit code {culprit.exit_code}"
+    return evidence.verdict("HF200" if culprit is None else "HF205", cause, culprit)
+
+
+def ended_without(outcome: Outcome, run_id: str, other_line: str) -> Outcome:
+    """How a job ended for a node that had no part in it: its own line was not run. `other_line`: what of that line is not
+    the job's, in words."""
+    if outcome.kind is not OutcomeKind.SUCCEEDED:
+        return outcome
+    if other_line:
+        text = (
+            f"nothing was run here: the job with --rdzv-id {run_id} at this endpoint is not this one "
+            f"({other_line}: different)"
+        )
+        return Outcome(kind=OutcomeKind.REFUSED, exit_code=NodesError.exit_code, code=NodesError.code, message=text)
+    return structs.replace(outcome, message="the job has succeeded without this node: it was never needed")
+
+
+def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
+    return Evidence(
+        generation=world.generation,
+        restarts=budget.used,
+        failures=tuple(world.failures),
+        lost_nodes=tuple(world.lost_nodes),
+        gave_up=gave_up,
+        hang=world.hang,
+        hung=world.hung,
+        done=world.done_ranks(),
+        left=tuple(world.left),
+        lost_ranks=tuple(world.lost_ranks),
+        survivors=world.survivors,
+        hosts=tuple(name.rpartition("#")[0] for name in world.order),
+    )
+
+
+class Restart(Struct, frozen=True):
+    """Another generation follows."""
+
+    backoff_s: float
+    notice: Notice | None
+    """What failed, for the members of the one that is over."""
+    excluded: tuple[Waiting, ...]
+    """Hosts that may not take part for a while, for everybody."""
+
+
+class Endings:
+    """What follows each generation that is over. It asks the judge, charges the budget, counts who was to blame, and reports
+    the verdict."""
+
+    def __init__(
+        self, job: JobSpec, budget: Budget, host_backoff: HostBackoff, judge: Judge, note: Callable[..., None]
+    ) -> None:
+        """`note`: for the journal."""
+        self._job = job
+        self._budget = budget
+        self._host_backoff = host_backoff
+        self._judge = judge
+        self._note = note
+        self._newest: Verdict | None = None
+        """On the newest generation after which another one followed."""
+
+    def stopped(self, now: float, world: World) -> Restart | Outcome:
+        """No worker of this world is alive any more."""
+        used = self._budget.used
+        end = after_stop(world, self._budget, self._judged)
+        if isinstance(end, Outcome):
+            return end
+        verdict = self._newest = end.verdict
+        text = restart_text(end, self._budget, charged=self._budget.used > used)
+        told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
+        self._note("verdict", generation=world.generation, **told)
+        notice = Notice(text, verdict.victims) if text else None
+        return Restart(end.backoff_s, notice, self._excluded(now, world, verdict))
+
+    def _excluded(self, now: float, world: World, verdict: Verdict) -> tuple[Waiting, ...]:
+        """Whose fault the end of a generation was is counted per host."""
+        culprits = set(world.lost_hosts)
+        if not culprits and verdict.culprit is not None and not world.drain_agreed:
+            culprits = {verdict.culprit.host}
+        excluded: list[Waiting] = []
+        for host in sorted(culprits):
+            pause_s = self._host_backoff.blamed(host, now)
+            if pause_s:
+                self._note("excluded", host=host, for_s=pause_s)
+                text = f"{host} was blamed {self._job.exclude_after} times: excluded for {pause_s:g} s"
+                excluded.append(Waiting(text))
+        return tuple(excluded)
+
+    def no_quorum(self, reason: str, text: str, generation: int) -> Outcome:
+        """Too few nodes came. If nodes were lost in the newest generation, that is the cause."""
+        code, exit_code = JoinTimeoutError.code, JoinTimeoutError.exit_code
+        verdict = Verdict(code=code, cause=text, generation=generation, restarts=self._budget.used)
+        before = self._newest
+        if before is not None and before.lost_nodes and before.generation == generation:
+            verdict = structs.replace(before, cause=f"{before.cause}; then {text}", gave_up=reason)
+        return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict)
+
+    def _judged(self, evidence: Evidence) -> Verdict:
+        """The judge was given to us: an error in it is noted, and decides nothing."""
+        try:
+            return self._judge(evidence)
+        except Exception as error:  # noqa: BLE001
+            self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
+            return plain_verdict(evidence)

@@ -1,0 +1,174 @@
+"""Who forms the next world, when, and in which order. Pure functions over plain values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from holdfast.protocol.messages import Assign
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.text import spans
+
+
+class Candidate(Struct, frozen=True):
+    node: NodeSpec
+    arrival: int
+
+
+class Gathering(Struct, kw_only=True):
+    """What the decision to form looks at, kept up to date by the machine. Times are seconds on the coordinator's clock."""
+
+    present: int
+    began_s: float
+    last_arrival_s: float
+    quorum_s: float | None
+    """Since when min_nodes are present without interruption; None: they are not."""
+    not_before_s: float
+    regroup: bool
+    """A world existed before and enough of it is left: nobody waits for strangers."""
+
+    def count(self, present: int, min_nodes: int, now: float) -> None:
+        """So many candidates are present now."""
+        self.present = present
+        if present < min_nodes:
+            self.quorum_s, self.regroup = None, False
+        elif self.quorum_s is None:
+            self.quorum_s = now
+
+
+class FormNow(Struct, frozen=True):
+    reason: str
+
+
+class WaitUntil(Struct, frozen=True):
+    deadline_s: float
+    reason: str
+    gives_up: bool = False
+    """The deadline ends the job, not the wait alone."""
+
+
+class NoQuorum(Struct, frozen=True):
+    reason: str
+
+
+Decision = FormNow | WaitUntil | NoQuorum
+
+
+def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> Decision:
+    """The formation rule. First match wins.
+
+    | members present          | decision                                                   |
+    |--------------------------|------------------------------------------------------------|
+    | fewer than min           | wait, no longer than join_s                                |
+    | any, back-off running    | wait for its end                                           |
+    | max or more              | form                                                       |
+    | min or more, regrouping  | form                                                       |
+    | min or more, first time  | form when nobody came for settle_s, or last_call_s is over |
+    """
+    if gathering.present < job.min_nodes or gathering.quorum_s is None:
+        deadline = gathering.began_s + limits.join_s
+        if now >= deadline:
+            return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
+        return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here", gives_up=True)
+    if now < gathering.not_before_s:
+        return WaitUntil(gathering.not_before_s, f"backing off for {gathering.not_before_s - now:.1f} s")
+    if gathering.present >= job.max_nodes:
+        return FormNow(f"all {job.max_nodes} nodes are here")
+    if gathering.regroup:
+        return FormNow(f"regrouping with the {gathering.present} nodes left")
+    settled = min(gathering.last_arrival_s + limits.settle_s, gathering.quorum_s + limits.last_call_s)
+    if now >= settled:
+        return FormNow(f"{gathering.present} of {_range(job)} nodes are here and no other came")
+    return WaitUntil(settled, f"{gathering.present} of {_range(job)} nodes are here, giving others a moment")
+
+
+def _range(job: JobSpec) -> str:
+    return str(job.max_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"
+
+
+def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec) -> list[NodeSpec]:
+    """Choose at most max_nodes candidates and give each a group rank: its index in the result.
+
+    A member that stays keeps its place if the world is large enough for it; then wishes (--node-rank) are honoured,
+    then the coordinator's node takes 0 if it is free; the others fill the holes by host name (numbers by value) and arrival.
+    """
+    if job.fixed_ranks:
+        return sorted((c.node for c in candidates), key=lambda node: node.node_rank or 0)
+    by_name = {c.node.member: c.node for c in candidates}
+    index = {name: i for i, name in enumerate(previous)}
+    incumbents = [name for name in previous if name in by_name]
+    newcomers = sorted((c for c in candidates if c.node.member not in index), key=lambda c: c.arrival)
+    free = max(0, job.max_nodes - len(incumbents))
+    chosen = [by_name[name] for name in incumbents[: job.max_nodes]] + [c.node for c in newcomers[:free]]
+    seats: list[NodeSpec | None] = [None] * len(chosen)
+    seated: set[str] = set()
+
+    def place(node: NodeSpec, at: int) -> None:
+        if node.member not in seated and at < len(seats) and seats[at] is None:
+            seats[at] = node
+            seated.add(node.member)
+
+    for node in chosen:
+        if node.member in index:
+            place(node, index[node.member])
+    for node in chosen:
+        if node.node_rank is not None and node.member not in index:
+            place(node, node.node_rank)
+    for node in chosen:
+        if node.hosts_coordinator:
+            place(node, 0)
+    arrival = {c.node.member: c.arrival for c in candidates}
+    rest = sorted(
+        (node for node in chosen if node.member not in seated),
+        key=lambda node: (node.member not in index, natural(node.host), arrival[node.member]),
+    )
+    others = iter(rest)
+    return [node if node is not None else next(others) for node in seats]
+
+
+def natural(text: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key in which node2 comes before node10."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text) if part)
+
+
+def assignments(
+    seats: Sequence[NodeSpec], *, generation: int, restart_count: int, local_world: bool
+) -> Mapping[str, Assign]:
+    """One Assign per member. Ranks are prefix sums in the order of the seats, over all workers and within each role."""
+    world_size = sum(node.nproc for node in seats)
+    role_size: dict[str, int] = {}
+    for node in seats:
+        role_size[node.role] = role_size.get(node.role, 0) + node.nproc
+    led_by = _led_by(seats)
+    result: dict[str, Assign] = {}
+    rank_base, role_base = 0, dict.fromkeys(role_size, 0)
+    for group_rank, node in enumerate(seats):
+        result[node.member] = Assign(
+            generation=generation,
+            restart_count=restart_count,
+            group_rank=group_rank,
+            group_world_size=len(seats),
+            rank_base=rank_base,
+            world_size=world_size,
+            role_rank_base=role_base[node.role],
+            role_world_size=role_size[node.role],
+            hosts_store=group_rank == 0,
+            local_world=local_world,
+            led_by=led_by,
+        )
+        rank_base += node.nproc
+        role_base[node.role] += node.nproc
+    return result
+
+
+def _led_by(seats: Sequence[NodeSpec]) -> str:
+    """For the others, should that node be lost: nobody else could name it then."""
+    first = 0
+    for node in seats:
+        if node.hosts_coordinator:
+            ranks = range(first, first + node.nproc)
+            return f"{node.host} (rank{'' if len(ranks) == 1 else 's'} {spans(ranks)})"
+        first += node.nproc
+    return ""

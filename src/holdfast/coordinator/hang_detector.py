@@ -1,0 +1,351 @@
+"""Does the job stand still? Pure: when to look at all workers, and what follows from what was seen.
+
+    QUIET ──► EXAMINING ──► (between examinations) ──► EXAMINING …      a step, or a rank that comes further: QUIET
+      nobody has made a step for max(hang_report_s, hang_steps × the median step), once a rank has made its first three;
+      nobody has come nearer to the process group for hang_report_s while somebody waits for it;
+      or the group stands, and nobody has made one of the first three steps for slow_report_s
+
+An examination is LOOKS looks at all workers, of which a function that is given makes a Finding:
+
+| the finding      | what follows                                                                                        |
+|------------------|-----------------------------------------------------------------------------------------------------|
+| MOVING           | another examination later                                                                           |
+| PAUSED           | the same; reported only when nobody has moved for hang_timeout_s; a rank that is left alone: as if HUNG, and slow |
+| HUNG, STUCK      | told once, then looked at again and again; if it may only be slow: after slow_report_s; if it computes: as PAUSED |
+| but MOVING, and nobody has moved for hang_timeout_s since the first look that showed the same | the generation is ended  |
+
+It is not ended while somebody who does not come computes, nor for a pause before the third step: nothing says then that
+the script trains at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec import Struct, structs
+
+from holdfast.coordinator.throughput import GROUPING, RankThroughput, Throughput
+from holdfast.protocol.policy import Limits
+from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankSample, RankStory, Stage
+from holdfast.text import listed
+
+LOOKS = 3
+"""Of one examination, look_gap_s apart."""
+LOOKS_MAX = 6
+"""Where some have answered one of them only: that tells nobody who moves from who does not."""
+NO_GROUP = "HF245"
+"""The process group does not come to stand."""
+STEPS_MIN = 3
+"""A step may take so many times the median before anybody looks, however long that is."""
+REACH_SHOWN_MAX = 3
+RANKS_NAMED_MAX = 4
+
+
+class LookNow(Struct, frozen=True):
+    """Look at all workers; ends in Watch.looked. `store`: the nodes also try to reach the generation's store."""
+
+    store: bool
+
+
+class ReportHang(Struct, frozen=True):
+    """Tell everybody, once."""
+
+    finding: Finding
+    text: str
+    still_s: float
+    """Nobody has made a step for so long."""
+    files: dict[int, str]
+    """By rank: where its stacks are, on its own node."""
+
+
+class HangOver(Struct, frozen=True):
+    """What was reported has passed."""
+
+    finding: Finding
+    still_s: float
+
+
+class EndHung(Struct, frozen=True):
+    """End the generation."""
+
+    finding: Finding
+    text: str
+    culprit: RankStory | None
+
+
+Order = LookNow | ReportHang | HangOver | EndHung
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    store: bool
+    """They wait for the process group, and not for a step."""
+    warm_up: bool
+    """No rank has made a step that counts."""
+    since_s: float
+    next_look_s: float
+    looking: bool = False
+    looks: int = 0
+    """Of the examination under way."""
+    began_s: float = 0.0
+    """When its first look was asked for."""
+    samples: dict[int, deque[RankSample]] = field(default_factory=dict)
+    reach: tuple[str, ...] = ()
+    signature: str = ""
+    same_since_s: float = 0.0
+    """Nobody has moved since, as far as was looked."""
+    reported: Finding | None = None
+
+    @property
+    def seen_once(self) -> bool:
+        return any(len(samples) == 1 for samples in self.samples.values())
+
+
+class HangDetector:
+    """Of one generation."""
+
+    def __init__(self, limits: Limits, throughput: Throughput, examine: Examine) -> None:
+        self._limits = limits
+        self._throughput = throughput
+        self._examine = examine
+        self._suspicion: _Suspicion | None = None
+        self._patience_s = limits.hang_report_s
+        """Without a step, until somebody is suspected; measured anew when it is over."""
+
+    def standing(self, now: float) -> Finding | None:
+        """The hang that was reported and is not over, as it is now: its ages grow, its places are those of the newest look."""
+        suspicion = self._suspicion
+        if suspicion is None or suspicion.reported is None:
+            return None
+        finding = self._find(now, suspicion, self._stories(now, suspicion))
+        return suspicion.reported if finding.kind is HangKind.MOVING else finding
+
+    def due_s(self) -> float:
+        """When `advance` has something to do."""
+        suspicion = self._suspicion
+        if suspicion is not None:
+            return inf if suspicion.looking else suspicion.next_look_s
+        since_s = self._still_since_s()
+        if since_s is None:
+            return inf
+        return since_s + (self._limits.slow_report_s if self._throughput.warms_up else self._patience_s)
+
+    def advance(self, now: float) -> LookNow | None:
+        if now < self.due_s():
+            return None
+        suspicion = self._suspicion or self._suspect(now)
+        if suspicion is None:
+            return None
+        if suspicion.looks == 0:
+            suspicion.began_s = now
+        suspicion.looking = True
+        return LookNow(suspicion.store)
+
+    def moved(self, now: float) -> HangOver | None:
+        """A step was made, or a rank has come further."""
+        suspicion, self._suspicion = self._suspicion, None
+        self._patience_s = self._limits.hang_report_s
+        if suspicion is None or suspicion.reported is None:
+            return None
+        return HangOver(suspicion.reported, now - suspicion.since_s)
+
+    def looked(
+        self, now: float, *, asked_s: float, samples: Mapping[int, RankSample], reach: tuple[str, ...]
+    ) -> list[Order]:
+        """What the look has shown, by rank; who did not answer in time is missing."""
+        suspicion = self._suspicion
+        if suspicion is None or not suspicion.looking:
+            return []
+        suspicion.looking = False
+        suspicion.looks += 1
+        suspicion.reach = reach
+        for rank, sample in samples.items():
+            suspicion.samples.setdefault(rank, deque(maxlen=LOOKS)).append(sample)
+        if suspicion.looks < LOOKS or (suspicion.looks < LOOKS_MAX and suspicion.seen_once):
+            suspicion.next_look_s = max(now, asked_s + self._limits.look_gap_s)
+            return []
+        return self._conclude(now, suspicion)
+
+    # ---------------------------------------------------------------- suspicion
+
+    def _still_since_s(self) -> float | None:
+        throughput = self._throughput
+        if throughput.newest_s is not None:
+            return throughput.newest_s
+        if throughput.warms_up:
+            return max(throughput.stage_newest_s, throughput.warm_up_newest_s)
+        return throughput.stage_newest_s if throughput.grouping else None
+
+    def _suspect(self, now: float) -> _Suspicion | None:
+        since_s = self._still_since_s()
+        assert since_s is not None
+        limits, throughput = self._limits, self._throughput
+        if throughput.newest_s is None:
+            self._suspicion = _Suspicion(not throughput.warms_up, throughput.warms_up, since_s, next_look_s=now)
+            return self._suspicion
+        step_s = throughput.step_s()
+        steps_s = min(limits.hang_steps * step_s, max(limits.hang_report_max_s, STEPS_MIN * step_s))
+        self._patience_s = max(limits.hang_report_s, steps_s)
+        if now < since_s + self._patience_s:
+            return None
+        self._suspicion = _Suspicion(False, False, since_s, next_look_s=now)
+        return self._suspicion
+
+    # ---------------------------------------------------------------- what was found
+
+    def _conclude(self, now: float, suspicion: _Suspicion) -> list[Order]:
+        timeout_s = self._limits.hang_timeout_s
+        stories = self._stories(now, suspicion)
+        finding = self._find(now, suspicion, stories)
+        if finding.kind is HangKind.MOVING or not any(story.samples for story in stories):
+            return self._goes_on(now, suspicion)
+        if finding.signature != suspicion.signature:
+            suspicion.signature, suspicion.same_since_s = finding.signature, suspicion.began_s
+        same_s = now - suspicion.same_since_s
+        orders: list[Order] = []
+        endable = not finding.busy and not (suspicion.warm_up and finding.kind is HangKind.PAUSED)
+        if suspicion.reported is None and same_s >= self._silence_s(finding, suspicion):
+            suspicion.reported = finding
+            orders.append(self._report(finding, stories, now - suspicion.since_s, same_s, endable=endable))
+        if timeout_s and same_s >= timeout_s and endable:
+            first = next((story for story in stories if story.rank in finding.culprits), None)
+            text = f"nothing has moved for {same_s:.0f} s (--hang-timeout {timeout_s:g}): {_first_line(finding.text)}"
+            suspicion.next_look_s = inf
+            return [*orders, EndHung(finding, text, first)]
+        self._look_again(now, suspicion, finding)
+        return orders
+
+    def _find(self, now: float, suspicion: _Suspicion, stories: Sequence[RankStory]) -> Finding:
+        finding = self._examine(stories)
+        if suspicion.store:
+            return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
+        if len(stories) < len(self._throughput.ranks) and not suspicion.warm_up:
+            return _about_the_last(finding)
+        return finding
+
+    def _goes_on(self, now: float, suspicion: _Suspicion) -> list[Order]:
+        """Somebody works. Where no steps are counted, that is all that can tell the end of a hang that was reported."""
+        over: list[Order] = []
+        if suspicion.warm_up and suspicion.reported is not None:
+            over.append(HangOver(suspicion.reported, now - suspicion.since_s))
+            suspicion.reported = None
+        suspicion.signature = ""
+        self._look_again(now, suspicion, None)
+        return over
+
+    def _silence_s(self, finding: Finding, suspicion: _Suspicion) -> float:
+        """How long all must have stood where they stand before it is reported."""
+        limits = self._limits
+        at_the_end_s = limits.hang_timeout_s or limits.pause_report_s
+        if finding.kind is HangKind.PAUSED or finding.busy:
+            return at_the_end_s
+        if not finding.slow or suspicion.warm_up:
+            return 0.0
+        # It is hang_report_s old when it is suspected.
+        return min(max(0.0, limits.slow_report_s - limits.hang_report_s), at_the_end_s)
+
+    def _look_again(self, now: float, suspicion: _Suspicion, finding: Finding | None) -> None:
+        """One look more at a hang that was told; else a whole examination. `finding`: None when somebody works."""
+        limits = self._limits
+        if suspicion.reported is not None:
+            suspicion.looks, suspicion.next_look_s = LOOKS - 1, now + limits.look_again_s
+            suspicion.began_s = suspicion.next_look_s
+            silence_s = limits.hang_timeout_s or limits.pause_report_s
+        else:
+            pause_s = limits.slow_report_s if suspicion.warm_up else limits.look_moving_s
+            suspicion.looks, suspicion.next_look_s = 0, now + pause_s
+            suspicion.samples.clear()
+            silence_s = self._silence_s(finding, suspicion) if finding is not None else inf
+        decisive_s = suspicion.same_since_s + silence_s
+        if suspicion.signature and now < decisive_s < suspicion.next_look_s:
+            suspicion.next_look_s = decisive_s
+
+    def _stories(self, now: float, suspicion: _Suspicion) -> list[RankStory]:
+        return [
+            RankStory(
+                rank=pace.rank,
+                host=pace.host,
+                local_rank=pace.local_rank,
+                age_s=now - (pace.stage_since_s if suspicion.store else max(pace.newest_s, pace.stage_since_s)),
+                samples=tuple(samples) if len(samples := suspicion.samples.get(pace.rank, ())) > 1 else (),
+            )
+            for pace in self._throughput.alive()
+        ]
+
+    def _about_the_group(self, finding: Finding, still_s: float, reach: tuple[str, ...]) -> Finding:
+        """The same in words about the process group: who has not come, and which node cannot reach the store."""
+        alive = self._throughput.alive()
+        missing = [pace for pace in alive if pace.stage is Stage.STARTING]
+        waiting = [pace.rank for pace in alive if pace.stage in GROUPING]
+        if finding.kind is HangKind.MOVING and not reach:
+            return finding
+        lines = [_first_line(finding.text)]
+        if finding.kind is not HangKind.HUNG:
+            absent = f"; {_named(missing)} not come" if missing else ""
+            lines = [f"{_ranks(waiting)} in init_process_group for {still_s:.0f} s{absent}"]
+        if reach:
+            lines.append(f"{'; '.join(reach[:REACH_SHOWN_MAX])} (firewall? wrong address?)")
+        named = finding.kind is HangKind.HUNG or bool(missing)
+        return structs.replace(
+            finding,
+            kind=HangKind.HUNG if named else HangKind.STUCK,
+            code=finding.code if finding.kind is HangKind.HUNG and finding.code and not reach else NO_GROUP,
+            text="\n".join(lines),
+            culprits=finding.culprits or tuple(pace.rank for pace in missing),
+            slow=not reach and (finding.slow or finding.kind is HangKind.PAUSED),
+        )
+
+    def _report(
+        self, finding: Finding, stories: Sequence[RankStory], still_s: float, same_s: float, *, endable: bool
+    ) -> ReportHang:
+        by_rank = {story.rank: story for story in stories}
+        shown = [*finding.culprits, *(place.ranks[0] for place in finding.groups if place.ranks)]
+        files = {
+            rank: by_rank[rank].samples[-1].file
+            for rank in dict.fromkeys(shown)
+            if rank in by_rank and by_rank[rank].samples and by_rank[rank].samples[-1].file
+        }
+        lines = finding.text.splitlines()[:2]
+        if files:
+            rank, file = next(iter(files.items()))
+            lines.append(f"stacks of rank {rank}, on {by_rank[rank].host}: {file}")
+        timeout_s = self._limits.hang_timeout_s
+        if not timeout_s:
+            lines.append("it is left alone (--hang-timeout 0)")
+        elif not endable:
+            lines.append(
+                "it is left alone while it is at work" if finding.busy else "it is left alone before its first steps"
+            )
+        elif same_s < timeout_s:
+            lines.append(
+                f"if nothing moves for another {timeout_s - same_s:.0f} s its workers are ended (--hang-timeout)"
+            )
+        return ReportHang(finding, "\n".join(lines), still_s, files)
+
+
+def _about_the_last(finding: Finding) -> Finding:
+    """The same of a rank that stands still and that others have left alone: nobody waits for it but the job."""
+    if finding.kind is not HangKind.PAUSED or not finding.culprits:
+        return finding
+    text = f"{finding.text}; all other ranks have ended"
+    return structs.replace(finding, kind=HangKind.HUNG, text=text, slow=True)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} waits"
+    if len(ranks) > RANKS_NAMED_MAX:
+        return f"{len(ranks)} ranks wait"
+    return f"ranks {', '.join(map(str, ranks))} wait"
+
+
+def _named(missing: Sequence[RankThroughput]) -> str:
+    words = listed([f"rank {pace.rank} on {pace.host}" for pace in missing], RANKS_NAMED_MAX)
+    return f"{words} {'has' if len(missing) == 1 else 'have'}"

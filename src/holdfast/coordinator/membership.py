@@ -1,0 +1,334 @@
+"""Who is a member, by name and by link; who has been silent too long; which hosts must wait before they may take part again;
+and what is left of an earlier coordinator. Bookkeeping only: the machine decides what follows from it.
+
+Everything that is asked for at every event costs the same with ten members and with ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec import structs
+
+from holdfast.coordinator.coordinator_state import Member, Pending, World
+from holdfast.protocol.messages import Join, Running
+from holdfast.protocol.policy import Limits, NodeSpec
+
+LINKS_PER_ADDRESS_MAX = 1024
+"""Links from one address that have not joined: one more costs the oldest of them. Many agents may share a machine."""
+
+
+class Membership:
+    """Links without a Join, members, and who of them may take part in the next world."""
+
+    def __init__(self, host_backoff: HostBackoff, limits: Limits) -> None:
+        self._limits = limits
+        self._host_backoff = host_backoff
+        self.members: dict[str, Member] = {}
+        self.pending: dict[int, Pending] = {}
+        """In the order in which they were opened. Changed through `open_link` and `close_link`."""
+        self._pending_of: Counter[str] = Counter()
+        """By address."""
+        self._by_link: dict[int, str] = {}
+        self._busy: dict[str, Member] = {}
+        self._arrivals = 0
+        self._candidates: dict[str, Member] = {}
+        self._waiting: list[tuple[Member, float]] = []
+        self._outsiders: dict[str, Member] = {}
+        self._outside_of: Mapping[str, object] = {}
+        """The world that the outsiders are outside of."""
+        self._fresh_until_s = -inf
+        """The lists of candidates are true up to this time; -inf: members have changed."""
+
+    def open_link(self, link: int, pending: Pending) -> list[int]:
+        """A link was opened. Returns the oldest one from the same address when there are too many."""
+        self.pending[link] = pending
+        self._pending_of[pending.address] += 1
+        if pending.local or self._pending_of[pending.address] <= LINKS_PER_ADDRESS_MAX:
+            return []
+        return [next(number for number, other in self.pending.items() if other.address == pending.address)]
+
+    def close_link(self, link: int) -> Pending | None:
+        """It is gone, or its agent has joined."""
+        pending = self.pending.pop(link, None)
+        if pending is not None:
+            self._pending_of[pending.address] -= 1
+            if not self._pending_of[pending.address]:
+                del self._pending_of[pending.address]
+        return pending
+
+    def late_links(self, now: float, but: Container[int]) -> list[int]:
+        """Links that have been without a member for too long. Not the local one, and not those named: an agent that waits
+        for a rank that somebody holds has asked to join."""
+        late: list[int] = []
+        for link, due_s in self._unjoined(but):
+            if now < due_s:
+                break
+            late.append(link)
+        return late
+
+    def unjoined_due_s(self, but: Container[int]) -> float:
+        """When `late_links` has the next one."""
+        return next((due_s for _, due_s in self._unjoined(but)), inf)
+
+    def _unjoined(self, but: Container[int]) -> Iterator[tuple[int, float]]:
+        for link, pending in self.pending.items():
+            if not pending.local and link not in but:
+                yield link, pending.opened_s + self._limits.unjoined_s
+
+    def by_link(self, link: int) -> Member | None:
+        name = self._by_link.get(link)
+        return None if name is None else self.members[name]
+
+    def add(self, link: int, node: NodeSpec, *, now: float, heard_s: float) -> Member:
+        """The agent behind a pending link becomes a member."""
+        pending = self.close_link(link)
+        assert pending is not None
+        node = structs.replace(node, hosts_coordinator=pending.local)
+        self._arrivals += 1
+        member = Member(
+            node=node,
+            link=link,
+            address=pending.address,
+            reached_at=pending.reached_at,
+            arrival=self._arrivals,
+            joined_s=now,
+            last_heard_s=heard_s,
+        )
+        self.members[node.member] = member
+        self._by_link[link] = node.member
+        if self._host_backoff.until_s(node.host, now) > now:
+            self.changed()
+        elif self._fresh_until_s > now:
+            self._candidates[member.name] = member
+            if member.name not in self._outside_of:
+                self._outsiders[member.name] = member
+        return member
+
+    def remove(self, member: Member) -> None:
+        del self.members[member.name]
+        del self._by_link[member.link]
+        self._busy.pop(member.name, None)
+        self._candidates.pop(member.name, None)
+        self._outsiders.pop(member.name, None)
+        if any(member is waiting for waiting, _ in self._waiting):
+            self.changed()
+
+    def changed(self) -> None:
+        """Somebody wants to go, or was put on host back-off or taken off it."""
+        self._fresh_until_s = -inf
+
+    def set_busy(self, member: Member, generation: int) -> None:
+        """Worker processes of this generation may be alive there; 0: none are."""
+        member.busy_generation = generation
+        if generation:
+            self._busy[member.name] = member
+        else:
+            self._busy.pop(member.name, None)
+
+    def busy(self) -> Collection[Member]:
+        return self._busy.values()
+
+    @property
+    def anybody_busy(self) -> bool:
+        return bool(self._busy)
+
+    def candidates(self, now: float) -> Collection[Member]:
+        """Members that may take part in a world formed now, in order of arrival."""
+        self._refresh(now)
+        return self._candidates.values()
+
+    def waiting(self, now: float) -> list[tuple[Member, float]]:
+        """Members on host back-off, and from when on they may take part."""
+        self._refresh(now)
+        return self._waiting
+
+    def next_change_s(self, now: float) -> float:
+        """When somebody's host back-off ends; inf: nobody is on host back-off."""
+        self._refresh(now)
+        return self._fresh_until_s
+
+    def outsiders(self, now: float, world: Mapping[str, object]) -> Collection[Member]:
+        """Candidates whose names are not in this world. Asked about one world after the other."""
+        self._refresh(now)
+        if self._outside_of is not world:
+            self._outside_of = world
+            self._find_outsiders()
+        return self._outsiders.values()
+
+    def _find_outsiders(self) -> None:
+        self._outsiders = {name: one for name, one in self._candidates.items() if name not in self._outside_of}
+
+    def _refresh(self, now: float) -> None:
+        if now < self._fresh_until_s:
+            return
+        self._candidates, self._waiting = {}, []
+        for member in self.members.values():
+            if member.leaving:
+                continue
+            until_s = self._host_backoff.until_s(member.node.host, member.joined_s)
+            if until_s > now:
+                self._waiting.append((member, until_s))
+            else:
+                self._candidates[member.name] = member
+        self._find_outsiders()
+        self._fresh_until_s = min((until_s for _, until_s in self._waiting), default=inf)
+
+    def check_invariants(self) -> None:
+        assert len(self._by_link) == len(self.members)
+        assert self._candidates.keys() <= self.members.keys()
+        for name, member in self.members.items():
+            assert self._by_link[member.link] == name
+            assert (name in self._busy) == bool(member.busy_generation)
+
+
+@dataclass(slots=True)
+class Liveness:
+    """Which members have been silent too long. Silence counts only while we were listening ourselves."""
+
+    limits: Limits
+    looked_s: float
+    pardoned_s: float = 0.0
+    """Nobody counts as silent since before this."""
+    next_expiry_s: float = inf
+    """When the first of the leases seen at the last look runs out."""
+
+    def next_look_s(self) -> float:
+        return min(self.looked_s + self.limits.lease_s / 4, self.next_expiry_s)
+
+    def silent(self, members: Iterable[Member], now: float) -> list[Member]:
+        """Members whose lease has run out.
+
+        If we come back from a pause of our own (stopped process, starved machine), the time of that pause is not
+        held against anybody: what they sent meanwhile may still lie unread in our sockets.
+        """
+        gap = now - self.looked_s
+        self.looked_s = now
+        if gap > self.limits.lease_s / 2:
+            self.pardoned_s, self.next_expiry_s = now - self.limits.ping_interval_s, inf
+            return []
+        expiries = [(max(member.last_heard_s, self.pardoned_s) + self.limits.lease_s, member) for member in members]
+        self.next_expiry_s = min((expiry for expiry, _ in expiries if expiry > now), default=inf)
+        return [member for expiry, member in expiries if expiry <= now]
+
+
+@dataclass(slots=True)
+class _Record:
+    strikes: int = 0
+    """Quick losses in a row."""
+    blames: int = 0
+    exclusions: int = 0
+    stay_s: float = 0.0
+    """How long an agent of this host must have been here before the others are regrouped for it."""
+    excluded_until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class HostBackoff:
+    """A host whose agents join and die in a loop must stay a while first; one that is blamed too often is shut out. Knows
+    host names and times, no members."""
+
+    limits: Limits
+    exclude_after: int
+    _records: dict[str, _Record] = field(default_factory=dict)
+
+    def lost(self, host: str, *, lived_s: float) -> None:
+        """A member on this host was lost, so long after its first workers were started (or else after it joined)."""
+        record = self._records.setdefault(host, _Record())
+        if lived_s >= self.limits.healthy_s:
+            record.strikes, record.stay_s = 0, 0.0
+        if lived_s >= self.limits.flap_s:
+            return
+        record.strikes += 1
+        if record.strikes > 1:
+            record.stay_s = min(self.limits.flap_first_s * 2.0 ** (record.strikes - 2), self.limits.flap_max_s)
+
+    def blamed(self, host: str, now: float) -> float:
+        """A generation ended because of this host. Returns for how many seconds it is excluded from now on; 0: not."""
+        if not self.exclude_after:
+            return 0.0
+        record = self._records.setdefault(host, _Record())
+        record.blames += 1
+        if record.blames < self.exclude_after:
+            return 0.0
+        record.blames = 0
+        pause_s = min(self.limits.exclude_first_s * 2.0**record.exclusions, self.limits.exclude_max_s)
+        record.exclusions += 1
+        record.excluded_until_s = now + pause_s
+        return pause_s
+
+    def until_s(self, host: str, joined_s: float) -> float:
+        """From when on an agent of this host that joined at `joined_s` may take part."""
+        record = self._records.get(host)
+        if record is None:
+            return joined_s
+        return max(joined_s + record.stay_s, record.excluded_until_s)
+
+
+@dataclass(slots=True)
+class PreviousLeader:
+    """The newest generation that a coordinator before us formed, and the agents that still run it. It goes on only if all
+    its nodes come with living workers."""
+
+    generation: int = 0
+    """The newest one anybody told us of; 0: nobody did."""
+    broken: bool = False
+    """A part of that generation has ended: it cannot go on."""
+    parts: dict[int, tuple[Member, Running]] = field(default_factory=dict)
+    """Group rank -> who came with it."""
+
+    def observe(self, member: Member, join: Join) -> list[Member]:
+        """A member has joined and told of this. Returns those whose running generation has no future."""
+        hopeless: list[Member] = []
+        if join.last_generation > self.generation:
+            hopeless = self._drop_parts()
+            self.generation, self.broken = join.last_generation, False
+        running = join.running
+        if running is not None and running.generation == self.generation and not self.broken:
+            self.parts[running.group_rank] = (member, running)
+        elif running is not None:
+            hopeless.append(member)
+        elif join.last_generation == self.generation > 0:
+            # It took part and comes with empty hands.
+            hopeless += self._break()
+        return hopeless
+
+    def lost(self, member: Member) -> list[Member]:
+        """A member is gone, or its workers are. Returns those whose running generation has no future by that."""
+        came = any(member is one for one, _ in self.parts.values())
+        return [other for other in self._break() if other is not member] if came else []
+
+    @property
+    def whole(self) -> bool:
+        """Every node of the generation has come with its workers alive."""
+        return bool(self.parts) and len(self.parts) == next(iter(self.parts.values()))[1].group_world_size
+
+    @property
+    def restart_count(self) -> int:
+        return max(running.restart_count for _, running in self.parts.values())
+
+    def world(self, now: float) -> World:
+        """That generation, as ours from now on."""
+        parts = [part for _, part in sorted(self.parts.items())]
+        world = World(
+            generation=self.generation,
+            order=tuple(member.name for member, _ in parts),
+            nproc={member.name: member.node.nproc for member, _ in parts},
+            started_s=now,
+        )
+        for member, running in parts:
+            for local_rank in running.done:
+                world.mark_done(member.name, local_rank)
+        return world
+
+    def _break(self) -> list[Member]:
+        self.broken = True
+        return self._drop_parts()
+
+    def _drop_parts(self) -> list[Member]:
+        members = [member for member, _ in self.parts.values()]
+        self.parts.clear()
+        return members

@@ -1,0 +1,484 @@
+"""The monitor of the generation that is at work: its throughput, stragglers, hangs, and the sample rounds in which all
+nodes are asked for the stacks of their workers. And the job as people see it (`node_views`).
+
+An object of the coordinator: it takes what happens and returns commands. It decides one thing that changes the course of
+the job, `EndGeneration`. What it finds out for the verdict it leaves in the World.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec import Struct
+
+from holdfast.coordinator.coordinator_state import Command, Member, Phase, Tell, World
+from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang
+from holdfast.coordinator.membership import Membership
+from holdfast.coordinator.stragglers import Straggler, Stragglers
+from holdfast.coordinator.throughput import RankThroughput, Throughput, of_world
+from holdfast.protocol.machines import Note
+from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Limits
+from holdfast.protocol.rank_progress import (
+    Examine,
+    Finding,
+    HangKind,
+    NodeView,
+    RankSample,
+    RankStory,
+    RankView,
+    Stage,
+    Standing,
+)
+
+SIGKILL = 9
+NOTICES_SAID_MAX = 3
+"""Stragglers that are reported on the console at a time; the journal has all."""
+STACKS_AFTER_TIMEOUT_S = 2.0
+"""A generation in which a collective has timed out is kept for so long, until the stacks of the ranks that did not come
+have been collected and the other waiting ranks have reported."""
+REASON_AFTER_CLOSED_S = 2.0
+"""A generation in which a connection was closed is kept for so long, until the rank that closed it has reported: Python
+needs a second or two to end, and `finally: destroy_process_group()` comes before the traceback."""
+EVIDENCE_S = 2.0
+"""A generation is kept for so long for what a failed worker has left, where that decides whether it is kept longer."""
+MAY_BE_CONSEQUENCE = (1, -6)
+"""Exit statuses of a Python program after an exception, and of one that torch's watchdog aborted: what such a worker has left may say that
+another one is to blame. Every other exit status is a reason of its own."""
+SEARCHED_CHARACTERS = 4096
+TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout"
+    r"|Watchdog caught collective operation timeout|timed out in monitoredBarrier|failed to pass monitoredBarrier"
+)
+"""What torch says when a collective or its store has waited for longer than the group's time-out."""
+CLOSED = re.compile(
+    r"^[\w.]*(?:ConnectionResetError|ConnectionAbortedError|BrokenPipeError|EOFError)\b|ncclRemoteError"
+    r"|remote process exited|received errors while waiting for send/recv from rank"
+    r"|gloo/transport/[\s\S]*(?:[Cc]onnection (?:closed|reset) by|[Bb]roken pipe)"
+)
+"""What torch and Python say when the other side has closed the connection."""
+
+
+def timed_out(failures: Iterable[Failure]) -> bool:
+    """Whether all of these are time-outs of a collective. The ranks that did not come are then still alive."""
+    return all(
+        TIMED_OUT.search(f"{each.message[:SEARCHED_CHARACTERS]}\n{each.stderr_tail[-SEARCHED_CHARACTERS:]}")
+        and not each.after_stop
+        for each in failures
+    )
+
+
+def lost_a_peer(failures: Iterable[Failure]) -> bool:
+    """Whether all of these say that a peer closed the connection. That rank may only be cleaning up before it reports why."""
+    return all(
+        CLOSED.search(each.message[:SEARCHED_CHARACTERS]) and not each.after_stop and each.exit_code > 0
+        for each in failures
+    )
+
+
+def cannot_tell(stories: object) -> Finding:  # noqa: ARG001 - it takes the place of a function that looks at them
+    """For a coordinator without a function that examines stacks: nothing is ever found."""
+    return Finding(kind=HangKind.MOVING, code="", text="")
+
+
+class EndGeneration(Struct, frozen=True):
+    """The generation at work has to be stopped."""
+
+    reason: StopReason
+    text: str
+
+
+@dataclass(slots=True)
+class SampleRound:
+    """All nodes are asked for stacks once."""
+
+    number: int
+    asked_s: float
+    awaited: set[str]
+    """Members that have not answered."""
+    samples: dict[int, RankSample] = field(default_factory=dict)
+    """By rank."""
+    reach: list[str] = field(default_factory=list)
+    """What nodes that cannot reach the store have said."""
+
+
+class Monitor:
+    """Watches one generation after the other. Every method that takes an event returns what is to be done."""
+
+    def __init__(self, limits: Limits, members: Mapping[str, Member], examine: Examine) -> None:
+        """`members`: the coordinator's, by name, as they are at any moment."""
+        self._limits = limits
+        self._members = members
+        self._examine = examine
+        self._at_work: World | None = None
+        """The newest world that was started."""
+        self._throughput: Throughput | None = None
+        """Of that world; made when they are first needed."""
+        self._watch: HangDetector | None = None
+        """None: no generation is watched."""
+        self._stragglers = Stragglers(limits.straggler_window_s)
+        self._trained_s = 0.0
+        """In generations that are over."""
+        self._looks = 0
+        self._round: SampleRound | None = None
+        """The round under way."""
+        self._silent: set[str] = set()
+        """Members that have not answered a round in time: they are asked, but not waited for again."""
+        self._kept: EndGeneration | None = None
+        """The generation will be ended so, as soon as what is collected for the verdict has come."""
+        self._kept_until_s = inf
+        self._unread: EndGeneration | None = None
+        """It will be ended so, unless what a failed worker has left says otherwise."""
+        self._unread_until_s = inf
+        self._out: list[Command | EndGeneration] = []
+
+    # ---------------------------------------------------------------- events
+
+    def begin(self, world: World) -> None:
+        """The workers of this world have been started."""
+        self._trained_s = self.training_s
+        self._at_work, self._throughput = world, None
+
+    def rest(self) -> None:
+        """The generation drains, is stopped or is over: nobody hangs in it any more."""
+        self._watch = self._round = self._kept = self._unread = None
+        self._unread_until_s = inf
+
+    def progress(self, now: float, member: Member, message: Progress) -> list[Command | EndGeneration]:
+        """An agent reports how far its workers are."""
+        throughput = self._measured()
+        if not throughput.heard(member.name, message.ranks, now):
+            return []
+        for pace in throughput.of_member(member.name, len(message.ranks)):
+            if pace.stage is not Stage.DONE:
+                self._stragglers.heard(pace)
+        if self._watch is not None:
+            self._follow(now, self._watch.moved(now))
+        news = self._stragglers.news()
+        if news:
+            self._report_stragglers(news)
+        return self._taken()
+
+    def rank_done(self, now: float, member: Member, local_rank: int) -> None:
+        pace = self._throughput.of(member.name, local_rank) if self._throughput is not None else None
+        if self._throughput is not None and pace is not None:
+            self._throughput.enter(pace, Stage.DONE, now)
+            self._stragglers.ended(pace.rank)
+
+    def looked(self, member: Member, message: Looked) -> None:
+        """An agent has sent the stacks of its workers."""
+        asked = self._round
+        if asked is None or asked.number != message.number:
+            return
+        throughput = self._measured()
+        asked.awaited.discard(member.name)
+        self._silent.discard(member.name)
+        asked.reach += message.reach
+        for sample in message.samples:
+            pace = throughput.of(member.name, sample.local_rank)
+            if pace is not None:
+                asked.samples[pace.rank] = sample
+
+    def failed(
+        self, now: float, failures: Sequence[Failure], text: str, *, evidence_follows: bool
+    ) -> list[Command | EndGeneration]:
+        """Workers have failed. The generation is ended, or kept for a moment where these failures are consequences: of a
+        rank that did not come, whose stacks are collected before it is stopped, or of one that left and may report why.
+        Where only their evidence tells, that is waited for."""
+        end = EndGeneration(StopReason.WORKER_FAILED, text)
+        world = self._world()
+        if evidence_follows:
+            if world.size == 1 or any(failure.exit_code not in MAY_BE_CONSEQUENCE for failure in failures):
+                return [end]
+            self._unread, self._unread_until_s = self._unread or end, min(self._unread_until_s, now + EVIDENCE_S)
+            return []
+        self._unread, self._unread_until_s = None, inf
+        in_vain = timed_out(failures)
+        if not in_vain and (world.done_count or not lost_a_peer(failures)):
+            return [end]
+        if self._kept is not None and (self._round is not None or not in_vain):
+            return []
+        if world.hang is not None:
+            return [end]  # who is to blame is known
+        if in_vain:
+            self._look(now, store=False)
+            if self._round is None or not self._round.awaited:
+                return [*self._taken(), end]
+        else:
+            self._round = None
+        self._kept, self._kept_until_s = end, now + (STACKS_AFTER_TIMEOUT_S if in_vain else REASON_AFTER_CLOSED_S)
+        return self._taken()
+
+    # ---------------------------------------------------------------- what follows
+
+    def due_s(self) -> float:
+        """When `advance` has something to do while a generation runs."""
+        if self._kept is not None:
+            return self._kept_until_s
+        if self._unread is not None:
+            return self._unread_until_s
+        if self._watch is None:
+            return inf
+        if self._round is not None:
+            return self._round.asked_s + self._limits.look_wait_s
+        return self._watch.due_s()
+
+    def advance(self, now: float) -> list[Command | EndGeneration]:
+        """While a generation runs, after each event."""
+        if self._kept is not None:
+            return self._advance_kept(now, self._kept)
+        if self._unread is not None:
+            return [self._unread] if now >= self._unread_until_s else []
+        if self._watch is None:
+            self._watch = HangDetector(self._limits, self._measured(), self._examined)
+        asked = self._round
+        if asked is not None and (not asked.awaited or now >= asked.asked_s + self._limits.look_wait_s):
+            self._close_round(now, asked, self._watch)
+        self._follow(now, self._watch.advance(now))
+        return self._taken()
+
+    def _advance_kept(self, now: float, end: EndGeneration) -> list[Command | EndGeneration]:
+        asked, world = self._round, self._world()
+        awaited = asked is not None and asked.awaited & self._members.keys()
+        may_report = not world.done_count and len(world.failures) < world.size
+        if now < self._kept_until_s and (awaited or may_report):
+            return []
+        if asked is not None:
+            reported = {failure.rank for failure in world.failures}
+            world.survivors = tuple(
+                RankStory(pace.rank, pace.host, pace.local_rank, now - pace.newest_s, (asked.samples[pace.rank],))
+                for pace in self._measured().ranks
+                if pace.rank in asked.samples and pace.rank not in reported
+            )
+        self._kept = self._round = None
+        return [end]
+
+    def _measured(self) -> Throughput:
+        if self._throughput is None:
+            world = self._world()
+            assert world.started_s is not None
+            hosts = {name: self._members[name].node.host for name in world.order if name in self._members}
+            nodes = of_world(world.order, world.nproc, hosts)
+            self._throughput = Throughput(nodes, world.started_s, self._limits.slow_report_s)
+            self._stragglers = Stragglers(self._limits.straggler_window_s)
+            for name, done in world.done.items():
+                for local_rank in done:
+                    pace = self._throughput.of(name, local_rank)
+                    if pace is not None:
+                        self._throughput.enter(pace, Stage.DONE, world.started_s)
+        return self._throughput
+
+    def _examined(self, stories: Sequence[RankStory]) -> Finding:
+        """The function was given to us: an error in it is noted, and ends no job."""
+        try:
+            return self._examine(stories)
+        except Exception as error:  # noqa: BLE001
+            self._note("insight_fault", what="examine", error=f"{type(error).__name__}: {error}")
+            return cannot_tell(stories)
+
+    def _look(self, now: float, *, store: bool) -> None:
+        world = self._world()
+        self._looks += 1
+        asked = [self._members[n] for n in world.order if n in self._members and not world.finished(n)]
+        self._round = SampleRound(self._looks, now, {member.name for member in asked} - self._silent)
+        for member in asked:
+            self._out.append(Tell(member.link, Look(world.generation, self._looks, store)))
+
+    def _close_round(self, now: float, asked: SampleRound, watch: HangDetector) -> None:
+        self._round = None
+        late = asked.awaited & self._members.keys()
+        if late:
+            self._silent |= late
+            self._note("look_unanswered", generation=self._world().generation, members=sorted(late))
+        samples, reach = asked.samples, tuple(asked.reach)
+        for order in watch.looked(now, asked_s=asked.asked_s, samples=samples, reach=reach):
+            self._follow(now, order)
+
+    def _follow(self, now: float, order: Order | None) -> None:
+        """Do what the hang detector says."""
+        world = self._world()
+        match order:
+            case LookNow(store):
+                self._look(now, store=store)
+            case ReportHang():
+                self._report_hang(world, order)
+            case HangOver(_, still_s):
+                world.hang = None
+                self._tell_world(world, Notice(f"the job goes on after {still_s:.0f} s without a step"))
+                self._note("hang_over", generation=world.generation, still_s=round(still_s, 3))
+            case EndHung(finding, text, culprit):
+                world.hang = finding
+                lived_s = now - (world.started_s or now)
+                world.hung = _failure_of(culprit, finding, lived_s) if culprit is not None else None
+                self._out.append(EndGeneration(StopReason.HUNG, text))
+            case None:
+                pass
+
+    # ---------------------------------------------------------------- reports
+
+    def _report_hang(self, world: World, report: ReportHang) -> None:
+        finding = world.hang = report.finding
+        self._tell_world(world, Notice(report.text))
+        self._note(
+            "hang",
+            generation=world.generation,
+            kind=finding.kind.value,
+            code=finding.code,
+            text=finding.text,
+            culprits=list(finding.culprits),
+            groups=[{"ranks": list(place.ranks), "place": place.words} for place in finding.groups],
+            files=report.files,
+            still_s=round(report.still_s, 3),
+        )
+
+    def _report_stragglers(self, news: list[Straggler]) -> None:
+        world = self._world()
+        for each in news:
+            self._note(
+                "straggler_over" if each.over else "straggler",
+                generation=world.generation,
+                code=each.code,
+                host=each.host,
+                ranks=list(each.ranks),
+                own_s=round(each.own_s, 6),
+                peers_s=round(each.peers_s, 6),
+                step_s=round(each.step_s, 6),
+            )
+        more = len(news) - NOTICES_SAID_MAX
+        lines = [each.text for each in news[:NOTICES_SAID_MAX]] + ([f"and {more} more"] if more > 0 else [])
+        self._tell_world(world, Notice("\n".join(lines)))
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """Of the newest world that was started; None: nothing has been reported yet."""
+        return self._throughput
+
+    @property
+    def training_s(self) -> float:
+        """For how long some generation was running with steps being made."""
+        return self._trained_s + (self._throughput.training_s if self._throughput is not None else 0.0)
+
+    def hang(self, now: float) -> Finding | None:
+        """The hang that was reported and is not over."""
+        return self._watch.standing(now) if self._watch is not None else None
+
+    def notices(self, hang: Finding | None) -> tuple[str, ...]:
+        """What is wrong with the generation that runs, in words."""
+        stragglers = self._stragglers.standing if self._watch is not None else ()
+        return (*([hang.text] if hang is not None else []), *(each.text for each in stragglers))
+
+    # ---------------------------------------------------------------- small steps
+
+    def _world(self) -> World:
+        assert self._at_work is not None
+        return self._at_work
+
+    def _tell_world(self, world: World, message: FromCoordinator) -> None:
+        self._out += [Tell(self._members[name].link, message) for name in world.order if name in self._members]
+
+    def _note(self, event: str, **fields: object) -> None:
+        self._out.append(Note(event, fields))
+
+    def _taken(self) -> list[Command | EndGeneration]:
+        out, self._out = self._out, []
+        return out
+
+
+def _failure_of(story: RankStory, finding: Finding, lived_s: float) -> Failure:
+    """The culprit of a hang, as one that is about to be killed for it."""
+    newest = story.samples[-1] if story.samples else None
+    return Failure(
+        rank=story.rank,
+        local_rank=story.local_rank,
+        host=story.host,
+        pid=newest.pid if newest is not None else 0,
+        exit_code=-SIGKILL,
+        message=finding.text.partition("\n")[0],
+        lived_s=round(lived_s, 3),
+    )
+
+
+IN_WORLD = {
+    Phase.PREPARING: "starting",
+    Phase.RUNNING: "running",
+    Phase.DRAINING: "draining",
+    Phase.STOPPING: "stopping",
+}
+
+
+def node_views(
+    members: Iterable[Member],
+    world: World | None,
+    phase: Phase,
+    throughput: Throughput | None,
+    membership: Membership,
+    now: float,
+    hang: Finding | None = None,
+) -> tuple[NodeView, ...]:
+    """The nodes of the world by group rank, then the others in the order of their arrival. `hang`: one that was reported."""
+    found = _places(hang)
+    places = {name: place for place, name in enumerate(world.order)} if world is not None and phase in IN_WORLD else {}
+    on_host_backoff = {member.name for member, _ in membership.waiting(now)}
+    views: list[NodeView] = []
+    for member in sorted(members, key=lambda one: (places.get(one.name, len(places)), one.arrival)):
+        in_world = world if member.name in places else None
+        at_work = in_world is not None and phase is not Phase.PREPARING
+        known = throughput if at_work else None
+        views.append(
+            NodeView(
+                member=member.name,
+                host=member.node.host,
+                group_rank=places.get(member.name),
+                state=_state(member, in_world, phase, on_host_backoff),
+                heard_s=now - member.last_heard_s,
+                ranks=tuple(_rank(pace, now, found) for pace in known.of_member(member.name, member.node.nproc))
+                if known is not None
+                else (),
+            )
+        )
+    return tuple(views)
+
+
+def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: set[str]) -> str:
+    if world is None:
+        if member.leaving:
+            return "leaving"
+        if member.name in on_host_backoff:
+            return "on host back-off"
+        return "arriving" if phase is Phase.GATHERING else "spare"
+    if phase is Phase.PREPARING:
+        return "prepared" if member.name in world.prepared else "starting"
+    if world.finished(member.name):
+        return "done"
+    return "leaving" if member.leaving else IN_WORLD[phase]
+
+
+def _places(hang: Finding | None) -> dict[int, tuple[Standing, str]]:
+    """By rank: what it does in this hang, and where."""
+    found: dict[int, tuple[Standing, str]] = {}
+    if hang is None:
+        return found
+    for place in hang.groups:
+        for rank in place.ranks:
+            waits = Standing.WAITING if place.words.startswith("waits ") else Standing.STILL
+            found[rank] = (Standing.HUNG if rank in hang.culprits else waits, place.words)
+    return found
+
+
+def _rank(pace: RankThroughput, now: float, found: Mapping[int, tuple[Standing, str]]) -> RankView:
+    standing, place = found.get(pace.rank, (None, ""))
+    return RankView(
+        rank=pace.rank,
+        local_rank=pace.local_rank,
+        stage=pace.stage,
+        steps=pace.steps,
+        step_s=pace.step_s,
+        own_s=pace.own_step_s,
+        age_s=max(0.0, now - pace.newest_s),
+        standing=standing,
+        place=place,
+    )

@@ -1,0 +1,181 @@
+"""Ranks and nodes that make the others wait, step after step. Pure.
+
+In a job with collectives all ranks' steps last equally long, whoever is slow. What tells them apart is each rank's own part
+of a step: from the end of the step before to the beginning of backward, before anybody can be waited for.
+
+A rank is slow in a window of at least STEPS_MIN steps when its own part exceeds FACTOR times the median of its peers', and by
+EXCESS_S or by EXCESS_SHARE of the step. IN_A_ROW slow windows make it a straggler, as many others end that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from holdfast.coordinator.throughput import Mark, RankThroughput
+
+FACTOR = 1.5
+STEPS_MIN = 20
+EXCESS_S = 0.005
+EXCESS_SHARE = 0.05
+IN_A_ROW = 3
+
+RANK_SLOW, NODE_SLOW = "HF250", "HF251"
+
+
+class Straggler(Struct, frozen=True, kw_only=True):
+    """Somebody has become one, or (`over`) is none any more."""
+
+    code: str
+    host: str
+    ranks: tuple[int, ...]
+    own_s: float
+    """Its own part of a step; of a node: the median of its ranks."""
+    peers_s: float
+    """The median of its peers'."""
+    step_s: float
+    over: bool = False
+
+    @property
+    def who(self) -> str:
+        return f"node {self.host}" if self.code == NODE_SLOW else f"rank {self.ranks[0]} on {self.host}"
+
+    @property
+    def text(self) -> str:
+        if self.over:
+            return f"{self.who} is as fast as the others again"
+        own = f"{_ms(self.own_s)} of its own in each step of {_ms(self.step_s)}, the others {_ms(self.peers_s)}"
+        return f"{self.who} is slow: {own}; everybody waits for it"
+
+
+@dataclass(slots=True)
+class _Course:
+    """Of one rank."""
+
+    pace: RankThroughput
+    since: Mark
+    """The window under way begins here."""
+    step_s: float = 0.0
+    own_s: float = 0.0
+    peers_s: float = 0.0
+    slow: int = 0
+    """Slow windows in a row; below 0: so many others in a row."""
+
+
+class Stragglers:
+    """Of one generation. `heard` is cheap; once every rank has closed a window all are compared."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._courses: dict[int, _Course] = {}
+        self._open: set[int] = set()
+        """Ranks that have not closed a window since the last comparison."""
+        self._standing: dict[tuple[int, ...], Straggler] = {}
+
+    @property
+    def standing(self) -> Sequence[Straggler]:
+        return tuple(self._standing.values())
+
+    def heard(self, pace: RankThroughput) -> None:
+        """This rank has made steps."""
+        if not pace.counts:
+            return
+        course = self._courses.get(pace.rank)
+        if course is None:
+            self._courses[pace.rank] = _Course(pace, pace.mark)
+            self._open.add(pace.rank)
+            return
+        mark = pace.mark
+        if mark.steps < course.since.steps:  # it began to count other things
+            course.since = mark
+        if mark.steps - course.since.steps >= STEPS_MIN and mark.at_s - course.since.at_s >= self._window_s:
+            course.step_s, course.own_s = course.since.per_step(mark)
+            course.since = mark
+            self._open.discard(pace.rank)
+
+    def ended(self, rank: int) -> None:
+        self._courses.pop(rank, None)
+        self._open.discard(rank)
+
+    def news(self) -> list[Straggler]:
+        """Compare, if everybody has closed a window since the last time."""
+        if self._open or len(self._courses) < 2:
+            return []
+        self._open = set(self._courses)
+        own = sorted(course.own_s for course in self._courses.values())
+        for course in self._courses.values():
+            course.peers_s = _median_without(own, course.own_s)
+            if _is_slow(course.own_s, course.peers_s, course.step_s):
+                course.slow = max(1, course.slow + 1)
+            else:
+                course.slow = min(-1, course.slow - 1)
+        return self._recovered() + self._fallen_behind()
+
+    def _fallen_behind(self) -> list[Straggler]:
+        named = {rank for ranks in self._standing for rank in ranks}
+        slow: dict[str, list[_Course]] = {}
+        for course in self._courses.values():
+            if course.slow >= IN_A_ROW and course.pace.rank not in named:
+                slow.setdefault(course.pace.member, []).append(course)
+        if not slow:
+            return []
+        found: list[Straggler] = []
+        sizes = Counter(course.pace.member for course in self._courses.values())
+        for member, courses in slow.items():
+            if len(courses) == sizes[member] > 1 and len(sizes) > 1:
+                found.append(_named(NODE_SLOW, courses))
+            else:
+                found += [_named(RANK_SLOW, [course]) for course in courses]
+        for each in found:
+            self._standing[each.ranks] = each
+        return found
+
+    def _recovered(self) -> list[Straggler]:
+        over: list[Straggler] = []
+        for ranks, straggler in list(self._standing.items()):
+            courses = [self._courses[rank] for rank in ranks if rank in self._courses]
+            if all(course.slow <= -IN_A_ROW for course in courses):
+                del self._standing[ranks]
+                if courses:
+                    over.append(_named(straggler.code, courses, over=True))
+        return over
+
+
+def _named(code: str, courses: list[_Course], *, over: bool = False) -> Straggler:
+    middle = sorted(courses, key=lambda course: course.own_s)[len(courses) // 2]
+    return Straggler(
+        code=code,
+        host=middle.pace.host,
+        ranks=tuple(sorted(course.pace.rank for course in courses)),
+        own_s=middle.own_s,
+        peers_s=middle.peers_s,
+        step_s=middle.step_s,
+        over=over,
+    )
+
+
+def _is_slow(own_s: float, peers_s: float, step_s: float) -> bool:
+    excess_s = own_s - peers_s
+    return own_s > FACTOR * peers_s and (excess_s >= EXCESS_S or excess_s >= EXCESS_SHARE * step_s)
+
+
+def _median_without(ordered: list[float], one: float) -> float:
+    """The median of all values but this one, which is among them.
+
+    >>> _median_without([1.0, 2.0, 9.0], 9.0), _median_without([1.0, 9.0], 9.0)
+    (1.5, 1.0)
+    """
+    left_out, count = bisect_left(ordered, one), len(ordered) - 1
+
+    def at(index: int) -> float:
+        return ordered[index if index < left_out else index + 1]
+
+    return at(count // 2) if count % 2 else (at(count // 2 - 1) + at(count // 2)) / 2
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

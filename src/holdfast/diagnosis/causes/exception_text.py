@@ -1,0 +1,302 @@
+"""What a dead worker said: its last exception, the one at the root of it, where that was raised, and its stderr.
+
+Pure. Reads tracebacks as Python prints them, from the error file or out of stderr (torch puts `[rank3]: ` before each
+line there). Tolerates whatever is torn or cut; judges nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import NamedTuple
+
+from holdfast.protocol.outcome import Failure
+
+CHAINED = re.compile(
+    r"^(?:During handling of the above exception, another exception occurred:"
+    r"|The above exception was the direct cause of the following exception:)\s*$",
+    re.MULTILINE,
+)
+DIRECT = "The above exception was the direct cause"
+GROUP = "Exception Group Traceback (most recent call last):"
+FIRST_OF_GROUP = re.compile(r"^\s*\+-\+-+ 1 -+\s*$", re.MULTILINE)
+IN_GROUP = re.compile(r"^\s*\| ?", re.MULTILINE)
+THREAD = re.compile(r"^Exception in thread (.+):\n(?=Traceback )", re.MULTILINE)
+HANDLED = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?:\S.*\n?)?", re.MULTILINE)
+"""A traceback on stderr, with the first line of its exception."""
+ASIDE = re.compile(r"^\[?[WID]\d{4} |\w*Warning: |^warnings\.warn\(|^wandb: (?!ERROR)|\b(?:INFO|DEBUG|WARNING)\b")
+"""Lines of stderr that give no reason for an end: glog's below an error, Python's warnings, what a log says
+besides."""
+UNCAUGHT = frozenset({1, 120})
+"""Python's own exit codes after an exception that nobody caught; 120: its output could not be flushed either. With any
+other code a traceback on stderr is of an exception that was caught."""
+SAID_LINES_MAX = 8
+"""So many of its last lines may say why a program ended by an exit code of its own."""
+RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
+EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)")
+FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
+LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
+FRAMES_MAX = 12
+SIGNALS_FROM = 128
+"""A shell's exit codes above it are signals."""
+NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
+IN_WORKER = re.compile(
+    r"Caught (\w+) in (?:DataLoader worker process|replica|pin memory thread)"
+    r"|-- Process \d+ terminated with the following error:"
+)
+NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
+
+
+PLACED = re.compile(r'^\s+File "([^"\n]+)", line (\d+)(?:,? in .+)?(?:\n(?!\s+File )[ \t]+(\S.*))?', re.MULTILINE)
+OURS = re.compile(r"/holdfast/\w+/|/runpy\.py")
+SOURCE_CHARACTERS_MAX = 80
+
+
+class ChainedException(NamedTuple):
+    """One exception of a chain."""
+
+    text: str
+    in_library: bool
+    explains: bool
+    """Raised `from` the one before it, or by a `raise` while that was handled: not an accident of the handling."""
+
+    @property
+    def type(self) -> str:
+        """Class without the module."""
+        return class_of(self.text)
+
+
+class ExceptionText:
+    """What one failure says of itself. Empty strings where it says nothing. Read as far as it is asked: a job that
+    loses a node has thousands of failures, and all are looked at before anything else goes on."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+
+    @cached_property
+    def text(self) -> str:
+        """`Type: text` of its last exception, all lines: its error file counts most, then the last traceback on its
+        stderr, then a native end."""
+        if self._message:
+            return self._message
+        text = _exception(CHAINED.split(self._traceback)[-1])
+        return native_words(self.stderr) if not text and self._failure.exit_code < 0 else text
+
+    @cached_property
+    def type(self) -> str:
+        """Class of that exception, without the module."""
+        said = self._failure.error_type if self._message else class_of(self.text)
+        return said.rpartition(".")[2]
+
+    @cached_property
+    def root(self) -> str:
+        """The same of the exception it began with: another one only where Python chained them."""
+        if self._message and self._first is self._traceback:
+            return self.text
+        return _exception(self._first) or self.text
+
+    @property
+    def root_type(self) -> str:
+        return class_of(self.root) or self.type
+
+    @property
+    def chained(self) -> bool:
+        return bool(self.root) and self.root.strip() != self.text.strip()
+
+    @cached_property
+    def links(self) -> tuple[ChainedException, ...]:
+        """The chain, its root first; one link where nothing was chained."""
+        blocks = CHAINED.split(self._traceback)
+        joints = [found[0].startswith(DIRECT) for found in CHAINED.finditer(self._traceback)]
+        links = [
+            ChainedException(text, _in_library(block), direct or _innermost_line(block).startswith("raise"))
+            for block, direct in zip(blocks, [True, *joints], strict=True)
+            if (text := _exception(block))
+        ]
+        if not links or links[-1].text != self.text:
+            links = [
+                *links[:-1],
+                ChainedException(
+                    self.text, _in_library(blocks[-1]), not joints or links[-1:] == [] or links[-1].explains
+                ),
+            ]
+        return tuple(links)
+
+    @cached_property
+    def thread(self) -> tuple[str, str]:
+        """(name, traceback) of the last thread that an exception ended before the program did; empty where there was
+        none."""
+        found = None
+        for found in THREAD.finditer(self.stderr):  # noqa: B007 - the last one
+            pass
+        block = HANDLED.match(self.stderr, found.end()) if found else None
+        return (found[1], block[0]) if found and block else ("", "")
+
+    @cached_property
+    def said(self) -> str:
+        """What its stderr may say about an end without an exception: no exceptions that it caught, no warnings and
+        logs."""
+        lines = [line for line in HANDLED.sub("", self.stderr).splitlines() if not ASIDE.search(line)]
+        own_code = 0 < self._failure.exit_code < SIGNALS_FROM
+        return "\n".join(lines[-SAID_LINES_MAX:] if own_code else lines)
+
+    @cached_property
+    def stderr(self) -> str:
+        """The end of its stderr, without torch's prefixes."""
+        return RANK_PREFIX.sub("", self._failure.stderr_tail)
+
+    @cached_property
+    def frames(self) -> tuple[str, ...]:
+        """Files and functions of the root's traceback (`/data/train.py in step`), innermost last."""
+        found = FRAME.findall(self._first)[-FRAMES_MAX:]
+        return tuple(f"{file} in {one or other}" for file, one, other in found)
+
+    @cached_property
+    def raised(self) -> str:
+        """The user's own line that raised the root (`raise …`, `assert …`); empty when a library did."""
+        return _raised_by_user(self._first)
+
+    @cached_property
+    def place(self) -> str:
+        """Where in the script the root was raised, or where it crashed: "train.py:18 `assert x.shape[0] == 5`"."""
+        crash = self._failure.exit_code < 0 and not self._first
+        own = _in_script(self.stderr if crash else self._first)
+        if not own and self._inner:  # made and never raised by itself: the group was
+            own = _in_script(IN_GROUP.sub("", self._failure.traceback or self.stderr))
+        if not own:
+            return ""
+        file, line, source = own[0 if crash else -1]  # a crash is told with its innermost frame first
+        place = f"{file.rpartition('/')[2]}:{line}"
+        told = source.strip()[:SOURCE_CHARACTERS_MAX]
+        return place if crash or not told or told.startswith("raise") else f"{place} `{told}`"
+
+    @property
+    def in_users_code(self) -> bool:
+        """The root was raised in a file that is no library's."""
+        return bool(self.frames) and not LIBRARY.search(self.frames[-1])
+
+    @cached_property
+    def _inner(self) -> str:
+        """The traceback of the first exception in a group, which says what the group's own words do not."""
+        failure = self._failure
+        return _first_of_group(failure.traceback or (self.stderr if failure.exit_code in UNCAUGHT else ""))
+
+    @property
+    def _message(self) -> str:
+        return "" if self._inner else self._failure.message
+
+    @cached_property
+    def _traceback(self) -> str:
+        failure = self._failure
+        if self._inner:
+            return self._inner
+        if failure.traceback or failure.message or failure.exit_code not in UNCAUGHT:
+            return failure.traceback
+        return _last_traceback(self.stderr)
+
+    @cached_property
+    def _first(self) -> str:
+        """The traceback of the root."""
+        chained = CHAINED.search(self._traceback)
+        return self._traceback[: chained.start()] if chained else self._traceback
+
+
+def listen(failure: Failure) -> ExceptionText:
+    """All words of a failure."""
+    return ExceptionText(failure)
+
+
+def class_of(text: str) -> str:
+    """`DistNetworkError` of `torch.distributed.DistNetworkError: text`; empty when it begins with no class."""
+    found = EXCEPTION.match(text)
+    return found[1].rpartition(".")[2] if found else ""
+
+
+def unwrapped(text: str) -> str:
+    """The exception inside, where a data loader, or the function that spawned it, passes on what a process raised."""
+    wrapped = IN_WORKER.search(text)
+    if wrapped is None:
+        return text
+    return _exception(text[max(wrapped.end(), text.find("Original Traceback")) :]) or text
+
+
+def native_words(stderr: str) -> str:
+    """`c10::Error: what` of an uncaught C++ exception; empty where there was none, or one without words."""
+    found = None
+    for found in NATIVE_END.finditer(stderr):  # noqa: B007 - the last one
+        pass
+    if found is None:
+        return ""
+    if not found[2]:
+        return ""
+    what = found[2].partition("\nException raised from")[0].partition("\nframe #0")[0]
+    return f"{found[1].rpartition(':')[2]}: {what.strip()}"
+
+
+def _in_script(text: str) -> list[tuple[str, str, str]]:
+    """(file, line, source) of the frames that are neither a library's nor ours."""
+    return [each for each in PLACED.findall(text) if not (LIBRARY.search(each[0]) or OURS.search(each[0]))]
+
+
+def _first_of_group(traceback: str) -> str:
+    """As it would be printed alone; empty where there is no group."""
+    start = traceback.rfind(f"+ {GROUP}")
+    found = FIRST_OF_GROUP.search(traceback, start) if start >= 0 else None
+    while found is not None:
+        rest = traceback[found.end() + 1 :]
+        inside = []
+        for line in rest.splitlines():
+            if not IN_GROUP.match(line):
+                break
+            inside.append(IN_GROUP.sub("", line, count=1))
+        if GROUP not in "\n".join(inside):
+            return "\n".join(inside)
+        found = FIRST_OF_GROUP.search(traceback, found.end())
+    return ""
+
+
+def _last_traceback(stderr: str) -> str:
+    """With all it is chained to; what Python ignored at its end does not count."""
+    stderr = stderr.partition("\nException ignored ")[0]
+    blocks = CHAINED.split(stderr)
+    start = blocks[-1].rfind("Traceback (most recent call last):")
+    if start < 0:
+        return stderr if FRAME.search(blocks[-1]) else ""  # its head was longer ago than the tail goes
+    if len(blocks) > 1 and blocks[-1].count("Traceback (most recent call last):") == 1:
+        return stderr[stderr.find("Traceback (most recent call last):") :]
+    return blocks[-1][start:]
+
+
+def _exception(block: str) -> str:
+    """The exception's own lines in one traceback: from the first that is not indented after its last frame.
+
+    What follows an exception on stderr looks like more of its message and is harmless.
+    """
+    last_frame = None
+    for last_frame in FRAME.finditer(block):  # noqa: B007 - the last one
+        pass
+    lines = block[last_frame.end() if last_frame else 0 :].splitlines()
+    for number, line in enumerate(lines):
+        if line[:1].isspace() or not line:
+            continue
+        found = EXCEPTION.match(line)
+        if found and found[1] not in NOT_ERRORS:
+            return "\n".join(lines[number:]).strip()
+    return ""
+
+
+def _innermost_line(block: str) -> str:
+    """The source line below the last frame."""
+    frames = list(FRAME.finditer(block))
+    rest = block[frames[-1].end() :].splitlines() if frames else []
+    return rest[1].strip() if len(rest) > 1 else ""
+
+
+def _in_library(block: str) -> bool:
+    frames = FRAME.findall(block)
+    return bool(frames) and LIBRARY.search(frames[-1][0]) is not None
+
+
+def _raised_by_user(block: str) -> str:
+    line = "" if _in_library(block) else _innermost_line(block)
+    return line if re.search(r"(?:^|[:;] *)(?:raise|assert)\b", line) else ""

@@ -1,0 +1,265 @@
+"""From one failure to its cause: the first rule that fits, in words for the last screen.
+
+Exceptions without a code of their own may have a hint. Pure. Who is to blame was decided before (blame.py); here only
+what it was.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from msgspec import structs
+
+from holdfast.diagnosis.causes.blame import CONTROL_FLOW, complaint, is_complaint, of_peers, types_of
+from holdfast.diagnosis.causes.exception_text import (
+    ASIDE,
+    HANDLED,
+    ChainedException,
+    ExceptionText,
+    class_of,
+    listen,
+    unwrapped,
+)
+from holdfast.diagnosis.causes.rules import Rule, hints, rules
+from holdfast.protocol.errors import EXIT_FAILURE
+from holdfast.protocol.outcome import Failure
+
+SAID_CHARACTERS_MAX = 160
+LINE_CHARACTERS_MAX = 300
+TEXT_CHARACTERS_MAX = 16_384
+"""So much of a text is searched: all that travels."""
+ATTEMPTS = types_of(
+    "KeyError AttributeError IndexError StopIteration Empty ImportError ModuleNotFoundError FileNotFoundError"
+)
+"""What scripts catch to go another way. What goes wrong on that way is the cause, if the table knows it."""
+WAITS = types_of("Empty Full TimeoutError BrokenBarrierError CancelledError")
+"""How a main thread ends that waits for another one."""
+ROOM_BYTES_MIN = 2**30
+ROOM = re.compile(r"has ([\d.]+) (GiB|MiB) free of ([\d.]+) (GiB|MiB)")
+COUNTED = re.compile(r"\b\d+ (?:\w+ )?errors? (?:for|in|while|found|detected)\b")
+"""Announces what only the next lines say: a field, and what is wrong with it."""
+UNITS = {"MiB": 2**20, "GiB": 2**30}
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    code: str
+    line: str
+    """One line, without who."""
+    advice: str
+    """One line; empty when there is nothing useful to say."""
+    per_node: bool = False
+
+
+def cause_of(failure: Failure) -> Cause:
+    """What happened to this worker."""
+    if not failure.started and failure.exit_code != EXIT_FAILURE:
+        said = _first_line(failure.message)
+        return Cause("HF202", f"could not be started: {said}", "check the program's path and its x bit", per_node=True)
+    if failure.out_of_memory:
+        advice = "its cgroup or machine ran out of memory: fewer data-loader workers, a smaller batch, or more memory"
+        return Cause("HF203", "was killed by the kernel's out-of-memory killer (SIGKILL)", advice)
+    words = listen(failure)
+    name, died = words.thread
+    if died and (words.type in WAITS or not words.text):
+        cause = cause_of(
+            structs.replace(failure, message="", error_type="", traceback=died, stderr_tail="", exit_code=1)
+        )
+        return replace(cause, line=f"lost its thread {name!r}, which {cause.line}")
+    kind = complaint(failure, words)
+    for text, type_ in _texts(words):
+        for rule in rules():
+            if kind in rule.only and _fits(rule, failure, words, text, type_):
+                return _filled(rule, failure, words, text)
+    return _plain(failure, words)
+
+
+def _texts(words: ExceptionText) -> list[tuple[str, str]]:
+    """What to search, in this order, with the class of the exception it is."""
+    texts: list[tuple[str, str]] = []
+    for link in _telling(words.links):
+        inner = unwrapped(link.text)
+        if inner != link.text:
+            texts.append((inner, class_of(inner)))
+        texts.append((link.text, link.type or words.type))
+    return [(text[-TEXT_CHARACTERS_MAX:], type_) for text, type_ in texts]
+
+
+def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
+    """Those of a chain that say what went wrong, the likeliest first.
+
+    The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up
+    (`finally:`) is a consequence. Only where the root is a usual way through code (`except KeyError:`) what came after
+    it counts first.
+    """
+    last, start = links[-1], 0
+    if not is_complaint(last.text) or all(link.in_library for link in links[:-1]):
+        while start < len(links) - 1 and _is_a_way(links[start]):
+            start += 1
+    root, after = links[start], links[start + 1 :]
+    if is_complaint(last.text) and not is_complaint(root.text):
+        after = ()
+    explained = [link for number, link in enumerate(after) if all(each.explains for each in after[: number + 1])]
+    return [root, *explained, *reversed(links[:start])]
+
+
+def _is_a_way(link: ChainedException) -> bool:
+    return link.type in ATTEMPTS or (link.type in CONTROL_FLOW and link.in_library)
+
+
+def _fits(rule: Rule, failure: Failure, words: ExceptionText, text: str, type_: str) -> bool:
+    if rule.stderr and not _search(rule.stderr, words.stderr + failure.traceback):
+        return False
+    if rule.frames and not any(_search(rule.frames, file) for file in words.frames[-8:]):
+        return False
+    if rule.peers and not of_peers(words, text or words.said):
+        return False
+    if rule.known and not failure.facts.get(rule.known):
+        return False
+    if rule.room and _has_room(failure.facts.get(rule.room, "")):
+        return False
+    if type_ in rule.types:
+        return True
+    if not text:
+        # A signal without an explanation: it ended so, or the end of its stderr says why.
+        return failure.exit_code in rule.ends or bool(rule.says and _search(rule.says, _own_stderr(failure, words)))
+    return bool(rule.says and _search(rule.says, text))
+
+
+def _has_room(fact: str) -> bool:
+    """Of `/dev/shm has 15.6 GiB free of 15.7 GiB`: more than half of it and enough for most jobs."""
+    found = ROOM.search(fact)
+    if found is None:
+        return False
+    free, size = float(found[1]) * UNITS[found[2]], float(found[3]) * UNITS[found[4]]
+    return free >= max(ROOM_BYTES_MIN, size / 2)
+
+
+def _own_stderr(failure: Failure, words: ExceptionText) -> str:
+    """Where it has no words of its own its stderr speaks for it; not for a SIGKILL, which no program foresees."""
+    return "" if failure.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) else words.said
+
+
+def _filled(rule: Rule, failure: Failure, words: ExceptionText, text: str) -> Cause:
+    said = _first_line(text) or _telling_line(rule, words)
+    line = rule.line.format(said=said, signal=signal_name(failure.exit_code)).rstrip(": ")
+    found = [f"{failure.host}: {failure.facts[name]}" for name in rule.facts if failure.facts.get(name)]
+    advice = "; ".join([rule.advice, *found])
+    return Cause(rule.code, _cut(line, LINE_CHARACTERS_MAX), advice, rule.per_node)
+
+
+def _telling_line(rule: Rule, words: ExceptionText) -> str:
+    """The line of its stderr that made the rule fit; a usage is only the preface to its error."""
+    fitting = [line for line in words.said.splitlines() if rule.says and _search(rule.says, line)]
+    telling = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
+    return _cut(telling.strip(), SAID_CHARACTERS_MAX)
+
+
+def _plain(failure: Failure, words: ExceptionText) -> Cause:
+    """Nothing that the table knows."""
+    text = words.text
+    if text and not failure.message and failure.exit_code < 0:
+        name = signal_name(failure.exit_code)
+        return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
+    if failure.message and not (failure.error_type or failure.traceback or failure.stderr_tail):
+        # A sentence and no exception: a torchrun under our coordinator says so much of its workers.
+        return Cause("HF205", f"failed: {_cut(_first_line(text), SAID_CHARACTERS_MAX)}", "")
+    if text:
+        return _raised(words)
+    if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
+        what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
+        line = f"ended with exit code {failure.exit_code}: a shell {what}: {_last_said(words.stderr)}"
+        return Cause(
+            "HF205", line.rstrip(": "), "check the command in the script, and PATH on that node", per_node=True
+        )
+    if failure.exit_code < 0 or _is_signal(failure.exit_code - 128):
+        return Cause("HF204", f"was ended by {signal_name(failure.exit_code)}", _signal_advice(failure.exit_code))
+    said = _last_said(words.stderr)
+    advice = "" if said else "it wrote no reason to stderr: look for sys.exit() or os._exit() in the script"
+    line = f"ended with exit code {failure.exit_code}{': ' if said else ''}{said}"
+    return Cause("HF205", line, advice)
+
+
+def _raised(words: ExceptionText) -> Cause:
+    """An exception that the table does not know; of a chain its root and its end."""
+    told = _telling(words.links)
+    text = told[0].text
+    inner = unwrapped(text)
+    line = f"raised {'in a process of its own ' if inner != text else ''}{_first_line(inner).rstrip(': ')}"
+    last = words.links[-1]
+    if last.text != text:
+        joint = ", and because of it" if last.explains else ", and while that was handled"
+        line = f"{line}{joint} {_first_line(last.text).rstrip(': ')}"
+    hint = next((hint for says, hint in hints() if _search(says, inner)), "")
+    return Cause("HF201", _cut(line, LINE_CHARACTERS_MAX), hint)
+
+
+def _last_said(stderr: str) -> str:
+    """The text of `sys.exit(text)`, or whatever else it wrote last; not the warnings that libraries give at an end."""
+    lines = [line.rstrip().rpartition("\r")[2].strip() for line in HANDLED.sub("", stderr).splitlines()]
+    said = next((line for line in reversed(lines) if line and not ASIDE.search(line)), "")
+    return _cut(said, SAID_CHARACTERS_MAX)
+
+
+def signal_name(exit_code: int) -> str:
+    """`SIGSEGV (invalid memory access in native code)` of -11 and of a shell's 139."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    name = signal.Signals(number).name if _is_signal(number) else f"signal {number}"
+    meaning = MEANINGS.get(name, "")
+    return f"{name} ({meaning})" if meaning else name
+
+
+def _is_signal(number: int) -> bool:
+    return number in signal.valid_signals() and number < signal.SIGRTMIN and number > 0
+
+
+NATIVE_ADVICE = (
+    "an uncaught exception of compiled code: its stack is on stderr; suspects are extensions built for another version"
+)
+
+MEANINGS = {
+    "SIGKILL": "killed from outside: kill -9, a scheduler, or an out-of-memory killer we could not see",
+    "SIGSEGV": "invalid memory access in native code",
+    "SIGBUS": "bad memory mapping, often a full /dev/shm",
+    "SIGABRT": "native code gave up",
+    "SIGFPE": "arithmetic error in native code",
+    "SIGILL": "an instruction this processor does not have",
+    "SIGTERM": "somebody asked it to end",
+    "SIGINT": "interrupted",
+    "SIGHUP": "its terminal went away",
+}
+
+
+def _signal_advice(exit_code: int) -> str:
+    if exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return "dmesg and the scheduler's log say who sent it"
+    return ""
+
+
+def _first_line(text: str) -> str:
+    """The line that says most: the first, and with it the next where the first only announces it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    said = lines[0]
+    if len(lines) > 1 and (said.endswith((":", "?")) or len(said) < 20 or COUNTED.search(said)):
+        said = f"{said} {' '.join(lines[1:3] if COUNTED.search(said) else lines[1:2])}"
+    return _cut(said, SAID_CHARACTERS_MAX)
+
+
+def _cut(text: str, characters_max: int) -> str:
+    return text if len(text) <= characters_max else text[: characters_max - 1] + "…"
+
+
+@cache
+def _pattern(says: str) -> re.Pattern[str]:
+    return re.compile(says, re.IGNORECASE | re.MULTILINE)
+
+
+def _search(says: str, text: str) -> re.Match[str] | None:
+    return _pattern(says).search(text)

@@ -1,0 +1,188 @@
+"""What the samples of all ranks say about a job that seems to hang: which ranks keep the others waiting, and where.
+
+Pure. `examine` is given to the coordinator by the command line, as the judge of failures is.
+
+| found                                                            | kind   | code  |
+|------------------------------------------------------------------|--------|-------|
+| a rank is stopped by a signal                                    | HUNG   | HF242 |
+| a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |
+| somebody works, is gone, or is in a debugger's hands             | MOVING |       |
+| rank 0 computes in one call, and the others wait in a barrier    | MOVING |       |
+| the only rank that is left stands still                          | PAUSED | HF246 |
+| nobody waits for other ranks                                     | PAUSED |       |
+| the others wait for somebody who uses a little processor time    | PAUSED | HF240 |
+| the others wait for data that is being loaded                    | PAUSED | HF243 |
+| some wait for others, and some do not: those are named           | HUNG   | HF240, HF243 for data |
+| all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
+| all wait for others, at one place                                | STUCK  | HF241 |
+
+HUNG is `slow` for data, and for rank 0 when the others wait in a barrier; `busy` when somebody of those who do not come
+computes in what may be native code, or, where nobody waits, somebody uses a little processor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from holdfast.diagnosis.places import RankActivity, Where, where_is
+from holdfast.protocol.rank_progress import Finding, HangKind, RanksAtPlace, RankStory
+
+HUNG, STUCK, STOPPED, NO_DATA, MISMATCH, ALONE = "HF240", "HF241", "HF242", "HF243", "HF244", "HF246"
+
+RANKS_NAMED_MAX = 4
+FIRST_PLACES_MAX = 3
+OTHER_PLACES_MAX = 2
+_UNSETTLED = (RankActivity.WORKING, RankActivity.GONE, RankActivity.HELD)
+
+
+def examine(stories: Sequence[RankStory]) -> Finding:
+    """The finding of these stories, one of each rank that has not ended."""
+    all_of_them = [where_is(story) for story in sorted(stories, key=lambda story: story.rank)]
+    kind, code, odd = _judge(all_of_them)
+    missing = odd or [each for each in all_of_them if each.doing is not RankActivity.COMMUNICATING]
+    others = [each for each in all_of_them if each not in odd]
+    signature = blake2b(digest_size=12)
+    for each in all_of_them:
+        signature.update(f"{each.story.rank} {each.key}\0".encode(errors="replace"))
+    named = odd if code and not _is_tie(code, odd, others) else []
+    return Finding(
+        kind=kind,
+        code=code,
+        text=_text(kind, odd, others),
+        culprits=tuple(each.story.rank for each in named),
+        groups=tuple(_groups(odd) + _groups(others)),
+        signature=signature.hexdigest(),
+        busy=any(each.computes or (each.stirs and not odd) for each in missing),
+        slow=kind is HangKind.HUNG and _may_be_slow(odd, others),
+    )
+
+
+def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
+    """Kind, code, and the ranks to name first."""
+    stopped = [each for each in ranks if each.doing is RankActivity.STOPPED]
+    if stopped:
+        return HangKind.HUNG, STOPPED, stopped
+    starved = [each for each in ranks if each.doing is RankActivity.LOADING and _loader_is_broken(each.note)]
+    if starved:
+        return HangKind.HUNG, NO_DATA, starved
+    unsettled = [each for each in ranks if each.doing in _UNSETTLED]
+    if unsettled:
+        return HangKind.MOVING, "", unsettled
+    odd = [each for each in ranks if each.doing is not RankActivity.COMMUNICATING]
+    if len(ranks) == 1:
+        stands = bool(odd) and not _may_work(odd) and not odd[0].computes
+        return (HangKind.PAUSED, ALONE, odd) if stands else (HangKind.PAUSED, "", [])
+    if len(odd) == len(ranks):
+        return HangKind.PAUSED, "", []
+    if odd:
+        waiting = [each for each in ranks if each not in odd]
+        computes = any(each.computes for each in odd)
+        if computes and _is_rank_0_alone(odd, waiting):
+            return HangKind.MOVING, "", odd
+        only_data = all(each.doing is RankActivity.LOADING for each in odd)
+        return HangKind.PAUSED if _may_work(odd) else HangKind.HUNG, NO_DATA if only_data else HUNG, odd
+    by_place = _by_place(ranks)
+    if len(by_place) > 1:
+        return HangKind.HUNG, MISMATCH, min(by_place.values(), key=len)
+    return HangKind.STUCK, STUCK, []
+
+
+def _may_work(odd: Sequence[Where]) -> bool:
+    """Work with sleeps in between is met in its sleep each time; it uses some processor time. So do the processes that
+    load data."""
+    loads = all(each.doing is RankActivity.LOADING for each in odd) and any(each.computes for each in odd)
+    return loads or all(each.stirs for each in odd)
+
+
+def _may_be_slow(odd: Sequence[Where], others: Sequence[Where]) -> bool:
+    """Whether all of them wait for data, of processes with which nothing is wrong, or the others wait for rank 0 in a
+    barrier."""
+    if not odd or _is_rank_0_alone(odd, others):
+        return bool(odd)
+    return all(each.doing is RankActivity.LOADING and not _loader_is_broken(each.note) for each in odd)
+
+
+def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:
+    """Whether all others wait for rank 0 in a barrier: by that line a program says that it will take long, for rank 0
+    evaluates, or writes a file."""
+    runs = all(each.doing is RankActivity.STANDING for each in odd)
+    return runs and [each.story.rank for each in odd] == [0] and all(each.in_barrier for each in others)
+
+
+def _loader_is_broken(note: str) -> bool:
+    return " is stopped" in note or " is dead" in note
+
+
+def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
+    """As many ranks in one collective as in another: which of them are wrong cannot be known."""
+    return code == MISMATCH and any(len(group) == len(odd) for group in _by_place(others).values())
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _by_place(ranks: Sequence[Where]) -> dict[tuple[bool, str], list[Where]]:
+    found: dict[tuple[bool, str], list[Where]] = {}
+    for each in ranks:
+        found.setdefault((each.waits, each.place), []).append(each)
+    return found
+
+
+def _by_size(ranks: Sequence[Where]) -> list[list[Where]]:
+    """Those at one place together, the most first."""
+    return sorted(_by_place(ranks).values(), key=len, reverse=True)
+
+
+def _groups(ranks: Sequence[Where]) -> list[RanksAtPlace]:
+    return [
+        RanksAtPlace(tuple(each.story.rank for each in group), _verb(group[0], 1) + group[0].place)
+        for group in _by_size(ranks)
+    ]
+
+
+def _verb(where: Where, count: int) -> str:
+    if where.waits:
+        return "waits " if count == 1 else "wait "
+    return "is " if count == 1 else "are "
+
+
+def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
+    """Which ranks are odd, for how long, and what the others do; where none is odd, what all do."""
+    first, second = (_by_size(odd), _by_size(others)) if odd else (_by_size(others), [])
+    first, second = first[:FIRST_PLACES_MAX], second[:OTHER_PLACES_MAX]
+    together = kind is HangKind.STUCK and len(others) > 1
+    told = [_told(group, f"all {len(group)} ranks" if together else _names(group), detail=True) for group in first]
+    told += [_told(group, f"{len(group)} others" if len(group) > 1 else _names(group)) for group in second]
+    left = len(odd) + len(others) - sum(map(len, first + second))
+    if left > 0:
+        told.append(f"{left} elsewhere")
+    if kind is HangKind.PAUSED and not odd:
+        told.append("nobody waits for another rank")
+    return "; ".join(told)
+
+
+def _told(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
+    where = group[0]
+    text = f"{who} {_verb(where, len(group))}{where.place}"
+    if not detail:
+        return text
+    note = f" ({where.note})" if where.note and where.doing is not RankActivity.STOPPED else ""
+    how = ", using the processor" if where.busy and not where.waits else ""
+    if where.computes:
+        how = ", busy outside Python" if not where.waits else ", and that is at work"
+    return f"{text}{note} for {max(each.story.age_s for each in group):.0f} s{how}"
+
+
+def _names(group: Sequence[Where]) -> str:
+    """`rank 3 on node b`, `ranks 4 to 7 on b`, `ranks 1, 9 and 12`, `100 ranks`."""
+    ranks = [each.story.rank for each in group]
+    hosts = {each.story.host for each in group}
+    on = f" on {hosts.pop()}" if len(hosts) == 1 else ""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}{on}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}{on}"
+    if len(ranks) > RANKS_NAMED_MAX:
+        return f"{len(ranks)} ranks{on}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}{on}"

@@ -1,0 +1,384 @@
+"""Where a rank is, in words, and whether it moves, from the samples that were taken of it: stacks, processor time,
+input and output. Pure; compares no ranks, see hangs.py for that.
+
+What a rank does is told by the library frames inside of the program's own innermost frame: that line of the program
+called them. Frames of C functions are not to be seen: `time.sleep(9)`, `work.wait()` and `loss.item()` are known by the
+text of the program's line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from msgspec import Struct, structs
+
+from holdfast.protocol.faultdump import program_frame
+from holdfast.protocol.rank_progress import Frame, RankSample, RankStory
+
+GAP_S = 2.0
+"""The limits below are for two samples at most so far apart; where the gap is longer they grow with it."""
+BUSY_S = 0.15
+"""Processor time between two samples that is more than what a waiting rank's idle threads need."""
+MAIN_BUSY_S = 0.06
+"""The same of the main thread alone, which has no idle work: an evaluation in short steps needs 0.1 s, a loop that looks
+for something every 10 ms needs 0.01 s."""
+WANTED_S = 0.8
+"""The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to do."""
+WAITED_SHARE_MAX = 0.9
+"""Of the time between two samples: so much of it at most is taken to have been lost to others on a full machine."""
+STIRS_S = 0.025
+"""Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
+COPIED_BYTES = 1 << 20
+"""Read or written between two samples, that is more than what logs, heartbeats and data loaders' messages are."""
+SAVED_BYTES = 64 << 10
+"""The same of a rank that does not wait for others, its children included: a slow save, a slow download."""
+TALKED_BYTES = 4 << 10
+"""Sent and received by a rank that does not wait for others, its children included: a download into memory, however
+slow. Clients' keep-alive messages are less."""
+
+_MAY_CALL = re.compile(r"[(@]")
+"""In a line of Python that may spend its time in native code."""
+
+Samples = Sequence[RankSample]
+
+
+def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float) -> bool:
+    """Whether the value has grown by more than the limit between every two samples; False while there is only one."""
+    pairs = list(itertools.pairwise(samples))
+    return bool(pairs) and all(
+        value(later) - value(earlier) > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
+        for earlier, later in pairs
+    )
+
+
+def is_busy(samples: Samples) -> bool:
+    """It uses the processor, or would if others left it more of it."""
+    if _grows(samples, lambda sample: sample.wanted_s, WANTED_S):
+        return True
+    return _grows_alone(samples, lambda sample: sample.cpu_s, BUSY_S) or _grows_alone(
+        samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S
+    )
+
+
+def _grows_alone(samples: Samples, cpu_s: Callable[[RankSample], float], limit: float) -> bool:
+    """Whether it would have used more processor time than the limit, had it never waited for a processor.
+
+    A rank that computes a little and sleeps a little, again and again, comes round less often on a machine that has too
+    much to do."""
+    growths = [
+        (cpu_s(later) - cpu_s(earlier)) / (1 - _waited_share(earlier, later))
+        > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
+        for earlier, later in itertools.pairwise(samples)
+    ]
+    return bool(growths) and all(growths)
+
+
+def _waited_share(earlier: RankSample, later: RankSample) -> float:
+    """Of the time between two samples: for how much it waited for a processor."""
+    waited_s = later.wanted_s - earlier.wanted_s - (later.cpu_s - earlier.cpu_s)
+    return min(max(waited_s / max(later.at_s - earlier.at_s, 1e-9), 0.0), WAITED_SHARE_MAX)
+
+
+def stirs(samples: Samples) -> bool:
+    """Its main thread uses a little of it."""
+    return _grows(samples, lambda sample: sample.main_cpu_s, STIRS_S)
+
+
+def children_are_busy(samples: Samples) -> bool:
+    return _grows(samples, lambda sample: sample.children_cpu_s, BUSY_S) or _grows(
+        samples, lambda sample: sample.children_wanted_s, WANTED_S
+    )
+
+
+def copies(samples: Samples) -> bool:
+    """It reads or writes a lot: a checkpoint, a download, a collective that is slow."""
+    return _grows(samples, lambda sample: sample.moved_bytes, COPIED_BYTES)
+
+
+def saves(samples: Samples) -> bool:
+    """It or its children read or write, files or the network, or it waits for a disk that does: a file is being brought
+    to the disk."""
+    waits_for_disk = all(sample.state == "D" for sample in samples)
+    return (
+        _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES)
+        or _grows(samples, lambda sample: sample.talked_bytes, TALKED_BYTES)
+        or (waits_for_disk and _grows(samples, lambda sample: sample.disk_bytes, COPIED_BYTES))
+    )
+
+
+def changes_place(samples: Samples) -> bool:
+    """Whether it was seen at two places. Lines of the innermost function do not count: that may be a loop for ever."""
+    return len({_outline(sample) for sample in samples if sample.frames}) > 1
+
+
+def polls(samples: Samples) -> tuple[Frame, ...]:
+    """The frames that all samples share, where only what the innermost of these calls has changed, and that without
+    processor time: a loop of looks and sleeps over several functions. Empty when it is something else."""
+    if is_busy(samples) or stirs(samples) or any(sample.state == "D" for sample in samples):
+        return ()
+    shared: list[Frame] = []  # the outermost first
+    stacks = [sample.frames[::-1] for sample in samples if sample.frames]
+    for frames in zip(*stacks, strict=False):
+        if len({(frame.file, frame.function) for frame in frames}) > 1:
+            break
+        shared.append(frames[-1])
+        if len({frame.line for frame in frames}) > 1 and _called_alike(stacks, len(shared)):
+            return ()  # the same function, called from another line: it came further
+    return tuple(reversed(shared))
+
+
+def _called_alike(stacks: Sequence[Sequence[Frame]], depth: int) -> bool:
+    """Whether the next function inside is the same in all of these."""
+    inside = {(stack[depth].file, stack[depth].function) if len(stack) > depth else None for stack in stacks}
+    return len(inside) == 1 and None not in inside
+
+
+def may_be_outside_python(samples: Samples) -> bool:
+    """Whether the processor time of a rank that stays at one place may be native code's. It is Python's where every
+    line that was met is the program's own and calls nothing: a loop for ever."""
+    return not all(
+        program_frame(sample.frames) == 0 and sample.source and not _MAY_CALL.search(sample.source)
+        for sample in samples
+    )
+
+
+def _outline(sample: RankSample) -> tuple[object, ...]:
+    innermost, *others = sample.frames
+    return ((innermost.file, innermost.function), *others)
+
+
+FED_S = 0.1
+"""Processor time of the main thread, in steps of which a rank that is met waiting for data is seen to have got some."""
+
+
+class RankActivity(Enum):
+    COMMUNICATING = "communicating"
+    """It waits for other ranks, or for a device that may."""
+    LOADING = "loading"
+    """It waits for data."""
+    WORKING = "working"
+    """It was seen to get on."""
+    STOPPED = "stopped"
+    """By a signal."""
+    HELD = "held"
+    """By a debugger."""
+    GONE = "gone"
+    STANDING = "standing"
+    """Anything else."""
+
+
+class Where(Struct, frozen=True):
+    story: RankStory
+    doing: RankActivity
+    place: str
+    """Behind "is" or "waits": `in all_reduce at train.py:42`."""
+    key: str
+    """Equal for one rank as long as it does not move."""
+    busy: bool = False
+    """It uses the processor."""
+    stirs: bool = False
+    """Its main thread does, a little: it may do work and sleep in between."""
+    computes: bool = False
+    """It, or a process that loads its data, uses the processor, in what may be native code: it may make progress."""
+
+    @property
+    def waits(self) -> bool:
+        return self.doing in (RankActivity.COMMUNICATING, RankActivity.LOADING)
+
+    @property
+    def in_barrier(self) -> bool:
+        return self.doing is RankActivity.COMMUNICATING and _BARRIER.match(self.place) is not None
+
+    @property
+    def note(self) -> str:
+        return self.story.samples[-1].note if self.story.samples else ""
+
+
+_STATES = {
+    "T": RankActivity.STOPPED,
+    "t": RankActivity.HELD,
+    "Z": RankActivity.GONE,
+    "X": RankActivity.GONE,
+    "": RankActivity.GONE,
+}
+_TRANSPARENT = re.compile(
+    r"/(selectors|threading|queue|contextlib|socket|ssl)\.py$|/multiprocessing/(connection|resource_sharer"
+    r"|synchronize|popen_\w+|process)\.py$"
+    r"|/torch/(_ops|_tensor|_compile|utils/_contextlib|distributed/c10d_logger|multiprocessing/reductions)\.py$"
+)
+"""They say nothing about what is waited for; who called them does."""
+_LOADER = re.compile(r"/torch/utils/data/|/holdfast/train/data/")
+_LOADS = re.compile(rf"/multiprocessing/(queues|pool)\.py$|{_LOADER.pattern}")
+_COMMUNICATES = re.compile(
+    r"/torch/(distributed/(?!checkpoint/|elastic/|launcher/)|futures/|nn/parallel/distributed\.py$)"
+)
+_TORCH = re.compile(r"/torch/")
+_WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
+
+_BARRIER = re.compile(r"in (monitored_)?barrier ")
+
+_SOURCE_SLEEPS = re.compile(r"\b((?:\w+\.)*sleep)\s*\(")
+_SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store(?:\(\))?\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
+"""In Python everything that waits has frames of its own, so these are torch's."""
+_SOURCE_COMMUNICATES = re.compile(
+    r"\b(?:dist|distributed|c10d)\.((?:all|reduce|broadcast|barrier|gather|scatter|recv|send|monitored)\w*)\s*\("
+)
+_SOURCE_SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|synchronize)\s*\(")
+
+
+def where_is(story: RankStory) -> Where:
+    samples = story.samples
+    if not samples:
+        return Where(story, RankActivity.STANDING, "not heard of (its node did not answer)", "silent")
+    newest = samples[-1]
+    if (state := _STATES.get(newest.state)) is not None:
+        return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)
+    busy = is_busy(samples)
+    seen = _shared(samples)
+    if seen is None or copies(samples) or _computes_in_torch(seen, busy=busy):
+        return Where(story, RankActivity.WORKING, _place(newest), "working")
+    if not newest.frames:
+        works = children_are_busy(samples) or saves(samples)
+        return Where(story, RankActivity.WORKING, "", "working") if works else _without_frames(story, newest, busy=busy)
+    doing, place = _doing(seen, busy=busy)
+    if doing is not RankActivity.COMMUNICATING and saves(samples):
+        return Where(story, RankActivity.WORKING, place, "working")
+    children = children_are_busy(samples)
+    if doing is RankActivity.STANDING and children:
+        return Where(story, RankActivity.WORKING, place, "working")
+    key = _key(seen)
+    if doing is RankActivity.LOADING:  # slow data: it is waited for at one place, whatever has come in between
+        key += f"\n{newest.main_cpu_s // FED_S:.0f}"
+    computes = children if doing is RankActivity.LOADING else busy and _may_be_native(samples, newest, doing)
+    if computes:
+        key += "\ncomputes"
+    return Where(story, doing, place, key, busy, not busy and stirs(samples), computes)
+
+
+def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: RankActivity) -> bool:
+    """Not what waits for a device: that uses the processor all the while."""
+    on_device = program_frame(newest.frames) == 0 and _SOURCE_SYNCHRONIZES.search(newest.source)
+    return doing is RankActivity.STANDING and not on_device and may_be_outside_python(samples)
+
+
+def _shared(samples: Sequence[RankSample]) -> RankSample | None:
+    """The newest sample as it is to be judged; None: the samples are of several places, it gets on. Of a loop that
+    calls several functions and needs no processor time for it: without these functions."""
+    newest = samples[-1]
+    if not changes_place(samples):
+        return newest
+    frames = polls(samples)
+    if not frames or not newest.frames:
+        return None
+    same_line = program_frame(frames) is not None and program_frame(newest.frames) == program_frame(frames)
+    return structs.replace(newest, frames=frames, source=newest.source if same_line else "")
+
+
+_STATE_WORDS = {
+    RankActivity.STOPPED: "stopped by a signal (kill -CONT {pid} lets it go on)",
+    RankActivity.HELD: "held by a debugger (process {pid})",
+    RankActivity.GONE: "gone (process {pid})",
+}
+
+
+def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Where:
+    if newest.state == "D":
+        words = f"in the kernel (process {newest.pid}, state D: a disk or a device does not answer)"
+    elif busy:
+        words = f"busy without a Python stack (process {newest.pid})"
+    else:
+        words = f"asleep without a Python stack (process {newest.pid})"
+    return Where(story, RankActivity.STANDING, words, f"{newest.state == 'D'} {busy}", computes=busy)
+
+
+# --- does it move? ----------------------------------------------------------------------------------------------------
+
+
+def _computes_in_torch(seen: RankSample, *, busy: bool) -> bool:
+    """The same function of torch's again and again, and processor time between: it computes, as in an evaluation."""
+    decisive = _decisive(seen.frames) if busy else None
+    return (
+        decisive is not None
+        and _TORCH.search(decisive.file) is not None
+        and _COMMUNICATES.search(decisive.file) is None
+        and _LOADS.search(decisive.file) is None
+    )
+
+
+def _key(sample: RankSample) -> str:
+    """All functions, and the program's innermost line unless that is where it runs: there it may go round a loop."""
+    index = program_frame(sample.frames)
+    line = sample.frames[index].line if index else 0
+    return "\n".join([str(line), *(f"{frame.file} {frame.function}" for frame in sample.frames)])
+
+
+# --- what does it do? -------------------------------------------------------------------------------------------------
+
+
+def _called(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The library frames that the program's innermost line called, innermost first."""
+    index = program_frame(frames)
+    return frames[:index] if index is not None else frames
+
+
+def _decisive(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost of them that says something."""
+    return next((frame for frame in _called(frames) if not _TRANSPARENT.search(frame.file)), None)
+
+
+def _doing(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
+    decisive, at = _decisive(sample.frames), _at(sample.frames)
+    if decisive is None:
+        if _called(sample.frames):
+            return RankActivity.STANDING, _place(sample)
+        return _doing_by_source(sample, busy=busy)
+    if _LOADS.search(decisive.file):
+        loader = any(_LOADER.search(frame.file) for frame in _called(sample.frames))
+        return RankActivity.LOADING, f"for {'its data loader' if loader else 'another process'} {at}"
+    if _COMMUNICATES.search(decisive.file):
+        return RankActivity.COMMUNICATING, f"in {_interface(sample.frames)} {at}"
+    if decisive.function == "_engine_run_backward" and not busy:
+        return RankActivity.COMMUNICATING, f"in backward {at}"
+    if decisive.function == "synchronize" and "/torch/" in decisive.file:
+        return RankActivity.COMMUNICATING, f"in synchronize {at}"
+    return RankActivity.STANDING, _place(sample)
+
+
+def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
+    """The program's own frame is the innermost: it runs itself, or a function in C that its line calls."""
+    at, source = _at(sample.frames), sample.source
+    if not busy:
+        for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):
+            if match := pattern.search(source):
+                return RankActivity.COMMUNICATING, f"in {match[1]} {at}"
+        if match := _SOURCE_SLEEPS.search(source):
+            return RankActivity.STANDING, f"in {match[1]} {at}"
+    return RankActivity.STANDING, _place(sample)
+
+
+def _interface(frames: Sequence[Frame]) -> str:
+    """The function of torch.distributed that was called from outside of it."""
+    names = [
+        frame.function
+        for frame in _called(frames)
+        if _COMMUNICATES.search(frame.file) and frame.function not in _WRAPPERS
+    ]
+    return names[-1] if names else "communication"
+
+
+def _place(sample: RankSample) -> str:
+    index = program_frame(sample.frames)
+    names = [frame.function for frame in reversed(_called(sample.frames))] or [sample.frames[index or 0].function]
+    function = next((name for name in names if not name.startswith("_")), names[0])
+    at = _at(sample.frames)
+    return at if function.startswith("<") else f"in {function} {at}"
+
+
+def _at(frames: Sequence[Frame]) -> str:
+    """At which line of the program; of a program that is all library (a module run with -m), at its innermost."""
+    index = program_frame(frames)
+    frame = frames[index or 0]
+    return f"at {frame.file.rpartition('/')[2]}:{frame.line}"

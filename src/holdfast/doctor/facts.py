@@ -1,0 +1,330 @@
+"""All facts of this node, gathered at once. Judges nothing.
+
+Calls and processes may hang on a sick machine, so each has a limit. torch and nvidia-smi are asked in processes of
+their own: whatever happens there, a crash or a hang, is an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from holdfast.doctor import system
+from holdfast.linux import GroupLimits, read_int, read_text
+from holdfast.protocol.doctor_facts import Folder, Gpu, LocalFacts, TorchFacts, TorchState
+from holdfast.rendezvous.bind import who_holds
+from holdfast.runtime.driver import run_detached
+from holdfast.version import __version__
+
+if TYPE_CHECKING:
+    from holdfast.protocol.options import Endpoint
+
+Result = TypeVar("Result")
+
+FOLDER_S_MAX = 5.0
+RESOLVE_S_MAX = 10.0
+PYTHON_S_MAX = 10.0
+
+CHECKUP = str(Path(__file__).resolve().parents[1] / "train" / "checkup.py")
+SMI_S_MAX = 15.0
+ERROR_CHARS_MAX = 400
+SMI_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,uuid"
+USER_FIELDS = "gpu_uuid,pid,process_name,used_memory"
+CSV = ("--format=csv,noheader,nounits",)
+ANSWER_BYTES_MAX = 256 * 1024
+REAP_S_MAX = 2.0
+
+MATTER = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_")
+MATTER_TOO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
+"""Beginnings, and whole names, of variables that matter to a training job."""
+
+
+class FactsRequest(NamedTuple):
+    """What the command line says that facts depend on."""
+
+    python: str
+    """The workers' interpreter."""
+    nproc: int
+    nodes: int
+    log_dir: str | None
+    endpoint: Endpoint | None
+    try_port: bool
+    """Whether to find out whose the endpoint is."""
+    environ: Mapping[str, str]
+    torch_s_max: float
+
+
+async def gather_facts(asked: FactsRequest) -> LocalFacts:
+    """Never raises for what a sick machine does, and ends within the longest of its bounds."""
+    host = socket.gethostname()
+    paths = [path for path in (asked.log_dir, tempfile.gettempdir()) if path]
+    began = time.monotonic()
+    resolved_s = 0.0
+
+    async def own_name() -> tuple[tuple[str, ...], str]:
+        nonlocal resolved_s
+        late: tuple[tuple[str, ...], str] = ((), f"no answer within {RESOLVE_S_MAX:g} s")
+        found = await bounded(lambda: system.own_addresses(host), RESOLVE_S_MAX, late)
+        resolved_s = time.monotonic() - began
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
+        python = tasks.create_task(python_version(asked.python))
+        smi = tasks.create_task(ask_smi())
+        shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
+        names = tasks.create_task(own_name())
+        place = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
+    addresses, resolve_error = names.result()
+    here, holder = place.result()
+    gpus, gpu_error = smi.result()
+    return msgspec.structs.replace(
+        machine_facts(host, python.result()),
+        nproc=asked.nproc,
+        nodes=asked.nodes,
+        torch=torch.result(),
+        gpus=gpus,
+        gpu_error=gpu_error,
+        shm=shm.result(),
+        folders=tuple(each.result() for each in folders),
+        own_addresses=addresses,
+        resolve_error=resolve_error,
+        resolve_s=resolved_s,
+        endpoint=str(asked.endpoint or ""),
+        endpoint_port=asked.endpoint.port if asked.endpoint else 0,
+        endpoint_is_here=here,
+        endpoint_holder=holder,
+        variables=those_that_matter(asked.environ),
+    )
+
+
+def machine_facts(host: str, python: str) -> LocalFacts:
+    """What needs no waiting."""
+    import psutil
+
+    groups, memory, swap = GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
+    sysctl = system.ROOT / "proc/sys"
+    return LocalFacts(
+        host=host,
+        python=python,
+        holdfast=__version__,
+        driver=system.driver_version(),
+        limits=system.soft_limits(),
+        infiniband=system.infiniband(),
+        memory_bytes=memory.total,
+        memory_available_bytes=memory.available,
+        swap_bytes=swap.total,
+        memory_limit_bytes=groups.memory_bytes,
+        pids_limit=groups.pids,
+        pids_used=groups.pids_used,
+        cpus=os.cpu_count() or 1,
+        cpus_allowed=len(os.sched_getaffinity(0)),
+        cpu_quota=groups.cpus,
+        overcommit=read_int(sysctl / "vm/overcommit_memory") or 0,
+        ptrace_scope=read_int(sysctl / "kernel/yama/ptrace_scope"),
+        privileged=system.may_trace(),
+        core_pattern=read_text(sysctl / "kernel/core_pattern").strip(),
+        clock_synchronised=system.clock_synchronised(),
+        interfaces=system.interfaces(),
+        default_interface=system.default_interface(),
+        ephemeral_ports=system.ephemeral_ports(),
+    )
+
+
+async def folder(path: str) -> Folder:
+    return await bounded(
+        lambda: system.folder_facts(path), FOLDER_S_MAX, Folder(path=path, error=f"no answer within {FOLDER_S_MAX:g} s")
+    )
+
+
+async def python_version(python: str) -> str:
+    """The workers' Python need not be ours."""
+    if python == sys.executable:
+        return platform.python_version()
+    try:
+        done = await run_bounded([python, "-c", "import platform; print(platform.python_version())"], PYTHON_S_MAX)
+    except OSError:
+        return "0"
+    return done.out.strip() or "0"
+
+
+async def endpoint_here(endpoint: Endpoint | None) -> tuple[bool | None, str]:
+    """Whether the endpoint is this machine's, and who holds its port."""
+    if endpoint is None or not endpoint.port:
+        return None, ""
+    return await bounded(lambda: try_to_bind(endpoint), RESOLVE_S_MAX, (None, ""))
+
+
+def try_to_bind(endpoint: Endpoint) -> tuple[bool | None, str]:
+    """By binding, as a run does it; the port is free again afterwards."""
+    from holdfast.protocol.errors import EndpointError, PortInUseError
+    from holdfast.rendezvous.bind import claim
+
+    try:
+        place = claim(endpoint)
+    except (OSError, EndpointError, PortInUseError):
+        return False, ""
+    place.close()
+    if place.is_host:
+        return True, ""
+    if "already bound" in place.reason:
+        return True, who_holds(endpoint.port) or "a process of another user or container"
+    return False, ""
+
+
+def those_that_matter(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(MATTER) or name in MATTER_TOO}
+
+
+async def ask_torch(python: str, limit_s: float) -> TorchFacts:
+    """Imports it in a process of its own."""
+    began = time.monotonic()
+    try:
+        done = await run_bounded([python, CHECKUP, "facts"], limit_s)
+    except OSError as fault:
+        return TorchFacts(state=TorchState.BROKEN, error=f"{python}: {fault.strerror}")
+    seconds = time.monotonic() - began
+    if done.code is None:
+        return TorchFacts(state=TorchState.SILENT, seconds=seconds)
+    told = last_json(done.out)
+    if told is None:
+        last = next((line for line in reversed(done.err.splitlines()) if line.strip()), "no word")
+        error = f"its process ended with {done.code}: {last.strip()[:ERROR_CHARS_MAX]}"
+        return TorchFacts(state=TorchState.BROKEN, error=error, seconds=seconds)
+    error = str(told.get("error", ""))
+    if error.startswith("ModuleNotFoundError: No module named 'torch'"):
+        return TorchFacts(state=TorchState.ABSENT, seconds=seconds)
+    if error:
+        return TorchFacts(state=TorchState.BROKEN, error=error[:ERROR_CHARS_MAX], seconds=seconds)
+    try:
+        return msgspec.convert({**told, "state": "ok", "seconds": seconds}, TorchFacts)
+    except msgspec.ValidationError as invalid:
+        return TorchFacts(state=TorchState.BROKEN, error=f"an odd answer: {invalid}", seconds=seconds)
+
+
+def last_json(text: str) -> dict[str, Any] | None:
+    """The object in the last line that has one: a sitecustomize may print something else."""
+    for line in reversed(text.splitlines()):
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict):
+            return told
+    return None
+
+
+async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
+    """All GPUs and their users, or why nvidia-smi does not know. Without the program: nothing, and no error."""
+    try:
+        done = await run_bounded(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", *CSV], SMI_S_MAX)
+    except OSError:
+        return (), ""
+    if done.code is None:
+        return (), f"no answer within {SMI_S_MAX:g} s"
+    if done.code != 0:
+        said = (done.out.strip() or done.err.strip() or f"exit code {done.code}").splitlines()[0]
+        return (), "" if "No devices were found" in said else said[:ERROR_CHARS_MAX]
+    try:
+        users = await run_bounded(["nvidia-smi", f"--query-compute-apps={USER_FIELDS}", *CSV], SMI_S_MAX)
+    except OSError:
+        return read_gpus(done.out, ""), ""
+    return read_gpus(done.out, users.out if users.code == 0 else ""), ""
+
+
+def read_gpus(text: str, users: str) -> tuple[Gpu, ...]:
+    """nvidia-smi's tables to GPUs. `[N/A]` and the like are None."""
+    by_uuid: dict[str, list[str]] = {}
+    for line in users.splitlines():
+        uuid, pid, program, used = (word.strip() for word in [*line.split(","), "", "", ""][:4])
+        if uuid and pid:
+            by_uuid.setdefault(uuid, []).append(f"pid {pid} {program.rpartition('/')[2]}, {used} MiB")
+    gpus = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) < 7 or not words[0].isdecimal():
+            continue
+        gpus.append(
+            Gpu(
+                index=int(words[0]),
+                name=words[1],
+                driver=words[2],
+                memory_total_mib=number(words[3]),
+                memory_used_mib=number(words[4]),
+                ecc_errors=number(words[5]),
+                users=tuple(by_uuid.get(words[6], ())),
+            )
+        )
+    return tuple(gpus)
+
+
+def number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+if TYPE_CHECKING:
+    from holdfast.protocol.options import Endpoint
+
+
+class ProcessResult(NamedTuple):
+    """A process that was run."""
+
+    code: int | None
+    """None: it did not end in time, and was killed."""
+    out: str
+    err: str
+
+
+async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Result) -> Result:
+    """What it returns; `otherwise` when that takes too long, as with a dead file system. The call is left behind."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await run_detached(function)
+    except TimeoutError:
+        return otherwise
+
+
+async def run_bounded(command: Sequence[str], limit_s: float) -> ProcessResult:
+    """Runs a program to its end. Raises OSError when it cannot be started."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            out, err = await process.communicate()
+        return ProcessResult(process.returncode, _text(out), _text(err))
+    except TimeoutError:
+        return ProcessResult(None, "", "")
+    finally:
+        await end(process)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Kills what is left of it, children too. One that cannot be killed (a dead disk) is left behind."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REAP_S_MAX):
+                await process.wait()
+
+
+def _text(data: bytes) -> str:
+    return data[-ANSWER_BYTES_MAX:].decode(errors="replace")

@@ -1,0 +1,281 @@
+"""Several nodes check each other: this node's part, from the rendezvous to the report that all of them get.
+
+What comes of it is judged elsewhere. It ends, whatever the others do, within a few times its time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from typing import NamedTuple, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from holdfast.doctor.joint_server import (
+    BACKEND,
+    REPORT_S_MIN,
+    SLACK_S,
+    Channel,
+    CheckServer,
+    FromServer,
+    Ready,
+    Roster,
+    SharedMessages,
+    StorePort,
+    decode_from_server,
+    why_no_reduce,
+)
+from holdfast.doctor.probe import ProbeServer, Reducer, probe_all
+from holdfast.protocol.doctor_facts import (
+    DoctorFinding,
+    JointCheck,
+    Level,
+    LocalFacts,
+    NodeReport,
+    Reduced,
+    Summary,
+    TorchState,
+)
+from holdfast.protocol.errors import (
+    AuthenticationError,
+    CoordinatorUnreachableError,
+    HoldfastError,
+    PeerError,
+    PortInUseError,
+    ProtocolError,
+    RefusedError,
+    UnresolvedHostError,
+)
+from holdfast.protocol.handshake import ClientHandshake
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.session import Session
+from holdfast.rendezvous.bind import Claim, claim, who_holds
+from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
+from holdfast.runtime.driver import run_detached
+
+RETRY_S = 0.25
+SAY_S = 5.0
+
+Kind = TypeVar("Kind", bound=Struct)
+Value = TypeVar("Value")
+
+
+class JointOptions(NamedTuple):
+    """What the command line says."""
+
+    endpoint: Endpoint
+    run_id: str
+    nodes: tuple[int, int]
+    token: bytes | None
+    is_host: bool | None
+    local_addr: str | None
+    timeout_s: float
+    reduce: bool
+    python: str
+
+
+class JointResult(NamedTuple):
+    check: JointCheck | None
+    me: int = 0
+    """This node's index."""
+    trouble: DoctorFinding | None = None
+    """Why there is no check, or no end of it."""
+
+
+Examine = Callable[[LocalFacts], Sequence[DoctorFinding]]
+
+
+async def check_together(
+    asked: JointOptions, facts: asyncio.Task[LocalFacts], examine: Examine, say: Callable[[str], None]
+) -> JointResult:
+    """Meets the others, tries every pair, and returns what all found. Network trouble is a finding, no exception."""
+    host = socket.gethostname()
+    job = JobSpec(run_id=asked.run_id, min_nodes=asked.nodes[0], max_nodes=asked.nodes[1], backend=BACKEND)
+    node = NodeSpec(member=f"{host}#{os.urandom(4).hex()}", host=host, nproc=1)
+    async with asyncio.TaskGroup() as tasks:
+        met = await _meet(asked, job, node, tasks, say)
+        if isinstance(met, DoctorFinding):
+            return JointResult(None, trouble=met)
+        client = CheckClient(asked, host, *met)
+        try:
+            return await client.run(facts, examine)
+        except RefusedError as error:
+            return JointResult(None, trouble=_retry("HF552", str(error), "start it on all nodes together"))
+        except (PeerError, TimeoutError) as error:
+            why = f"the doctor at {asked.endpoint} is gone: {error or 'it did not answer in time'}"
+            return JointResult(client.check, client.me, _retry("HF554", why, "look at what it says there"))
+        finally:
+            await client.close()
+
+
+async def _meet(
+    asked: JointOptions, job: JobSpec, node: NodeSpec, tasks: asyncio.TaskGroup, say: Callable[[str], None]
+) -> tuple[Connection[FromServer], Claim | None] | DoctorFinding:
+    """A connection to the server, which is opened here if the endpoint is ours."""
+
+    def session() -> Session[FromServer]:
+        return Session(ClientHandshake(job, node, asked.token, fresh_nonce()), decode_from_server)
+
+    loop = asyncio.get_running_loop()
+    began, said_s = loop.time(), loop.time()
+    while True:
+        try:
+            place = await run_detached(lambda: claim(asked.endpoint, is_host=asked.is_host))
+            if place.is_host:
+                server = CheckServer(job, asked.token, asked.timeout_s, reduce=asked.reduce, say=say)
+                await server.open(place, tasks)
+            return await dial_endpoint(place.endpoint, session), place if place.is_host else None
+        except (UnresolvedHostError, CoordinatorUnreachableError) as error:
+            now = loop.time()
+            if now - began > asked.timeout_s:
+                return _nobody(asked, error)
+            if now - said_s > SAY_S:
+                said_s = now
+                say(f"nobody at {asked.endpoint} yet: {error}")
+            await asyncio.sleep(RETRY_S)
+        except (RefusedError, AuthenticationError, PortInUseError, ProtocolError) as error:
+            return _turned_away(asked, error)
+        except OSError as error:
+            return _fatal("HF553", f"cannot bind {asked.endpoint}: {error.strerror}", "take another port")
+
+
+def _nobody(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
+    text = str(error).removeprefix(f"no coordinator at {asked.endpoint}: ")
+    why = f"nobody answered at {asked.endpoint} within {asked.timeout_s:g} s: {text}"
+    if "no answer" in text:
+        return _fatal("HF551", why, "a firewall or security group before that node? Open the port")
+    return _retry("HF551", why, "run doctor on the node that owns the endpoint too; check its name")
+
+
+def _turned_away(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
+    text = str(error)
+    fix = "wait for it to end, or take another port on all nodes"
+    if isinstance(error, PortInUseError):  # names the process, where that is on this machine
+        return _retry("HF553", f"something else listens at {asked.endpoint}: {text}", fix)
+    if text.count(f"backend {BACKEND!r}") == 1:
+        holder = who_holds(asked.endpoint.port)
+        here = f" (here that port is held by {holder})" if holder else ""
+        return _retry("HF553", f"a job runs at {asked.endpoint}: {text}{here}", fix)
+    return _fatal("HF552", text, "run the same line, with the same token, on all nodes")
+
+
+def _retry(code: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.RETRY, what="meeting", why=why, fix=fix)
+
+
+def _fatal(code: str, why: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(code=code, level=Level.FATAL, what="meeting", why=why, fix=fix)
+
+
+class CheckClient:
+    """This node's part, from its first message to the last."""
+
+    def __init__(self, asked: JointOptions, host: str, connection: Connection[FromServer], place: Claim | None) -> None:
+        self._asked, self._host, self._place = asked, host, place
+        self._connection = connection
+        self._channel = Channel(connection)
+        self._probes = ProbeServer()
+        self._reducer: Reducer | None = None
+        self.check: JointCheck | None = None
+        self.me = 0
+
+    async def run(self, facts: asyncio.Task[LocalFacts], examine: Examine) -> JointResult:
+        """Raises RefusedError when it came too late, PeerError or TimeoutError when the server is lost."""
+        timeout_s, local_addr = self._asked.timeout_s, self._asked.local_addr or ""
+        await self._probes.open(self._listen_at())
+        at_endpoint = self._place is not None
+        self._connection.send(Ready(self._host, self._probes.port, local_addr, at_endpoint=at_endpoint))
+        roster = await self._next(Roster, timeout_s)
+        if not 0 <= roster.me < len(roster.peers):
+            raise ProtocolError("no such node")
+        self.me = roster.me
+        self._probes.introduce(roster.me, roster.key)
+        links = await probe_all(roster.me, roster.key, roster.peers)
+        known = await facts
+        problems = tuple(finding for finding in examine(known) if finding.level is not Level.PASS)
+        report = NodeReport(summary=self._summary(known), links=links, findings=problems)
+        reports = await self._share(report, roster, max(timeout_s, REPORT_S_MIN))
+        why = why_no_reduce(reports, wanted=roster.reduce)
+        came = tuple(peer.name for peer in roster.peers)
+        self.check = JointCheck(wanted=self._asked.nodes, came=came, reports=reports, no_reduce=why)
+        if not why:
+            self.check = replace(self.check, reduced=await self._reduce(roster))
+        return JointResult(self.check, self.me)
+
+    async def close(self) -> None:
+        await self._probes.close()
+        if self._reducer is not None:
+            await self._reducer.close()
+        self._connection.close()
+        await self._channel.closed.wait()
+
+    def _listen_at(self) -> tuple[str, ...]:
+        """Where the others come to: the addresses of the server, or the one from which we reached it."""
+        if self._place is not None:
+            return self._place.addresses
+        seen = self._connection.local_address
+        if self._asked.local_addr or (ip_address(seen).is_loopback and not _is_loopback(self._asked.endpoint.host)):
+            return ("0.0.0.0",)
+        return (seen,)
+
+    def _summary(self, facts: LocalFacts) -> Summary:
+        torch, seen = facts.torch, self._connection.local_address
+        interface = next((each.name for each in facts.interfaces if seen in each.addresses), "")
+        return Summary(
+            host=facts.host,
+            python=facts.python,
+            torch=torch.version,
+            cuda=torch.cuda,
+            nccl=torch.nccl,
+            holdfast=facts.holdfast,
+            interface=interface if interface != "lo" else "",
+            has_torch=torch.state is TorchState.OK and torch.gloo,
+        )
+
+    async def _reduce(self, roster: Roster) -> tuple[Reduced | None, ...]:
+        timeout_s = self._asked.timeout_s
+        reduced, port = Reduced(ok=False, silent=True), 0
+        try:
+            self._reducer = await Reducer.start(self._asked.python, self.me, len(roster.peers), timeout_s)
+        except OSError as error:
+            reduced = Reduced(ok=False, error=error.strerror or str(error))
+        if self._reducer is not None and self.me == 0:
+            port = await _in_time(self._reducer.store_port(), timeout_s, 0)
+        first = (await self._share(StorePort(port), roster, timeout_s))[0]
+        if self._reducer is not None and first is not None and first.port:
+            if self.me != 0:
+                self._reducer.join(roster.peers[0].address, first.port)
+            reduced = await _in_time(self._reducer.result(), timeout_s, reduced)
+        return await self._share(reduced, roster, timeout_s)
+
+    async def _share(self, value: Kind, roster: Roster, limit_s: float) -> tuple[Kind | None, ...]:
+        """What each node says, for this of ours."""
+        self._connection.send(value)
+        values = (await self._next(SharedMessages, limit_s)).values
+        if len(values) != len(roster.peers):
+            raise ProtocolError("not one message of each node")
+        return tuple(each if isinstance(each, type(value)) else None for each in values)
+
+    async def _next(self, kind: type[Kind], limit_s: float) -> Kind:
+        async with asyncio.timeout(limit_s + SLACK_S):
+            return await self._channel.next(kind)
+
+
+async def _in_time(waited: Awaitable[Value], limit_s: float, otherwise: Value) -> Value:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await waited
+    except TimeoutError:
+        return otherwise
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,327 @@
+"""The messages of nodes that check each other, and the server at the endpoint that passes them on.
+
+The listener, the handshake, the token and its MACs are those of a run. `doctor` is the backend that the nodes name, so
+a check and a job at one endpoint refuse each other. All that nodes say goes through the endpoint: a check has to end well
+also where a firewall closes every other port.
+
+    node      Ready ──▶        server       I am up, others reach me at this port
+              ◀── Roster | Full             who came, and how to reach each
+              NodeReport ──▶                what I found
+              ◀── SharedMessages                    what all found
+              StorePort ──▶                 if an all-reduce follows: where its store is; only the first node has one
+              ◀── SharedMessages
+              Reduced ──▶                   how it went here
+              ◀── SharedMessages                    and everywhere
+
+The server judges nothing and tries nothing: the node in its process takes part in the check like the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from holdfast.doctor.probe import KEY_BYTES, Peer
+from holdfast.protocol import codec
+from holdfast.protocol.bounds import Port, PortOrNone, Rank
+from holdfast.protocol.doctor_facts import NodePath, NodeReport, Reached, Reduced
+from holdfast.protocol.errors import HoldfastError, PeerError, ProtocolError, RefusedError
+from holdfast.protocol.handshake import Hello
+from holdfast.protocol.policy import JobSpec
+from holdfast.rendezvous.bind import Claim
+from holdfast.runtime.connection import Connection
+from holdfast.runtime.listener import Listener
+
+BACKEND = "doctor"
+"""What the nodes of a check name as their backend: no job does."""
+REPORT_S_MIN = 60.0
+"""Importing torch from a slow disk takes long, and is one of the things to find out."""
+SLACK_S = 15.0
+"""What the server may take after the last node's message is due."""
+LINKS_SHARED_MAX = 8192
+"""Of very many nodes only the worst links are shared, so that all reports fit into a frame."""
+FINDINGS_SHARED_MAX = 4096
+FINDINGS_OF_ONE_MAX = 32
+TEXT_CHARS_MAX = 500
+"""Of each text of a node that is passed on to the others."""
+MESSAGES_WAITING_MAX = 16
+
+Kind = TypeVar("Kind", bound=Struct)
+Value = TypeVar("Value")
+Received = TypeVar("Received")
+
+
+class Ready(Struct, frozen=True, tag=True):
+    host: str
+    port: Port
+    """Of this node's ProbeServer."""
+    address: str = ""
+    """--local-addr; empty: the one that the server sees."""
+    at_endpoint: bool = False
+    """The server is in this very process."""
+
+
+NOT_READY = Ready("", 1)
+"""In place of what a node has not sent yet."""
+
+
+class StorePort(Struct, frozen=True, tag=True):
+    port: PortOrNone = 0
+    """0: there is no store here."""
+
+
+class Roster(Struct, frozen=True, tag=True):
+    me: Rank
+    """Index of the node that gets this."""
+    key: bytes
+    """Of the ProbeServers of this check."""
+    reduce: bool
+    """An all-reduce is wanted."""
+    peers: tuple[Peer, ...]
+
+
+class Full(Struct, frozen=True, tag=True):
+    """The check goes on without this node."""
+
+    text: str
+
+
+class SharedMessages(Struct, frozen=True, tag=True):
+    """A message of each node, by index; None: it is gone, or did not send one in time."""
+
+    values: tuple[NodeReport | StorePort | Reduced | None, ...]
+
+
+FromNode = Ready | NodeReport | StorePort | Reduced
+FromServer = Roster | Full | SharedMessages
+
+_node_decoder: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+_server_decoder: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def decode_from_node(data: bytes) -> FromNode:
+    """Raises ProtocolError."""
+    return codec.decode(_node_decoder, data, "a doctor's node")
+
+
+def decode_from_server(data: bytes) -> FromServer:
+    """Raises ProtocolError."""
+    return codec.decode(_server_decoder, data, "a doctor's server")
+
+
+class Channel(Generic[Received]):
+    """A connection whose messages a task waits for."""
+
+    def __init__(self, connection: Connection[Received]) -> None:
+        self.connection = connection
+        self.closed = asyncio.Event()
+        self.reason = ""
+        """Why it is closed."""
+        self._messages: asyncio.Queue[Received | None] = asyncio.Queue()
+        connection.start(self._take, self._end)
+
+    async def next(self, kind: type[Kind]) -> Kind:
+        """The next message. Raises PeerError when the connection is over, RefusedError when the check goes on without
+        this node, ProtocolError for another kind."""
+        message = await self._messages.get()
+        if message is None:
+            self._messages.put_nowait(None)
+            raise PeerError(self.reason)
+        if isinstance(message, Full):
+            raise RefusedError(message.text)
+        if not isinstance(message, kind):
+            raise ProtocolError(f"a {type(message).__name__} instead of a {kind.__name__}")
+        return message
+
+    def _take(self, message: Received) -> None:
+        if self._messages.qsize() < MESSAGES_WAITING_MAX:
+            self._messages.put_nowait(message)
+        else:
+            self.connection.abort("it sends too much")
+
+    def _end(self, reason: str) -> None:
+        self.reason = reason
+        self._messages.put_nowait(None)
+        self.closed.set()
+
+
+# --- the server at the endpoint ---------------------------------------------------------------------------------------
+
+
+class CheckedNode(Channel[FromNode]):
+    """A connection to the server. Its node is part of the check once it is ready."""
+
+    def __init__(self, connection: Connection[FromNode], server: CheckServer) -> None:
+        super().__init__(connection)
+        self._server = server
+        self.ready = NOT_READY
+
+    def _take(self, message: FromNode) -> None:
+        if self.ready is NOT_READY and isinstance(message, Ready):
+            self.ready = clipped(message)
+            self._server.came(self)
+        else:
+            super()._take(message)
+
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        self._server.left(self)
+
+
+class CheckServer:
+    """Lets nodes in, introduces them to each other, and passes on what each of them says to all."""
+
+    def __init__(
+        self, job: JobSpec, token: bytes | None, timeout_s: float, *, reduce: bool, say: Callable[[str], None]
+    ) -> None:
+        self._job, self._token, self._timeout_s = job, token, timeout_s
+        self._reduce, self._say = reduce, say
+        self._connected: list[CheckedNode] = []
+        self._nodes: list[CheckedNode] = []
+        self._sealed = False
+        self._full = asyncio.Event()
+
+    async def open(self, place: Claim, tasks: asyncio.TaskGroup) -> None:
+        def connected(connection: Connection[FromNode], _: Hello) -> None:
+            self._connected.append(CheckedNode(connection, self))
+
+        listener = Listener(place.sockets, self._job, self._token, connected, self._say, decode=decode_from_node)
+        await listener.start()
+        tasks.create_task(self._run(listener))
+
+    def came(self, node: CheckedNode) -> None:
+        if self._sealed or self._full.is_set():
+            names = ", ".join(each.ready.host for each in self._nodes)
+            node.connection.send(Full(f"the check has begun without this node; there are {names}"))
+            node.connection.close()
+            return
+        self._nodes.append(node)
+        self._say(f"{node.ready.host} came: {len(self._nodes)} of {self._job.max_nodes}")
+        if len(self._nodes) == self._job.max_nodes:
+            self._full.set()
+
+    def left(self, node: CheckedNode) -> None:
+        if node.ready is NOT_READY:
+            self._say(f"dropped a connection from {node.connection.peer_address}: {node.reason}")
+        elif node in self._nodes and not self._sealed:  # it may come again
+            self._nodes.remove(node)
+            self._say(f"{node.ready.host} left: {node.reason}")
+
+    async def _run(self, listener: Listener) -> None:
+        """Ends with the check. Each of its waits is bounded."""
+        timeout_s = self._timeout_s
+        try:
+            await self._gather()
+            reports = [
+                self._trimmed(report) if report is not None else None
+                for report in await self._collect(NodeReport, max(timeout_s, REPORT_S_MIN))
+            ]
+            self._send_all(SharedMessages(tuple(reports)))
+            if not why_no_reduce(reports, wanted=self._reduce):
+                self._send_all(SharedMessages(tuple(await self._collect(StorePort, timeout_s))))
+                self._send_all(SharedMessages(tuple(await self._collect(Reduced, timeout_s + SLACK_S / 2))))
+        finally:
+            self._sealed = True
+            listener.close()
+            for node in self._connected:
+                node.connection.close("the check is over")
+            await asyncio.gather(*(node.closed.wait() for node in self._connected))
+
+    async def _gather(self) -> None:
+        """Until all nodes are here, or the time is over; then each learns who came."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._full.wait()
+        except TimeoutError:
+            self._say(f"{len(self._nodes)} of {self._job.max_nodes} nodes came; going on with them")
+        self._sealed = True
+        self._nodes.sort(key=lambda node: not node.ready.at_endpoint)  # stable: then in the order they came
+        key, names = os.urandom(KEY_BYTES), self._names()
+        for me, node in enumerate(self._nodes):
+            peers = tuple(
+                Peer(name, other.ready.host, address(other, node), other.ready.port)
+                for name, other in zip(names, self._nodes, strict=True)
+            )
+            node.connection.send(Roster(me, key, self._reduce, peers))
+
+    def _names(self) -> tuple[str, ...]:
+        """Host names; with a number where two nodes share one."""
+        hosts = [node.ready.host for node in self._nodes]
+        return tuple(
+            host if hosts.count(host) == 1 else f"{host}#{hosts[:index].count(host)}"
+            for index, host in enumerate(hosts)
+        )
+
+    def _trimmed(self, report: NodeReport) -> NodeReport:
+        number = len(self._nodes)
+        links = sorted(report.links, key=badness)[: max(1, LINKS_SHARED_MAX // number)]
+        findings = report.findings[: min(FINDINGS_OF_ONE_MAX, max(1, FINDINGS_SHARED_MAX // number))]
+        links.sort(key=lambda link: link.to)
+        return clipped(replace(report, links=tuple(links), findings=findings))
+
+    async def _collect(self, kind: type[Kind], limit_s: float) -> list[Kind | None]:
+        """One message of each node; None for a node that is gone or does not answer in time."""
+
+        async def one(node: CheckedNode) -> Kind | None:
+            try:
+                async with asyncio.timeout_at(until):
+                    return await node.next(kind)
+            except (HoldfastError, TimeoutError):
+                return None
+
+        until = asyncio.get_running_loop().time() + limit_s
+        return await asyncio.gather(*map(one, self._nodes))
+
+    def _send_all(self, message: FromServer) -> None:
+        for node in self._nodes:
+            node.connection.send(message)
+
+
+def address(of: CheckedNode, seen_by: CheckedNode) -> str:
+    """A node that came over loopback is on this machine, and reached as the server itself is."""
+    if of.ready.address:
+        return of.ready.address
+    seen = of.connection.peer_address
+    on_this_machine = of.ready.at_endpoint or ip_address(seen).is_loopback
+    return seen_by.connection.local_address if on_this_machine else seen
+
+
+def why_no_reduce(reports: Sequence[NodeReport | None], *, wanted: bool) -> str:
+    """Empty: there is an all-reduce. Where it cannot work it would only repeat, slowly, what is known already."""
+    told = [report for report in reports if report is not None]
+    without = [report.summary.host for report in told if not report.summary.has_torch]
+    if not wanted:
+        return "not asked for"
+    if len(reports) < 2:
+        return "one node is alone"
+    if len(told) < len(reports):
+        return "a node fell silent"
+    if without:
+        return f"no torch with gloo on {', '.join(without[:8])}"
+    if any(link.reached is not Reached.YES for report in told for link in report.links):
+        return "not all pairs work"
+    return ""
+
+
+def clipped(value: Value) -> Value:
+    """The same with all its texts cut, so that the words of one node leave room in a frame for those of the others."""
+    if isinstance(value, str):
+        return value[:TEXT_CHARS_MAX]  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return tuple(map(clipped, value))  # type: ignore[return-value]
+    if isinstance(value, Struct):
+        fields = {name: clipped(getattr(value, name)) for name in value.__struct_fields__}
+        return replace(value, **fields)
+    return value
+
+
+def badness(link: NodePath) -> tuple[bool, float]:
+    """Sorts the worst first."""
+    return link.reached is Reached.YES, -(link.latency_s or 0.0)

@@ -1,0 +1,489 @@
+"""One node's checks: facts in, findings out. PURE.
+
+The machine or the container, what is installed and set, names and interfaces; `examine` runs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+
+from holdfast.doctor.findings import GIB, MIB, fatal, named, passed, retry, size, warn
+from holdfast.protocol.doctor_facts import DoctorFinding, Folder, Interface, LocalFacts, TorchFacts, TorchState
+
+SHM_BYTES_MIN = 1 * GIB
+SHM_FREE_BYTES_MIN = 256 * MIB
+NOFILE_MIN = 4096
+NPROC_MIN = 2048
+PIDS_LEFT_PER_WORKER = 256
+"""A worker with its threads and loader processes."""
+MEMLOCK_BYTES_MIN = 1 * GIB
+MEMORY_PER_WORKER_BYTES_MIN = 1 * GIB
+"""torch with a small model."""
+FOLDER_FREE_BYTES_MIN = 1 * GIB
+
+
+def shared_memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what, shm = "/dev/shm", facts.shm
+    enlarge = "docker run --shm-size=16g or --ipc=host; on Kubernetes an emptyDir with medium: Memory"
+    if shm.error:
+        yield fatal("HF510", what, f"cannot be used: {shm.error}", "mount a tmpfs there that this user can write")
+    elif 0 < shm.total_bytes < SHM_BYTES_MIN:
+        yield warn("HF510", what, f"has only {size(shm.total_bytes)} in all", enlarge)
+    elif shm.total_bytes > 0 and shm.free_bytes < SHM_FREE_BYTES_MIN:
+        why = f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free"
+        yield warn("HF510", what, why, "remove what dead jobs left there (ls -l /dev/shm)")
+    else:
+        yield passed("HF510", what, f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free")
+
+
+def open_files(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "open files"
+    if "nofile" not in facts.limits:
+        return
+    limit = facts.limits["nofile"]
+    if limit is not None and limit < NOFILE_MIN:
+        yield warn("HF511", what, f"at most {limit} per process", "ulimit -n 65536")
+    else:
+        yield passed("HF511", what, "unlimited" if limit is None else f"up to {limit} per process")
+
+
+def processes(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "processes"
+    limit = facts.limits.get("nproc")
+    if facts.pids_limit is not None:
+        left = facts.pids_limit - facts.pids_used
+        if left < PIDS_LEFT_PER_WORKER * facts.nproc:
+            why = f"the cgroup allows {facts.pids_limit} processes and threads, {facts.pids_used} are there"
+            yield warn("HF512", what, why, "raise --pids-limit, or the pod's limit")
+            return
+    if limit is not None and limit < NPROC_MIN:
+        yield warn("HF512", what, f"this user may have {limit} processes and threads", "ulimit -u 65536")
+    else:
+        bounds = [str(each) for each in (limit, facts.pids_limit) if each is not None]
+        yield passed("HF512", what, f"up to {' and '.join(bounds)}" if bounds else "unlimited")
+
+
+def locked_memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "locked memory"
+    if not facts.infiniband or "memlock" not in facts.limits:
+        return
+    limit = facts.limits["memlock"]
+    if limit is not None and limit < MEMLOCK_BYTES_MIN:
+        why = f"at most {size(limit)}, but there is {', '.join(facts.infiniband)}"
+        yield warn("HF513", what, why, "ulimit -l unlimited; docker run --ulimit memlock=-1")
+    else:
+        yield passed("HF513", what, "unlimited" if limit is None else f"up to {size(limit)}")
+
+
+def core_dumps(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    if "core" not in facts.limits:
+        return
+    limit = facts.limits["core"]
+    if limit == 0 or facts.core_pattern.startswith("|"):
+        yield passed("HF514", "core dumps", "off" if limit == 0 else f"go to {facts.core_pattern[1:].split()[0]}")
+    else:
+        why = f"a worker that crashes writes its whole memory to {facts.core_pattern or 'core'}"
+        yield warn("HF514", "core dumps", why, "ulimit -c 0")
+
+
+def memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "memory"
+    if not facts.memory_bytes:
+        return
+    limit, needed = facts.memory_limit_bytes, MEMORY_PER_WORKER_BYTES_MIN * facts.nproc
+    bounded = limit is not None and limit < facts.memory_bytes
+    left = min(facts.memory_available_bytes, limit) if limit is not None else facts.memory_available_bytes
+    shown = f"{size(facts.memory_available_bytes)} of {size(facts.memory_bytes)} available"
+    if bounded and limit is not None:
+        shown += f", the cgroup allows {size(limit)}"
+    if left < needed:
+        workers = f"{facts.nproc} workers" if facts.nproc > 1 else "a worker"
+        yield retry("HF515", what, f"{shown}: little for {workers}", "end what uses it, or raise the container's limit")
+    else:
+        yield passed("HF515", what, shown + (f", {size(facts.swap_bytes)} swap" if facts.swap_bytes else ""))
+
+
+def cpus(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "CPUs"
+    usable = min(float(facts.cpus_allowed), facts.cpu_quota or float(facts.cpus_allowed))
+    shown = f"{facts.cpus_allowed} of {facts.cpus}"
+    if facts.cpu_quota is not None:
+        shown += f", with {facts.cpu_quota:.3g} CPUs' time by cgroup"
+    if usable < facts.nproc:
+        yield warn("HF516", what, f"{shown}, for {facts.nproc} workers", "allow more CPUs, or start fewer workers")
+    else:
+        yield passed("HF516", what, shown)
+
+
+def overcommit(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    if facts.overcommit == 2:
+        why = "vm.overcommit_memory=2: large reservations and forks of large processes fail"
+        yield warn("HF517", "overcommit", why, "sysctl vm.overcommit_memory=0")
+    else:
+        yield passed("HF517", "overcommit", f"vm.overcommit_memory={facts.overcommit}")
+
+
+def tracing(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what, scope = "ptrace", facts.ptrace_scope
+    if scope is None or scope == 0 or (facts.privileged and scope < 3):
+        yield passed("HF518", what, "allowed: py-spy can show native stacks")
+    elif scope == 1:
+        yield passed("HF518", what, "restricted: Python stacks as always, native ones (py-spy) only as root")
+    else:
+        why = f"kernel.yama.ptrace_scope={scope}: py-spy cannot show native stacks of a worker that hangs"
+        yield warn("HF518", what, why, "sysctl kernel.yama.ptrace_scope=1, or --cap-add SYS_PTRACE")
+
+
+def folders(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    for folder in facts.folders:
+        yield folder_finding(folder)
+
+
+def folder_finding(folder: Folder) -> DoctorFinding:
+    what, rename = "folder", "name another one: --log-dir for logs, TMPDIR for temporary files"
+    if folder.error:
+        why = f"{folder.path} cannot be written: {folder.error}"
+        return fatal("HF519", what, why, f"make it writable, or {rename}")
+    free = f"{folder.path} has {size(folder.free_bytes)} free"
+    if folder.free_bytes < FOLDER_FREE_BYTES_MIN:
+        return warn("HF519", what, free, f"make room, or {rename}")
+    return passed("HF519", what, free)
+
+
+def clock(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "clock"
+    if facts.clock_synchronised is False:
+        yield warn("HF530", what, "not kept by NTP", "start chronyd or systemd-timesyncd")
+    elif facts.clock_synchronised:
+        yield passed("HF530", what, "kept by NTP")
+
+
+PYTHON_MIN = (3, 11)
+IMPORT_SLOW_S = 20.0
+BUSY_SHARE = 0.6
+"""Of its time: a process that computes so much does not wait for a disk."""
+BUSY_LOAD = 1.5
+"""Per CPU: a process waits for a processor."""
+GPU_BUSY_MIB = 1024
+"""Less than this is what drivers and desktops hold."""
+
+SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
+    "TORCH_DISTRIBUTED_DEBUG": "collectives are checked against each other",
+    "NCCL_P2P_DISABLE": "GPUs of a node talk through main memory",
+    "NCCL_SHM_DISABLE": "GPUs of a node talk through the network",
+    "NCCL_IB_DISABLE": "InfiniBand stays unused",
+    "TORCH_NCCL_BLOCKING_WAIT": "collectives block the CPU",
+    "TORCH_SHOW_CPP_STACKTRACES": "every exception is symbolised, which takes seconds",
+}
+"""Variables that cost speed when they are on, and why."""
+HARMLESS = {"TORCH_DISTRIBUTED_DEBUG": ("", "OFF", "INFO")}
+OFF = ("", "0", "false", "FALSE", "False", "OFF", "no")
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""A launcher gives these to its workers; in a shell they are left over."""
+
+
+def python(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "Python"
+    parts = tuple(int(part) for part in facts.python.split(".")[:2] if part.isdecimal())
+    if parts < PYTHON_MIN:
+        yield fatal("HF500", what, f"the workers' Python is {facts.python}", "install Python 3.11 or newer")
+    else:
+        yield passed("HF500", what, f"{facts.python}, holdfast {facts.holdfast}")
+
+
+def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what, found = "torch", facts.torch
+    match found.state:
+        case TorchState.ABSENT:
+            why = "not installed for the workers' Python"
+            yield warn("HF501", what, why, "pip install torch, if your script needs it")
+        case TorchState.BROKEN:
+            yield fatal("HF501", what, f"cannot be imported: {found.error}", "reinstall torch in this environment")
+        case TorchState.SILENT:
+            why = f"its import did not end within {found.seconds:.0f} s"
+            fix = "put the environment on a local disk, or look at what it waits for (py-spy)"
+            yield fatal("HF501", what, why, fix)
+        case TorchState.OK if found.seconds > IMPORT_SLOW_S:
+            why = f"{found.version} takes {found.seconds:.0f} s to import"
+            yield warn("HF501", what, *slow_import(found, why))
+        case TorchState.OK:
+            yield passed("HF501", what, f"{found.version} {f'with CUDA {found.cuda}' if found.cuda else 'for CPUs'}")
+    if found.state is TorchState.OK:
+        part = "torch.distributed"
+        if found.distributed and found.gloo:
+            yield passed("HF502", part, f"gloo{f', NCCL {found.nccl}' if found.nccl else ''}")
+        else:
+            why = f"this torch was built without {'gloo' if found.distributed else part}"
+            yield fatal("HF502", part, why, "install an official build")
+
+
+def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
+    """What the time went into, and what helps: a disk keeps a process waiting, not computing."""
+    if found.cpu_s > BUSY_SHARE * found.seconds:
+        fix = "this processor is slow, or Python's cached bytecode cannot be written"
+        return f"{why}, {found.cpu_s:.0f} s of it computing", fix
+    if found.load > BUSY_LOAD:
+        return f"{why}; the processor is busy ({found.load:.1f} processes per CPU)", "see what else runs here (top)"
+    return why, "put the environment on a local disk"
+
+
+def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    """Whether torch can use what is there."""
+    what, found = "CUDA", facts.torch
+    seen = len(facts.gpus)
+    hidden = facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if found.state is not TorchState.OK or not (facts.driver or seen):
+        return
+    driver = f"driver {facts.driver or facts.gpus[0].driver}"
+    if not found.cuda:
+        why = f"{driver} and {seen or 'some'} GPUs are here, but torch {found.version} is a build for CPUs"
+        yield warn("HF503", what, why, "install a torch build for CUDA")
+    elif hidden:
+        yield warn("HF503", what, "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+    elif found.gpus == 0:
+        reason = found.gpu_error or "CUDA gives no reason"
+        why = f"torch can use no GPU: {reason} ({driver}, torch for CUDA {found.cuda})"
+        yield fatal("HF503", what, why, f"install a driver for CUDA {found.cuda}, or a torch build for this driver")
+    elif found.unsupported:
+        why = f"torch {found.version} has no code for {named(found.unsupported)}"
+        yield fatal("HF503", what, why, "install a torch build that supports these GPUs")
+    else:
+        yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, CUDA {found.cuda}")
+
+
+def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "GPU health"
+    if facts.gpu_error:
+        yield fatal("HF504", what, f"nvidia-smi: {facts.gpu_error}", "see dmesg; reset the GPU or reboot")
+    broken = [f"GPU {gpu.index} has {gpu.ecc_errors}" for gpu in facts.gpus if gpu.ecc_errors]
+    if broken:
+        why = f"uncorrected memory errors since the driver was loaded: {named(broken)}"
+        yield fatal("HF504", what, why, "reset the GPU (nvidia-smi -r), and replace it if they come back")
+    elif facts.gpus:
+        yield passed("HF504", what, f"{len(facts.gpus)} × {facts.gpus[0].name}, no uncorrected memory errors")
+
+
+def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "GPU use"
+    busy = [gpu for gpu in facts.gpus if gpu.users or (gpu.memory_used_mib or 0) > GPU_BUSY_MIB]
+    if busy:
+        shown = [
+            f"GPU {gpu.index}: {gpu.memory_used_mib or 0} of {gpu.memory_total_mib or 0} MiB in use"
+            + (f" by {named(gpu.users, 3)}" if gpu.users else "")
+            for gpu in busy
+        ]
+        yield warn("HF505", what, "; ".join(shown), "wait for them, end what was left behind, or use other GPUs")
+    elif facts.gpus:
+        yield passed("HF505", what, "all free")
+
+
+def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    text = facts.variables.get("OMP_NUM_THREADS")
+    what = "OMP_NUM_THREADS"
+    cpus = max(1, int(min(facts.cpus_allowed, facts.cpu_quota or facts.cpus_allowed)))
+    if text is None:
+        yield passed("HF521", what, "unset: workers share the CPUs evenly")
+    elif not text.strip().isdecimal() or int(text) < 1:
+        yield warn("HF521", what, f"{text!r} is no number of threads", "unset OMP_NUM_THREADS")
+    elif int(text) * facts.nproc > cpus and int(text) > 1:
+        why = f"{text} threads × {facts.nproc} workers on {cpus} CPUs"
+        yield warn("HF521", what, why, f"unset it, or set it to {max(1, cpus // facts.nproc)}")
+    else:
+        yield passed("HF521", what, f"{text}, for {facts.nproc} workers on {cpus} CPUs")
+
+
+def variables(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what, given = "variables", facts.variables
+    hurting = tuple(variables_that_hurt(given))
+    for why, fix in hurting:
+        yield warn("HF539", what, why, fix)
+    if not hurting:
+        shown = f"{len(given)} that matter are set, none of them hurts" if given else "none set that hurts"
+        yield passed("HF539", what, shown)
+
+
+def variables_that_hurt(given: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Why, and what helps."""
+    for name, why in SLOW.items():
+        if name in given and given[name] not in HARMLESS.get(name, OFF):
+            yield f"{name}={given[name]}: {why}", f"unset {name} when you are done looking"
+    if given.get("NCCL_DEBUG", "").upper() == "TRACE":
+        yield "NCCL_DEBUG=TRACE: a line for every call", "NCCL_DEBUG=WARN or INFO tells enough"
+    file = given.get("NCCL_DEBUG_FILE", "")
+    if file and "%p" not in file:
+        yield f"NCCL_DEBUG_FILE={file}: all ranks write into one file", "put %h and %p into the name"
+    if "0" in (given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), given.get("NCCL_ASYNC_ERROR_HANDLING")):
+        yield "…NCCL_ASYNC_ERROR_HANDLING=0: a collective that fails hangs for ever", "unset it"
+    if left := [name for name in FOREIGN if name in given]:
+        why = f"{named(left)} set in this shell; workers get their own, whatever else you start does not"
+        yield why, f"unset {' '.join(left)}"
+
+
+RESOLVE_SLOW_S = 2.0
+EPHEMERAL_PORTS_MIN = 4096
+CHOOSERS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+BRIDGES = (
+    *("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "cilium", "lxc", "lxd", "podman", "kube"),
+    *("weave", "tailscale", "zt", "tun", "tap", "vmnet", "dummy", "nerdctl", "ovs", "genev", "vxlan"),
+)
+"""Beginnings of names: interfaces of containers, virtual machines and tunnels, which seldom lead to other nodes."""
+
+
+def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    """gloo takes the address of the host name, and loopback when that is not an address of this machine."""
+    what, host = "own name", facts.host
+    alone = stays_here(facts)
+    choose = f"set GLOO_SOCKET_IFNAME={proposed(facts) or 'INTERFACE'}, or write `ADDRESS {host}` into /etc/hosts"
+    if "GLOO_SOCKET_IFNAME" in facts.variables:
+        yield passed("HF531", what, f"{host} (GLOO_SOCKET_IFNAME is set, so it matters little)")
+    elif facts.resolve_error:
+        why = f"{host} does not resolve: {facts.resolve_error}"
+        yield passed("HF531", what, why) if alone else warn("HF531", what, why, choose)
+    elif facts.own_addresses and all(is_loopback(address) for address in facts.own_addresses):
+        why = f"{host} is {named(facts.own_addresses)}, a loopback address"
+        if alone:
+            yield passed("HF532", what, f"{why}: good for one node, not for several")
+        else:
+            yield warn("HF532", what, f"{why}: gloo would announce it to the other nodes", choose)
+    elif facts.resolve_s > RESOLVE_SLOW_S:
+        why = f"{host} took {facts.resolve_s:.1f} s to resolve"
+        yield warn("HF531", what, why, "write it into /etc/hosts, or mend DNS")
+    else:
+        yield passed("HF531", what, f"{host} is {named(facts.own_addresses)}")
+
+
+def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "interfaces"
+    able = candidates(facts)
+    if not able and stays_here(facts):
+        yield passed("HF534", what, "loopback only: good for one node")
+        return
+    if not able:
+        fix = "start the network; in a container use --network host"
+        yield fatal("HF534", what, "none is up but loopback", fix)
+        return
+    shown = named([f"{each.name} {each.addresses[0]}" for each in able])
+    yield passed("HF534", what, shown)
+    misleading = [each.name for each in able if is_bridge(each)]
+    if not stays_here(facts) and misleading and not any(name in facts.variables for name in CHOOSERS):
+        best = proposed(facts)
+        why = f"{named(misleading)} beside {best}: NCCL or gloo may take the wrong one"
+        yield warn("HF536", what, why, f"export NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
+
+
+def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    """Those that the variables name."""
+    for variable in CHOOSERS:
+        text = facts.variables.get(variable)
+        if not text:
+            continue
+        best = proposed(facts)
+        fix = f"export {variable}={best}" if best else f"unset {variable}"
+        taken = chosen(text, facts.interfaces, nccl=variable.startswith("NCCL"))
+        able = [each for each in taken if each.up and each.addresses]
+        if not taken:
+            here = named([each.name for each in facts.interfaces]) or "none"
+            yield fatal("HF535", variable, f"{text}: no such interface here; there are {here}", fix)
+        elif not able:
+            yield fatal("HF535", variable, f"{text}: {taken[0].name} is down or has no address", fix)
+        elif not stays_here(facts) and all(is_local(each) or is_bridge(each) for each in able):
+            yield warn("HF535", variable, f"{text}: {able[0].name} hardly leads to other nodes", fix)
+        else:
+            yield passed("HF535", variable, f"{text}: {named([each.name for each in able])}")
+
+
+def ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what = "ports"
+    if facts.ephemeral_ports is None:
+        return
+    first, last = facts.ephemeral_ports
+    if last - first + 1 < EPHEMERAL_PORTS_MIN:
+        why = f"only {last - first + 1} for connections between ranks ({first} to {last})"
+        yield warn("HF537", what, why, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
+    elif facts.endpoint_is_here is not False and first <= facts.endpoint_port <= last:
+        why = f"the endpoint's {facts.endpoint_port} is one that the kernel gives to any program ({first} to {last})"
+        yield warn("HF537", what, why, "take a port outside of it, as 29400 is")
+    else:
+        yield passed("HF537", what, f"{first} to {last} for connections between ranks")
+
+
+def endpoint_port(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    if not facts.endpoint_port or facts.endpoint_is_here is None:
+        return
+    what = "endpoint"
+    if not facts.endpoint_is_here:
+        yield passed("HF538", what, f"{facts.endpoint} is another node's")
+    elif facts.endpoint_holder:
+        why = f"port {facts.endpoint_port} is held by {facts.endpoint_holder}"
+        yield retry("HF538", what, why, "end it, or take another port on all nodes")
+    else:
+        yield passed("HF538", what, f"{facts.endpoint} is this node's, and free")
+
+
+def stays_here(facts: LocalFacts) -> bool:
+    """Nothing leaves this machine: one node, or several that meet on loopback."""
+    host = facts.endpoint.rpartition(":")[0].strip("[]")
+    return facts.nodes == 1 or host == "localhost" or is_loopback(host)
+
+
+def proposed(facts: LocalFacts) -> str:
+    """The interface to take: the default route's, else the fastest that is no bridge; empty when there is none."""
+    able = candidates(facts)
+    real = [each for each in able if not is_bridge(each)] or able
+    for each in real:
+        if each.name == facts.default_interface:
+            return each.name
+    return max(real, key=lambda each: each.speed_mbit_s).name if real else ""
+
+
+def candidates(facts: LocalFacts) -> list[Interface]:
+    """Those that may lead to another node."""
+    return [each for each in facts.interfaces if each.up and each.addresses and not is_local(each)]
+
+
+def chosen(text: str, interfaces: tuple[Interface, ...], *, nccl: bool) -> list[Interface]:
+    """What such a variable picks. NCCL: prefixes, `=exact`, `^not`; gloo: exact names."""
+    negated, exact = nccl and text.startswith("^"), not nccl
+    text = text[1:] if negated else text
+    if nccl and text.startswith("="):
+        exact, text = True, text[1:]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+
+    def fits(interface: Interface) -> bool:
+        return any(interface.name == name if exact else interface.name.startswith(name) for name in names)
+
+    return [each for each in interfaces if fits(each) != negated]
+
+
+def is_bridge(interface: Interface) -> bool:
+    return interface.name.startswith(BRIDGES)
+
+
+def is_local(interface: Interface) -> bool:
+    addresses = interface.addresses
+    return interface.name == "lo" or (bool(addresses) and all(map(is_loopback, addresses)))
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+Check = Callable[[LocalFacts], Iterator[DoctorFinding]]
+
+CHECKS: tuple[Check, ...] = (
+    *(python, torch, cuda, gpu_health, gpu_use),
+    *(shared_memory, open_files, processes, locked_memory, core_dumps, memory, cpus, overcommit, tracing, folders),
+    *(threads, clock, own_name, interfaces, chosen_interfaces, ports, endpoint_port, variables),
+)
+"""In the order in which they are shown."""
+
+
+def examine(facts: LocalFacts) -> tuple[DoctorFinding, ...]:
+    """Every check's findings; each gives one at least, if it has anything to look at."""
+    return tuple(finding for check in CHECKS for finding in check(facts))

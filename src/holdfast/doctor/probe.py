@@ -1,0 +1,266 @@
+"""What a node tries out with its peers: a connection to each, round trips, bandwidth, clocks, and an all-reduce.
+
+Every node has a ProbeServer at the address by which the others see it. Everything is bounded, in bytes and in time;
+only a client that knows the key of this check gets an answer.
+
+    client    MAGIC key ──▶                 server
+              ◀── index, 4 bytes
+              P ──▶                         a ping
+              ◀── its time, 8 bytes
+              B ──▶ bytes, end of file      a transfer
+              ◀── bytes and seconds, 8 + 8
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from holdfast.doctor import system
+from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json
+from holdfast.protocol.bounds import Port
+from holdfast.protocol.doctor_facts import NodePath, Reached, Reduced
+from holdfast.runtime.connection import connect, numeric, why
+
+MAGIC, KEY_BYTES = b"HFDOCTOR", 16
+INDEX, CLOCK, TRANSFER = struct.Struct("!I"), struct.Struct("!d"), struct.Struct("!Qd")
+CHUNK_BYTES = 256 * 1024
+READ_BYTES = 1024 * 1024
+TRANSFER_BYTES_MAX = 64 * 1024 * 1024
+TRANSFER_S_MAX = 0.5
+TRANSFERS_S_MAX = 10.0
+"""All transfers of one node together."""
+PINGS = 9
+CONNECT_S_MAX = 5.0
+"""Long enough for two lost SYNs."""
+PROBE_S_MAX = 10.0
+"""One probe, from the connection to its last answer."""
+NAME_S_MAX = 10.0
+CLOSE_S_MAX = 2.0
+AT_ONCE_MAX = 32
+"""Probes and look-ups at a time."""
+CLIENTS_MAX = 1024
+"""Connections at a time."""
+
+
+class Peer(Struct, frozen=True, array_like=True):
+    name: str
+    host: str
+    address: str
+    port: Port
+
+
+class ProbeServer:
+    """Answers probes until it is closed. Probes wait until `introduce` has said which node this is."""
+
+    def __init__(self) -> None:
+        self._servers: list[asyncio.Server] = []
+        self._clients: dict[asyncio.Task[object] | None, asyncio.StreamWriter] = {}
+        self._known = asyncio.Event()
+        self._me, self._key = 0, b""
+        self.port = 0
+
+    async def open(self, addresses: Iterable[str]) -> None:
+        """At one port on all of them. Raises OSError when none of them is this machine's."""
+        for address in addresses:
+            server = await asyncio.start_server(self._serve, address, self.port, limit=READ_BYTES)
+            self._servers.append(server)
+            self.port = server.sockets[0].getsockname()[1]
+
+    def introduce(self, me: int, key: bytes) -> None:
+        self._me, self._key = me, key
+        self._known.set()
+
+    async def close(self) -> None:
+        """No client is served any more when it returns."""
+        for server in self._servers:
+            server.close()
+        for writer in self._clients.values():
+            writer.transport.abort()
+        serving = [task for task in self._clients if task is not None]
+        if serving:
+            await asyncio.wait(serving, timeout=CLOSE_S_MAX)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._clients) >= CLIENTS_MAX:
+            writer.transport.abort()
+            return
+        me = asyncio.current_task()
+        self._clients[me] = writer
+        try:
+            async with asyncio.timeout(PROBE_S_MAX + TRANSFER_S_MAX):
+                await self._answer(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client reports it
+        finally:
+            self._clients.pop(me, None)
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = await reader.readexactly(len(MAGIC) + KEY_BYTES)
+        await self._known.wait()
+        if not hmac.compare_digest(hello, MAGIC + self._key):
+            return
+        writer.write(INDEX.pack(self._me))
+        while command := await reader.read(1):
+            if command == b"P":
+                writer.write(CLOCK.pack(time.time()))
+            elif command == b"B":
+                writer.write(TRANSFER.pack(*await self._take(reader)))
+            await writer.drain()
+
+    async def _take(self, reader: asyncio.StreamReader) -> tuple[int, float]:
+        taken, began = 0, time.monotonic()
+        while chunk := await reader.read(READ_BYTES):
+            taken += len(chunk)
+            if taken > TRANSFER_BYTES_MAX:
+                raise ConnectionAbortedError(errno.ECONNABORTED, "a transfer over its limit")
+        return taken, time.monotonic() - began
+
+
+async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePath, ...]:
+    """Every peer: first all at once, then the bandwidth of those that answer, in turns that collide little."""
+    room = asyncio.Semaphore(AT_ONCE_MAX)
+    others = [(me + turn) % len(peers) for turn in range(1, len(peers))]
+
+    async def one(index: int) -> NodePath:
+        peer = peers[index]
+        async with room:
+            late: tuple[tuple[str, ...], str] = ((), f"no answer within {NAME_S_MAX:g} s")
+            names, error = await bounded(lambda: system.own_addresses(peer.host), NAME_S_MAX, late)
+            path = await probe(peer, index, key, transfer_s=0.0)
+        return replace(path, names=names, name_error=error)
+
+    paths = dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
+    transfer_s = min(TRANSFER_S_MAX, TRANSFERS_S_MAX / max(1, len(others)))
+    for index in others:
+        if paths[index].reached is Reached.YES:
+            again = await probe(peers[index], index, key, transfer_s=transfer_s)
+            paths[index] = replace(paths[index], bytes_s=again.bytes_s)
+    return tuple(paths[index] for index in sorted(paths))
+
+
+async def probe(
+    peer: Peer, index: int, key: bytes, *, transfer_s: float, clock: Callable[[], float] = time.time
+) -> NodePath:
+    """All about the way to one peer except names. transfer_s: how long to measure the bandwidth, 0 for not at all.
+
+    Never raises.
+    """
+    shown = f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
+    path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown)
+    try:
+        sock = await connect(*numeric(peer.address, peer.port), CONNECT_S_MAX)
+    except TimeoutError as error:
+        return replace(path, reached=Reached.SILENT, error=why(error))
+    except ConnectionRefusedError as error:
+        return replace(path, reached=Reached.REFUSED, error=why(error))
+    except OSError as error:
+        return replace(path, error=why(error))
+    reader, writer = await asyncio.open_connection(sock=sock)
+    try:
+        async with asyncio.timeout(PROBE_S_MAX):
+            return await _examine(reader, writer, replace(path, reached=Reached.YES), key, transfer_s, clock)
+    except asyncio.IncompleteReadError:
+        return replace(path, reached=Reached.STRANGER, error="it closed the connection instead of an answer")
+    except TimeoutError:
+        return replace(path, reached=Reached.BROKEN, error=f"connected, but no answer within {PROBE_S_MAX:g} s")
+    except OSError as error:
+        return replace(path, reached=Reached.BROKEN, error=why(error))
+    finally:
+        writer.transport.abort()
+
+
+async def _examine(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    path: NodePath,
+    key: bytes,
+    transfer_s: float,
+    clock: Callable[[], float],
+) -> NodePath:
+    writer.write(MAGIC + key)
+    (index,) = INDEX.unpack(await reader.readexactly(INDEX.size))
+    if index != path.to:
+        return replace(path, reached=Reached.STRANGER, error=f"node {index} of this check answered in its place")
+    trips: list[tuple[float, float]] = []
+    for _ in range(PINGS):
+        began, began_here = time.monotonic(), clock()
+        writer.write(b"P")
+        (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
+        trip = time.monotonic() - began
+        trips.append((trip, there - (began_here + trip / 2)))
+    found = replace(path, latency_s=median(trip for trip, _ in trips), clock_offset_s=min(trips)[1])
+    if transfer_s <= 0:
+        return found
+    return replace(found, bytes_s=await _transfer(reader, writer, min(transfer_s, TRANSFER_S_MAX)))
+
+
+async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit_s: float) -> float:
+    """Bytes per second by the other's clock, from its first byte to its last."""
+    chunk = bytes(CHUNK_BYTES)
+    sent, until = 0, time.monotonic() + limit_s
+    writer.write(b"B")
+    while sent < TRANSFER_BYTES_MAX and time.monotonic() < until:
+        writer.write(chunk)
+        await writer.drain()
+        sent += CHUNK_BYTES
+    writer.write_eof()
+    taken, seconds = TRANSFER.unpack(await reader.readexactly(TRANSFER.size))
+    return float(taken) / max(float(seconds), 1e-6)
+
+
+class Reducer:
+    """A process for the all-reduce. It imports torch as soon as it is started, on all nodes at the same time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, python: str, rank: int, world: int, limit_s: float) -> Reducer:
+        """Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *(python, CHECKUP, "reduce", str(rank), str(world), str(limit_s)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def store_port(self) -> int:
+        """Of rank 0, which has the store; 0 when there is none."""
+        return int((await self._answer()).get("port", 0))
+
+    def join(self, host: str, port: int) -> None:
+        """For the other ranks: where the store is."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{host} {port}\n".encode())
+
+    async def result(self) -> Reduced:
+        answer = await self._answer()
+        if answer.get("ok"):
+            return Reduced(ok=True, seconds=float(answer.get("seconds", 0.0)))
+        error = str(answer.get("error") or "its process ended without an answer")
+        return Reduced(ok=False, error=error[:ERROR_CHARS_MAX])
+
+    async def close(self) -> None:
+        await end(self._process)
+
+    async def _answer(self) -> dict[str, Any]:
+        """The next line that is an object; empty at the end of the process."""
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            answer = last_json(line.decode(errors="replace"))
+            if answer is not None:
+                return answer
+        return {}

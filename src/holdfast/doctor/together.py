@@ -1,0 +1,285 @@
+"""Findings about several nodes: which came, every pair, versions, clocks, the all-reduce. PURE."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from holdfast.doctor.findings import fatal, named, passed, rate, retry, span, warn
+from holdfast.protocol.doctor_facts import DoctorFinding, JointCheck, NodePath, Reached, Reduced, Summary
+from holdfast.text import is_loopback
+
+PAIRS_NAMED_MAX = 16
+LATENCY_S_MAX = 0.02
+LATENCY_ODD_FACTOR, LATENCY_ODD_S_MIN = 10.0, 0.002
+"""A round trip is odd that takes so many times what is usual among these nodes, and at least so long."""
+BANDWIDTH_BYTES_S_MIN = 100e6 / 8
+BANDWIDTH_ODD_FACTOR = 0.2
+"""A link is odd that is slower than this share of what is usual among these nodes."""
+CLOCK_OFFSET_S_MAX = 1.0
+SOURCE_PLACE = re.compile(r" with \[/\S+:\d+\]|\$\d+$")
+"""Where in gloo's sources something was noticed: of no use for repairing a network."""
+
+
+class Way(NamedTuple):
+    """A link with both its ends."""
+
+    start: int
+    link: NodePath
+
+
+def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
+    """All findings of a check, except those of node `me` about itself, which it shows anyway."""
+    parts = (who_came, silent_nodes, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
+    found = [finding for part in parts for finding in part(check)]
+    return (*found, *local_ones(check, me))
+
+
+def local_ones(check: JointCheck, me: int) -> Iterator[DoctorFinding]:
+    """Findings of the other nodes about themselves; one where several found the same."""
+    hosts: dict[DoctorFinding, list[str]] = {}
+    for index, report in enumerate(check.reports):
+        if report is not None and index != me:
+            for finding in report.findings:
+                hosts.setdefault(replace(finding, node=""), []).append(check.came[index])
+    for finding, found_on in hosts.items():
+        yield replace(finding, node=named(found_on, 4))
+
+
+def who_came(check: JointCheck) -> Iterator[DoctorFinding]:
+    what, (least, most), number = "nodes", check.wanted, len(check.came)
+    wanted = str(most) if least == most else f"{least} to {most}"
+    shown = f"{number} of {wanted} came: {named(check.came, 16)}"
+    if number < least:
+        fix = "start doctor with the same line on the others, and look at what it says there"
+        yield retry("HF550", what, shown, fix)
+    else:
+        yield passed("HF550", what, shown)
+
+
+def silent_nodes(check: JointCheck) -> Iterator[DoctorFinding]:
+    silent = [check.came[index] for index, report in enumerate(check.reports) if report is None]
+    if silent:
+        why = f"{named(silent)} came, and fell silent before the end"
+        yield retry("HF554", "nodes", why, "look at what doctor said there; --timeout gives more time")
+
+
+def pairs(check: JointCheck) -> Iterator[DoctorFinding]:
+    """Each pair of which a direction fails, in both directions."""
+    what = "pairs"
+    by_ends = {(way.start, way.link.to): way.link for way in ways(check)}
+    bad = sorted({tuple(sorted(ends)) for ends, link in by_ends.items() if link.reached is not Reached.YES})
+    for one, other in bad[:PAIRS_NAMED_MAX]:
+        there, back = by_ends.get((one, other)), by_ends.get((other, one))
+        ends = (check.came[one], check.came[other])
+        said = [direction(ends, there), direction(ends[::-1], back)]
+        yield fatal("HF560", what, "; ".join(said), advice(ends, there, back))
+    if len(bad) > PAIRS_NAMED_MAX:
+        often = most_often(check, [(one, other) for one, other in bad])
+        why = f"and {len(bad) - PAIRS_NAMED_MAX} more pairs; most often with {often}"
+        yield fatal("HF560", what, why, "open all TCP ports between the nodes")
+    if by_ends and not bad:
+        why = f"all {len(by_ends)} connections between {len(check.came)} nodes work, each pair both ways"
+        yield passed("HF560", what, why)
+
+
+def direction(ends: tuple[str, str], link: NodePath | None) -> str:
+    arrow = f"{ends[0]} → {ends[1]}"
+    if link is None:
+        return f"{arrow}: not tried"
+    if link.reached is Reached.YES:
+        return f"{arrow} works"
+    words = {
+        Reached.REFUSED: "refused",
+        Reached.SILENT: "timed out",
+        Reached.UNREACHABLE: "no route",
+        Reached.STRANGER: "somebody else answered",
+        Reached.BROKEN: "broke off",
+    }
+    detail = f" ({link.error})" if link.error and link.reached not in (Reached.REFUSED, Reached.SILENT) else ""
+    return f"{arrow} ({link.address}): {words[link.reached]}{detail}"
+
+
+def advice(ends: tuple[str, str], there: NodePath | None, back: NodePath | None) -> str:
+    failed = [(end, link) for end, link in zip(ends[::-1], (there, back), strict=True) if is_bad(link)]
+    if any(link is not None and link.reached is Reached.STRANGER for _, link in failed):
+        where = failed[0][0]
+        return f"another machine answers at that address: NAT, or an address given twice; see --local-addr on {where}"
+    where = f"on {failed[0][0]}" if len(failed) == 1 else f"on {ends[0]}, on {ends[1]} or between them"
+    return f"a firewall or security group {where}? Ranks need all TCP ports between the nodes, not only the endpoint's"
+
+
+def is_bad(link: NodePath | None) -> bool:
+    return link is not None and link.reached is not Reached.YES
+
+
+def most_often(check: JointCheck, bad: list[tuple[int, int]]) -> str:
+    """The node that is in most of these pairs."""
+    ends = [end for pair in bad for end in pair]
+    return check.came[max(set(ends), key=ends.count)]
+
+
+def names(check: JointCheck) -> Iterator[DoctorFinding]:
+    """Each host's name, as the others resolve it."""
+    what, odd = "names", False
+    for index, host in enumerate(check.came):
+        coming = [way for way in ways(check) if way.link.to == index and not on_loopback(way.link)]
+        unknown = [check.came[way.start] for way in coming if way.link.name_error]
+        elsewhere = {
+            way.link.names: check.came[way.start]
+            for way in coming
+            if way.link.names and bare_address(way.link) not in way.link.names
+        }
+        fix = f"write {host} with its address into /etc/hosts or DNS, or use addresses everywhere"
+        if unknown:
+            odd = True
+            yield warn("HF561", what, f"{host} does not resolve on {named(unknown)}", fix)
+        for found, where in elsewhere.items():
+            odd = True
+            reached = next(bare_address(way.link) for way in coming)
+            yield warn("HF561", what, f"{host} is {named(found)} on {where}, but is reached at {reached}", fix)
+    if not odd and any(not on_loopback(way.link) for way in ways(check)):
+        yield passed("HF561", what, "every host name resolves to the right address on every other node")
+
+
+def latency(check: JointCheck) -> Iterator[DoctorFinding]:
+    what = "latency"
+    measured = [(way, way.link.latency_s) for way in ways(check) if way.link.latency_s is not None]
+    if not measured:
+        return
+    usual = median(seconds for _, seconds in measured)
+    bound = min(LATENCY_S_MAX, max(LATENCY_ODD_S_MIN, LATENCY_ODD_FACTOR * usual))
+    slow = sorted((pair for pair in measured if pair[1] > bound), key=lambda pair: -pair[1])
+    if slow:
+        shown = named([f"{arrow(check, way)} {span(seconds)}" for way, seconds in slow], 4)
+        yield warn("HF563", what, f"{shown} (median of all: {span(usual)})", "place the nodes closer to each other")
+    else:
+        worst = max(measured, key=lambda pair: pair[1])
+        why = f"round trips of {span(usual)}, at most {span(worst[1])} ({arrow(check, worst[0])})"
+        yield passed("HF563", what, why)
+
+
+def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
+    what = "bandwidth"
+    measured = [(way, way.link.bytes_s) for way in ways(check) if way.link.bytes_s is not None]
+    if not measured:
+        return
+    usual = median(bytes_s for _, bytes_s in measured)
+    bound = max(BANDWIDTH_BYTES_S_MIN, BANDWIDTH_ODD_FACTOR * usual)
+    slow = sorted((pair for pair in measured if pair[1] < bound), key=lambda pair: pair[1])
+    if slow:
+        shown = named([f"{arrow(check, way)} {rate(bytes_s)}" for way, bytes_s in slow], 4)
+        fix = "look for a link at a lower speed (ethtool), a wrong MTU, or others' traffic"
+        yield warn("HF564", what, f"{shown} (median of all: {rate(usual)})", fix)
+    else:
+        worst = min(measured, key=lambda pair: pair[1])
+        why = f"{rate(usual)} by one connection, at least {rate(worst[1])} ({arrow(check, worst[0])})"
+        yield passed("HF564", what, why)
+
+
+def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
+    """Against the first node that can say something about each."""
+    what = "clocks"
+    offsets: dict[int, tuple[int, float]] = {}
+    for way in ways(check):
+        if way.link.clock_offset_s is not None and way.link.to > way.start:
+            offsets.setdefault(way.link.to, (way.start, way.link.clock_offset_s))
+    if not offsets:
+        return
+    odd = [
+        f"{check.came[index]} is {span(abs(offset))} {'ahead of' if offset > 0 else 'behind'} {check.came[start]}"
+        for index, (start, offset) in sorted(offsets.items())
+        if abs(offset) > CLOCK_OFFSET_S_MAX
+    ]
+    if odd:
+        yield warn("HF565", what, named(odd), "start chronyd or systemd-timesyncd on all nodes")
+    else:
+        worst = max(abs(offset) for _, offset in offsets.values())
+        yield passed("HF565", what, f"agree within {span(worst)}")
+
+
+def versions(check: JointCheck) -> Iterator[DoctorFinding]:
+    told = list(summaries(check))
+    if len(told) < 2:
+        return
+    fix = "install the same environment or image on all nodes"
+    parts: tuple[tuple[str, str, Callable[[Summary], str]], ...] = (
+        ("HF566", "Python", lambda each: each.python),
+        ("HF566", "holdfast", lambda each: each.holdfast),
+        ("HF567", "torch", lambda each: each.torch),
+        ("HF567", "CUDA", lambda each: each.cuda),
+        ("HF567", "NCCL", lambda each: each.nccl),
+    )
+    equal = []
+    for code, part, read in parts:
+        by_version: dict[str, list[str]] = {}
+        for host, summary in told:
+            by_version.setdefault(read(summary) or "none", []).append(host)
+        if len(by_version) == 1:
+            equal += [f"{part} {version}" for version in by_version if version != "none"]
+            continue
+        shown = "; ".join(f"{part} {version} on {named(hosts)}" for version, hosts in by_version.items())
+        serious = code == "HF567" and len({release(version) for version in by_version}) > 1
+        yield (fatal if serious else warn)(code, "versions", shown, fix)
+    if equal:
+        yield passed("HF566", "versions", f"the same on all nodes: {', '.join(equal)}")
+
+
+def release(version: str) -> tuple[str, ...]:
+    """`2.13.0+cu126` and `2.13.1` are of one release."""
+    return tuple(version.partition("+")[0].split(".")[:2])
+
+
+def all_reduce(check: JointCheck) -> Iterator[DoctorFinding]:
+    what = "all-reduce"
+    if check.reduced is None:
+        if check.no_reduce:
+            yield passed("HF570", what, f"not tried: {check.no_reduce}")
+        return
+    by_node = zip(check.came, check.reduced, strict=True)
+    bad = [f"{name}: {explain(each)}" for name, each in by_node if each is None or not each.ok]
+    if not bad:
+        slowest = max(each.seconds for each in check.reduced if each is not None)
+        yield passed("HF570", what, f"gloo, one process per node, right on all {len(check.came)}: {span(slowest)}")
+        return
+    chosen = [f"{name} {summary.interface}" for name, summary in summaries(check) if summary.interface]
+    fix = f"set GLOO_SOCKET_IFNAME to the interface that works: {named(chosen)}" if chosen else "set GLOO_SOCKET_IFNAME"
+    yield fatal("HF570", what, f"gloo failed although the pairs work. {named(bad, 4)}", fix)
+
+
+def explain(reduced: Reduced | None) -> str:
+    """Why it failed on one node."""
+    if reduced is None:
+        return "said nothing"
+    return "did not end in time" if reduced.silent else SOURCE_PLACE.sub("", reduced.error)
+
+
+def ways(check: JointCheck) -> Iterator[Way]:
+    """All links that were tried."""
+    for index, report in enumerate(check.reports):
+        links = report.links if report is not None else ()
+        yield from (Way(index, link) for link in links if 0 <= link.to < len(check.came))
+
+
+def summaries(check: JointCheck) -> Iterator[tuple[str, Summary]]:
+    """Of the nodes that reported, with their names."""
+    for name, report in zip(check.came, check.reports, strict=True):
+        if report is not None:
+            yield name, report.summary
+
+
+def arrow(check: JointCheck, way: Way) -> str:
+    return f"{check.came[way.start]} → {check.came[way.link.to]}"
+
+
+def bare_address(link: NodePath) -> str:
+    """Without its port."""
+    return link.address.rpartition(":")[0].strip("[]")
+
+
+def on_loopback(link: NodePath) -> bool:
+    return is_loopback(bare_address(link))

@@ -1,0 +1,1 @@
+"""Slurm: batch scripts, and what a step tells its tasks."""

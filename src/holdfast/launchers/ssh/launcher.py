@@ -1,0 +1,482 @@
+"""A job on several hosts, from this machine: who is started where, and when it is over.
+
+Every host that is wanted is a Place. Places are brought up together at first, because the first one decides where all
+meet; later each for itself: a host that was lost is tried again, one that appears is started, one that disappears is
+asked to leave. What a world is, and when it goes on without somebody, the agents decide among themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import resource
+import secrets
+import signal
+from collections.abc import Sequence
+
+from holdfast.launchers.ssh.facts import (
+    AgentExit,
+    Expected,
+    LaunchSpec,
+    expected_from,
+    meeting_address,
+    problems,
+    remarks,
+    same_machine,
+)
+from holdfast.launchers.ssh.hosts import ASK_EVERY_S, Discovery, HostSpec
+from holdfast.launchers.ssh.screen import Screen
+from holdfast.launchers.ssh.session import BEAT_S, SshSession
+from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HostDiffersError, HostsError
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.outcome import OutcomeKind
+
+LOGINS_MAX = 64
+"""At the same time: each costs this machine some cryptography."""
+TURNED_AWAY_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+"""Before a login is tried again that was one too many for sshd or a jump host; varied, so that not all come at once."""
+AGAIN_FIRST_S, AGAIN_MAX_S = 2.0, 60.0
+"""A host that was lost is tried again after this, doubling."""
+KILL_S = 5.0
+"""After the second Ctrl-C: so long the far sides have to kill everything and say so."""
+CONSOLE_STALL_S_MAX = 10.0
+"""At the end, after Ctrl-C too: for so long a console may take nothing."""
+PROBLEMS_SHOWN_MAX = 12
+JOB_ENDS = (OutcomeKind.SUCCEEDED.value, OutcomeKind.FAILED.value, OutcomeKind.NO_QUORUM.value)
+"""Ends of the job, not of one node's part in it."""
+
+
+def run(order: LaunchSpec, run_id: str) -> int:
+    """Returns the job's exit code. Raises HostsError before anything was started."""
+    return asyncio.run(_run(order, run_id))
+
+
+async def _run(order: LaunchSpec, run_id: str) -> int:
+    allow_descriptors()
+    screen = Screen(f"\x1eholdfast {secrets.token_hex(8)} ")
+    try:
+        return await Launcher(order, run_id, screen).run()
+    finally:
+        screen.close(CONSOLE_STALL_S_MAX)
+
+
+def allow_descriptors() -> None:
+    """As many as the system allows: three a host, and shells often start with 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class RemoteHost:
+    """One host of the job."""
+
+    def __init__(self, spec: HostSpec, index: int | None) -> None:
+        self.spec = spec
+        self.index = index
+        """The group rank it wishes for."""
+        self.session: SshSession | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.wanted = True
+        """False: it has disappeared from the hosts there are."""
+        self.staying = False
+        """It has disappeared, but cannot be spared."""
+        self.over = False
+        """Its agent has ended for its own reason: it is not started again."""
+        self.again_s = 0.0
+        """Before the next attempt."""
+        self.trouble = ""
+        """What the last attempt failed of."""
+
+
+class Launcher:
+    """One job."""
+
+    def __init__(self, order: LaunchSpec, run_id: str, screen: Screen) -> None:
+        self._order = order
+        self._run_id = run_id
+        self._screen = screen
+        self._places: dict[str, RemoteHost] = {}
+        self._ends: list[tuple[HostSpec, AgentExit]] = []
+        self._expected: Expected = order.expected
+        self._endpoint = order.endpoint
+        self._meets_at = ""
+        """The host whose agent hosts the coordinator, where we chose it."""
+        self._said: set[str] = set()
+        """Lines of the beginning."""
+        self._changed = asyncio.Event()
+        self._logins = asyncio.Semaphore(LOGINS_MAX)
+        self._discovery = Discovery(order.discovery, screen.say) if order.discovery else None
+        self._signalled = 0
+        """The first signal that is to end the job."""
+        self._cause: AgentExit | None = None
+        """The end of one agent that made us stop the others."""
+        self._over = asyncio.Event()
+        """The job has ended, or is to end: no agent is started any more."""
+        self._main: asyncio.Task[int] | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._main = asyncio.current_task()
+        handled = self._install_signals(loop)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beats = tasks.create_task(self._beat())
+                await self._begin()
+                await self._attend(tasks)
+                beats.cancel()
+            return self._tell_end()
+        except asyncio.CancelledError:
+            if not self._signalled:
+                raise
+            return EXIT_SIGNAL_BASE + self._signalled
+        except BaseExceptionGroup as group:  # a task group's; its first error is reported
+            raise group.exceptions[0] from None
+        finally:
+            for signum in handled:
+                loop.remove_signal_handler(signum)
+            await asyncio.gather(*(each.session.close() for each in self._places.values() if each.session is not None))
+
+    # ---------------------------------------------------------------- the beginning
+
+    async def _begin(self) -> None:
+        """Log in to all hosts at once, compare them, send the first host's port to all. Raises HostsError."""
+        for index, spec in enumerate(self._order.hosts):
+            self._places[spec.host] = RemoteHost(spec, index)
+        while True:
+            if self._discovery is not None:
+                await self._discover(first=True)
+            waiting = [each for each in self._places.values() if each.session is None]
+            errors = await asyncio.gather(*map(self._log_in, waiting))
+            for place, error in zip(waiting, errors, strict=True):
+                place.trouble = str(error or "")
+            errors += self._compare([each for each in self._places.values() if each.session is not None])
+            ready = [each for each in self._places.values() if each.session is not None]
+            self._judge([error for error in errors if error is not None], len(ready))
+            if len(ready) >= self._order.min_nodes:
+                break
+            self._say_once(f"{len(ready)} of at least {self._order.min_nodes} hosts are here; waiting for more")
+            await asyncio.sleep(ASK_EVERY_S)
+        self._choose_endpoint(ready)
+        for place in ready:
+            assert place.session is not None
+            place.session.go(place.index, self._endpoint)
+
+    async def _log_in(self, place: RemoteHost) -> HostsError | None:
+        for pause_s in (*TURNED_AWAY_PAUSES_S, None):
+            session = SshSession(place.spec, self._order, self._screen, self._run_id)
+            try:
+                async with self._logins:
+                    await session.start()
+            except HostsError as error:
+                if pause_s is None or not session.turned_away:
+                    return error
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+            else:
+                place.session = session
+                break
+        return None
+
+    def _compare(self, ready: Sequence[RemoteHost]) -> list[HostsError | None]:
+        """What differs; hosts with trouble are let go."""
+        told = [(each, each.session.facts) for each in ready if each.session is not None and each.session.facts]
+        if not told:
+            return []
+        sound = next((facts for _, facts in told if not facts.trouble), told[0][1])
+        self._expected = expected_from(self._expected, sound)
+        errors: list[HostsError | None] = []
+        for place, facts in told:
+            found = problems(place.spec, facts, self._expected, self._nproc(place.spec))
+            if found:
+                place.trouble = "\n".join(found)
+                errors.append(HostDiffersError(place.trouble))
+                self._let_go(place)
+            for text in remarks(place.spec, facts, self._nproc(place.spec)):
+                self._screen.say(text)
+        for place, text in self._same_machine(list(self._places.values())):
+            errors.append(HostsError(text))
+            self._let_go(place)
+        return errors
+
+    def _same_machine(self, places: Sequence[RemoteHost]) -> list[tuple[RemoteHost, str]]:
+        """Those whose host is an earlier one's, by another name: only one agent of a run can be there."""
+        told = [(each.spec, each.session.facts) for each in places if each.session and each.session.facts]
+        return [(self._places[spec.host], text) for spec, text in same_machine(told)]
+
+    def _let_go(self, place: RemoteHost) -> None:
+        session, place.session = place.session, None
+        if session is not None:
+            place.task = asyncio.ensure_future(session.close())
+
+    def _nproc(self, spec: HostSpec) -> int | None:
+        return spec.slots if spec.slots is not None else self._order.nproc
+
+    def _judge(self, errors: Sequence[HostsError], ready: int) -> None:
+        """Raises unless the job may begin, or has reason to wait, without those hosts."""
+        if not errors:
+            return
+        lines = [line for error in errors for line in str(error).splitlines()]
+        if len(lines) > PROBLEMS_SHOWN_MAX:
+            lines = [*lines[:PROBLEMS_SHOWN_MAX], f"and {len(lines) - PROBLEMS_SHOWN_MAX} more"]
+        elastic = self._order.min_nodes < self._order.max_nodes
+        if self._discovery is not None or (elastic and ready >= self._order.min_nodes):
+            for line in lines:
+                self._say_once(f"{line}; going on without it")
+            return
+        raise type(errors[0])("\n".join(lines))
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._screen.say(line)
+
+    def _choose_endpoint(self, ready: Sequence[RemoteHost]) -> None:
+        if self._endpoint or self._order.alone:
+            return
+        told = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
+        first, others = told[0], told[1:]
+        address = meeting_address(first, others)
+        if not address or not first.port:
+            raise HostsError(
+                f"host {ready[0].spec} does not know under which address the others reach it; name one: --rdzv-endpoint"
+            )
+        self._endpoint = str(Endpoint(host=address, port=first.port))
+        self._meets_at = ready[0].spec.host
+
+    # ---------------------------------------------------------------- while it runs
+
+    async def _attend(self, tasks: asyncio.TaskGroup) -> None:
+        finding = tasks.create_task(self._find()) if self._discovery is not None else None
+        while True:
+            self._changed.clear()
+            self._reconcile(tasks)
+            if not any(each.task is not None for each in self._places.values()):
+                break
+            await self._changed.wait()
+        if finding is not None:
+            finding.cancel()
+
+    def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
+        running = sum(each.task is not None for each in self._places.values())
+        for place in list(self._places.values()):
+            if place.task is not None and place.task.done():
+                place.task = None
+                running -= 1
+            if place.task is not None:
+                continue
+            if place.session is not None:
+                place.task = tasks.create_task(self._stay(place))
+            elif not place.wanted:
+                del self._places[place.spec.host]
+            elif not self._over.is_set() and not place.over and running < self._order.max_nodes:
+                running += 1
+                place.task = tasks.create_task(self._come_back(place))
+
+    async def _stay(self, place: RemoteHost) -> None:
+        """Until this host's agent has ended, or the way to it."""
+        session = place.session
+        assert session is not None
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        end = await session.wait()
+        place.session = None
+        if place.again_s == 0 or loop.time() > began_s + AGAIN_MAX_S:
+            place.again_s = AGAIN_FIRST_S
+        if end.code is None and not self._over.is_set() and place.wanted:
+            then = "goes on" if self._order.detach else "ends by itself"
+            self._screen.say(f"lost the ssh connection to {place.spec} ({end.text}); what runs there {then}")
+        elif end.code is not None and self._was_killed(end) and place.wanted:
+            self._screen.say(f"the agent on {place.spec} was killed (exit code {end.code}); it is started again")
+        elif end.code is not None:
+            if place.wanted or end.kind in JOB_ENDS:
+                self._ends.append((place.spec, end))
+            place.over = place.wanted or end.kind in JOB_ENDS
+            if end.kind in JOB_ENDS:
+                self._over.set()
+            self._stop_if_too_few(place.spec, end)
+        if self._order.detach and end.code is None:
+            place.over = True
+        place.task = None
+        self._changed.set()
+
+    def _was_killed(self, end: AgentExit) -> bool:
+        """By a user on that host, or for lack of memory: not by a decision of the job."""
+        return not self._over.is_set() and not end.kind and (end.code or 0) > EXIT_SIGNAL_BASE
+
+    async def _come_back(self, place: RemoteHost) -> None:
+        """Bring up one host while others run; another attempt follows."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), place.again_s)
+        place.again_s = min(max(place.again_s * 2, AGAIN_FIRST_S), AGAIN_MAX_S)
+        if not self._over.is_set() and place.wanted:
+            error = await self._log_in(place)
+            if error is None:
+                assert place.session is not None
+                assert place.session.facts is not None
+                found = problems(place.spec, place.session.facts, self._expected, self._nproc(place.spec))
+                others = [each for each in self._places.values() if each is not place]
+                found += [text for same, text in self._same_machine([*others, place]) if same is place]
+                error = HostDiffersError("\n".join(found)) if found else None
+            if error is not None:
+                if str(error) != place.trouble:
+                    self._screen.say(f"{error}; it is tried again")
+                place.trouble = str(error)
+                await self._close(place)
+            elif self._over.is_set() or not place.wanted:
+                await self._close(place)
+            elif place.session is not None:
+                self._screen.say(f"{place.spec} takes part")
+                place.trouble = ""
+                place.session.go(place.index, self._endpoint)
+        place.task = None
+        self._changed.set()
+
+    async def _close(self, place: RemoteHost) -> None:
+        session, place.session = place.session, None
+        if session is not None:
+            await session.close()
+
+    def _stop_if_too_few(self, spec: HostSpec, end: AgentExit) -> None:
+        """An agent that ended for a reason of its own does not come back: the others need not wait for it."""
+        able = sum(not each.over for each in self._places.values())
+        if self._over.is_set() or self._discovery is not None or not 0 < able < self._order.min_nodes:
+            return
+        self._screen.say(
+            f"{spec} has ended ({end.code}), and {able} of {self._order.min_nodes} hosts are too few: stopping"
+        )
+        self._cause = end
+        self._over.set()
+        self._signal_all(signal.SIGTERM)
+
+    async def _beat(self) -> None:
+        while True:
+            for place in self._places.values():
+                if place.session is not None:
+                    place.session.beat()
+            await asyncio.sleep(BEAT_S)
+
+    # ---------------------------------------------------------------- hosts that come and go
+
+    async def _find(self) -> None:
+        while not self._over.is_set():
+            await asyncio.sleep(ASK_EVERY_S)
+            await self._discover(first=False)
+
+    async def _discover(self, *, first: bool) -> None:
+        assert self._discovery is not None
+        hosts = await self._discovery.ask()
+        if hosts is None:
+            if first and not self._places:
+                raise HostsError("--host-discovery has to work once for a job to begin")
+            return
+        found = {spec.host: spec for spec in hosts}
+        for host, place in list(self._places.items()):
+            if found.get(host) != place.spec:
+                self._dismiss(place)
+            else:
+                place.staying = False
+        for host, spec in found.items():
+            place_there = self._places.get(host)
+            if place_there is None and (not first or len(self._places) < self._order.max_nodes):
+                self._places[host] = RemoteHost(spec, None)
+        self._changed.set()
+
+    def _dismiss(self, place: RemoteHost) -> None:
+        """It is not there any more, or not as it was: its workers save and leave."""
+        if not place.wanted or place.staying:
+            return
+        if place.spec.host == self._meets_at and self._endpoint and place.session is not None:
+            place.staying = True
+            self._screen.say(
+                f"{place.spec} is no longer among the hosts, but the others meet there: it stays until the job ends "
+                "(with --rdzv-backend etcd it could leave)"
+            )
+            return
+        place.wanted = False
+        if place.session is None:
+            if place.task is None:
+                del self._places[place.spec.host]
+            return
+        self._screen.say(f"{place.spec} is no longer among the hosts: it is asked to leave")
+        place.session.signal(signal.SIGTERM)
+
+    # ---------------------------------------------------------------- signals
+
+    def _install_signals(self, loop: asyncio.AbstractEventLoop) -> list[int]:
+        """What was ignored when we were started (nohup's SIGHUP) stays ignored."""
+        handled = []
+        for signum in {*self._order.signals, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                ends = signum in self._order.signals or signum in (signal.SIGINT, signal.SIGTERM)
+                loop.add_signal_handler(signum, self._on_end_signal if ends else self._signal_all, signum)
+                handled.append(int(signum))
+        return handled
+
+    def _on_end_signal(self, signum: int) -> None:
+        detaching = self._order.detach and signum == signal.SIGHUP
+        first, self._signalled = not self._signalled, self._signalled or signum
+        self._over.set()
+        name = signal.Signals(signum).name
+        going = any(each.session is not None and each.task is not None for each in self._places.values())
+        if not going or detaching:
+            assert self._main is not None
+            self._main.cancel()
+        elif first:
+            self._screen.say(f"{name}: stopping on all hosts; once more kills at once")
+            self._signal_all(signum)
+            self._drop_when_stalled(-1)
+        else:
+            self._screen.say(f"{name} again: killing on all hosts")
+            for place in self._places.values():
+                if place.session is not None:
+                    place.session.kill()
+            asyncio.get_running_loop().call_later(KILL_S, self._give_up)
+
+    def _drop_when_stalled(self, before: int) -> None:
+        """A console that takes nothing does not keep back how the agents ended."""
+        now = self._screen.written_bytes
+        if now == before:
+            self._screen.drop()
+        else:
+            asyncio.get_running_loop().call_later(CONSOLE_STALL_S_MAX, self._drop_when_stalled, now)
+
+    def _signal_all(self, signum: int) -> None:
+        for place in self._places.values():
+            if place.session is not None:
+                place.session.signal(signum)
+
+    def _give_up(self) -> None:
+        """A host that does not even answer: the end of ssh ends what is there, when it can."""
+        assert self._main is not None
+        self._main.cancel()
+
+    # ---------------------------------------------------------------- the end
+
+    def _tell_end(self) -> int:
+        """Show the end once, and return its exit code."""
+        chosen = chosen_end(self._ends, [spec.host for spec in self._order.hosts])
+        if chosen is None:
+            if self._signalled:
+                return EXIT_SIGNAL_BASE + self._signalled
+            self._screen.say("lost the ssh connection to every host")
+            return EXIT_FAILURE
+        told = {chosen[1].text}
+        for spec, end in self._ends:
+            if end.text and end.kind not in JOB_ENDS and end.text not in told:
+                told.add(end.text)
+                self._screen.say(f"{spec.host}: {end.text.removeprefix('holdfast: ').splitlines()[0]}")
+        if chosen[1].text:
+            self._screen.console.say(chosen[1].text, prefix="")
+        code = chosen[1].code if self._cause is None or chosen[1].kind in JOB_ENDS else self._cause.code
+        return EXIT_FAILURE if code is None else code
+
+
+def chosen_end(ends: Sequence[tuple[HostSpec, AgentExit]], order: Sequence[str]) -> tuple[HostSpec, AgentExit] | None:
+    """Of all agents' ends the job's own; else the first host's that is not a success."""
+
+    def place(told: tuple[HostSpec, AgentExit]) -> tuple[bool, bool, int]:
+        spec, end = told
+        number = order.index(spec.host) if spec.host in order else len(order)
+        return end.kind not in JOB_ENDS, not end.code, number
+
+    return min(ends, key=place, default=None)

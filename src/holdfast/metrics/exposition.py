@@ -1,0 +1,109 @@
+"""An agent's facts as Prometheus' text, and as the answer to a health check. Runs in the server's thread.
+
+Needs prometheus-client, from the extra `metrics`, for the metrics alone; docs/metrics.md lists them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.metrics.vitals import VitalsSample
+from holdfast.protocol.rank_progress import JobView
+from holdfast.version import __version__
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics(Collector):
+    """Made anew from the newest facts at each scrape: nothing is kept between two."""
+
+    def __init__(self, facts: Callable[[], VitalsSample]) -> None:
+        self._facts = facts
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterator[Metric]:
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        facts = self._facts()
+        yield from self._agent(facts)
+        yield from _ranks(facts)
+        if facts.job is not None:
+            yield from _job(facts.job, facts.failures)
+
+    @staticmethod
+    def _agent(facts: VitalsSample) -> Iterator[Metric]:
+        about = {"version": __version__, "run_id": facts.run_id, "node": facts.node}
+        yield InfoMetricFamily("holdfast_agent", "This agent and its job.", value=about)
+        yield _gauge(
+            "agent_stalled_seconds", "Since the agent's loop was last seen alive.", time.monotonic() - facts.taken_s
+        )
+        yield _gauge("generation", "The newest generation that this node took part in.", facts.generation)
+        yield _counter("restarts", "Restarts charged to the job's budget, before this generation.", facts.restart_count)
+        yield _gauge("world_size", "Ranks of this generation.", facts.world_size)
+        yield _gauge("workers", "Workers that are alive on this node.", facts.alive)
+        exits = CounterMetricFamily(
+            "holdfast_worker_exits", "Workers of this node that have ended; -N is signal N.", labels=["exit_code"]
+        )
+        for code, number in sorted(facts.exits.items()):
+            exits.add_metric([code], number)
+        yield exits
+        phases = GaugeMetricFamily(
+            "holdfast_start_phase_seconds", "Parts of the newest start of this node's workers.", labels=["phase"]
+        )
+        for phase, seconds in facts.phases_s.items():
+            phases.add_metric([phase], seconds)
+        yield phases
+
+
+def _ranks(facts: VitalsSample) -> Iterator[Metric]:
+    labels = ["rank", "local_rank"]
+    steps = CounterMetricFamily("holdfast_steps", "Steps made, or beats where there are none.", labels=labels)
+    own = CounterMetricFamily("holdfast_own_seconds", "What the rank itself took of its steps.", labels=labels)
+    last = GaugeMetricFamily("holdfast_step_seconds", "A step, mean over the last half minute.", labels=labels)
+    age = GaugeMetricFamily("holdfast_step_age_seconds", "Since the newest step.", labels=labels)
+    for each in facts.ranks:
+        place = [str(each.rank), str(each.local_rank)]
+        steps.add_metric(place, each.steps_total)
+        own.add_metric(place, each.own_s_total)
+        age.add_metric(place, each.age_s)
+        if each.step_s is not None:
+            last.add_metric(place, each.step_s)
+    yield from (steps, own, last, age)
+
+
+def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
+    """Of the whole job: only the agent that hosts the coordinator has it."""
+    yield _counter("job_seconds", "The coordinator has lived so long.", job.job_s)
+    yield _counter("job_training_seconds", "Of that, effective training time.", job.training_s)
+    yield _gauge("job_restarts_left", "Of the restart budget.", job.restarts_max - job.restarts)
+    yield _gauge("job_notices", "Hangs and stragglers that stand now.", len(job.notices))
+    states: dict[str, int] = {}
+    heard = GaugeMetricFamily("holdfast_job_node_heard_seconds", "Since the node's last word.", labels=["node"])
+    for node in job.nodes:
+        states[node.state] = states.get(node.state, 0) + 1
+        heard.add_metric([node.member], node.heard_s)
+    nodes = GaugeMetricFamily("holdfast_job_nodes", "Nodes by state.", labels=["state"])
+    for state, number in sorted(states.items()):
+        nodes.add_metric([state], number)
+    failed = CounterMetricFamily("holdfast_job_failures", "Generations that failed, by verdict.", labels=["code"])
+    for code, number in sorted(failures.items()):
+        failed.add_metric([code], number)
+    yield from (nodes, heard, failed)
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"holdfast_{name}", words, value=value)
+
+
+def _counter(name: str, words: str, value: float) -> Metric:
+    return CounterMetricFamily(f"holdfast_{name}", words, value=value)

@@ -1,0 +1,146 @@
+"""A small HTTP server in a thread of its own, for health checks and metrics: answers GET, closes, never waits long.
+
+It has its own event loop, so that neither a scraper that stalls touches the agent nor an agent that stalls keeps a
+health check waiting. Not http.server: that has a thread for each connection, a limit of time for each read and none
+for all of a request, and its own limits of size; with ours added it is no shorter than this. Sockets are bound before
+the thread starts. Knows nothing of what it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
+
+from holdfast.protocol.errors import PortInUseError
+from holdfast.protocol.options import Endpoint
+
+REQUEST_BYTES_MAX = 8192
+REQUEST_S_MAX = 5.0
+"""From the connection to the last byte of the answer."""
+CONNECTIONS_MAX = 32
+"""At a time; more are closed at once."""
+CLOSE_S_MAX = 1.0
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+class HttpResponse(NamedTuple):
+    status: int
+    content_type: str
+    body: bytes
+
+
+Pages = Mapping[str, Callable[[], HttpResponse]]
+"""By path. Called in the server's thread."""
+
+
+def bind(place: Endpoint, option: str) -> socket.socket:
+    """A listening socket. Raises PortInUseError, with the option's name, when that is not to be had."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((place.host, place.port))
+        sock.listen(CONNECTIONS_MAX)
+    except OSError as error:
+        sock.close()
+        raise PortInUseError(f"{option}: cannot listen on {place}: {error.strerror or error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+class Server:
+    """Serves pages on bound sockets until `close`."""
+
+    def __init__(self, doors: list[tuple[socket.socket, Pages]]) -> None:
+        self._doors = doors
+        self._connections = 0
+        self._began = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="holdfast-observing", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Blocks for CLOSE_S_MAX at most; the thread is a daemon."""
+        if self._began.wait(CLOSE_S_MAX) and self._loop is not None and self._over is not None:
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(CLOSE_S_MAX)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        servers = [
+            await asyncio.start_server(self._connected(pages), sock=sock, limit=REQUEST_BYTES_MAX)
+            for sock, pages in self._doors
+        ]
+        self._began.set()
+        await self._over.wait()
+        for server in servers:
+            server.close()
+
+    def _connected(self, pages: Pages) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._connections += 1
+            try:
+                if self._connections <= CONNECTIONS_MAX:
+                    async with asyncio.timeout(REQUEST_S_MAX):
+                        await _converse(reader, writer, pages)
+            except (OSError, TimeoutError):
+                pass
+            finally:
+                self._connections -= 1
+                writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+        return serve
+
+
+async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pages: Pages) -> None:
+    """One request, one answer."""
+    try:
+        request = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        request = b""
+    except asyncio.IncompleteReadError:
+        return
+    method, answer = _answer(request, pages)
+    head = (
+        f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\n"
+        f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n"
+        "Cache-Control: no-store\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head.encode() + (b"" if method == "HEAD" else answer.body))
+    await writer.drain()
+
+
+def _answer(request: bytes, pages: Pages) -> tuple[str, HttpResponse]:
+    words = request.partition(b"\r\n")[0].decode("latin-1").split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/"):
+        return "", _text(400, "not HTTP, or too long")
+    method, target = words[0], words[1].partition("?")[0]
+    if method not in ("GET", "HEAD"):
+        return method, _text(405, "GET and HEAD only")
+    page = pages.get(target)
+    if page is None:
+        return method, _text(404, f"here are: {', '.join(sorted(pages))}")
+    try:
+        return method, page()
+    except Exception as error:  # noqa: BLE001 - told to whoever asks
+        return method, _text(500, f"{type(error).__name__}: {error}")
+
+
+def _text(status: int, text: str) -> HttpResponse:
+    return HttpResponse(status, "text/plain; charset=utf-8", text.encode() + b"\n")

@@ -1,0 +1,209 @@
+"""What this agent knows that is worth watching from outside, gathered on its own loop once a second.
+
+Each second a new `VitalsSample` replaces the old one. Other threads read the newest and nothing else, so that they
+neither wait for the agent nor make it wait. `health` is what a health check is answered from it. Knows the journal's
+events; knows nothing of HTTP or of Prometheus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct, structs
+
+from holdfast.protocol.rank_progress import JobView, RankProgress
+
+BEAT_S = 1.0
+STALL_S = 15.0
+"""A loop that has not come round for so long stands still: a disk, a debugger, a machine without a free core."""
+assert STALL_S > 5 * BEAT_S
+STEP_WINDOW_S = 30.0
+"""Over so long a step's duration is averaged."""
+LOOKS_MAX = 64
+
+
+class RankFacts(Struct, frozen=True, kw_only=True):
+    """One worker of this node."""
+
+    rank: int
+    local_rank: int
+    stage: str
+    steps_total: int
+    """Of this place on the node, over all generations since the agent began."""
+    own_s_total: float
+    step_s: float | None
+    """Mean duration of the steps of the last STEP_WINDOW_S; None: there were none."""
+    age_s: float
+
+
+class VitalsSample(Struct, frozen=True, kw_only=True):
+    taken_s: float
+    """When, by the loop's clock: how long the agent has stood still since is told from it."""
+    run_id: str
+    node: str
+    generation: int = 0
+    restart_count: int = 0
+    world_size: int = 0
+    wanted: int = 0
+    """Workers that this node is to run in this generation."""
+    alive: int = 0
+    phases_s: dict[str, float] = {}
+    """Of the newest start."""
+    exits: dict[str, int] = {}
+    """Workers of this node that have ended, by exit code."""
+    failures: dict[str, int] = {}
+    """Generations that ended in failure, by the verdict's code: where the coordinator is."""
+    ranks: tuple[RankFacts, ...] = ()
+    job: JobView | None = None
+    """Where the coordinator is."""
+    ended: str = ""
+    """How the job ended, in one word; empty: it has not."""
+    exit_code: int = 0
+
+
+class Vitals:
+    """Listens to the journal and looks at the workers. One per agent; `facts` may be read by any thread."""
+
+    def __init__(
+        self,
+        run_id: str,
+        node: str,
+        look: Callable[[], tuple[RankProgress, ...]],
+        view: Callable[[], JobView | None],
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        """`fault`: gets the first thing that goes wrong in here; the job goes on."""
+        self._fault = fault
+        self._faulty = False
+        self._loop = asyncio.get_running_loop()
+        self._look, self._view = look, view
+        self._known: dict[str, Any] = {}
+        self._exits: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+        self._phases_s: dict[str, float] = {}
+        self._rank_base = 0
+        self._carried: dict[int, tuple[int, float]] = {}
+        """Steps and own seconds of the generations before, by local rank."""
+        self._seen: dict[int, RankProgress] = {}
+        self._looks: deque[tuple[float, dict[int, int]]] = deque(maxlen=LOOKS_MAX)
+        self._timer: asyncio.TimerHandle | None = None
+        self.facts = VitalsSample(taken_s=self._loop.time(), run_id=run_id, node=node)
+
+    def start(self) -> None:
+        self._beat()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        try:
+            self._gather()
+        except Exception as error:  # noqa: BLE001 - what is only watched ends no job
+            self.facts = structs.replace(self.facts, taken_s=self._loop.time())
+            if not self._faulty:
+                self._faulty = True
+                self._fault("vitals", error)
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
+
+    # ---------------------------------------------------------------- what the journal tells
+
+    def heard(self, event: str, fields: Mapping[str, Any]) -> None:
+        """A listener of the journal, on the agent's loop."""
+        match event:
+            case "generation":
+                self._carry()
+                self._rank_base = fields["rank_base"]
+                self._known |= {
+                    "generation": fields["generation"],
+                    "restart_count": fields["restart_count"],
+                    "world_size": fields["world_size"],
+                    "wanted": fields["nproc"],
+                    "alive": 0,
+                }
+            case "worker_started":
+                self._known["alive"] = self._known.get("alive", 0) + 1
+            case "worker_ended":
+                self._known["alive"] = max(0, self._known.get("alive", 0) - 1)
+                if fields["exit_code"] == 0:
+                    self._known["wanted"] = max(0, self._known.get("wanted", 0) - 1)
+                code = str(fields["exit_code"])
+                self._exits[code] = self._exits.get(code, 0) + 1
+            case "coordinator.verdict":
+                self._failures[fields["code"]] = self._failures.get(fields["code"], 0) + 1
+            case "phases":
+                self._phases_s = {
+                    name[:-2]: seconds for name, seconds in fields.items() if name.endswith("_s") and name != "until_s"
+                }
+            case "ended":
+                self._known |= {"ended": fields["kind"], "exit_code": fields["exit_code"]}
+                self._gather()
+                return
+            case _:
+                return
+
+    def _carry(self) -> None:
+        """A generation is over: what its ranks did counts on."""
+        for local_rank, seen in self._seen.items():
+            steps, own_s = self._carried.get(local_rank, (0, 0.0))
+            self._carried[local_rank] = (steps + seen.steps, own_s + seen.own_s)
+        self._seen = {}
+        self._looks.clear()
+
+    # ---------------------------------------------------------------- what a look tells
+
+    def _gather(self) -> None:
+        now = self._loop.time()
+        if not self._known.get("ended"):
+            self._seen |= {each.local_rank: each for each in self._look()}
+        self._looks.append((now, {local_rank: each.steps for local_rank, each in self._seen.items()}))
+        while len(self._looks) > 2 and now - self._looks[0][0] > STEP_WINDOW_S:
+            self._looks.popleft()
+        self.facts = VitalsSample(
+            taken_s=now,
+            run_id=self.facts.run_id,
+            node=self.facts.node,
+            phases_s=self._phases_s,
+            exits=dict(self._exits),
+            failures=dict(self._failures),
+            ranks=tuple(self._rank(each) for _, each in sorted(self._seen.items())),
+            job=self._view(),
+            **self._known,
+        )
+
+    def _rank(self, seen: RankProgress) -> RankFacts:
+        steps, own_s = self._carried.get(seen.local_rank, (0, 0.0))
+        began_s, first = self._looks[0][0], self._looks[0][1].get(seen.local_rank, 0)
+        made = seen.steps - first
+        return RankFacts(
+            rank=self._rank_base + seen.local_rank,
+            local_rank=seen.local_rank,
+            stage=seen.stage.value,
+            steps_total=steps + seen.steps,
+            own_s_total=own_s + seen.own_s,
+            step_s=(self._looks[-1][0] - began_s) / made if made > 0 else None,
+            age_s=seen.age_s,
+        )
+
+
+def health(facts: VitalsSample, now_s: float) -> dict[str, object]:
+    """`alive`: the agent's loop turns, and its job has not failed. `ready`: every worker of this node runs as well."""
+    stalled_s = max(0.0, now_s - facts.taken_s)
+    failed = bool(facts.ended) and facts.exit_code != 0
+    status = "stalled" if stalled_s > STALL_S else "failed" if failed else facts.ended or "ok"
+    alive = status not in ("stalled", "failed")
+    return {
+        "status": status,
+        "alive": alive,
+        "ready": alive and not facts.ended and 0 < facts.wanted <= facts.alive,
+        "run_id": facts.run_id,
+        "node": facts.node,
+        "generation": facts.generation,
+        "workers": facts.alive,
+        "workers_wanted": facts.wanted,
+        "stalled_s": round(stalled_s, 1),
+        "step_age_s": min((round(each.age_s, 1) for each in facts.ranks), default=None),
+    }

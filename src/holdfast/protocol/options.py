@@ -1,0 +1,181 @@
+"""One launch, fully resolved: what `holdfast run` understood from flags, PET_ variables and defaults.
+
+Plain data, built by `cli`, read by `runtime`. Nothing below reads an option from the environment again.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntFlag
+
+from msgspec import Struct
+
+from holdfast.protocol.policy import JobSpec, Limits
+
+
+class CommandKind(Enum):
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"
+    RUN_PATH = "run_path"
+
+
+class Std(IntFlag):
+    """torchrun's stream numbers for --redirects and --tee."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+class WorkerCommand(Struct, frozen=True, kw_only=True):
+    kind: CommandKind
+    target: str
+    """Script path, module name or program."""
+    args: tuple[str, ...] = ()
+    python: str = ""
+    """Interpreter for SCRIPT, MODULE and RUN_PATH (PYTHON_EXEC or sys.executable); one path, never split."""
+    local_rank_argument: bool = False
+    """Legacy `launch`: `--local-rank=N` before the user's arguments."""
+
+
+class StreamChoice(Struct, frozen=True, kw_only=True):
+    """`-r`/`-t`: one value for all local ranks, or one each (ranks not named: NONE)."""
+
+    every: Std = Std.NONE
+    by_local_rank: dict[int, Std] = {}
+
+    def for_rank(self, local_rank: int) -> Std:
+        if self.by_local_rank:
+            return self.by_local_rank.get(local_rank, Std.NONE)
+        return self.every
+
+
+class LogOptions(Struct, frozen=True, kw_only=True):
+    log_dir: str | None
+    """Absolute path of the folder that holds run folders; None for `--log-dir /dev/null`: no files at all."""
+    redirects: StreamChoice = StreamChoice()
+    tee: StreamChoice = StreamChoice()
+    local_ranks_filter: frozenset[int] | None = None
+    """Local ranks shown on the console; None: all."""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    prefix_template: str | None = None
+    """--log-line-prefix-template: macros ${role_name} ${rank} ${local_rank} ${hostname}, and ours ${node}."""
+    dedup: bool = True
+    """A line that many ranks print alike is shown once, and a traceback that the verdict shows is not shown twice."""
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    host: str
+    """Name or address, without brackets."""
+    port: int
+    """0: pick a free one."""
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+class EtcdOptions(Struct, frozen=True, kw_only=True):
+    """Where the coordinator's lease lives (backends etcd and etcd-v2)."""
+
+    api: str
+    """`v3` (falls to v2 where the servers have none) or `v2`."""
+    endpoints: tuple[Endpoint, ...]
+    prefix: str = "/holdfast"
+    lease_ttl_s: int = 5
+    tls: bool = False
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    user: str | None = None
+    password: str | None = None
+
+
+class ThirdPartyOptions(Struct, frozen=True, kw_only=True):
+    """What a rendezvous backend of an installed package is opened with; its name is the job's `backend`."""
+
+    endpoint: str
+    """As given: its form is the backend's own."""
+    conf: dict[str, str]
+    """The backend's own keys of --rdzv-conf."""
+    lease_ttl_s: int = 5
+
+
+class CallFds(Struct, frozen=True, kw_only=True):
+    """Descriptors of the agent that go on to its workers, for a function that runs instead of a script."""
+
+    call: int
+    """What is to be called; the same for all workers."""
+    results: tuple[int, ...]
+    """By local rank: where that worker writes what became of it."""
+
+
+class Preload(Struct, frozen=True, kw_only=True):
+    """What a node imports once, so that its workers are forked with it (--preload)."""
+
+    modules: tuple[str, ...] = ()
+    """Before the first worker is forked, in this order; empty: every worker is started by exec."""
+    later: tuple[str, ...] = ()
+    """Once the workers run, for those of a restart."""
+    why: str = "not asked for"
+    torch: str = ""
+    """The package by which the program imports torch, preloaded or not; empty: it imports none, as far as its source tells."""
+
+
+class RunOptions(Struct, frozen=True, kw_only=True):
+    job: JobSpec
+    limits: Limits
+    nproc: int
+    command: WorkerCommand
+    logs: LogOptions
+    endpoint: Endpoint
+    standalone: bool = False
+    """One node, no other can join: listens on nothing but loopback."""
+    is_host: bool | None = None
+    """rdzv-conf is_host: force or forbid hosting the coordinator; None: decided by binding."""
+    token: bytes | None = None
+    etcd: EtcdOptions | None = None
+    """None: the coordinator is at the endpoint itself, or found by `third_party`."""
+    third_party: ThirdPartyOptions | None = None
+    """The coordinator is found by an installed package's backend; `endpoint` is not used then."""
+    role: str = "default"
+    node_rank: int | None = None
+    local_addr: str | None = None
+    signals: tuple[int, ...] = ()
+    """Signals that end this node's part (--signals-to-handle), as numbers."""
+    signals_text: str = ""
+    """The same as given, for TORCHELASTIC_SIGNALS_TO_HANDLE."""
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+    share_store: bool = True
+    """False: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rank 0's worker serves the store itself."""
+    omp_num_threads: int | None = None
+    """None: leave OMP_NUM_THREADS alone (it is set, or there is one process)."""
+    start_method: str = "spawn"
+    event_log_handler: str = "null"
+    metrics: Endpoint | None = None
+    """Where Prometheus metrics are served; None: nowhere."""
+    health: Endpoint | None = None
+    """Where health checks are answered; None: nowhere."""
+    health_if_free: bool = False
+    """It was torchrun's variable that asked: a port that is taken is only said."""
+    monitor_interval_s: float = 0.1
+    """Accepted for compatibility; nothing polls."""
+    preload: Preload = Preload()
+    standby: bool = False
+    """The next generation's workers stand forked and parked while one runs (--standby)."""
+    preempt_signal: int | None = None
+    """A signal to the agent that announces a preemption; workers ignore it. None: there is none."""
+    call_fds: CallFds | None = None
+    """Only from Python (holdfast.launch): no command line says it."""
+    line_of_others: str = ""
+    """What a person has to type on each other node of the job; empty: nobody has to."""
+    notices: tuple[str, ...] = ()
+    """Lines to say before the start: prefixes taken, flags without effect, nearest keys."""
+
+    @property
+    def meeting_point(self) -> str:
+        """--rdzv-endpoint in words."""
+        return self.third_party.endpoint or "(no endpoint)" if self.third_party is not None else str(self.endpoint)

@@ -1,0 +1,251 @@
+"""Who hosts the coordinator, decided by binding: the agent that gets the endpoint's address is the host.
+
+Knows sockets and names; knows nothing of the protocol. No host name is guessed and no interface listed: an
+address is this machine's when it can be bound. Blocks for as long as name resolution does. `who_holds` names the
+process that has the port instead, as /proc shows it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from typing import NamedTuple
+
+from holdfast.protocol.errors import EndpointError, PortInUseError
+from holdfast.protocol.options import Endpoint
+from holdfast.text import is_loopback
+
+_LISTEN = "0A"
+COMMAND_CHARS_MAX = 80
+BACKLOG = 4096
+FREE_PORT_ATTEMPTS_MAX = 16
+"""A free port must be free on all addresses; this often another one is tried."""
+_LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+_WILDCARD = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
+_NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV})
+"""The address is not this machine's (EINVAL: a link-local address without its interface)."""
+IN_USE = "in use"
+Address = tuple[int, str]
+"""Address family and numeric address."""
+
+
+class Claim(NamedTuple):
+    """The outcome. The sockets already listen; who holds a Claim closes them or hands them on."""
+
+    sockets: tuple[socket.socket, ...]
+    """Empty: connect."""
+    addresses: tuple[str, ...]
+    """Bound numeric addresses."""
+    endpoint: Endpoint
+    """Where an agent on this machine finds the coordinator, with the real port."""
+    reason: str
+    """Why so, in words, for the log."""
+
+    @property
+    def is_host(self) -> bool:
+        return bool(self.sockets)
+
+    @property
+    def port(self) -> int:
+        return self.endpoint.port
+
+    def close(self) -> None:
+        for listening in self.sockets:
+            listening.close()
+
+
+def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None = None) -> Claim:
+    """Tries to bind the endpoint.
+
+    standalone: listens on loopback whatever the endpoint's host is. is_host: True forces hosting, on all
+    addresses when the endpoint's is not this machine's; False forbids it.
+
+    Raises PortInUseError when hosting is a must and the port is taken, EndpointError when port 0 (a free one)
+    is asked for on another machine, OSError when the system refuses for another reason (a privileged port).
+    """
+    must = is_host is True or standalone or endpoint.port == 0
+    if is_host is False and not standalone:
+        if endpoint.port == 0:
+            raise EndpointError(f"the endpoint {endpoint} has port 0 (pick a free one), but is_host forbids to host")
+        return _connect(endpoint, "is_host forbids to host")
+    addresses = _LOOPBACK if standalone else _addresses(endpoint.host)
+    if not addresses and not must:
+        return _connect(endpoint, f"{endpoint.host} does not resolve yet")
+    listening = _listen_somewhere(addresses, endpoint.port)
+    if isinstance(listening, str):
+        if not must:
+            return _connect(endpoint, f"{endpoint} is already bound on this machine")
+        raise _in_use(endpoint)
+    if listening:
+        return _hosted(listening)
+    if is_host is not True:
+        if endpoint.port == 0:
+            raise EndpointError(f"the endpoint {endpoint} has port 0 (pick a free one), but is not on this machine")
+        return _connect(endpoint, f"{endpoint.host} is not an address of this machine")
+    listening = _listen_somewhere(_WILDCARD, endpoint.port)
+    if isinstance(listening, str) or not listening:
+        raise _in_use(endpoint)
+    return _hosted(listening)
+
+
+def _connect(endpoint: Endpoint, reason: str) -> Claim:
+    return Claim((), (), endpoint, reason)
+
+
+def _hosted(listening: list[socket.socket]) -> Claim:
+    addresses = tuple(str(each.getsockname()[0]) for each in listening)
+    port = listening[0].getsockname()[1]
+    wildcard = {address for _, address in _WILDCARD}
+    reachable = addresses[0]
+    if reachable in wildcard:
+        reachable = "127.0.0.1" if reachable == "0.0.0.0" else "::1"
+    reason = f"bound {', '.join(addresses)} port {port}"
+    return Claim(tuple(listening), addresses, Endpoint(host=reachable, port=port), reason)
+
+
+def _in_use(endpoint: Endpoint) -> PortInUseError:
+    holder = who_holds(endpoint.port) or "a process of another user or container"
+    return PortInUseError(f"cannot host at {endpoint}: the port is held by {holder}")
+
+
+def _addresses(host: str) -> tuple[Address, ...]:
+    """Numeric addresses to try to bind, IPv4 first (the order must not differ between two agents of a node)."""
+    if host == "localhost":
+        return _LOOPBACK
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError):
+        return ()
+    addresses = tuple(sorted({(int(family), str(address[0])) for family, _, _, _, address in found}))
+    if host not in (address for _, address in addresses) and all(is_loopback(address) for _, address in addresses):
+        # This machine's own name, as Debian writes it into /etc/hosts: its peers come by another address.
+        return _WILDCARD
+    return addresses
+
+
+def _listen_somewhere(addresses: tuple[Address, ...], port: int) -> list[socket.socket] | str:
+    """Listening sockets on those of the addresses that are ours, all at one port; empty when none is ours;
+    "in use" when the first that is ours is taken (a later one is only a convenience)."""
+    attempts = FREE_PORT_ATTEMPTS_MAX if port == 0 else 1
+    for attempt in range(1, attempts + 1):
+        listening, missed = _listen_once(addresses, port)
+        if not missed or attempt == attempts:
+            break
+        for each in listening:
+            each.close()
+    return IN_USE if missed and not listening else listening
+
+
+def _listen_once(addresses: tuple[Address, ...], port: int) -> tuple[list[socket.socket], bool]:
+    """The sockets, and whether one of our addresses was taken."""
+    listening: list[socket.socket] = []
+    missed = False
+    try:
+        for family, address in addresses:
+            found = _listen(family, address, listening[0].getsockname()[1] if listening else port)
+            if isinstance(found, socket.socket):
+                listening.append(found)
+            elif found == errno.EADDRINUSE:
+                missed = True
+                if not listening:
+                    break
+    except OSError:
+        for each in listening:
+            each.close()
+        raise
+    return listening, missed
+
+
+def _listen(family: int, address: str, port: int) -> socket.socket | int:
+    """A listening socket, or the errno that says that the address is not ours or is taken."""
+    try:
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError as error:
+        if error.errno in _NOT_HERE:
+            return errno.EADDRNOTAVAIL
+        raise
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        # Two sockets may be bound alike while none listens, so that listen decides as much as bind does.
+        listening.bind((address, port))
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        if error.errno in _NOT_HERE:
+            return errno.EADDRNOTAVAIL
+        if error.errno == errno.EADDRINUSE:
+            return errno.EADDRINUSE
+        raise
+    return listening
+
+
+def who_holds(port: int) -> str | None:
+    """`pid 4711 (alice): python train.py` for the process that listens on this TCP port of this machine.
+
+    None when nobody does, or when it is another user's and we may not look. Never raises.
+    """
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return None
+    targets = {f"socket:[{inode}]" for inode in inodes}
+    for pid in filter(str.isdigit, _list("/proc")):
+        if any(_target(f"/proc/{pid}/fd/{fd}") in targets for fd in _list(f"/proc/{pid}/fd")):
+            return _describe(pid)
+    return None
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _read(table).splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(fields[9])
+    return inodes - {"0"}
+
+
+def _describe(pid: str) -> str:
+    command = " ".join(_read(f"/proc/{pid}/cmdline").split("\0")).strip() or _read(f"/proc/{pid}/comm").strip()
+    shown = "".join(character if character.isprintable() else " " for character in command)
+    if len(shown) > COMMAND_CHARS_MAX:
+        shown = shown[:COMMAND_CHARS_MAX] + "…"
+    return f"pid {pid} ({_user(pid)}): {shown}"
+
+
+def _user(pid: str) -> str:
+    import pwd  # only an error message pays for it
+
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return "user unknown"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _list(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:  # gone meanwhile, or not ours to see
+        return []
+
+
+def _target(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

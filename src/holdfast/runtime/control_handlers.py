@@ -1,0 +1,366 @@
+"""What a command on a running job is answered: by the coordinator, or by the node's agent where that cannot be asked.
+
+A command asks the agent on its host (runtime/control.py). `ControlRequests` passes the question on to the coordinator, where
+`Answers` answers it; without an answer in time, `OwnNode` answers for this node alone. Both answer in the same way from
+what their machine knows; stacks are collected first. The end of the job is for the machines to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.events import Event, Received
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import QuitAsked
+from holdfast.protocol.messages import Answer, Ask, FromAgent, FromCoordinator, Look, Looked, Question, Quit
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.rank_progress import (
+    Frame,
+    JobView,
+    NodeView,
+    RankProgress,
+    RankSample,
+    RankStack,
+    RankView,
+    StacksView,
+)
+from holdfast.runtime.running import Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ANSWER_S_MAX = {Question.STATUS: 3.0, Question.STACKS: 8.0, Question.STOP: 3.0, Question.KILL: 3.0}
+"""How long an agent waits for the coordinator; stacks are collected on all nodes first."""
+LOOK_S_MAX = 5.0
+"""Nodes that have not answered by then are named instead."""
+ANSWER_BYTES_MAX = 3 * 1024 * 1024
+"""Leaves room in a frame."""
+FRAMES_CUTS = (16, 4, 1)
+FIRST_LOOK = 1 << 40
+"""The machine's own looks are numbered from 1."""
+
+# --- what both answer -------------------------------------------------------------------------------------------------
+
+
+class JobSource(Protocol):
+    """A job as its coordinator, or one of its nodes, knows it."""
+
+    def view(self) -> JobView: ...
+
+    def quit(self, *, drain: bool, by: str) -> int:
+        """Pass the request to the machine. Returns how many nodes it reaches."""
+
+
+def answer_at_once(source: JobSource, question: Question, by: str) -> bytes:
+    """To every question but STACKS."""
+    if question is Question.STATUS:
+        return status_body(source.view())
+    return msgspec.json.encode({"nodes": source.quit(drain=question is Question.STOP, by=by)})
+
+
+def stacks_view(
+    run_id: str, generation: int, world_size: int, seen: list[tuple[str, int, RankSample]], silent: tuple[str, ...] = ()
+) -> StacksView:
+    """`seen`: host, rank and sample of each worker."""
+    numbers: dict[tuple[Frame, ...], int] = {}
+    ranks = []
+    for host, rank, sample in sorted(seen, key=lambda each: each[1]):
+        stack = numbers.setdefault(sample.frames, len(numbers)) if sample.frames else -1
+        ranks.append(
+            RankStack(
+                rank=rank,
+                host=host,
+                local_rank=sample.local_rank,
+                pid=sample.pid,
+                state=sample.state,
+                cpu_s=sample.cpu_s,
+                stack=stack,
+                note=sample.note,
+                file=sample.file,
+                source=sample.source,
+                threads=sample.threads,
+            )
+        )
+    return StacksView(
+        run_id=run_id,
+        generation=generation,
+        world_size=world_size,
+        ranks=tuple(ranks),
+        stacks=tuple(numbers),
+        silent=silent,
+    )
+
+
+def status_body(view: JobView) -> bytes:
+    """Of a job so large that its ranks do not fit into a frame, the nodes alone."""
+    body = msgspec.json.encode(view)
+    if len(body) > ANSWER_BYTES_MAX:
+        nodes = tuple(msgspec.structs.replace(node, ranks=()) for node in view.nodes)
+        body = msgspec.json.encode(msgspec.structs.replace(view, nodes=nodes))
+    return body
+
+
+def stacks_body(view: StacksView) -> bytes:
+    """Where it does not fit into a frame, other threads are left out, then outer frames, and then the last ranks."""
+    body = msgspec.json.encode(view)
+    if len(body) > ANSWER_BYTES_MAX:
+        ranks = tuple(msgspec.structs.replace(rank, threads=()) for rank in view.ranks)
+        view = msgspec.structs.replace(view, ranks=ranks)
+        body = msgspec.json.encode(view)
+    for frames in FRAMES_CUTS:
+        if len(body) <= ANSWER_BYTES_MAX:
+            return body
+        view = msgspec.structs.replace(view, stacks=tuple(stack[:frames] for stack in view.stacks))
+        body = msgspec.json.encode(view)
+    while len(body) > ANSWER_BYTES_MAX and view.ranks:
+        ranks = view.ranks[: len(view.ranks) // 2]
+        used = 1 + max((rank.stack for rank in ranks), default=-1)  # they are numbered in the order of the ranks
+        view = msgspec.structs.replace(view, ranks=ranks, stacks=view.stacks[:used])
+        body = msgspec.json.encode(view)
+    return body
+
+
+# --- the coordinator --------------------------------------------------------------------------------------------------
+
+
+class MemberLink(Protocol):
+    def send(self, message: FromCoordinator) -> None: ...
+
+
+class _JobLook(Struct):
+    """One look at all nodes that is under way."""
+
+    link: int
+    ask: Ask
+    generation: int
+    world_size: int
+    awaited: dict[int, tuple[str, int]]
+    """By link: the host, and the rank of its first worker."""
+    timer: asyncio.TimerHandle
+    seen: list[tuple[str, int, RankSample]] = msgspec.field(default_factory=list)
+
+
+class Answers:
+    """One per coordinator. `feed` hands an event to its machine."""
+
+    def __init__(
+        self,
+        machine: CoordinatorMachine,
+        links: Mapping[int, MemberLink],
+        feed: Callable[[QuitAsked], None],
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        """`fault`: gets what went wrong with an answer; the job goes on, and the asking agent gets an empty one."""
+        self._machine = machine
+        self._links = links
+        self._feed = feed
+        self._fault = fault
+        self._loop = asyncio.get_running_loop()
+        self._number = FIRST_LOOK
+        self._looks: dict[int, _JobLook] = {}
+
+    def asked(self, link: int, ask: Ask) -> None:
+        """Only a member learns anything of the job, or may end it: any other link gets an empty answer."""
+        if not self._machine.is_member(link):
+            self._tell(link, ask, lambda: b"")
+        elif ask.question is Question.STACKS:
+            self._look(link, ask)
+        else:
+            self._tell(link, ask, lambda: answer_at_once(self, ask.question, ask.by))
+
+    def view(self) -> JobView:
+        return self._machine.view(self._loop.time())
+
+    def quit(self, *, drain: bool, by: str) -> int:
+        # Later: the answer goes out before the machine ends the links. A fault of the machine is not the answer's.
+        self._loop.call_soon(self._feed, QuitAsked(drain=drain, by=by))
+        return len(self._machine.members)
+
+    def looked(self, link: int, message: Looked) -> bool:
+        """False: it answers a look of the machine's, not one of ours."""
+        if message.number < FIRST_LOOK:
+            return False
+        look = self._looks.get(message.number)
+        if look is not None and link in look.awaited:
+            host, base = look.awaited.pop(link)
+            look.seen += [(host, base + sample.local_rank, sample) for sample in message.samples]
+            self._finish_if_complete(message.number)
+        return True
+
+    def link_closed(self, link: int) -> None:
+        for number, look in list(self._looks.items()):
+            if look.awaited.pop(link, None) is not None:
+                self._finish_if_complete(number)
+
+    def close(self) -> None:
+        for look in self._looks.values():
+            look.timer.cancel()
+        self._looks.clear()
+
+    def _look(self, link: int, ask: Ask) -> None:
+        self._number += 1
+        number, machine = self._number, self._machine
+        world, awaited, base = machine.world, {}, 0
+        for name in world.order if world is not None else ():
+            assert world is not None
+            member = machine.members.get(name)
+            if member is not None and member.link in self._links and member.busy_generation:
+                awaited[member.link] = (member.node.host, base)
+            base += world.nproc[name]
+        timer = self._loop.call_later(LOOK_S_MAX, self._finish, number)
+        self._looks[number] = _JobLook(link, ask, machine.generation, base, awaited, timer)
+        for to in list(awaited):
+            self._links[to].send(Look(machine.generation, number))
+        self._finish_if_complete(number)
+
+    def _finish_if_complete(self, number: int) -> None:
+        if not self._looks[number].awaited:
+            self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        look = self._looks.pop(number)
+        look.timer.cancel()
+        silent = tuple(host for host, _ in look.awaited.values())
+        run_id = self._machine.job.run_id
+        self._tell(
+            look.link,
+            look.ask,
+            lambda: stacks_body(stacks_view(run_id, look.generation, look.world_size, look.seen, silent)),
+        )
+
+    def _tell(self, link: int, ask: Ask, make: Callable[[], bytes]) -> None:
+        if link not in self._links:
+            return
+        try:
+            body = make()
+        except Exception as error:  # noqa: BLE001 - what is only shown ends no job
+            self._fault(ask.question.value, error)
+            body = b""
+        self._links[link].send(Answer(ask.number, body))
+
+
+# --- one node ---------------------------------------------------------------------------------------------------------
+
+
+class OwnNode:
+    """One per agent. `feed` hands an event to its machine; `progress` and `look` ask its workers."""
+
+    def __init__(
+        self,
+        machine: AgentMachine,
+        job: JobSpec,
+        node: NodeSpec,
+        feed: Callable[[Event], None],
+        progress: Callable[[], tuple[RankProgress, ...]],
+        look: Callable[[], Awaitable[tuple[RankSample, ...]]],
+    ) -> None:
+        self._machine = machine
+        self._job = job
+        self._node = node
+        self._feed = feed
+        self._progress = progress
+        self._look = look
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+
+    def view(self) -> JobView:
+        machine, term = self._machine, self._machine.term
+        place = term.assign if term is not None else None
+        ranks = self._ranks(place.rank_base) if place is not None else ()
+        own = NodeView(
+            member=machine.identity,
+            host=self._node.host,
+            group_rank=place.group_rank if place is not None else None,
+            state=machine.work.value,
+            heard_s=0.0,
+            ranks=ranks,
+        )
+        return JobView(
+            run_id=self._job.run_id,
+            phase=machine.work.value,
+            generation=term.generation if term is not None else 0,
+            restarts=place.restart_count if place is not None else 0,
+            restarts_max=self._job.max_restarts,
+            world_size=place.world_size if place is not None else 0,
+            since_s=0.0,
+            job_s=self._loop.time() - self._began_s,
+            training_s=0.0,
+            nodes=(own,),
+            notices=("the coordinator does not answer: this is what this node knows of itself",),
+        )
+
+    async def stacks(self) -> bytes:
+        term = self._machine.term
+        place = term.assign if term is not None else None
+        base = place.rank_base if place is not None else 0
+        samples = await self._look() if place is not None else ()
+        seen = [(self._node.host, base + sample.local_rank, sample) for sample in samples]
+        generation = term.generation if term is not None else 0
+        return stacks_body(stacks_view(self._job.run_id, generation, place.world_size if place else 0, seen))
+
+    def quit(self, *, drain: bool, by: str) -> int:
+        # Later: a fault of the machine is not the answer's.
+        self._loop.call_soon(self._feed, Received(Quit(drain=drain, by=by)))
+        return 1
+
+    def _ranks(self, base: int) -> tuple[RankView, ...]:
+        return tuple(
+            RankView(
+                rank=base + each.local_rank,
+                local_rank=each.local_rank,
+                stage=each.stage,
+                steps=each.steps,
+                step_s=0.0,
+                own_s=0.0,
+                age_s=each.age_s,
+            )
+            for each in self._progress()
+        )
+
+
+class ControlRequests:
+    """One per agent. `send` puts a message on the link to the coordinator, and is False where there is none."""
+
+    def __init__(self, send: Callable[[FromAgent], bool], own: OwnNode, host: str) -> None:
+        self._send = send
+        self._own = own
+        self._host = host
+        self._number = 0
+        self._open: dict[int, asyncio.Future[bytes]] = {}
+
+    async def ask(self, question: Question) -> Reply:
+        by = f"holdfast {question.value} on {self._host}"
+        body = await self._ask_coordinator(question, by)
+        if body is not None:
+            return Reply(body=msgspec.Raw(body))
+        body = await self._own.stacks() if question is Question.STACKS else answer_at_once(self._own, question, by)
+        return Reply(whole=False, body=msgspec.Raw(body))
+
+    def answered(self, answer: Answer) -> None:
+        waiting = self._open.get(answer.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer.body)
+
+    def link_lost(self) -> None:
+        """Nobody will answer what is open."""
+        for waiting in self._open.values():
+            waiting.cancel()
+
+    async def _ask_coordinator(self, question: Question, by: str) -> bytes | None:
+        """None: it cannot be reached, does not answer in time, or has nothing to say."""
+        self._number += 1
+        number = self._number
+        waiting = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            if not self._send(Ask(number, question, by)):
+                return None
+            await asyncio.wait({waiting}, timeout=ANSWER_S_MAX[question])
+            return (waiting.result() or None) if waiting.done() and not waiting.cancelled() else None
+        finally:
+            del self._open[number]

@@ -1,0 +1,333 @@
+"""A job's folder in /dev/shm on one node (the shared-memory folder), its saver's socket, and the messages on that socket.
+
+    /dev/shm/holdfast-<uid>-<run id>-<key>/      mode 0700, a shared lock on it for as long as it is needed
+      saver.sock                                 where workers reach the saver
+      <local rank>.<0|1>                         slots (slots.py)
+
+A shared-memory folder is in use while any process holds a shared lock on the folder itself: the agent under holdfast, the saver and
+the workers elsewhere. The kernel drops a lock with its process, however that ends, and knows it across containers
+that share a /dev/shm. So a process that can lock a shared-memory folder alone knows that it belongs to a dead run, and removes it;
+every agent and every first worker does that when it starts.
+
+Under holdfast the saver is the agent's child and started when a worker connects. Elsewhere the first worker of the node
+starts it, as a process of its own that ends after the job: torchrun's end, or under no launcher this process's.
+
+Messages on that socket are those of seqpacket.py:
+
+    worker → saver   {"do": "hello", "local_rank", "generation"}      the first one
+                     {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
+                                                                      carries a shared lock on it
+                     {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
+                     {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
+                     {"do": "bye"}                                    it ends as it should: nothing is rescued
+    saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free
+                     {"is": "saved", "id", "path"}                    all is done; rank 0: the snapshot is committed
+                     {"is": "failed", "id", "code", "text", "made_good"}
+                     {"is": "idle", "id"}
+                     {"is": "read back", "code", "text"}              no code: every byte is what was saved
+                     {"is": "news", "text"}                           what became of a previous leader's save
+    agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
+    saver → agent    {"is": "up"}                                     it listens
+                     {"is": "news", "text"}                           for the user
+
+Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.linux import process_stat
+from holdfast.protocol.errors import SnapshotMemoryError
+
+ROOT = Path("/dev/shm")
+"""Memory, and the only place that is: a slot on a disk would be a slow snapshot that nobody verifies."""
+SOCKET = "saver.sock"
+RUN_ID_CHARACTERS_MAX = 32
+"""In the name, for people; a socket's path may have 107 bytes."""
+KEY_BYTES = 8
+TRIES_MAX = 100
+
+
+START_LIMIT_S = 10.0
+"""For a detached saver to be on its own feet, and for another worker of this node that is starting it."""
+LOOK_AGAIN_S = 0.01
+SAVER_VARIABLE = "HOLDFAST_SAVER"
+"""In a worker's environment: `MEMORY_FOLDER@GENERATION@LOCAL_RANK`, where its slots and its saver are and which are its own."""
+BACKLOG = 256
+"""Connections that may wait for the saver to come up; all local ranks come at once."""
+FINISH_LIMIT_S = 120.0
+"""At the agent's end: how long saves in flight are waited for. What is not done then is an uncommitted attempt."""
+Packet = dict[str, Any]
+
+_CREDENTIALS = struct.Struct("3i")
+_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from holdfast.snapshots.saver import main; main()"
+
+
+class MemoryFolder:
+    """A shared-memory folder that this process holds."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        """Carries the lock; a process that inherits it holds the shared-memory folder as well."""
+
+    @classmethod
+    def make(cls, run_id: str, root: Path = ROOT) -> MemoryFolder:
+        """A new one. Raises OSError."""
+        return cls.at(name_of(run_id, os.urandom(KEY_BYTES).hex()), root)
+
+    @classmethod
+    def at(cls, name: str, root: Path = ROOT) -> MemoryFolder:
+        """The one of this name, made if there is none. Raises OSError; PermissionError when it is not ours alone."""
+        path = root / name
+        for _ in range(TRIES_MAX):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            if _hold(path, fd):
+                return cls(path, fd)
+        raise FileExistsError(17, "removed as soon as it is made", str(path))
+
+    def close(self) -> None:
+        """Let go of it; it stays while others hold it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def remove(self) -> None:
+        """Remove it with all there is in it, though others hold it: what they have mapped stays theirs."""
+        remove_folder(self.path)
+        self.close()
+
+
+def name_of(run_id: str, key: str) -> str:
+    """Name of a shared-memory folder: whose, which run, and `key`, which tells it from all others."""
+    readable = re.sub(r"[^A-Za-z0-9_.=+-]", "_", run_id)[:RUN_ID_CHARACTERS_MAX]
+    return f"holdfast-{os.getuid()}-{readable}-{key}"
+
+
+def key_of(*parts: object) -> str:
+    """A key that everybody makes alike from the same parts."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[: 2 * KEY_BYTES]
+
+
+def clean(root: Path = ROOT) -> list[Path]:
+    """Remove what dead runs of this user have left. Returns what was removed; what resists is left alone."""
+    removed: list[Path] = []
+    prefix = f"holdfast-{os.getuid()}-"
+    try:
+        names = [name for name in os.listdir(root) if name.startswith(prefix)]
+    except OSError:
+        return removed
+    for name in names:
+        with contextlib.suppress(OSError):
+            fd = os.open(root / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_folder(root / name)
+                removed.append(root / name)
+            finally:
+                os.close(fd)
+    return removed
+
+
+def _hold(path: Path, fd: int) -> bool:
+    """Lock it shared. False when it was removed in between, or is about to be."""
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(1, "is not this user's alone", str(path))
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(path), found):
+            return True
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return False
+
+
+def remove_folder(path: Path) -> None:
+    """With all there is in it: plain files and a socket, and no folder. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path / name)
+        path.rmdir()
+
+
+@dataclass(frozen=True)
+class SaverAddress:
+    """Where one worker's slots and saver are."""
+
+    folder: Path
+    local_rank: int
+    generation: int
+    anchor: int
+    """The process whose end is the job's; 0: an agent looks after the saver."""
+    held: MemoryFolder | None = None
+    """What keeps the folder from being cleaned away while this process lives; None: the agent does."""
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> SaverAddress:
+        """By the environment. Raises SnapshotMemoryError when there is no memory to keep anything in."""
+        address = environ.get(SAVER_VARIABLE, "")
+        if address:
+            folder, generation, local_rank = address.rsplit("@", 2)
+            return cls(Path(folder), int(local_rank), int(generation), 0)
+        # torchrun's workers find the same shared-memory folder after a restart, because torchrun itself has not changed.
+        launched = "TORCHELASTIC_RUN_ID" in environ
+        anchor = os.getppid() if launched else os.getpid()
+        run_id = environ.get("TORCHELASTIC_RUN_ID", "plain")
+        name = name_of(run_id, key_of(run_id, anchor, _start_time(anchor)))
+        clean(root)
+        try:
+            held = MemoryFolder.at(name, root)
+        except OSError as error:
+            raise SnapshotMemoryError(f"{root} cannot be used: {error.strerror}.") from error
+        local_rank = environ.get("LOCAL_RANK", "0") if launched else "0"
+        return cls(held.path, int(local_rank), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")), anchor, held)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.held is not None:
+            self.held.close()
+
+
+# --- the saver: how it is reached and started
+# ----------------------------------------------------------------------------
+
+
+def connect(folder: Path) -> socket.socket:
+    """To the saver of this shared-memory folder. Raises OSError; never waits, because a full backlog is an error."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        sock.connect(str(folder / SOCKET))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def start_saver(place: SaverAddress) -> socket.socket:
+    """Start a saver that outlives this process, unless another worker of this node just has. Raises OSError."""
+    path = place.folder / SOCKET
+    starting = os.open(place.folder / "starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _lock_within(starting, START_LIMIT_S)
+        with contextlib.suppress(OSError):
+            return connect(place.folder)
+        path.unlink(missing_ok=True)
+        with listen(path) as listening:
+            # It waits in the socket until the saver is up; a saver without workers might end at once.
+            sock = connect(place.folder)
+            passed = [listening.fileno(), *([place.held.fd] if place.held is not None else [])]
+            argv = saver_argv(place.folder, listening=listening.fileno(), anchor=place.anchor)
+            try:
+                _run_apart(argv, passed)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+    finally:
+        os.close(starting)
+
+
+def _run_apart(argv: list[str], passed: list[int]) -> None:
+    """A program that leaves this process's session, and this process, at once. Raises OSError, SubprocessError."""
+    import subprocess  # here: the saver and the agent import this module as well, and need none
+
+    null = subprocess.DEVNULL
+    subprocess.run(
+        argv,
+        stdin=null,
+        stdout=null,
+        stderr=null,
+        cwd="/",
+        pass_fds=passed,
+        start_new_session=True,
+        check=True,
+        timeout=START_LIMIT_S,
+    )
+
+
+def _lock_within(fd: int, limit_s: float) -> None:
+    """An exclusive lock. Raises TimeoutError, which is an OSError."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(110, "another worker has been starting it for too long") from None
+            time.sleep(LOOK_AGAIN_S)
+        else:
+            return
+
+
+def _start_time(pid: int) -> str:
+    """Empty when it is gone."""
+    stat = process_stat(pid)
+    return stat.started if stat is not None else ""
+
+
+# --- messages
+# ------------------------------------------------------------------------------------------------------------
+
+
+def field(packet: Packet, name: str, kind: type[Any]) -> Any:
+    """A field of this type. Raises ValueError."""
+    value = packet.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r}, {kind.__name__} expected"[:200])
+    return value
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end when it connected; the process is 0 when it cannot be seen from here."""
+    pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def listen(path: Path) -> socket.socket:
+    """Where workers find the saver; the folder keeps others out. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.bind(str(path))
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def saver_argv(folder: Path, *, listening: int, control: int = -1, anchor: int = 0) -> list[str]:
+    """The saver's command line: `listening` is a descriptor's number in it, and so is `control`, the agent's socket.
+
+    Without an agent: `anchor` is the process whose end is the job's.
+    """
+    # Our package is found by its place, and nothing else is: no site-packages, no PYTHONPATH, no folder of the user's.
+    root = str(Path(__file__).resolve().parents[2])
+    return [
+        sys.executable,
+        *("-I", "-S", "-c", _PROGRAM.format(root=root)),
+        *(str(folder), str(listening), str(control), str(anchor)),
+    ]

@@ -1,0 +1,1 @@
+"""The processes below the agent: supervisor, workers, store host, and what they print."""

@@ -1,0 +1,419 @@
+"""The supervisor's side of the fork server: starts it, asks it for workers, and starts them by exec where it has none.
+
+The fork server (worker/fork_server.py) imports the heavy modules once; it is a process of its own, so that the supervisor stays
+small and nothing that an import does can end it. Workers forked there fall to the supervisor, who hears each one's pid,
+notes it, and only then lets it run: no worker runs that the supervisor does not know. Standbys are workers that are forked
+before they are wanted, for the next generation: they wait parked, known to the supervisor as services, and become workers
+within a millisecond. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from holdfast import seqpacket
+from holdfast.supervisor import processes
+
+KEY = "fork-server"
+STANDBY = "standby"
+"""The key of all parked workers."""
+STANDBY_QUIET_S = 1.0
+"""So long after the last worker was started the standbys are forked: not while the workers themselves start."""
+CONTROL_FD = 3
+REBUILDS_MAX = 10
+"""In the life of a job; one that is killed so often has no place on this machine."""
+ANSWER_BYTES_MAX = 4096
+WISH_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
+
+Command = dict[str, Any]
+
+
+class Fork:
+    """A worker that was asked for. Owns its descriptors, for it may have to be started by exec after all."""
+
+    def __init__(self, command: Command, fds: list[int], standby: Standby | None = None) -> None:
+        """Raises OSError when no descriptor is left. `standby`: who is to become it."""
+        self.command = command
+        self.fds = fds
+        self.standby = standby
+        self.theirs: socket.socket | None = None
+        if standby is None:
+            self.ours, self.theirs = seqpacket.pair()
+        else:
+            self.ours = standby.ours
+
+    def packet(self, supervisor: int) -> tuple[Command, list[int]]:
+        """The request, and the descriptors that go with it: 0, 1 and 2 are the supervisor's own where not named."""
+        numbers = list(self.command["fds"])
+        own = [number for number in (0, 1, 2) if number not in numbers]
+        wish = {name: self.command[name] for name in WISH_FIELDS}
+        answer = [self.theirs.fileno()] if self.theirs is not None else []
+        return {**wish, "fds": numbers + own, "supervisor": supervisor}, [*answer, *self.fds, *own]
+
+    def sent(self) -> None:
+        if self.theirs is not None:
+            self.theirs.close()
+
+    def close(self) -> None:
+        self.ours.close()
+        self.sent()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+class Standby:
+    """A worker that waits, forked, to be told which one it is; before it has said its pid it is on its way."""
+
+    def __init__(self) -> None:
+        """Raises OSError when no descriptor is left."""
+        self.ours, self.theirs = seqpacket.pair()
+        self.pid = 0
+
+    def packet(self, supervisor: int) -> tuple[Command, list[int]]:
+        return {"park": True, "supervisor": supervisor}, [self.theirs.fileno()]
+
+    def sent(self) -> None:
+        self.theirs.close()
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+
+class ForkServerClient:
+    """At most one process at a time. All that it is asked for ends in `born`, in `spawn`, or in an `ended` event."""
+
+    def __init__(
+        self,
+        poller: select.poll,
+        spawn: Callable[[Command, list[int]], None],
+        born: Callable[[Command, int], None],
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`spawn` starts a program by exec, `born` notes a worker that was forked, `tell` passes an event on."""
+        self._poller = poller
+        self._spawn = spawn
+        self._born = born
+        self._tell = tell
+        self._order: Command | None = None
+        self._control: socket.socket | None = None
+        self._ready = False
+        self._rebuilds = 0
+        self._unfit = False
+        self._queue: deque[tuple[Command, list[int], Fork | Standby | None]] = deque()
+        self._forks: dict[int, Fork] = {}
+        """By descriptor of our end of the answer."""
+        self._standbys: dict[int, Standby] = {}
+        """Likewise; parked, or on their way."""
+        self._park_at_s = inf
+        """When standbys are due, by the monotonic clock."""
+        self._later = 0
+        """Modules that are still to be imported for restarts, and for the standbys too."""
+        self._served = False
+        """Whether it was asked for a worker: there is something to stand by for."""
+        self._told: set[str] = set()
+
+    def begin(self, order: Command) -> None:
+        """Start the process; `order` is supervisor/preload.py's."""
+        self._order = order
+        self._try_start(order)
+
+    def takes(self, command: Command) -> bool:
+        """Whether it is to be asked: not while it is built for a second time, exec is faster then."""
+        return bool(command.get("warm")) and self._control is not None and (self._ready or self._rebuilds == 0)
+
+    def ask(self, command: Command, fds: list[int]) -> None:
+        """Ask for a worker; `fds` are ours from here on."""
+        if not command["service"]:
+            self._served = True
+            self._park_at_s = time.monotonic() + STANDBY_QUIET_S
+            if self._promote(command, fds):
+                return
+        try:
+            fork = Fork(command, fds)
+        except OSError:  # no descriptors left
+            self._spawn(command, fds)
+            for fd in fds:
+                os.close(fd)
+            return
+        self._forks[fork.ours.fileno()] = fork
+        self._poller.register(fork.ours, select.POLLIN)
+        self._queue.append((*fork.packet(os.getpid()), fork))
+        self._flush()
+
+    def patience_s(self) -> float:
+        """How long until `tick` is due."""
+        return self._park_at_s - time.monotonic()
+
+    def tick(self) -> None:
+        """Fork the standbys when they are due."""
+        if time.monotonic() < self._park_at_s:
+            return
+        self._park_at_s = inf
+        # Else it is due again when the last module has been imported, or when a fork server has been built.
+        if self._ready and not self._later:
+            self._park()
+
+    def owns(self, fd: int) -> bool:
+        return fd in self._forks or fd in self._standbys or (self._control is not None and fd == self._control.fileno())
+
+    def serve(self, fd: int) -> None:
+        """One of its descriptors is ready."""
+        if fd in self._forks:
+            self._settle(self._forks[fd])
+        elif fd in self._standbys:
+            self._hear_standby(self._standbys[fd])
+        else:
+            self._flush()
+            self._listen()
+
+    def settle_all(self) -> None:
+        """Take notice of every answer that is there already."""
+        for fork in list(self._forks.values()):
+            self._settle(fork)
+        for standby in list(self._standbys.values()):
+            self._hear_standby(standby)
+
+    def cancel(self, key: str | None, signum: int) -> None:
+        """A signal for workers that are not there yet ends them as it would end a Python that is starting.
+
+        `key`: that one; None: all but services.
+        """
+        self.settle_all()
+        for fork in list(self._forks.values()):
+            if fork.command["key"] == key or (key is None and not fork.command["service"]):
+                self._forget(fork)
+                fork.close()
+                self._tell({"is": "ended", "key": fork.command["key"], "pid": 0, "exit_code": -signum})
+
+    def ended(self, exit_code: int) -> None:
+        """The process has ended: build another one, unless that would end in the same way."""
+        self._listen()
+        self._close()
+        assert self._order is not None
+        was_ready, self._ready = self._ready, False
+        unfit, self._unfit = self._unfit, False
+        again = bool(self._order["modules"]) if unfit else was_ready or exit_code == -signal.SIGKILL
+        again = again and self._rebuilds < REBUILDS_MAX
+        if not unfit:
+            self._say(f"the fork server ended with exit code {exit_code}", "it is built again" if again else "")
+        if again:
+            self._rebuilds += 1
+            self._try_start(self._order)
+
+    # --- the process --------------------------------------------------------------------------------------------------
+
+    def _try_start(self, order: Command) -> None:
+        try:
+            self._start(order)
+        except OSError as error:
+            self._close()
+            self._say(f"the fork server cannot be started: {error.strerror}", "")
+
+    def _start(self, order: Command) -> None:
+        self._control, theirs = seqpacket.pair()
+        self._poller.register(self._control, select.POLLIN)
+        program = {
+            "key": KEY,
+            "argv": order["argv"],
+            "env_set": order["env_set"],
+            "env_unset": [],
+            "cwd": None,
+            "fds": [0, 1, 2, CONTROL_FD],
+            "service": True,
+            "cpus": None,
+        }
+        fds: list[int] = []
+        try:
+            fds.append(os.open(os.devnull, os.O_RDWR))
+            # What is printed while modules are imported belongs to the workers, each of which repeats it.
+            fds += (os.memfd_create(name) for name in ("stdout", "stderr"))
+            self._spawn(program, [*fds, theirs.fileno()])
+        finally:
+            theirs.close()
+            for fd in fds:
+                os.close(fd)
+        self._later = len(order["later"])
+        first = {"modules": order["modules"], "later": order["later"], "served": self._served, **order["worker"]}
+        self._queue.appendleft((first, [], None))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._queue and self._control is not None:
+            packet, fds, fork = self._queue[0]
+            try:
+                seqpacket.send(self._control, packet, fds)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._queue.popleft()  # its end is on the way as an event
+                if fork is not None:
+                    self._give_up(fork, os.strerror(error.errno or 0))
+                continue
+            self._queue.popleft()
+            if fork is not None:
+                fork.sent()
+        if self._control is not None:
+            self._poller.modify(self._control, select.POLLIN | (select.POLLOUT if self._queue else 0))
+
+    def _listen(self) -> None:
+        """Take what the process tells of itself."""
+        while self._control is not None:
+            try:
+                received = seqpacket.receive(self._control)
+            except BlockingIOError:
+                return
+            if received is None:
+                self._close()
+                return
+            self._hear(received[0])
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        assert self._order is not None
+        match message["is"]:
+            case "unfit":
+                self._unfit = True
+                for kind in ("modules", "later"):
+                    self._order[kind] = [name for name in self._order[kind] if name != message["module"]]
+                if not message["module"]:
+                    self._order["modules"] = []
+                self._say(message["text"], "left out" if self._order["modules"] else "")
+            case "left_out":
+                self._tell({"is": "preload", "text": message["text"], "trouble": True})
+            case "ready":
+                self._ready = True
+                self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
+                if self._served:
+                    self._park_at_s = time.monotonic() + STANDBY_QUIET_S
+            case "later":
+                self._later -= 1
+                self._park_at_s = time.monotonic()
+                self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
+
+    def _say(self, why: str, then: str) -> None:
+        self._tell({"is": "preload", "text": f"{why}; {then or 'workers are started by exec'}", "trouble": True})
+
+    def _close(self) -> None:
+        """Whoever waits in the queue is started by exec; those it knew of find the end of their answers."""
+        if self._control is None:
+            return
+        self._poller.unregister(self._control)
+        self._control.close()
+        self._control = None
+        queued, self._queue = self._queue, deque()
+        for _, _, fork in queued:
+            if fork is not None:
+                self._give_up(fork, "")
+
+    # --- the workers --------------------------------------------------------------------------------------------------
+
+    def _settle(self, fork: Fork) -> None:
+        answer = _heard(fork.ours)
+        if answer is None:
+            return
+        word, rest = answer
+        if word != "pid":
+            self._give_up(fork, rest)
+            return
+        self._forget(fork)
+        self._born(fork.command, int(rest))
+        with contextlib.suppress(OSError):  # it has been killed
+            fork.ours.send(b"go")
+        fork.close()
+
+    def _give_up(self, fork: Fork | Standby, why: str) -> None:
+        """It will not be forked: a worker is started by exec, a standby is done without."""
+        if isinstance(fork, Standby):
+            self._dismiss(fork)
+            return
+        if fork.standby is not None and not why and self.takes(fork.command):  # it was killed: another one, then
+            fds, fork.fds = fork.fds, []
+            self._forget(fork)
+            fork.close()
+            self.ask(fork.command, fds)
+            return
+        if why and why not in self._told:
+            self._told.add(why)
+            self._say(why, "")
+        self._forget(fork)
+        try:
+            self._spawn(fork.command, fork.fds)
+        finally:
+            fork.close()
+
+    # --- the standbys -------------------------------------------------------------------------------------------------
+
+    def _park(self) -> None:
+        assert self._order is not None
+        try:
+            for _ in range(self._order["standby"] - len(self._standbys)):
+                standby = Standby()
+                self._standbys[standby.ours.fileno()] = standby
+                self._poller.register(standby.ours, select.POLLIN)
+                self._queue.append((*standby.packet(os.getpid()), standby))
+        except OSError:  # no descriptors left: restarts fork then
+            pass
+        self._flush()
+
+    def _hear_standby(self, standby: Standby) -> None:
+        answer = _heard(standby.ours)
+        if answer is None:
+            return
+        word, rest = answer
+        if word != "pid":
+            self._dismiss(standby)
+            return
+        standby.pid = int(rest)
+        self._born({"key": STANDBY, "service": True}, standby.pid)
+        if all(each.pid for each in self._standbys.values()):
+            own = [processes.own_bytes(each.pid) for each in self._standbys.values()]
+            self._tell({"is": "standby", "pids": [each.pid for each in self._standbys.values()], "own_bytes": sum(own)})
+
+    def _promote(self, command: Command, fds: list[int]) -> bool:
+        """Make a worker of a standby, if one is parked. `fds` are ours then."""
+        for standby in [each for each in self._standbys.values() if each.pid]:
+            fork = Fork(command, fds, standby)
+            packet, given = fork.packet(os.getpid())
+            try:
+                seqpacket.send(standby.ours, packet, given)
+            except OSError:  # it has been killed
+                self._dismiss(standby)
+                continue
+            number = standby.ours.fileno()
+            del self._standbys[number]
+            self._forks[number] = fork
+            return True
+        return False
+
+    def _dismiss(self, standby: Standby) -> None:
+        """It ends, if it lives."""
+        del self._standbys[standby.ours.fileno()]
+        self._poller.unregister(standby.ours)
+        self._queue = deque(item for item in self._queue if item[2] is not standby)
+        standby.close()
+
+    def _forget(self, fork: Fork) -> None:
+        del self._forks[fork.ours.fileno()]
+        self._poller.unregister(fork.ours)
+        self._queue = deque(item for item in self._queue if item[2] is not fork)
+
+
+def _heard(sock: socket.socket) -> tuple[str, str] | None:
+    """The first word of an answer, and the rest; empty when whoever was to answer is gone. None: nothing yet."""
+    try:
+        answer = sock.recv(ANSWER_BYTES_MAX)
+    except BlockingIOError:
+        return None
+    except OSError:
+        answer = b""
+    word, _, rest = answer.decode(errors="replace").partition(" ")
+    return word, rest

@@ -1,0 +1,175 @@
+"""Where the logs of a run lie on disk: one folder per run and agent, one below it per attempt, one below that per
+worker.
+
+Knows names, modes and the file descriptors handed to a worker. Must not know who reads the files or where lines are
+shown.
+
+    <log_dir>/<run_id>_<8 random>/               mode 0700, kept; a job that nobody has named: brave-otter_<8 random>
+      attempt_<restart_count>/                   attempt_<restart_count>_generation_<g> when the first name is taken
+        <local_rank>/stdout.log stderr.log error.json
+        filtered_stdout.log filtered_stderr.log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.protocol.errors import LogDirError
+from holdfast.text import spoken
+
+if TYPE_CHECKING:
+    from holdfast.protocol.options import LogOptions
+
+RUN_ID_BYTES_MAX = 200
+"""A file name may have 255 bytes; the random suffix needs some of them."""
+SUFFIX_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+SUFFIX_LENGTH = 8
+NAME_TRIES_MAX = 100
+TEMPORARY_NAME = "holdfast-runs-"
+
+
+class WorkerSlot(NamedTuple):
+    """One worker of this node in the coming attempt."""
+
+    local_rank: int
+    rank: int
+
+
+class StreamFds(NamedTuple):
+    """What the worker gets as its descriptors 1 and 2; None: it inherits the agent's own."""
+
+    stdout: int | None
+    stderr: int | None
+
+
+class WorkerStreams(NamedTuple):
+    """Where one worker's output and error report go. Files are None with `--log-dir /dev/null`."""
+
+    fds: StreamFds
+    stdout_file: Path | None
+    stderr_file: Path | None
+    error_file: Path | None
+
+
+class RunFolder:
+    """The folder of one run on this node. Nothing in it is ever deleted or reused by holdfast."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        """None: `--log-dir /dev/null`, there are no files at all."""
+        self._attempts: dict[int, Path] = {}
+
+    @classmethod
+    def create(cls, options: LogOptions, run_id: str) -> RunFolder:
+        """Make `<log_dir>/<run_id>_<8 random>/`, with its parents. Raises LogDirError."""
+        if options.log_dir is None:
+            return cls(None)
+        parent = Path(os.path.abspath(options.log_dir))
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            return cls(_make_unique(parent, safe_name(spoken(run_id))))
+        except (FileExistsError, NotADirectoryError) as error:
+            raise LogDirError(f"--log-dir {parent} is not a folder: {_file_in_the_way(parent)} is a file.") from error
+        except OSError as error:
+            text = f"the log folder {parent} cannot be written: {error.strerror}; --log-dir names another one"
+            raise LogDirError(text) from error
+
+    def attempt(self, generation: int, restart_count: int) -> Path | None:
+        """The folder of this attempt, made if needed; asking again for a generation gives the same one. Raises
+        LogDirError.
+
+        A membership change starts a generation without counting a restart: it gets a folder of its own.
+        """
+        if self.path is None:
+            return None
+        if generation not in self._attempts:
+            name = f"attempt_{restart_count}"
+            try:
+                self._attempts[generation] = _make_first(self.path, (name, f"{name}_generation_{generation}"))
+            except OSError as error:
+                raise LogDirError(f"The run folder {self.path} cannot be written: {error.strerror}.") from error
+        return self._attempts[generation]
+
+
+KERNEL_FOLDERS = ("/proc", "/sys")
+"""Root has every permission there, and still nothing can be made."""
+
+
+def default_log_dir() -> str:
+    """Where runs are kept without --log-dir: the user's state folder; where that cannot be written the current
+    folder, and where that cannot be either, one of this user in the temporary folder."""
+    candidates = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"))
+    for base in candidates:
+        # The XDG standard says that a relative path is to be ignored; expanduser leaves "~" when nobody knows the home.
+        if os.path.isabs(base) and _can_be_made(base):
+            return os.path.join(base, "holdfast", "runs")
+    with contextlib.suppress(OSError):  # the current folder was deleted
+        here = os.path.abspath(os.path.join("holdfast", "runs"))
+        if _can_be_made(here):
+            return here
+    return temporary_log_dir()
+
+
+def temporary_log_dir() -> str:
+    """In the temporary folder; others can put things there, so nobody else may own it."""
+    temporary = os.environ.get("TMPDIR", "")
+    folder = os.path.join(temporary if os.path.isdir(temporary) else "/tmp", f"{TEMPORARY_NAME}{os.geteuid()}")
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            return f"{folder}-{os.urandom(4).hex()}"
+    return folder
+
+
+def safe_name(run_id: str) -> str:
+    """The run id as part of a file name.
+
+    >>> safe_name("team/run 1")
+    'team_run_1'
+    """
+    name = re.sub(r"[^\w.@=+,:-]", "_", run_id)
+    return name.encode()[:RUN_ID_BYTES_MAX].decode(errors="ignore")
+
+
+def open_log(path: Path) -> int:
+    """A worker's log for writing. O_APPEND: whoever shares it (children, a truncating worker) never overwrites.
+    Raises OSError."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+
+def _make_unique(parent: Path, name: str) -> Path:
+    names = [f"{name}_{_random_suffix()}" for _ in range(NAME_TRIES_MAX)]
+    return _make_first(parent, names, mode=0o700)
+
+
+def _make_first(parent: Path, names: list[str] | tuple[str, ...], mode: int = 0o777) -> Path:
+    """Make the first of these folders that does not exist yet."""
+    for name in names:
+        try:
+            (parent / name).mkdir(mode=mode)
+        except FileExistsError:
+            continue
+        return parent / name
+    raise FileExistsError(17, "all names are taken", str(parent))
+
+
+def _random_suffix() -> str:
+    # Not tempfile.mkdtemp: it would load shutil and the compression modules into the agent.
+    return "".join(SUFFIX_ALPHABET[byte % len(SUFFIX_ALPHABET)] for byte in os.urandom(SUFFIX_LENGTH))
+
+
+def _can_be_made(folder: str) -> bool:
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    in_kernel = os.path.realpath(folder).startswith(KERNEL_FOLDERS)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK) and not in_kernel
+
+
+def _file_in_the_way(path: Path) -> Path:
+    """The part of the path that exists and is not a folder."""
+    return next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), path)

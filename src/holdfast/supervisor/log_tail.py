@@ -1,0 +1,484 @@
+"""From growing log files to whole console lines.
+
+Knows how to follow files with inotify, and how to share one destination fairly; log_fold.py knows what a line is. Must
+not know options, roles or what a prefix means.
+
+Reading happens only when the destination has room, so a blocked console costs no memory: the files are the queue.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.supervisor.log_fold import (
+    FOLD_BYTES_MAX,
+    HeldTraceback,
+    LineCutter,
+    LineFold,
+    add_prefix,
+    keep_matching,
+    tame,
+)
+
+
+class ChangeWatch:
+    """One inotify descriptor for all files. It tells that something changed, not what: asking each file is cheap."""
+
+    def __init__(self) -> None:
+        import ctypes  # lazily: only an agent that shows logs needs it
+
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self.fd: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.reliable = self.fd >= 0
+        """False: some file cannot be watched and has to be polled."""
+        self._users: dict[int, int] = {}
+
+    def add(self, path: Path) -> int:
+        """Watch a file; the handle for `remove`. A file may be watched several times."""
+        in_modify = 0x2
+        handle: int = self._libc.inotify_add_watch(self.fd, os.fsencode(path), in_modify)
+        if handle < 0:
+            self.reliable = False
+        self._users[handle] = self._users.get(handle, 0) + 1
+        return handle
+
+    def remove(self, handle: int) -> None:
+        self._users[handle] -= 1
+        if not self._users[handle]:
+            del self._users[handle]
+            if handle >= 0:
+                self._libc.inotify_rm_watch(self.fd, handle)
+
+    def drain(self) -> None:
+        """Forget the news that came so far; to be called before the files are asked."""
+        try:
+            while self.fd >= 0:
+                os.read(self.fd, 65_536)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+CHUNK_BYTES_MAX = 256 * 1024
+"""Read from one file before it is the next one's turn; fits a core's cache."""
+PROGRESS_S = 1.0
+"""Not a terminal: a line that overwrites itself is shown at most this often, and at its end."""
+TRANSIENT_S = 0.1
+"""Terminal: the transient last line changes at most this often."""
+PROMPT_S = 0.2
+"""Terminal: an unfinished line that stays this long is shown: it may be a prompt."""
+PROMPT_ENDS = (b"?", b":", b">", b"]", b")", b"$", b"#")
+POLL_S = 0.05
+"""Only where the kernel refuses inotify."""
+AT_ONCE = 0.0
+
+
+class Sink(Protocol):
+    """Where lines go."""
+
+    @property
+    def free(self) -> bool:
+        """Takes the next lines now."""
+
+    broken: bool
+    live: bool
+
+    def put(self, lines: bytes, transient: bytes | None = None) -> None: ...
+
+    def put_prompt(self, text: bytes) -> None: ...
+
+
+class StreamTail:
+    """One followed file, as prefixed lines for one sink."""
+
+    def __init__(
+        self,
+        path: Path,
+        prefix: bytes,
+        *,
+        live: bool = False,
+        needles: tuple[bytes, ...] = (),
+        asks: bool = False,
+        rank: int | None = None,
+        held: HeldTraceback | None = None,
+    ) -> None:
+        """`asks`: somebody at the terminal can answer. `rank`: its lines may be folded with those of other ranks.
+        `held`: a traceback at its end is kept back."""
+        self.path = path
+        self.rank = rank
+        self.held = held
+        self.read_bytes = 0
+        self.changed_at = 0.0
+        self.drawn = b""
+        """What was drawn of the unfinished line last."""
+        self._prefix = prefix
+        self._live = live
+        self._asks = asks
+        self._needles = needles
+        self._cutter = LineCutter()
+        self._fd = -1
+        self._watch_handle: int | None = None
+        self._offset = 0
+        self._progress_shown: bytes | None = None
+        self._progress_due = 0.0
+
+    def open(self, watch: ChangeWatch) -> None:
+        """Begin to follow it. A file that is gone is shown as an empty one."""
+        if os.path.exists(self.path):
+            self._watch_handle = watch.add(self.path)
+
+    def close(self, watch: ChangeWatch) -> None:
+        if self._watch_handle is not None:
+            watch.remove(self._watch_handle)
+            self._watch_handle = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def take(self, now: float) -> tuple[bytes, bool]:
+        """The next lines, not yet dressed, and whether there may be more at once."""
+        chunk = self._read()
+        if not chunk:
+            return b"", False
+        self.changed_at = now
+        lines = self._without_repeat(self._cutter.feed(chunk))
+        if lines:
+            self.drawn = b""
+        if self.held is not None:
+            lines = self.held.feed(lines, now)
+        return lines, len(chunk) == CHUNK_BYTES_MAX
+
+    def finish(self, now: float) -> bytes:
+        """The last line, if it has no newline."""
+        lines = self._without_repeat(self._cutter.flush())
+        return self.held.feed(lines, now) if self.held is not None else lines
+
+    def take_progress(self, now: float) -> tuple[bytes, float | None]:
+        """Not a terminal: the state of a line that overwrites itself, as a line, or when to ask again."""
+        state = self._cutter.progress
+        if not state or state == self._progress_shown:
+            return b"", None
+        if now < self._progress_due:
+            return b"", self._progress_due
+        self._progress_shown, self._progress_due = state, now + PROGRESS_S
+        return self.dress(state + b"\n"), None
+
+    def transient(self) -> tuple[bytes, float | None]:
+        """Terminal: the unfinished line, and when it is due; None: it is drawn already, or there is none."""
+        text = self._cutter.newest
+        if text == self.drawn or not text:
+            return text, None
+        return text, self.changed_at if b"\r" in self._cutter.partial else self.changed_at + PROMPT_S
+
+    def is_prompt(self, text: bytes) -> bool:
+        """Looks like a question, to which somebody types an answer."""
+        return self._asks and b"\r" not in self._cutter.partial and text.rstrip(b" ").endswith(PROMPT_ENDS)
+
+    def give_prompt(self, text: bytes) -> bytes:
+        """The prompt, which is then no part of the line to come: on the screen the answer stands after it."""
+        self._cutter.partial = b""
+        self.drawn = b""
+        return self._prefix + tame(text)
+
+    def draw(self, text: bytes) -> bytes:
+        self.drawn = text
+        return self._prefix + tame(text) if text else b""
+
+    def _read(self) -> bytes:
+        if self._fd < 0 and not self._open_written():
+            return b""
+        try:
+            size = os.fstat(self._fd).st_size
+            if size < self._offset:  # the worker truncated it
+                self._offset = 0
+            wanted = min(size - self._offset, CHUNK_BYTES_MAX)
+            chunk = os.pread(self._fd, wanted, self._offset) if wanted else b""
+        except OSError:  # the disk fails: what cannot be read cannot be shown
+            return b""
+        self._offset += len(chunk)
+        self.read_bytes += len(chunk)
+        return chunk
+
+    def _open_written(self) -> bool:
+        """Once something is in it: by then our copies of what the worker writes to are closed, and descriptors are
+        scarce."""
+        try:
+            if self._watch_handle is not None and os.stat(self.path).st_size:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        return self._fd >= 0
+
+    def _without_repeat(self, lines: bytes) -> bytes:
+        """A line whose last state was shown as progress is not shown again."""
+        if lines and self._progress_shown is not None:
+            first, _, others = lines.partition(b"\n")
+            if first == self._progress_shown:
+                lines = others
+            self._progress_shown = None
+        return lines
+
+    def dress(self, lines: bytes) -> bytes:
+        """As the sink is to get them."""
+        if self._needles:
+            lines = keep_matching(lines, self._needles)
+        return add_prefix(self.plain(lines), self._prefix)
+
+    def plain(self, lines: bytes) -> bytes:
+        """Without what would disturb a terminal that is shared."""
+        return tame(lines) if self._live else lines
+
+
+class TailGroup:
+    """The files of one attempt that go to one sink."""
+
+    def __init__(
+        self, tails: Sequence[StreamTail], done: Callable[[], None] | None = None, fold: LineFold | None = None
+    ) -> None:
+        """`done` is called in the console's thread when all was put into the sink, or given up."""
+        self.tails = tuple(tails)
+        self.fold = fold
+        self._done = done
+        self.ended = False
+        """Set from any thread: nothing will be written any more."""
+        self.told_elsewhere: dict[int, str] | None = None
+        """Set from any thread: tracebacks that are shown in another place, by rank. None: nobody knows yet."""
+        self.turn = 0
+        self._opened = False
+
+    def open(self, watch: ChangeWatch) -> None:
+        if not self._opened:
+            self._opened = True
+            for tail in self.tails:
+                tail.open(watch)
+
+    def close(self, watch: ChangeWatch) -> None:
+        for tail in self.tails:
+            tail.close(watch)
+        if self._done is not None:
+            self._done()
+
+
+class Lane:
+    """All that goes to one sink, attempt after attempt."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.read_bytes = 0
+        self._groups: deque[TailGroup] = deque()
+        self._drawn_at = 0.0
+        self._owner: StreamTail | None = None
+        """Whose unfinished line is the transient last line."""
+        self._prompt = b""
+        """To be shown after the lines that came before it."""
+
+    @property
+    def idle(self) -> bool:
+        return not self._groups
+
+    def add(self, group: TailGroup) -> None:
+        self._groups.append(group)
+
+    def pump(self, now: float, watch: ChangeWatch) -> float | None:
+        """Show what there is while the sink has room; when to come again, None: at news."""
+        while self._groups and self.sink.free:
+            group = self._groups[0]
+            over = group.ended  # asked before reading: what is read afterwards is all there will ever be
+            group.open(watch)
+            told = group.told_elsewhere  # this one too
+            due = None if self.sink.broken else self._show(group, now, over=over)
+            if over and due is None and not self.sink.broken:
+                due = self._show_held(group, now, told)
+            if due is not None or not over:
+                return due
+            group.close(watch)
+            self._groups.popleft()
+        return None
+
+    def abandon(self, watch: ChangeWatch) -> None:
+        """Show nothing more."""
+        for group in self._groups:
+            group.close(watch)
+        self._groups.clear()
+
+    def _show(self, group: TailGroup, now: float, *, over: bool) -> float | None:
+        blocks: list[bytes] = []
+        size = 0
+        more = False
+        for _ in group.tails:
+            tail = group.tails[group.turn]
+            group.turn = (group.turn + 1) % len(group.tails)
+            before = tail.read_bytes
+            block, has_more = tail.take(now)
+            self.read_bytes += tail.read_bytes - before
+            self._put(group, tail, block, now, blocks)
+            size += len(block)
+            more = more or has_more
+            if size >= CHUNK_BYTES_MAX:
+                more = True
+                break
+        due: float | None = AT_ONCE
+        transient = b"" if self._owner is not None and not self._owner.drawn else None
+        if not more and over:
+            for tail in group.tails:
+                self._put(group, tail, tail.finish(now), now, blocks)
+            due, transient = None, b""
+        elif not more and self.sink.live:
+            due, transient = self._next_transient(group, now, transient)
+        elif not more:
+            due = self._add_progress(group, now, blocks)
+        if transient == b"":
+            self._owner = None
+        at_end = over and due is None
+        dues = [] if due is None else [due]
+        if not at_end:
+            dues += self._release_late(group, now, blocks)
+        if group.fold is not None and group.fold.due is not None:
+            if at_end or transient or self._prompt or group.fold.due <= now:
+                blocks.append(group.fold.take())
+            else:
+                dues.append(group.fold.due)
+        lines = b"".join(blocks)
+        if lines or transient is not None:
+            self.sink.put(lines, transient)
+        if self._prompt:
+            self.sink.put_prompt(self._prompt)
+            self._prompt = b""
+        return min(dues, default=None)
+
+    def _put(self, group: TailGroup, tail: StreamTail, lines: bytes, now: float, blocks: list[bytes]) -> None:
+        """On their way to the sink, at once or with those of other ranks."""
+        if not lines:
+            return
+        if group.fold is None or tail.rank is None:
+            blocks.append(tail.dress(lines))
+            return
+        if len(lines) > FOLD_BYTES_MAX or group.fold.full:
+            blocks.append(group.fold.take())
+        if len(lines) > FOLD_BYTES_MAX:
+            blocks.append(tail.dress(lines))
+        else:
+            group.fold.add(id(tail), tail.rank, tail.plain(lines), now)
+
+    def _release_late(self, group: TailGroup, now: float, blocks: list[bytes]) -> list[float]:
+        """Tracebacks that were held long enough go on; when the others are due."""
+        dues = []
+        for tail in group.tails:
+            if tail.held is None or tail.held.due is None:
+                continue
+            if tail.held.due <= now:
+                self._put(group, tail, tail.held.release(), now, blocks)
+            else:
+                dues.append(tail.held.due)
+        return dues
+
+    def _show_held(self, group: TailGroup, now: float, told: dict[int, str] | None) -> float | None:
+        """No worker of this group lives: show what they ended with, but for what is told elsewhere, once it is
+        known."""
+        held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
+        late = [each.due for _, each in held if each.due is not None and each.due > now]
+        if told is None and late:
+            return min(late)
+        blocks: list[bytes] = []
+        for tail, each in held:
+            without = (told or {}).get(tail.rank, "") if tail.rank is not None else ""
+            self._put(group, tail, each.release(without), now, blocks)
+        if group.fold is not None:
+            blocks.append(group.fold.take())
+        if lines := b"".join(blocks):
+            self.sink.put(lines)
+        return None
+
+    def _add_progress(self, group: TailGroup, now: float, blocks: list[bytes]) -> float | None:
+        dues: list[float] = []
+        for tail in group.tails:
+            block, due = tail.take_progress(now)
+            blocks.append(block)
+            if due is not None:
+                dues.append(due)
+        return min(dues, default=None)
+
+    def _next_transient(
+        self, group: TailGroup, now: float, transient: bytes | None
+    ) -> tuple[float | None, bytes | None]:
+        """When the transient line is to change next, and what it is to become now (None: it stays)."""
+        waiting: list[tuple[float, StreamTail, bytes]] = []
+        for tail in group.tails:
+            text, due = tail.transient()
+            if due is not None:
+                waiting.append((max(due, self._drawn_at + TRANSIENT_S), tail, text))
+        ready = [each for each in waiting if each[0] <= now]
+        if ready:
+            _, tail, text = max(ready, key=lambda each: each[1].changed_at)
+            self._owner, self._drawn_at = tail, now
+            if tail.is_prompt(text):
+                self._owner, transient = None, None
+                self._prompt = tail.give_prompt(text)
+            else:
+                transient = tail.draw(text)
+        later = [
+            now + TRANSIENT_S if due <= now else due for due, tail, _ in waiting if not (ready and tail is self._owner)
+        ]
+        return min(later, default=None), transient
+
+
+class LogTail:
+    """All lanes together: the console's Source."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # groups are added from the agent's thread
+        self._lanes: tuple[Lane, ...] = ()
+        self._left_bytes = 0
+        """Read by lanes that are gone."""
+        self._watch: ChangeWatch | None = None
+        self.abandoned = False
+        """Set from any thread: show nothing more."""
+        self.closed = False  # nothing is open any more
+
+    def add(self, sink: Sink, group: TailGroup) -> None:
+        """Show the group after all earlier ones of this sink. The console is to be woken afterwards."""
+        with self._lock:
+            lane = next((lane for lane in self._lanes if lane.sink is sink), None)
+            if lane is None:
+                lane = Lane(sink)
+                self._lanes = (*self._lanes, lane)
+            lane.add(group)
+
+    @property
+    def idle(self) -> bool:
+        """Every group has ended and was shown to its end."""
+        return all(lane.idle for lane in self._lanes)
+
+    @property
+    def progress(self) -> int:
+        return self._left_bytes + sum(lane.read_bytes for lane in self._lanes)
+
+    def fileno(self) -> int | None:
+        return self._watch.fd if self._watch is not None and self._watch.fd >= 0 else None
+
+    def pump(self, now: float) -> float | None:
+        if self._watch is None:
+            self._watch = ChangeWatch()
+        if self.abandoned:
+            for lane in self._lanes:
+                lane.abandon(self._watch)
+            self._watch.close()
+            self.closed = True
+            return None
+        self._watch.drain()
+        dues = [due for lane in self._lanes if (due := lane.pump(now, self._watch)) is not None]
+        with self._lock:
+            self._left_bytes += sum(lane.read_bytes for lane in self._lanes if lane.idle)
+            self._lanes = tuple(lane for lane in self._lanes if not lane.idle)
+        if not self._watch.reliable and not self.idle:
+            dues.append(now + POLL_S)
+        return min(dues, default=None)

@@ -1,0 +1,237 @@
+"""What about this machine explains a worker's last words: interfaces, room in /dev/shm and on disks, limits, a port's
+holder.
+
+Asked only when a worker has failed and only for what its words speak of. Reads /proc and a few counters; blocks: call
+it in a thread. Never raises for something that cannot be found out. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from holdfast.linux import GroupLimits
+
+SHM = "/dev/shm"
+SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
+MIB = 2**20
+GIB = 2**30
+FACT_CHARACTERS_MAX = 240
+INTERFACES_SHOWN_MAX = 8
+VIRTUAL = re.compile(r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tun|tap|wg|tailscale|kube|dummy)")
+"""Interfaces that other nodes do not share."""
+PATH = re.compile(r"(?<![\w/:.])/[\w.~+=@-]+(?:/[\w.~+=@-]+)+")
+PATHS_MAX = 16
+SLOW_MOUNTS = re.compile(r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)")
+"""File systems that may never answer. They are asked only where the words name a path on them."""
+NO_DISKS = re.compile(
+    r"^(?:proc|sysfs|cgroup2?|devpts|mqueue|securityfs|debugfs|tracefs|bpf|pstore|configfs|squashfs|iso9660|nsfs"
+    r"|efivarfs)$"
+)
+FULL = 0.99
+MODULE = re.compile(
+    r"\bmodule '([\w.]+)' has no|from (?:partially initialized module )?'([\w.]+)'(?! \([^)]*/(?:site|dist)-packages/)"
+    r"|No module named '([\w.]+)'"
+)
+FILE = re.compile(r'^\s*File "([^"\n]+)", line', re.MULTILINE)
+LIBRARY = re.compile(r"/(?:site|dist)-packages\b|/lib/python3|<frozen ")
+PORT = re.compile(r"port[:= ]{1,3}(\d{2,5})|[\]\w.]:(\d{4,5})\b", re.IGNORECASE)
+
+_WORDS = {
+    "interfaces": (
+        "system error",
+        "nccl internal error",
+        "ncclinternalerror",
+        "socket interface",
+        "unable to find address",
+        "unable to resolve",
+        "no route to host",
+        "unreachable",
+        "client socket",
+        "clients joined",
+        "connectfullmesh",
+        "wait timeout",
+        "socketstartconnect",
+    ),
+    "shm": ("shared memory", "/dev/shm", "(shm)", "bus error", "dataloader worker", "</torch_"),
+    "disks": (
+        "no space left",
+        "quota",
+        "enospc",
+        "file too large",
+        "pytorchstreamwriter",
+        "unexpected pos",
+        "file write failed",
+        "iostream error",
+        "disk is full",
+        "os error 28",
+    ),
+    "nofile": ("too many open files", "ancdata"),
+    "pids": ("can't start new thread", "temporarily unavailable", "pthread_create", "cannot fork"),
+    "memory": ("allocate", "memoryerror", "bad_alloc", "killed by signal: killed", "exited unexpectedly"),
+    "port": ("address already in use", "eaddrinuse"),
+    "hides": ("error: module '", "initialized module '", "cannot import name ", "no module named "),
+}
+"""Words, small, that ask for a fact. Not every lost connection does: what is gathered delays the report of a failure.
+"""
+
+
+def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
+    """By name, each a few words; empty where nothing was asked for. `log_file`: names the disk that logs go to."""
+    told: dict[str, Callable[[], str]] = {
+        "interfaces": interfaces,
+        "shm": shm,
+        "disks": partial(disks, os.path.dirname(log_file), words),
+        "nofile": nofile,
+        "pids": pids,
+        "memory": memory,
+        "port": partial(port, words),
+        "hides": partial(hides, words),
+    }
+    small = words.lower()
+    asked = {name for name, signs in _WORDS.items() if any(sign in small for sign in signs)}
+    if exit_code in (-signal.SIGBUS, 128 + signal.SIGBUS):
+        asked.add("shm")
+    found = {name: _told(told[name]) for name in told if name in asked}
+    return {name: text[:FACT_CHARACTERS_MAX] for name, text in found.items() if text}
+
+
+def _told(fact: Callable[[], str]) -> str:
+    with contextlib.suppress(Exception):  # whatever it is: the failure that it would explain has to be reported
+        return fact()
+    return ""
+
+
+def interfaces() -> str:
+    """`eth0 10.0.0.5, docker0 172.17.0.1; try NCCL_SOCKET_IFNAME=eth0`."""
+    from holdfast.doctor.system import default_interface
+
+    up = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
+    if not up:
+        return "no network interface is up"
+    shown = ", ".join(f"{name} {address}" for name, address in list(up.items())[:INTERFACES_SHOWN_MAX])
+    real = [name for name in up if not VIRTUAL.match(name)]
+    default = default_interface()
+    best = default if default in real else (real[0] if real else "")
+    return f"interfaces {shown}" + (
+        f"; try NCCL_SOCKET_IFNAME={best}" if best else "; none but loopback and virtual ones"
+    )
+
+
+def _address(name: str) -> str:
+    """The IPv4 address of an interface that is up; empty otherwise. psutil would tell IPv6 too, and cost a tenth of a
+    second."""
+    request = struct.pack("256s", name.encode()[:15])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        flags = struct.unpack_from("<H", fcntl.ioctl(sock, SIOCGIFFLAGS, request), 16)[0]
+        if flags & IFF_UP:
+            return socket.inet_ntoa(fcntl.ioctl(sock, SIOCGIFADDR, request)[20:24])
+    return ""
+
+
+def shm() -> str:
+    room = os.statvfs(SHM)
+    return f"{SHM} has {_size(room.f_bavail * room.f_frsize)} free of {_size(room.f_blocks * room.f_frsize)}"
+
+
+def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -> str:
+    """Those that may be meant, the fullest first: of the paths that the words name, of our own folders, and any that
+    is full."""
+    import tempfile
+
+    named = [os.path.dirname(path) for path in PATH.findall(words)[-PATHS_MAX:]]
+    places = [os.getcwd(), log_folder or os.getcwd(), tempfile.gettempdir(), os.path.expanduser("~"), SHM]
+    found: dict[int, tuple[float, str]] = {}
+    for place in (*places, *named):
+        with contextlib.suppress(OSError):
+            found.setdefault(os.stat(place).st_dev, _fullness(place))
+    for place in mounted(mounts):
+        with contextlib.suppress(OSError):
+            used, text = _fullness(place)
+            if used >= FULL:
+                found.setdefault(os.stat(place).st_dev, (used, text))
+    return ", ".join(text for _, text in sorted(found.values(), reverse=True))
+
+
+def _fullness(place: str) -> tuple[float, str]:
+    """Of a disk, as a share, and `/data 98% full`."""
+    room = os.statvfs(place)
+    used = 1 - room.f_bavail / room.f_blocks if room.f_blocks else 0.0
+    inodes = 1 - room.f_favail / room.f_files if room.f_files else 0.0
+    return max(used, inodes), f"{place} {used:.0%} full" + (f" ({inodes:.0%} of its inodes)" if inodes > used else "")
+
+
+def mounted(mounts: str) -> list[str]:
+    """Where something can be written and asked about without waiting."""
+    places = []
+    with contextlib.suppress(OSError), open(mounts, errors="replace") as file:
+        for line in file:
+            _, place, kind, options, *_ = line.split()
+            if not NO_DISKS.match(kind) and not SLOW_MOUNTS.match(kind) and "ro" not in options.split(","):
+                places.append(place.replace("\\040", " "))
+    return places
+
+
+def nofile() -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"at most {soft} open files (ulimit -n; up to {hard} may be asked for)"
+
+
+def pids() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    group = GroupLimits()
+    own = "no limit for the user" if soft == resource.RLIM_INFINITY else f"at most {soft} for the user (ulimit -u)"
+    return f"{own}, {group.pids_used} of {group.pids} in the cgroup" if group.pids else own
+
+
+def memory() -> str:
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":", 1) for line in file if ":" in line)
+    left, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    limit = GroupLimits().memory_bytes
+    return f"{_size(left)} of {_size(total)} memory free" + (f", the cgroup's limit is {_size(limit)}" if limit else "")
+
+
+def port(words: str) -> str:
+    """Who holds the port that the words name, if it still does."""
+    from holdfast.rendezvous.bind import who_holds
+
+    for found in PORT.finditer(words):
+        number = int(found[1] or found[2])
+        holder = who_holds(number) if 0 < number < 65_536 else None
+        if holder:
+            return f"port {number} is held by {holder}"
+    return ""
+
+
+def hides(words: str) -> str:
+    """The script's own file that has the name of a library, of the modules and the files that the words name."""
+    found = MODULE.findall(words)
+    names = dict.fromkeys((one or other or third).partition(".")[0] for one, other, third in found)
+    folders = dict.fromkeys(os.path.dirname(file) for file in FILE.findall(words) if not LIBRARY.search(file))
+    for name in names:
+        for own in (os.path.join(folder, name) for folder in folders):
+            file = next((each for each in (f"{own}.py", f"{own}/__init__.py") if os.path.isfile(each)), "")
+            if file and _is_library(name, os.path.dirname(own)):
+                return f"{file} hides the library {name}"
+    return ""
+
+
+def _is_library(name: str, own_folder: str) -> bool:
+    places = [place for place in sys.path if LIBRARY.search(place) and place != own_folder]
+    return name in sys.stdlib_module_names or any(
+        os.path.exists(os.path.join(place, each)) for place in places for each in (name, f"{name}.py")
+    )
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"

@@ -1,0 +1,129 @@
+"""How a worker is started: its command line, and what is imported ahead for it.
+
+Knows the options and where the bootstrap lies; starts nothing. Light, because it is used before the agent's own heavy
+modules are imported: modules that are ordered early are imported while the nodes still meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from importlib.machinery import SourceFileLoader
+from importlib.util import cache_from_source
+from pathlib import Path
+from string import Template
+
+from holdfast import seqpacket
+from holdfast.protocol.options import CommandKind, RunOptions
+from holdfast.supervisor.fork_server_client import CONTROL_FD
+from holdfast.supervisor.supervisor import SupervisorHandle
+
+BOOTSTRAP = str(Path(__file__).resolve().parents[1] / "worker" / "bootstrap.py")
+"""Run by its path, so that it works under any Python, with or without holdfast installed."""
+
+CALL_FD, RESULT_FD = 3, 4
+"""Where a worker that runs a function finds it, and where it writes what became of it."""
+
+
+def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
+    """Program and arguments of one worker; the program may still have to be looked up in PATH.
+
+    `${local_rank}` and `$local_rank` become the real local rank (also with --virtual-local-rank) and `$$` becomes `$`,
+    in the target and the user's arguments, as in torchrun.
+    """
+    command = options.command
+    legacy = ["--local-rank=${local_rank}"] if command.local_rank_argument else []
+    arguments = [_fill_in(argument, local_rank) for argument in (*legacy, *command.args)]
+    if command.kind is CommandKind.PROGRAM:
+        return [command.target, *arguments]
+    return [*bootstrap_argv(options), command.kind.value, _fill_in(command.target, local_rank), *arguments]
+
+
+def bootstrap_argv(options: RunOptions) -> list[str]:
+    """The interpreter and the bootstrap: what every Python program of this job begins with."""
+    command = options.command
+    python = command.python or sys.executable
+    unbuffered = [] if command.kind is CommandKind.RUN_PATH else ["-u"]
+    return [python, *unbuffered, bootstrap_for(python)]
+
+
+def bootstrap_for(python: str) -> str:
+    """The bootstrap to run under this interpreter: its bytecode where it is our own interpreter's.
+
+    A program that is run by its path is compiled at every start; that is several milliseconds of every restart.
+    """
+    if python != sys.executable:
+        return BOOTSTRAP
+    # The loader checks the cache against the source, and writes it anew where it is stale and can be written.
+    SourceFileLoader("holdfast.worker.bootstrap", BOOTSTRAP).get_code("holdfast.worker.bootstrap")
+    cached = cache_from_source(BOOTSTRAP)
+    return cached if os.path.isfile(cached) and not sys.dont_write_bytecode else BOOTSTRAP
+
+
+def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
+    """Number in the worker -> descriptor of ours, beside its standard streams."""
+    fds = options.call_fds
+    return {} if fds is None else {CALL_FD: fds.call, RESULT_FD: fds.results[local_rank]}
+
+
+def _fill_in(argument: str, local_rank: int) -> str:
+    return Template(argument).safe_substitute(local_rank=str(local_rank))
+
+
+FOLDER = str(Path(__file__).resolve().parents[1] / "worker")
+"""Where the fork server's program lies."""
+
+
+def begin(supervisor: SupervisorHandle, options: RunOptions) -> None:
+    """Tell the supervisor what holds for all workers, and send the order if there is one.
+
+    Nobody else uses its socket yet. Blocks for as long as that takes.
+    """
+    out = seqpacket.Outbox()
+    if options.preempt_signal is not None:
+        out.add({"do": "ignore", "signum": options.preempt_signal})
+    order = order_for(options, os.environ)
+    if order is not None:
+        out.add(order)
+    # Where it is gone the agent will notice, and start another one.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        out.flush(supervisor.sock)
+    out.clear()
+
+
+def order_for(options: RunOptions, environ: Mapping[str, str]) -> seqpacket.Message | None:
+    """None when workers are to be started by exec."""
+    if not options.preload.modules:
+        return None
+    return {
+        "do": "start_fork_server",
+        "argv": [*bootstrap_argv(options), "fork-server", FOLDER, str(CONTROL_FD)],
+        "env_set": common_environment(options, environ),
+        "modules": list(options.preload.modules),
+        "later": list(options.preload.later),
+        "standby": options.nproc if options.standby else 0,
+        "worker": {"argv": worker_argv(options, 0), "first_path": first_path(options)},
+    }
+
+
+def script_argv(options: RunOptions) -> list[str]:
+    """What comes before a script of ours that is to be forked from the same fork server as the workers."""
+    return [*bootstrap_argv(options), CommandKind.SCRIPT.value]
+
+
+def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that all workers get and that libraries read while they are loaded (see protocol/worker_env.py)."""
+    common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+    if options.omp_num_threads is not None:
+        common["OMP_NUM_THREADS"] = str(options.omp_num_threads)
+    return common
+
+
+def first_path(options: RunOptions) -> str:
+    """The program's sys.path[0]: modules beside the program come before all others, for the fork server too."""
+    if options.command.kind is CommandKind.MODULE:
+        return os.getcwd()
+    path = os.path.abspath(options.command.target)
+    return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))

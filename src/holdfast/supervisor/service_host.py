@@ -1,0 +1,382 @@
+"""The node's two services: the process that serves a generation's TCPStore, and the saver, which writes snapshots.
+
+A service is a process below the supervisor that outlives generations. It starts when it is needed, has one SOCK_SEQPACKET
+socket to this agent, and ends when the other end of it is closed.
+
+The store: the agent binds the listening socket first and publishes its port after, so that no other process can take
+it. The server (train/store_server.py) is started when the first client connects: that connection waits in the socket's
+backlog and is handed over with it. It is forked from the fork server where torch is preloaded. Where it has to load torch
+for itself it is started at once if the script is seen to import torch. Each generation gets a fresh store: no key of an
+earlier one can be read.
+
+The saver (snapshots/saver.py) writes what workers leave in memory slots to disk. The agent makes a folder in /dev/shm
+and listens there; the connection that starts the saver waits in the backlog and is the saver's to accept. When the
+saver dies, the next connection starts another one. The agent's end waits for saves in flight, at most FINISH_LIMIT_S. A
+killed agent's saver is killed with it and its folder removed by the supervisor, or by the next start when the supervisor was
+killed too.
+
+Knows sockets and the supervisor; must not know torch, nor what a snapshot is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from holdfast import seqpacket
+from holdfast.snapshots import memory_folder
+from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, SOCKET, MemoryFolder, clean
+from holdfast.supervisor.client import ProcessEnded, SpawnFailed, SupervisorClient, SupervisorEvent
+
+STORE, SAVER = "store", "saver"
+SERVER = str(Path(__file__).resolve().parents[1] / "train" / "store_server.py")
+CONTROL_FD = 3
+"""The service's end of its socket."""
+SAVER_LISTENING_FD = 4
+BACKLOG = 16_384
+"""Connections that may wait for the store's server: all ranks of a large job. The kernel has its own maximum."""
+SAY_AFTER_S = 2.0
+"""A wait for the saver that is longer is reported on the console."""
+ENOUGH_FAILURES = 3
+"""Savers in a row that ended before they had reported that they are up: it is not tried again."""
+
+LostCallback = Callable[[int, str], None]
+
+
+class ServiceProcess:
+    """One service, started as often as its user wants. Pass every event of the supervisor to `why_ended`."""
+
+    def __init__(
+        self,
+        supervisor: SupervisorClient,
+        name: str,
+        on_packet: Callable[[seqpacket.Message], None],
+        on_silent: Callable[[], None],
+    ) -> None:
+        """`on_silent`: the process has closed its end of the socket."""
+        self.supervisor = supervisor
+        self._name = name
+        self._on_packet = on_packet
+        self._on_silent = on_silent
+        self._loop = asyncio.get_running_loop()
+        self._control: socket.socket | None = None
+        self._started = 0
+
+    @property
+    def running(self) -> bool:
+        """Started, and not dropped."""
+        return self._control is not None
+
+    @property
+    def _key(self) -> str:
+        """At the supervisor. Each process has its own, so that a late event about a dead one is ignored."""
+        return f"{self._name}#{self._started}"
+
+    def start(self, argv: Sequence[str], fds: Mapping[int, int] | None = None, *, warm: bool = False) -> None:
+        """`fds`: number in the process -> descriptor of ours, beside CONTROL_FD."""
+        self._started += 1
+        ours, theirs = seqpacket.pair()
+        with theirs, open("/dev/null", "r+b", buffering=0) as null:
+            standard = dict.fromkeys((0, 1, 2), null.fileno())
+            passed = {**standard, CONTROL_FD: theirs.fileno(), **(fds or {})}
+            self.supervisor.spawn(self._key, argv, fds=passed, service=True, warm=warm)
+        self._control = ours
+        self._loop.add_reader(ours, self._readable)
+
+    def send(self, packet: seqpacket.Message, fds: Sequence[int] = ()) -> None:
+        """Never waits. Raises OSError: BlockingIOError when the process does not read, another when it is gone."""
+        assert self._control is not None
+        seqpacket.send(self._control, packet, fds)
+
+    def why_ended(self, event: SupervisorEvent) -> str:
+        """Of an event about the running process; empty for all others."""
+        if self._control is None:
+            return ""
+        if isinstance(event, ProcessEnded) and event.key == self._key:
+            return f"ended with exit code {event.exit_code}"
+        if isinstance(event, SpawnFailed) and event.key == self._key:
+            return f"could not be started: {event.text}"
+        return ""
+
+    def drop(self) -> None:
+        """Close the socket, which ends the process."""
+        if self._control is not None:
+            self._loop.remove_reader(self._control)
+            self._control.close()
+            self._control = None
+
+    def _readable(self) -> None:
+        assert self._control is not None
+        try:
+            received = seqpacket.receive(self._control)
+        except BlockingIOError:
+            return
+        if received is None:
+            self._loop.remove_reader(self._control)
+            self._on_silent()
+        else:
+            self._on_packet(received[0])
+
+
+class StoreHost:
+    """The store of one node, over all generations. Every event of the supervisor has to be passed to `handle`."""
+
+    def __init__(
+        self,
+        supervisor: SupervisorClient,
+        python: str,
+        on_lost: LostCallback,
+        *,
+        eager: bool = False,
+        warm_argv: Sequence[str] = (),
+    ) -> None:
+        """`python`: interpreter that has torch; empty: ours. `on_lost(generation, why)`: its store is gone.
+
+        `eager`: start the server with the first `open`, not with the first client. `warm_argv`: how the fork server runs a
+        script of a worker's Python; empty: there is no fork server.
+        """
+        self._server = ServiceProcess(
+            supervisor, STORE, self._answered, lambda: self._lose("the store's server has gone")
+        )
+        self._python = python or sys.executable
+        self._on_lost = on_lost
+        self._eager = eager
+        self._warm_argv = list(warm_argv)
+        self._loop = asyncio.get_running_loop()
+        self._generation: int | None = None
+        self._listening: socket.socket | None = None
+
+    def open(self, generation: int, *, loopback_only: bool) -> int:
+        """Begin a generation's store, end the previous one, return its port. Raises OSError when it cannot bind."""
+        self.close_generation()
+        self._generation = generation
+        self._listening = _listen(loopback_only)
+        port: int = self._listening.getsockname()[1]
+        if self._eager or self._server.running:
+            self._hand_over()
+        else:
+            self._loop.add_reader(self._listening, self._hand_over)
+        return port
+
+    def close_generation(self) -> None:
+        """End the store of the current generation, if any; its clients are disconnected. The server stays."""
+        self._close_listening()
+        if self._generation is not None and self._server.running:
+            self._send(self._generation, [])
+        self._generation = None
+
+    def close(self) -> None:
+        """End the server too."""
+        self.close_generation()
+        self._server.drop()
+
+    def handle(self, event: SupervisorEvent) -> None:
+        """React to the server's end; events about other processes are ignored."""
+        if why := self._server.why_ended(event):
+            self._lose(f"the store's server {why}")
+
+    def _hand_over(self) -> None:
+        assert self._listening is not None
+        assert self._generation is not None
+        self._loop.remove_reader(self._listening)
+        if not self._server.running:
+            program = self._warm_argv or [self._python, "-u"]
+            self._server.start([*program, SERVER, str(CONTROL_FD)], warm=bool(self._warm_argv))
+        self._send(self._generation, [self._listening.fileno()])
+        # The server's copy is the only one left: when it dies, clients are refused and not left waiting.
+        self._close_listening()
+
+    def _send(self, generation: int, fds: Sequence[int]) -> None:
+        try:
+            self._server.send({"generation": generation}, fds)
+        except BlockingIOError:
+            self._lose("the store's server does not read")  # for hundreds of generations
+        except OSError:
+            pass  # an event will report its end
+
+    def _answered(self, packet: seqpacket.Message) -> None:
+        if "failed" in packet and packet["failed"] == self._generation:
+            self._generation = None
+            self._on_lost(packet["failed"], packet["text"])
+
+    def _lose(self, why: str) -> None:
+        self._server.drop()
+        generation, self._generation = self._generation, None
+        self._close_listening()
+        if generation is not None:
+            self._on_lost(generation, why)
+
+    def _close_listening(self) -> None:
+        if self._listening is not None:
+            self._loop.remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+
+
+class SaverHost:
+    """The saver of one node, over all generations. Every event of the supervisor has to be passed to `handle`."""
+
+    def __init__(self, supervisor: SupervisorClient, run_id: str, on_notice: Callable[[str], None]) -> None:
+        """`on_notice` gets what the user should know."""
+        self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108 - set below
+        self._run_id = run_id
+        self._on_notice = on_notice
+        self._loop = asyncio.get_running_loop()
+        self._memory_folder: MemoryFolder | None = None
+        self._listening: socket.socket | None = None
+        self._failures = 0
+        self._gone = asyncio.Event()
+        self._cleaning: asyncio.Task[object] | None = None
+        self._opened = False
+
+    def environment(self, generation: int, local_rank: int) -> dict[str, str]:
+        """What a worker finds in its environment: nothing where there is no memory to keep anything in."""
+        if not self._opened:
+            self._opened = True
+            self._open()
+        if self._memory_folder is None:
+            return {}
+        return {memory_folder.SAVER_VARIABLE: f"{self._memory_folder.path}@{generation}@{local_rank}"}
+
+    def handle(self, event: SupervisorEvent) -> None:
+        """React to the saver's end; events about other processes are ignored."""
+        if why := self._saver.why_ended(event):
+            if isinstance(event, SpawnFailed):
+                self._failures = ENOUGH_FAILURES - 1  # another one could not be started either
+            self._ended(why)
+
+    def renew(self, supervisor: SupervisorClient) -> None:
+        """Another supervisor; the saver died with the one before."""
+        self._saver.supervisor = supervisor
+        if self._memory_folder is not None:
+            supervisor.remove_at_end(str(self._memory_folder.path))
+        if self._saver.running:
+            self._ended("was killed with the supervisor")
+        elif self._listening is not None and self._failures < ENOUGH_FAILURES:
+            self._loop.add_reader(self._listening, self._start)
+
+    async def close(self) -> None:
+        """Have saves in flight finished, then end the saver and remove the shared-memory folder."""
+        if self._memory_folder is None:
+            return
+        assert self._listening is not None
+        if not self._saver.running and self._failures < ENOUGH_FAILURES and _is_readable(self._listening):
+            self._start()  # somebody has left a save, and died, a moment ago
+        if self._saver.running:
+            await self._finish()
+        self._loop.remove_reader(self._listening)
+        self._listening.close()
+        self._listening = None
+        self._saver.drop()
+        if self._cleaning is not None:
+            await self._cleaning
+        closed, self._memory_folder = self._memory_folder, None
+        await asyncio.to_thread(_remove, closed)
+
+    async def _finish(self) -> None:
+        try:
+            self._saver.send({"do": "finish"})
+        except OSError:
+            return
+        said = self._loop.call_later(
+            SAY_AFTER_S,
+            self._on_notice,
+            f"a snapshot is still being written; waiting for it, at most {FINISH_LIMIT_S:g} s.",
+        )
+        try:
+            await asyncio.wait_for(self._gone.wait(), FINISH_LIMIT_S)
+        except TimeoutError:
+            self._on_notice(f"a snapshot was not written within {FINISH_LIMIT_S:g} s and is given up.")
+        finally:
+            said.cancel()
+
+    def _open(self) -> None:
+        opened = None
+        try:
+            opened = MemoryFolder.make(self._run_id)
+            self._listening = memory_folder.listen(opened.path / SOCKET)
+        except OSError:  # no /dev/shm to write to: a worker that wants one hears of it
+            if opened is not None:
+                _remove(opened)
+            return
+        self._memory_folder = opened
+        self._saver.supervisor.remove_at_end(str(opened.path))
+        self._listening.setblocking(False)
+        self._loop.add_reader(self._listening, self._start)
+        self._cleaning = self._loop.create_task(asyncio.to_thread(clean))
+
+    def _start(self) -> None:
+        assert self._listening is not None
+        assert self._memory_folder is not None
+        self._loop.remove_reader(self._listening)
+        if not self._saver.supervisor.alive:
+            return  # `renew` comes
+        self._gone.clear()
+        argv = memory_folder.saver_argv(self._memory_folder.path, listening=SAVER_LISTENING_FD, control=CONTROL_FD)
+        self._saver.start(argv, {SAVER_LISTENING_FD: self._listening.fileno()})
+
+    def _heard(self, packet: seqpacket.Message) -> None:
+        if packet.get("is") == "up":
+            self._failures = 0
+        elif packet.get("is") == "news":
+            self._on_notice(f"snapshots: {packet.get('text')}")
+
+    def _ended(self, why: str) -> None:
+        self._saver.drop()
+        self._gone.set()
+        self._failures += 1
+        if self._failures < ENOUGH_FAILURES:
+            if self._listening is not None:
+                self._loop.add_reader(self._listening, self._start)
+        elif self._failures == ENOUGH_FAILURES:
+            self._on_notice(f"snapshots: the process that writes them {why}. It is not started again.")
+
+
+def _is_readable(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _remove(memory_folder: MemoryFolder) -> None:
+    try:
+        memory_folder.remove()
+    except OSError:
+        memory_folder.close()  # the next start tries again
+
+
+def _listen(loopback_only: bool) -> socket.socket:
+    if loopback_only:
+        return _bound(socket.AF_INET, "127.0.0.1")
+    try:
+        return _bound(socket.AF_INET6, "::")
+    except OSError:
+        return _bound(socket.AF_INET, "0.0.0.0")
+
+
+def _bound(family: socket.AddressFamily, address: str) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((address, 0))
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def free_port(loopback_only: bool) -> int:
+    """A port that is free now, for rank 0's worker to serve its own store at (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+
+    Racy by nature: that is why the agent's own store is the default.
+    """
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as sock:
+        sock.bind(("127.0.0.1" if loopback_only else "", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,487 @@
+"""Samples the stacks of one generation's workers on this node, and keeps the evidence in the run folder.
+
+A look ends within LOOK_S_MAX whatever state the workers are in. It asks a worker for its stacks only when it is sure
+that the worker catches the signal and that what it writes comes to us: nothing else about the worker changes. Judges
+nothing: see diagnosis/hangs.py for what the samples mean.
+
+    <run folder>/stacks/gen<G>_<n>_rank<R>.txt           one look at one worker: all its threads
+    <run folder>/stacks/gen<G>_nccl_trace_rank<R>        NCCL's flight recorder, if it has dumped
+
+Where py-spy is installed its native stacks are appended between two looks. Functions that touch files block.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import functools
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from holdfast.linux import ProcessStat, process_stat
+from holdfast.protocol.board_layout import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
+from holdfast.protocol.faultdump import (
+    DUMP_BYTES_MAX,
+    is_inside,
+    main_thread,
+    program_frame,
+    program_threads,
+    wanted_at,
+)
+from holdfast.protocol.rank_progress import Frame, RankSample
+from holdfast.runtime.driver import run_detached
+from holdfast.supervisor import kernel
+from holdfast.supervisor.board import Board
+from holdfast.supervisor.processes import is_alive
+
+FIRST_LOOKS_MAX = 10
+"""The first looks of a generation stay; of later ones the newest."""
+LATER_LOOKS_MAX = 30
+TRACE_BYTES_MAX = 64 * 1024 * 1024
+SPY_S_MAX = 20.0
+SPY_AGAIN_S = 300.0
+"""A worker is shown to py-spy at most this often."""
+SPY_BYTES_MAX = 1_000_000
+
+TRACE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+TRACE_DEFAULT = "/tmp/nccl_trace_rank_"
+"""torch's own."""
+
+
+class StackFiles:
+    """Of one generation."""
+
+    def __init__(self, generation: int, rank_base: int) -> None:
+        self._generation = generation
+        self._rank_base = rank_base
+        self._looks = 0
+        self._began_epoch_s = time.time()
+        self._traces: dict[int, float] = {}
+        """When the trace that is kept of a rank was written."""
+        self._spied_s: dict[int, float] = {}
+        self._spying: asyncio.Task[None] | None = None
+
+    def keep(self, folder: Path, samples: Sequence[RankSample], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
+        """Write one look down, and say in each sample where. `texts`: all threads of each local rank. Raises
+        OSError."""
+        at = folder / "stacks"
+        at.mkdir(exist_ok=True)
+        number = self._looks
+        self._looks += 1
+        if number >= FIRST_LOOKS_MAX:
+            number = FIRST_LOOKS_MAX + (number - FIRST_LOOKS_MAX) % LATER_LOOKS_MAX
+        kept = []
+        for sample in samples:
+            rank = self._rank_base + sample.local_rank
+            path = at / f"gen{self._generation}_{number + 1}_rank{rank}.txt"
+            path.write_text(self._describe(sample, texts.get(sample.local_rank, "")), errors="replace")
+            kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # for people
+            with contextlib.suppress(OSError):
+                self._keep_trace(at, rank)
+        return tuple(kept)
+
+    def _describe(self, sample: RankSample, text: str) -> str:
+        rank = self._rank_base + sample.local_rank
+        state = f"state {sample.state}" if sample.state else "gone"
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        lines = [
+            f"rank {rank}, local rank {sample.local_rank}, process {sample.pid}, {state}",
+            f"{sample.cpu_s:.2f} s of processor time at {now}",
+            *([sample.note] if sample.note else []),
+            "",
+            text.rstrip() or "It did not write its stacks: it is stopped, or no Python under holdfast's bootstrap.",
+            "",
+            "Its threads, as the kernel has them:",
+            *kernel.describe_tasks(sample.pid),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _keep_trace(self, at: Path, rank: int) -> None:
+        """What NCCL's flight recorder has written about this rank in this generation."""
+        path = (os.environ.get(TRACE_VARIABLE) or TRACE_DEFAULT) + str(rank)
+        # In /tmp anybody may have put a pipe, or a link, under that name.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                return
+            if found.st_mtime < self._began_epoch_s or self._traces.get(rank) == found.st_mtime:
+                return
+            (at / f"gen{self._generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
+        self._traces[rank] = found.st_mtime
+
+    # ---------------------------------------------------------------- py-spy
+
+    def spy(self, samples: Sequence[RankSample]) -> None:
+        """Append native stacks to the files of these samples, until pause() or the end."""
+        now_s = time.monotonic()
+        due = [
+            sample
+            for sample in samples
+            if sample.file and now_s - self._spied_s.get(sample.local_rank, -SPY_AGAIN_S) >= SPY_AGAIN_S
+        ]
+        program = _py_spy() if due else None
+        if program is not None:
+            self._spying = asyncio.create_task(self._spy(program, due))
+
+    async def pause(self) -> None:
+        """Let nobody be in a tracer's hands: a look would find it stopped."""
+        task, self._spying = self._spying, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _spy(self, program: str, samples: Sequence[RankSample]) -> None:
+        for sample in samples:
+            text = await _native_stacks(program, sample.pid)
+            self._spied_s[sample.local_rank] = time.monotonic()
+            if text:
+                with contextlib.suppress(OSError):
+                    await run_detached(functools.partial(_append, sample.file, text))
+
+
+def _append(path: str, text: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(b"\npy-spy dump --native:\n" + text)
+
+
+async def _native_stacks(program: str, pid: int) -> bytes:
+    """Empty when it could not look, or did not end."""
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, "dump", "--native", "--pid", str(pid), stdin=null, stdout=pipe, stderr=null
+        )
+    except OSError:
+        return b""
+    try:
+        async with asyncio.timeout(SPY_S_MAX):
+            text, _ = await process.communicate()
+    except TimeoutError:
+        return b""
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    return text[:SPY_BYTES_MAX] if process.returncode == 0 else b""
+
+
+def _py_spy() -> str | None:
+    """Beside our Python, or in PATH."""
+    for folder in (os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)):
+        path = os.path.join(folder, "py-spy")
+        if os.path.isabs(path) and os.access(path, os.X_OK):
+            return path
+    return None
+
+
+ANSWER_S_MAX = 1.0
+"""For the workers to write their stacks; they do so in milliseconds."""
+KEEP_S_MAX = 0.5
+"""For the evidence to reach the disk; after that it goes on without us, and samples name no file."""
+LOOK_S_MAX = 2.0
+QUIET_S = 0.2
+"""A worker whose main thread has slept for so long is taken for one that goes on sleeping while its stacks are
+written."""
+READ_S_MAX = 0.2
+"""For the program's own lines to be read from its files."""
+SOURCE_CHARS_MAX = 80
+SOURCE_BYTES_MAX = 4 * 1024 * 1024
+PARSED_BYTES_MAX = 512 * 1024
+"""Of a program that waits for a lock: it is parsed to find who holds it."""
+STILL_S = 0.01
+"""A dump that has not grown for so long, by a worker that handles no signal, is whole."""
+
+MEASURED_MAX = 256
+"""Processes below one worker whose input and output is counted."""
+NOTES_MAX = 4
+"""Processes of one worker that are named."""
+
+_STOPPED = ("T", "t")
+_DEAD = ("Z", "X", "x")
+
+
+class Tally(Struct, frozen=True):
+    """What several have done together, of which some end and some are new: their numbers alone may fall."""
+
+    total: float = 0
+    of_each: dict[int, float] = {}
+    """What each had done when it was last seen: one that is missed in one look is not counted twice."""
+
+    def and_now(self, of_each: dict[int, float]) -> Tally:
+        grown = sum(max(0, done - self.of_each.get(one, 0)) for one, done in of_each.items())
+        return Tally(self.total + grown, self.of_each | of_each)
+
+
+class _RankLook(Struct):
+    """One worker, while it is looked at."""
+
+    local_rank: int
+    pid: int
+    fd: int
+    """Of the file into which it writes; a duplicate of ours."""
+    variable: bytes
+    """In its environment, and in no other worker's."""
+    stat: ProcessStat | None = None
+    main_cpu_s: float = 0.0
+    dumped_bytes: int = 0
+    """That it wrote for earlier looks."""
+    talked: Tally = Tally()
+    """Bytes of its connections, by socket."""
+    wanted: Tally = Tally()
+    """Seconds of the processes below it, by process."""
+    moved_bytes: int = 0
+    children_cpu_s: float = 0.0
+    children_bytes: int = 0
+    wanted_s: float = 0.0
+    disk_bytes: int = 0
+    at_s: float = 0.0
+    switches: int = 0
+    """Of its main thread, when the look began."""
+    asked: bool = False
+    signum: int = LOOK_SIGNAL
+    task: int = 0
+    """The thread that was asked."""
+    size: int = 0
+    still_since_s: float = 0.0
+    text: str = ""
+    note: str = ""
+
+
+class StackSampler:
+    """One per generation."""
+
+    def __init__(self, board: Board, *, generation: int, rank_base: int) -> None:
+        """`rank_base`: the rank of local rank 0."""
+        self._board = board
+        self._files = StackFiles(generation, rank_base)
+        self._one_at_a_time = asyncio.Lock()
+        self._dumped: dict[int, int] = {}
+        """By process: bytes that it wrote because we asked for its stacks."""
+        self._tallies: dict[int, tuple[Tally, Tally]] = {}
+        """By process: what is tallied of it."""
+        self._at_disk = False
+        """Files are being read or written for a look, perhaps for longer than anybody waits."""
+
+    async def look(self, pids: Mapping[int, int], folder: Path | None) -> tuple[RankSample, ...]:
+        """A sample of each worker, given as local rank -> pid. `folder`: the run's; None: no evidence is kept.
+
+        Bounded by LOOK_S_MAX once it is its turn: one look at a time.
+        """
+        async with self._one_at_a_time:
+            await self._files.pause()
+            looks = [self._begun(rank, pid) for rank, pid in sorted(pids.items())]
+            samples = await run_detached(lambda: _collect(looks))
+            self._dumped = {look.pid: look.dumped_bytes + look.size for look in looks}
+            self._tallies = {look.pid: (look.talked, look.wanted) for look in looks}
+            if self._at_disk:
+                return samples
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READ_S_MAX):
+                    samples = await run_detached(lambda: self._with_sources(samples))
+            if folder is None or not samples or self._at_disk:
+                return samples
+            texts = {look.local_rank: look.text for look in looks}
+            try:
+                async with asyncio.timeout(KEEP_S_MAX):
+                    samples = await run_detached(lambda: self._keep(folder, samples, texts))
+            except (OSError, TimeoutError):
+                return samples
+            self._files.spy(samples)
+            return samples
+
+    def _begun(self, local_rank: int, pid: int) -> _RankLook:
+        talked, wanted = self._tallies.get(pid, (Tally(), Tally()))
+        return _RankLook(
+            local_rank,
+            pid,
+            # A duplicate: the board may be closed meanwhile, and its number used for something else.
+            os.dup(self._board.stacks(local_rank)),
+            f"{BOARD_VARIABLE}={self._board.address(local_rank)}".encode(),
+            dumped_bytes=self._dumped.get(pid, 0),
+            talked=talked,
+            wanted=wanted,
+        )
+
+    def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
+        with self._disk():
+            return tuple(map(_with_source, samples))
+
+    def _keep(self, folder: Path, samples: tuple[RankSample, ...], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
+        with self._disk():
+            return self._files.keep(folder, samples, texts)
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        """Around what touches disks, in a thread. While one stalls, one thread waits for it and not one for each
+        look."""
+        self._at_disk = True
+        try:
+            yield
+        finally:
+            self._at_disk = False
+
+    async def close(self) -> None:
+        """Whatever still writes evidence of this generation is ended."""
+        await self._files.pause()
+
+
+def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
+    """Blocks; closes the looks' files."""
+    try:
+        below = kernel.descendants({look.pid: look.variable for look in looks})
+        disk_bytes, moved_bytes = kernel.disk_bytes(), kernel.tcp_moved_bytes()
+        for look in looks:
+            _measure(look, below[look.pid], moved_bytes)
+            look.disk_bytes = disk_bytes
+        time.sleep(QUIET_S)
+        for look in looks:
+            _ask(look)
+        deadline = time.monotonic() + ANSWER_S_MAX
+        # Looked at again and again: nothing tells us that somebody's handler has returned.
+        while not all(_answered(look) for look in looks if look.asked) and time.monotonic() < deadline:
+            time.sleep(STILL_S / 2)
+        for look in looks:
+            if look.asked:
+                look.text = os.pread(look.fd, DUMP_BYTES_MAX, 0).decode(errors="replace")
+        return tuple(_sample(look) for look in looks)
+    finally:
+        for look in looks:
+            os.close(look.fd)
+
+
+def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
+    """What it and the processes below it have done so far."""
+    look.at_s = time.monotonic()
+    look.stat = process_stat(look.pid)
+    main = process_stat(f"{look.pid}/task/{look.pid}")
+    look.moved_bytes = max(0, kernel.moved_bytes(look.pid) - look.dumped_bytes)
+    look.main_cpu_s = main.cpu_s if main is not None else 0.0
+    ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
+    look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
+    pids = [child.pid for child in below[:MEASURED_MAX]]
+    look.children_bytes = sum(map(kernel.moved_bytes, pids))
+    look.wanted_s = kernel.wanted_s(look.pid, all_threads=True)
+    look.wanted = look.wanted.and_now({pid: kernel.wanted_s(pid, all_threads=False) for pid in pids})
+    look.talked = look.talked.and_now(kernel.of_connections([look.pid, *pids], moved_bytes))
+    look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
+    look.switches = kernel.switches(look.pid)
+
+
+def _ask(look: _RankLook) -> None:
+    """Send the signal to a worker that will answer it."""
+    if look.stat is None or look.stat.state in _STOPPED + _DEAD:
+        return  # it would answer when it goes on, once for each time that it was asked
+    signals = kernel.signals(look.pid)
+    look.signum, look.task = LOOK_MAIN_SIGNAL, look.pid
+    if _sleeps(look):
+        look.signum, look.task = LOOK_SIGNAL, kernel.idle_thread(look.pid, LOOK_SIGNAL)
+    elif signals.blocks(LOOK_MAIN_SIGNAL):
+        return
+    if not signals.catches(look.signum) or signals.pending(look.signum) or not kernel.has_open(look.pid, look.fd):
+        return  # the signal would kill it, or it would write somewhere else
+    os.truncate(look.fd, 0)
+    with contextlib.suppress(OSError):  # it is gone, or has as many signals waiting as its user may have
+        kernel.signal_thread(look.pid, look.task, look.signum)
+        look.asked = True
+
+
+def _sleeps(look: _RankLook) -> bool:
+    """Whether its main thread has slept since the look began, and is likely to sleep on."""
+    stat = process_stat(f"{look.pid}/task/{look.pid}")
+    return stat is not None and stat.state != "R" and kernel.switches(look.pid) == look.switches
+
+
+def _answered(look: _RankLook) -> bool:
+    """Whether all that this worker will write has been written."""
+    now_s, size = time.monotonic(), os.fstat(look.fd).st_size
+    signals = kernel.signals(f"{look.pid}/task/{look.task}")
+    if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
+        look.size, look.still_since_s = size, now_s
+        return False
+    if not is_alive(look.pid):
+        return True
+    return size > 0 and now_s - look.still_since_s >= STILL_S
+
+
+def _sample(look: _RankLook) -> RankSample:
+    if look.stat is None:
+        return RankSample(look.local_rank, look.pid, "", 0.0)
+    return RankSample(
+        look.local_rank,
+        look.pid,
+        look.stat.state,
+        look.stat.cpu_s,
+        main_thread(look.text),
+        look.note,
+        main_cpu_s=look.main_cpu_s,
+        moved_bytes=look.moved_bytes,
+        children_cpu_s=look.children_cpu_s,
+        children_bytes=look.children_bytes,
+        disk_bytes=look.disk_bytes,
+        at_s=look.at_s,
+        threads=program_threads(look.text),
+        talked_bytes=round(look.talked.total),
+        wanted_s=look.wanted_s,
+        children_wanted_s=look.wanted.total,
+    )
+
+
+def _with_source(sample: RankSample) -> RankSample:
+    """With the text of the line that the program executes, and which of its threads may hold the lock that it waits
+    for."""
+    index = program_frame(sample.frames)
+    if index is None:
+        return sample
+    frame = sample.frames[index]
+    try:
+        with open(os.open(frame.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return sample  # /dev/fd/63, a pipe
+            content = file.read(SOURCE_BYTES_MAX)
+        text = content.split(b"\n")[frame.line - 1].decode(errors="replace").strip()
+    except (OSError, ValueError, IndexError):
+        return sample  # not a file, or of another machine
+    holder = _holder(frame, sample.threads, content) if "with " in text or ".acquire(" in text else ""
+    note = "; ".join(each for each in (sample.note, holder) if each)
+    return structs.replace(sample, source=text[:SOURCE_CHARS_MAX], note=note)
+
+
+def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) -> str:
+    """Which other thread is inside the lock that this line of the program takes, in words; empty: none is to be
+    seen."""
+    if len(content) > PARSED_BYTES_MAX:
+        return ""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        tree = ast.parse(content)
+        lock = wanted_at(tree, waiting.line)
+        for frame in (frame for frames in threads for frame in frames if lock and frame.file == waiting.file):
+            if is_inside(tree, frame.line, lock):
+                at = f"{frame.file.rpartition('/')[2]}:{frame.line}"
+                return f"it takes {lock}, and another thread is inside {lock}: in {frame.function} at {at}"
+    return ""
+
+
+def _notes(children: Iterable[kernel.Child]) -> list[str]:
+    """What is wrong with the processes that a worker has started; those of a data loader even when all is well."""
+    notes = []
+    idle = []
+    for child in children:
+        loader = "data loader's process" if child.name.startswith("pt_data_worker") else f"process ({child.name})"
+        if child.state in _STOPPED:
+            notes.append(f"its {loader} {child.pid} is stopped")
+        elif child.state in _DEAD:
+            notes.append(f"its {loader} {child.pid} is dead")
+        elif child.name.startswith("pt_data_worker") and child.state == "S":
+            idle.append(child.pid)
+    if idle and not notes:
+        some = ", ".join(map(str, idle[:NOTES_MAX])) + (" …" if len(idle) > NOTES_MAX else "")
+        notes.append(f"its data loader's {'processes wait' if len(idle) > 1 else 'process waits'} too ({some})")
+    return notes[:NOTES_MAX]

@@ -1,0 +1,477 @@
+"""The supervisor: parent of every worker, small and single-threaded, forked from the agent before anything heavy is loaded.
+
+Whatever a worker leaves behind (own sessions and double forks too) falls to the supervisor, because it is a subreaper;
+when the agent is gone, however it ended, the supervisor channel reads end-of-file and the supervisor kills all it has.
+
+Standard library only. Knows processes, signals and descriptors; knows nothing of ranks, generations or torch.
+
+Commands that come over the supervisor channel (messages of seqpacket.py); a spawn brings one descriptor for each number:
+
+    {"do": "start_fork_server", …}                     start the fork server (preload.py); from then on it is asked for "warm" workers
+    {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus",
+     "warm"}
+    {"do": "signal", "key", "signum"}      to the leader alone
+    {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
+    {"do": "ignore", "signum"}             whatever is spawned from here on ignores it
+    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; the next fence takes its place
+    {"do": "remove", "path"}               at the supervisor's end, when all is dead: a folder of plain files in memory
+    {"do": "exit"}                         as if the agent were gone
+
+Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
+{"is": "ended", key, pid, exit_code}, {"is": "fenced"}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble},
+{"is": "standby", pids, own_bytes}: workers of the next generation stand parked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from math import inf
+from typing import Any, NamedTuple, NoReturn
+
+from holdfast import seqpacket
+from holdfast.protocol.errors import PlatformError
+from holdfast.runtime import descriptors
+from holdfast.runtime.secret_variables import forget_secrets
+from holdfast.supervisor import fork_server_client as fork_server
+from holdfast.supervisor import processes
+
+NAME = b"holdfast-supervisor"
+PROC = "/proc/self/fd"
+NO_PROCESS_ADVICE = " (`ulimit -u`, or the container's limit of processes)"
+FENCE_KILL_LIMIT_S = 10.0
+"""At the fence: how long processes stuck in the kernel are waited for."""
+END_LIMIT_S = 10.0
+"""After the agent is gone: how long the supervisor waits for processes stuck in the kernel before it gives up."""
+
+_TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_BROADCAST = (signal.SIGUSR1, signal.SIGUSR2)
+"""Schedulers send these to every process of a job, and they are meant for the agent and its workers."""
+_NOT_OURS = (*_TERMINAL, *_BROADCAST)
+_PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
+_HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
+"""Signals that do nothing to a process that has not asked for them."""
+_EXEC_FAILED = 127
+
+
+class SupervisorHandle(NamedTuple):
+    """The agent's end of a supervisor."""
+
+    pid: int
+    sock: socket.socket
+    ignored: tuple[int, ...]
+    """Signals that were ignored when the agent started: workers inherit that, as under nohup."""
+    descriptors: int
+    """The soft limit of open files that the agent was started with: workers have the same."""
+
+
+class Kept(NamedTuple):
+    key: str
+    service: bool
+
+
+def fork_supervisor() -> SupervisorHandle:
+    """Fork the supervisor. To be called once, by the agent, before it starts a thread or installs a signal handler.
+
+    Raises PlatformError where the machine lacks what it takes.
+    """
+    if not os.path.isdir(PROC):
+        raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
+    _fill_standard_descriptors()
+    ignored = ignored_signals()
+    limit = descriptors.soft_limit()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent = os.getpid()
+    # Ctrl-C must not hit the child before it ignores it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _run(theirs, agent, ignored, limit)
+    except OSError as error:
+        ours.close()
+        theirs.close()
+        raise PlatformError(f"no process can be started here: {error.strerror}{NO_PROCESS_ADVICE}") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return SupervisorHandle(pid, ours, ignored, limit)
+
+
+def exec_supervisor(ignored: Sequence[int], limit: int | None = None) -> SupervisorHandle:
+    """Start a supervisor by exec, for when the forked one died and the agent has threads by now. Raises OSError.
+
+    `limit`: of open files, soft, for what it starts; None: as it is here.
+    """
+    import subprocess  # a rare road, and the supervisor must stay light
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Our package is found by its place: no PYTHONPATH that the workers would inherit.
+    root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
+    program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.supervisor.supervisor import main; main()"
+    limit = descriptors.soft_limit() if limit is None else limit
+    arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored), str(limit)]
+    with theirs:
+        try:
+            command = [sys.executable, "-P", "-c", program, *arguments]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        except OSError:
+            ours.close()
+            raise
+    process.returncode = os.EX_OK  # reaped by its pid, by whoever holds the handle, and not by subprocess
+    return SupervisorHandle(process.pid, ours, tuple(ignored), limit)
+
+
+def ignored_signals() -> tuple[int, ...]:
+    """Signals that this process was started with as ignored (Python's own two excepted)."""
+    return tuple(
+        signum
+        for signum in sorted(signal.valid_signals())
+        if signum not in _PYTHONS_OWN and signal.getsignal(signum) is signal.SIG_IGN
+    )
+
+
+def _fill_standard_descriptors() -> None:
+    """An agent started with closed descriptors must not give a log file or socket the number of stdout."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
+
+
+def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> NoReturn:
+    """The supervisor's life, in the child. Never returns to the agent's code above it."""
+    status = os.EX_OK
+    try:
+        gc.freeze()  # what the agent made stays as it is: no page is copied to collect it
+        with contextlib.suppress(PermissionError):
+            os.setsid()  # an exec'd supervisor leads its session already
+        for signum in _NOT_OURS:
+            signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        processes.prctl(processes.PR_SET_NAME, NAME)
+        processes.become_subreaper()
+        _close_all_but(sock.fileno())
+        descriptors.raise_limit()
+        forget_secrets()
+        supervisor = Supervisor(sock, agent, ignored, limit)
+        try:
+            supervisor.run()
+        finally:
+            processes.kill_descendants(os.getpid(), limit_s=END_LIMIT_S)
+            supervisor.remove_folders()
+    except BaseException:  # noqa: BLE001 - nothing may unwind into the agent's frames
+        import traceback
+
+        traceback.print_exc()
+        status = os.EX_SOFTWARE
+    finally:
+        os._exit(status)
+
+
+def _close_all_but(kept: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+class Supervisor:
+    """Event loop of the supervisor: one poll over the supervisor channel, the SIGCHLD pipe and the pipes of pending execs."""
+
+    def __init__(self, sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> None:
+        self._sock = sock
+        self._ignored = tuple(ignored)
+        self._limit = limit
+        """Of open files, soft, for whatever is started."""
+        self._pid = os.getpid()
+        self._out = seqpacket.Outbox()
+        self._kept: dict[int, Kept] = {}
+        self._execs: dict[int, int] = {}
+        """Pipe that tells whether exec worked -> pid."""
+        self._kill_deadline: float | None = None
+        self._kill_asked = False
+        """By the agent, and not by the fence."""
+        self._rescan_at = 0.0
+        self._victims: set[int] = set()
+        self._fence_at_s = inf
+        """When the workers die unless the agent says something else before; by the clock that all processes share."""
+        self._doomed: list[str] = []
+        """Folders that go with us."""
+        self._leaving = False
+        self._poller = select.poll()
+        sock.setblocking(False)
+        self._poller.register(sock, select.POLLIN)
+        self._wake = self._wake_at_child_end()
+        self._poller.register(self._wake, select.POLLIN)
+        self._agent_end = self._watch_agent(agent)
+        self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._born, self._out.add)
+
+    def _wake_at_child_end(self) -> int:
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        return wake_read
+
+    def _watch_agent(self, agent: int) -> int:
+        """A second way to learn of the agent's end, should a stray child of it hold the other end of the supervisor channel."""
+        try:
+            agent_end = os.pidfd_open(agent)
+        except ProcessLookupError:
+            self._leaving = True
+            return -1
+        except OSError:
+            return -1  # a kernel without pidfd: end-of-file on the supervisor channel has to do
+        self._leaving = os.getppid() != agent
+        self._poller.register(agent_end, select.POLLIN)
+        return agent_end
+
+    def run(self) -> None:
+        """Serve until the agent is gone or asks to end."""
+        while not self._leaving:
+            for fd, mask in self._poller.poll(self._patience_ms()):
+                self._ready(fd, mask)
+            self._reap()
+            if time.monotonic() >= self._fence_at_s:
+                self._fence_at_s = inf
+                self._out.add({"is": "fenced"})
+                self._kill_tree(FENCE_KILL_LIMIT_S)
+            if self._kill_deadline is not None:
+                self._kill_pass(self._kill_deadline)
+            self._fork_server.tick()
+            self._flush()
+
+    def remove_folders(self) -> None:
+        """What the agent would have removed, had it not been killed."""
+        for folder in self._doomed:
+            with contextlib.suppress(OSError):  # mostly: it is gone already
+                for name in os.listdir(folder):
+                    os.unlink(os.path.join(folder, name))
+                os.rmdir(folder)
+
+    def _patience_ms(self) -> int | None:
+        if self._kill_deadline is not None:
+            return int(processes.RESCAN_S * 1000)
+        patience_s = min(self._fence_at_s - time.monotonic(), self._fork_server.patience_s())
+        return None if patience_s == inf else max(0, int(patience_s * 1000) + 1)
+
+    def _kill_tree(self, limit_s: float) -> None:
+        self._fork_server.cancel(None, signal.SIGKILL)
+        self._kill_deadline = time.monotonic() + limit_s
+
+    def _ready(self, fd: int, mask: int) -> None:
+        if fd == self._wake:
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, 4096)
+        elif fd == self._agent_end:
+            self._leaving = True
+        elif fd in self._execs:
+            self._settle_exec(fd)
+        elif self._fork_server.owns(fd):
+            self._fork_server.serve(fd)
+        elif fd == self._sock.fileno() and mask & ~select.POLLOUT:
+            received = seqpacket.receive(self._sock)
+            if received is None:
+                self._leaving = True
+            else:
+                self._obey(*received)
+
+    def _obey(self, command: dict[str, Any], fds: list[int]) -> None:
+        match command["do"]:
+            case "start_fork_server":
+                self._fork_server.begin(command)
+            case "spawn" if self._fork_server.takes(command):
+                self._fork_server.ask(command, fds)
+            case "spawn":
+                try:
+                    self._spawn(command, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            case "signal":
+                self._signal(command["key"], command["signum"])
+            case "kill_tree":
+                self._kill_asked = True
+                self._kill_tree(command["limit_s"])
+            case "fence":
+                self._fence_at_s = inf if command["at_s"] is None else command["at_s"]
+            case "ignore":
+                self._ignored = (*self._ignored, command["signum"])
+                signal.signal(command["signum"], signal.SIG_IGN)
+            case "remove":
+                self._doomed.append(command["path"])
+            case "exit":
+                self._leaving = True
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, command: dict[str, Any], fds: list[int]) -> None:
+        key = command["key"]
+        try:
+            read_end, write_end = os.pipe()
+        except OSError as error:  # no descriptors left
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"pipe: {error.strerror}"})
+            return
+        # The child ignores these as we do until it restores them: blocked, an early one waits and is not lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become(command, fds, write_end)
+        except OSError as error:
+            os.close(read_end)
+            os.close(write_end)
+            self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"fork: {error.strerror}"})
+            return
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(write_end)
+        self._kept[pid] = Kept(key, bool(command["service"]))
+        self._execs[read_end] = pid
+        self._poller.register(read_end, select.POLLIN)
+
+    def _born(self, command: dict[str, Any], pid: int) -> None:
+        """A worker was forked by the fork server, fell to us, and waits for leave to run."""
+        self._kept[pid] = Kept(command["key"], bool(command["service"]))
+        if command["key"] != fork_server.STANDBY:  # our own affair
+            self._out.add({"is": "started", "key": command["key"], "pid": pid})
+
+    def _become(self, command: dict[str, Any], fds: list[int], report: int) -> NoReturn:
+        """In the child: turn into the program, or report why not. Every other descriptor closes itself at exec."""
+        try:
+            signal.set_wakeup_fd(-1)
+            os.setsid()
+            processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:
+                os._exit(_EXEC_FAILED)  # the supervisor died in between, so nobody would kill us
+            self._restore_signals()
+            descriptors.restore_limit(self._limit)
+            if command["cpus"]:
+                os.sched_setaffinity(0, command["cpus"])
+            if command["cwd"] is not None:
+                os.chdir(command["cwd"])
+            report = _place_descriptors(dict(zip(command["fds"], fds, strict=True)), report)
+            environment = {**os.environ, **command["env_set"]}
+            for name in command["env_unset"]:
+                environment.pop(name, None)
+            os.execvpe(command["argv"][0], command["argv"], environment)
+        except OSError as error:
+            name = command["cwd"] if error.filename == command["cwd"] else command["argv"][0]
+            os.write(report, f"{error.errno} {error.strerror}: {name}".encode(errors="surrogateescape"))
+        except BaseException as error:  # noqa: BLE001 - the forked child must not live on as a second supervisor
+            os.write(report, f"0 {type(error).__name__}: {error}".encode(errors="backslashreplace"))
+        finally:
+            os._exit(_EXEC_FAILED)
+
+    def _restore_signals(self) -> None:
+        for signum in (*_NOT_OURS, *_PYTHONS_OWN, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        for inherited in self._ignored:
+            signal.signal(inherited, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    def _settle_exec(self, fd: int) -> None:
+        """The pipe closed (exec worked) or holds the reason why not."""
+        pid = self._execs.pop(fd)
+        self._poller.unregister(fd)
+        told = os.read(fd, 4096)
+        os.close(fd)
+        if not told:
+            if self._kept[pid].key != fork_server.KEY:  # our own affair
+                self._out.add({"is": "started", "key": self._kept[pid].key, "pid": pid})
+            return
+        number, _, text = told.decode(errors="replace").partition(" ")
+        key = self._kept.pop(pid).key
+        if key == fork_server.KEY:
+            self._fork_server.ended(_EXEC_FAILED)
+            return
+        self._out.add({"is": "spawn_failed", "key": key, "errno": int(number), "text": text})
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def _signal(self, key: str, signum: int) -> None:
+        if signum not in self._ignored and signum not in _HARMLESS:
+            self._fork_server.cancel(key, signum)
+        for pid, kept in self._kept.items():
+            if kept.key == key:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                self._victims.discard(ended[0])
+                self._ended(*ended)
+
+    def _ended(self, pid: int, status: int) -> None:
+        for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
+            self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
+        if pid not in self._kept or self._kept[pid].key == fork_server.STANDBY:
+            self._fork_server.settle_all()  # it may have become a worker that we have not heard of yet
+        kept = self._kept.pop(pid, None)
+        if kept is not None:
+            code = os.waitstatus_to_exitcode(status)
+            if kept.key == fork_server.KEY:
+                self._fork_server.ended(code)
+                return
+            if kept.key != fork_server.STANDBY:
+                self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})
+
+    def _kill_pass(self, deadline: float) -> None:
+        """Look and volley, again when the volley's victims are reaped: children born in between are found then."""
+        now = time.monotonic()
+        if self._victims and now < self._rescan_at:
+            return
+        spare = {pid for pid, kept in self._kept.items() if kept.service}
+        living = processes.descendants(self._pid, spare)
+        if living and now < deadline:
+            processes.kill_each(living)
+            self._victims = set(living)
+            self._rescan_at = now + processes.RESCAN_S
+            return
+        self._kill_deadline = None
+        self._victims.clear()
+        self._reap()  # so that every "ended" stands before "tree_gone"
+        if self._kill_asked:
+            self._kill_asked = False
+            self._out.add({"is": "tree_gone", "leftover": living})
+
+    def _flush(self) -> None:
+        """Write what the socket takes now; the rest waits for POLLOUT, so a stalled agent never stalls us."""
+        try:
+            self._out.flush(self._sock)
+        except OSError:
+            self._leaving = True
+        self._poller.modify(self._sock, select.POLLIN | (select.POLLOUT if self._out else 0))
+
+
+def _place_descriptors(wanted: dict[int, int], report: int) -> int:
+    """Put each source at its number. Returns where `report` is now (still closed by exec)."""
+    above = max(wanted, default=2) + 1
+    report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, above)
+    # First out of the way of one another, then into place.
+    high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
+    for number, fd in high.items():
+        os.dup2(fd, number, inheritable=True)
+    return report
+
+
+def main() -> NoReturn:
+    """A supervisor by exec. Arguments: the socket's descriptor, the agent's pid, signals to ignore, soft limit of files."""
+    fd, agent, ignored, limit = sys.argv[1:]
+    sock = socket.socket(fileno=int(fd))
+    sock.set_inheritable(False)
+    _run(sock, int(agent), [int(signum) for signum in ignored.split(",") if signum], int(limit))

@@ -1,0 +1,360 @@
+"""What serves all generations of workers on one node: their supervisor, store, saver, log files and observers.
+
+Executes what the agent's machine asks for and reports each answer as an event of the machine; decides nothing. The
+workers of one generation are in generation.py, one worker in ends.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from holdfast.agent.agent_state import Work
+from holdfast.agent.events import (
+    Event,
+    NodePrepared,
+    PrepareFailed,
+    StoreDied,
+    TreeGone,
+    WorkersFenced,
+    WorkersHeld,
+)
+from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
+from holdfast.protocol.messages import Assign, Start
+from holdfast.protocol.options import RunOptions
+from holdfast.protocol.rank_progress import RankProgress, RankSample
+from holdfast.runtime.journal import Journal
+from holdfast.supervisor import client as kept
+from holdfast.supervisor.board import HOLD_SETTLES_S
+from holdfast.supervisor.client import Revivals, SupervisorClient, revive_supervisor
+from holdfast.supervisor.ends import Ends, OomWatch
+from holdfast.supervisor.generation import RunningGeneration
+from holdfast.supervisor.log_layout import RunFolder, WorkerSlot, WorkerStreams
+from holdfast.supervisor.log_router import LogRouter
+from holdfast.supervisor.numa import binding_for
+from holdfast.supervisor.observer import Observer, Phases, ProgressNotes
+from holdfast.supervisor.preload import order_for, script_argv
+from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
+from holdfast.supervisor.supervisor import SupervisorHandle
+
+GUARD_S = 0.25
+"""The supervisor kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""
+
+
+class WorkerGroup:
+    """One per agent. `emit` gets the agent machine's events, in order, on the loop."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        supervisor: SupervisorHandle,
+        folder: RunFolder,
+        router: LogRouter,
+        journal: Journal,
+        tasks: asyncio.TaskGroup,
+        emit: Callable[[Event], None],
+        *,
+        host: str,
+        work: Callable[[], Work],
+        on_store: Callable[[int], None],
+        on_notice: Callable[[str], None],
+    ) -> None:
+        """`work`: the machine's. `on_store` gets the port of each generation's store that is hosted here,
+        `on_notice` what the user should know."""
+        self._options = options
+        self._folder = folder
+        self._router = router
+        self._journal = journal
+        self._tasks = tasks
+        self._emit = emit
+        self._host = host
+        self._work = work
+        self._on_store = on_store
+        self._on_notice = on_notice
+        self._environ = dict(os.environ)
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = SupervisorClient(supervisor, self._on_supervisor)
+        self._supervisor_ready = asyncio.Event()
+        self._supervisor_ready.set()
+        self._revivals = Revivals()
+        """When a supervisor was last started in the place of a dead one."""
+        self._guard_s: float | None = None
+        """When the supervisor kills the workers, as it was last told."""
+        journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
+        self._phases = Phases(journal.write)
+        self._progress_notes = ProgressNotes(journal.write)
+        self._observer = Observer(
+            tasks,
+            emit,
+            host=host,
+            folder=folder.path,
+            interval_s=options.limits.progress_interval_s,
+            fault=journal.fault,
+        )
+        self._oom: OomWatch | None = None
+        self._store: StoreHost | None = None
+        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice)
+        self._cpus: dict[int, list[int]] = {}
+        """CPUs by local rank, with --numa-binding."""
+        self._logs_in_hand = asyncio.Lock()
+        self._prepared: dict[int, WorkerStreams] = {}
+        """Of the generation that is prepared, by local rank."""
+        self._running: RunningGeneration | None = None
+        """The newest generation that was started; its workers may be gone."""
+        self._hold_timer: asyncio.TimerHandle | None = None
+
+    # ---------------------------------------------------------------- commands of the machine
+
+    def prepare(self, assign: Assign) -> None:
+        self._tasks.create_task(self._prepare(assign))
+
+    def start(self, assign: Assign, start: Start) -> None:
+        """At once where that is possible: an order to stop may be next, and has to find the workers."""
+        running = self._begin(assign, start)
+        if self._supervisor_ready.is_set():
+            self._spawn(running, start)
+        else:
+            self._tasks.create_task(self._spawn_later(running, start))
+
+    def signal(self, signum: int, *, to_end: bool) -> None:
+        """`to_end`: what the workers fail with from now on is a consequence."""
+        if to_end:
+            self._phases.stop()
+        if self._running is not None:
+            self._running.signal(self._supervisor, signum, to_end=to_end)
+
+    def hold(self, generation: int) -> None:
+        """Stop the workers at their next safe point; answers with WorkersHeld."""
+        running = self._if_running(generation)
+        if running is not None:
+            running.board.hold()
+        self._hold_timer = self._loop.call_later(HOLD_SETTLES_S, self._held, generation)
+
+    def _held(self, generation: int) -> None:
+        running = self._if_running(generation)
+        self._emit(WorkersHeld(generation, running.board.reached() if running is not None else 0))
+
+    def release(self, generation: int, safe_point: int) -> None:
+        """Let them go on to this safe point, where they stop; 0: let them go on."""
+        running = self._if_running(generation)
+        if running is not None:
+            running.board.release(safe_point)
+
+    def _if_running(self, generation: int) -> RunningGeneration | None:
+        running = self._running
+        return running if running is not None and running.number == generation else None
+
+    def look(self, generation: int, number: int, *, store: bool) -> None:
+        """See where the workers are, and whether the store can be reached; answers with WorkersSeen."""
+        self._observer.look(generation, number, self._running.pids() if self._running is not None else {}, store=store)
+
+    async def samples(self) -> tuple[RankSample, ...]:
+        """Where the workers are now, for a command on this node."""
+        running = self._running
+        return await self._observer.samples(running.number, running.pids()) if running is not None else ()
+
+    def progress(self) -> tuple[RankProgress, ...]:
+        """How far the workers of this generation are."""
+        return self._running.progress() if self._running is not None else ()
+
+    def fence(self, at_s: float | None) -> None:
+        """The supervisor kills the workers then, should this process be stopped or starved; None: it does not."""
+        guard_s = None if at_s is None else at_s + GUARD_S
+        if guard_s != self._guard_s:
+            self._guard_s = guard_s
+            self._supervisor.fence(guard_s)
+
+    def kill_tree(self) -> None:
+        self._phases.stop()
+        if self._supervisor_ready.is_set():
+            self._supervisor.kill_tree()
+
+    async def close(self) -> None:
+        """Nothing of ours is alive afterwards."""
+        if self._store is not None:
+            self._store.close()
+        await self._saver.close()
+        await self._supervisor.close()
+        self._phases.close()
+        self._progress_notes.close()
+        await self._observer.close()
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+        self._close_running()
+
+    def _close_running(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    # ---------------------------------------------------------------- phase one
+
+    async def _prepare(self, assign: Assign) -> None:
+        generation = assign.generation
+        try:
+            async with self._logs_in_hand:
+                self._prepared = await asyncio.to_thread(self._open_logs, assign)
+            self._oom = self._oom or OomWatch()
+            if self._options.numa_binding and not self._cpus:
+                self._cpus = binding_for(self._options)
+            port = await self._open_store(assign) if assign.hosts_store else None
+        except HoldfastError as error:
+            self._emit(PrepareFailed(generation, error.code, error.exit_code, str(error)))
+        except OSError as error:
+            text = f"cannot open the store's port: {error.strerror or error}"
+            self._emit(PrepareFailed(generation, PeerError.code, PeerError.exit_code, text))
+        else:
+            self._emit(NodePrepared(generation, port))
+
+    def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
+        """In a thread, and before the workers are due: a disk that stalls must not silence this node.
+
+        Raises LogDirError for the first generation; a later one goes on without files rather than end the job.
+        """
+        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in range(self._options.nproc)]
+        try:
+            attempt = self._folder.attempt(assign.generation, assign.restart_count)
+            streams = self._router.open(attempt, slots)
+        except LogDirError as error:
+            if self._running is None:
+                raise
+            self._router.say(f"{error} Generation {assign.generation} goes on without log files.")
+            return self._router.open(None, slots)
+        return streams
+
+    async def _open_store(self, assign: Assign) -> int:
+        if not self._options.share_store:
+            return free_port(assign.local_world)
+        if self._store is None:
+            python = self._options.command.python
+            warm = script_argv(self._options) if "torch" in self._options.preload.modules else []
+            eager = not warm and bool(self._options.preload.torch)  # else it starts when a client connects
+            await self._supervisor_ready.wait()
+            self._store = StoreHost(self._supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
+        port = self._store.open(assign.generation, loopback_only=assign.local_world)
+        self._on_store(port)
+        return port
+
+    def _on_store_lost(self, generation: int, why: str) -> None:
+        self._journal.write("store_lost", generation=generation, why=why)
+        self._emit(StoreDied(generation))
+
+    # ---------------------------------------------------------------- phase two
+
+    async def _spawn_later(self, running: RunningGeneration, start: Start) -> None:
+        await self._supervisor_ready.wait()
+        if running is self._running and self._work() in (Work.RUNNING, Work.DRAINING):
+            self._spawn(running, start)
+
+    def _spawn(self, running: RunningGeneration, start: Start) -> None:
+        running.spawn(
+            self._supervisor, start, self._environ, self._saver.environment, self._cpus, started=self._router.started
+        )
+
+    def _begin(self, assign: Assign, start: Start) -> RunningGeneration:
+        self._close_running()
+        assert self._oom is not None
+        generation = assign.generation
+        running = self._running = RunningGeneration(
+            self._options,
+            assign,
+            self._prepared,
+            host=self._host,
+            work=self._work,
+            emit=self._emit,
+            journal=self._journal,
+            phases=self._phases,
+            ends=Ends(self._tasks, self._emit, self._journal, self._router, self._oom, generation),
+        )
+        self._phases.start(generation, assign.restart_count, self._options.nproc, running.board)
+        self._journal.write(
+            "generation",
+            generation=generation,
+            restart_count=assign.restart_count,
+            group_rank=assign.group_rank,
+            group_world_size=assign.group_world_size,
+            rank_base=assign.rank_base,
+            world_size=assign.world_size,
+            nproc=self._options.nproc,
+            master=f"{start.master_addr}:{start.master_port}",
+        )
+        self._progress_notes.start(generation, assign.rank_base, running.board, self.progress)
+        self._observer.start(assign, start, running.board, self.progress)
+        return running
+
+    # ---------------------------------------------------------------- what the supervisor tells
+
+    def _on_supervisor(self, event: kept.SupervisorEvent) -> None:
+        self._saver.handle(event)
+        if self._store is not None:
+            self._store.handle(event)
+        match event:
+            case kept.ProcessStarted() if self._running is not None:
+                self._running.started(event)
+            case kept.SpawnFailed() if self._running is not None:
+                self._running.not_started(event)
+            case kept.ProcessEnded() if self._running is not None:
+                self._running.ended(event)
+            case kept.Fenced():
+                self._emit(WorkersFenced())
+            case kept.TreeKilled(leftover):
+                self._tree_gone(leftover)
+            case kept.PreloadTold(text, trouble):
+                self._journal.write("preload", text=text, trouble=trouble)
+                self._phases.imported()
+                if trouble:
+                    self._on_notice(f"preload: {text}")
+            case kept.StandbyTold(pids, own_bytes):
+                self._journal.write("standby", pids=list(pids), own_bytes=own_bytes)
+            case kept.SupervisorDied():
+                self._tasks.create_task(self._revive())
+
+    def _tree_gone(self, leftover: tuple[int, ...]) -> None:
+        if leftover:
+            self._journal.write("unkillable", pids=list(leftover))
+        self._phases.gone()
+        self._progress_notes.close()
+        self._observer.stop()
+        self._router.end_attempt()
+        if self._running is not None:
+            self._tasks.create_task(self._tell_gone(self._running))
+
+    async def _tell_gone(self, running: RunningGeneration) -> None:
+        """TreeGone comes after the last WorkerEnded, and those come after what was read for them."""
+        await running.all_reported()
+        self._emit(TreeGone(running.number))
+
+    async def _revive(self) -> None:
+        """The supervisor was killed, and the workers with it (they carry a parent-death signal): start another one.
+
+        Raises SupervisorLostError when that does not help.
+        """
+        self._supervisor_ready.clear()
+        self._journal.write("keeper_died")
+        self._revivals.count(self._loop.time())
+        running = self._running
+        report = running.lost() if running is not None else None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+            if running is not None and report is None:  # else the workers' ends say it, and more
+                self._emit(StoreDied(running.number))
+        try:
+            handle = await asyncio.to_thread(revive_supervisor, self._supervisor.handle)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise SupervisorLostError(f"the process that holds this node's workers cannot be started: {why}") from error
+        self._supervisor = SupervisorClient(handle, self._on_supervisor)
+        self._saver.renew(self._supervisor)
+        if self._options.preempt_signal is not None:
+            self._supervisor.ignore(self._options.preempt_signal)
+        self._supervisor.fence(self._guard_s)
+        order = order_for(self._options, self._environ)
+        if order is not None:
+            self._supervisor.start_fork_server(order)
+        self._supervisor_ready.set()
+        if self._work() is Work.KILLING:
+            self._supervisor.kill_tree()
+        if report is not None:
+            report()

@@ -1,0 +1,379 @@
+"""One save: plan if need be, copy into the tier's memory, a word with rank 0, hand over.
+
+The copy is made before the ranks talk, so that they wait for each other while they have nothing better to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
+from holdfast.snapshots import attempt
+from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.saver_client import InProcessStaging, Tier, error_of, warn_of_disk
+from holdfast.train import sharding
+from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
+from holdfast.train.copying import step_back
+from holdfast.train.reading import Saved
+from holdfast.train.sharding import TEXT, Layout, Places
+from holdfast.train.state import Collected, Tracker
+
+TEXT_ROOM = 1.25
+"""The text's entry is so much larger than the text, which changes its length from save to save."""
+TEXT_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a save."""
+
+    durable: bool
+    """It goes to the disk; otherwise it is in memory alone."""
+    failure: str = ""
+    """Why this one, which was to go to the disk, or the newest that did, is not there."""
+    look_at: int = 0
+    """Rank 0's word: when to ask again whether it is time; 0: it said nothing of it."""
+
+
+class _Said(NamedTuple):
+    """By one rank, in a round."""
+
+    staged: str
+    metrics: dict[str, float]
+    step: int
+    troubles: list[list[str]]
+
+
+class Saving:
+    """Saves of one rank."""
+
+    def __init__(
+        self,
+        path: Path,
+        tracker: Tracker,
+        peers: Peers,
+        tier: Tier,
+        rescue: int,
+        clock: Timekeeper,
+        failures_max: int,
+        lease: FolderLease | None,
+    ) -> None:
+        """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
+        rank 0's."""
+        self.tier = tier
+        self._path, self._tracker, self._peers = path, tracker, peers
+        self._rescue, self._clock, self._lease = rescue, clock, lease
+        self._failed = FailedSaves(failures_max)
+        self.troubles: list[SnapshotError] = []
+        """What went wrong in the background on this rank, and the others do not know yet."""
+        self._saves = 0
+        """Since this life began; equal on all ranks."""
+        self._layout: Layout | None = None
+        self._signature: tuple[Any, ...] = ()
+        self._places: dict[int, Places] = {}
+        """By address of the memory."""
+        self._reserving: threading.Thread | None = None
+        self._too_small: SnapshotMemoryError | None = None
+        self._to_settle: deque[Callable[[], None]] = deque()
+        self._settling: threading.Thread | None = None
+        self._unsettled: SnapshotMemoryError | None = None
+
+    @property
+    def planned(self) -> bool:
+        return self._layout is not None
+
+    def settle(self, adopted: Saved) -> None:
+        """Training goes on in pages of old slots; have them copied before any rank stages a new state there."""
+        self._to_settle.extend(adopted.settling())
+        self._settling = threading.Thread(target=self._settle, name="holdfast-settle")
+        self._settling.start()
+
+    def _settle(self) -> None:
+        try:
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._to_settle.popleft()()
+        except SnapshotMemoryError as error:
+            self._unsettled = error
+
+    def await_settled(self) -> None:
+        """Comes before the first optimizer step, too: pages copied one by one, as it writes to them, take five times
+        as long."""
+        if self._settling is not None:
+            self._settle()  # with both hands
+            self._settling.join()
+            self._settling = None
+        if self._unsettled is not None:
+            raise self._unsettled
+
+    def ask(self, step: int) -> tuple[bool, int]:
+        """Rank 0's word: whether it is time to save to the disk now, and when to ask again."""
+        word = None
+        if self._peers.rank == 0:
+            now_s = time.monotonic()
+            word = [self._clock.due(now_s) and not self.tier.busy, self._clock.next_look(step, now_s)]
+        durable, look_at = self._peers.tell(word)
+        return bool(durable), int(look_at)
+
+    def plan_ahead(self) -> None:
+        """Plan before anything is due, and take memory in the background."""
+        self._plan_together()
+
+    def look(self) -> None:
+        """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
+        raise."""
+        checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
+        for check in checks:
+            while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):
+                self.troubles.append(error)
+
+    def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False) -> Done:
+        """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What
+        prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
+        """
+        self._saves += 1
+        numbers = _numbers(metrics)
+        failure = ""
+        for _ in range(2):
+            with self._peers.calling("snaps.save()" if demanded else "snaps.step()"):
+                word = self._round(numbers, durable=durable, demanded=demanded)
+            failure = self._hear(word.get("failure")) or failure
+            if word["do"] == "fail":
+                raise SnapshotError(word["text"])
+            if word["do"] != "plan":
+                break
+            self._plan_together()
+        else:
+            raise SnapshotError("the tracked state has another shape each time it is looked at")
+        if word["do"] == "persist":
+            self._persist(self._request(word["attempt"], word["metrics"]))
+        return Done(word["do"] == "persist", failure, word.get("look_at", 0))
+
+    def _hear(self, word: Mapping[str, Any] | None) -> str:
+        """What rank 0 says of failed saves; SnapshotError, on all ranks, when it is fatal."""
+        if word is None:
+            return ""
+        failure = RankFailure(**word)
+        if failure.fatal:
+            raise error_of(failure.code, failure.message)
+        if self._peers.rank == 0:
+            warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
+        return failure.text
+
+    def _persist(self, request: SaveRequest) -> None:
+        try:
+            self.tier.persist(request)
+        except (SnapshotError, ValueError) as error:
+            told = error if isinstance(error, SnapshotError) else SnapshotWriteError(str(error))
+            self.troubles.append(told)
+            attempt.refuse(request, str(told))  # rank 0 would wait for this rank's part
+
+    def wait(self) -> None:
+        """Until everything is committed, on every rank; all raise when that went wrong on one."""
+        failure: HoldfastError | None = self.troubles.pop(0) if self.troubles else None
+        try:
+            self.tier.wait()
+        except HoldfastError as error:
+            failure = failure or error
+        said = self._peers.share("" if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise SnapshotError(f"rank {rank}: {text}")
+
+    # --- one round: every rank copies and says how it went; rank 0 says what is next
+    # ------------------------------------
+
+    def _round(self, metrics: Mapping[str, float], *, durable: bool, demanded: bool) -> dict[str, Any]:
+        failure: Exception | None = None
+        try:
+            staged = self._stage(self._collect(), metrics, wait=durable)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            failure, staged = error, f"failed: {type(error).__name__}: {error}"
+        self.look()
+        troubles = [[each.code, str(each)] for each in self.troubles]
+        self.troubles.clear()
+        said = self._peers.gather([staged, metrics, self._tracker.state.step, troubles])
+        word: dict[str, Any] = self._peers.tell(
+            self._judge([_Said(*each) for each in said], durable=durable, demanded=demanded) if said else None
+        )
+        if failure is not None:
+            raise failure
+        return word
+
+    def _judge(self, said: Sequence[_Said], *, durable: bool, demanded: bool) -> dict[str, Any]:
+        """Rank 0 decides."""
+        step, now_s = self._tracker.state.step, time.monotonic()
+        for rank, each in enumerate(said):
+            if each.staged.startswith("failed"):
+                return {"do": "fail", "text": f"rank {rank} {each.staged}"}
+            if each.step != step:
+                return {
+                    "do": "fail",
+                    "text": f"rank 0 saves after step {step}, rank {rank} after step {each.step}\n"
+                    "every rank has to call step() and save() equally often: not inside `if rank == 0:`",
+                }
+        word: dict[str, Any] = {"do": "keep"}
+        failure = self._failed.reported([each.troubles for each in said], busy=self.tier.busy)
+        if failure is not None:
+            word["failure"] = asdict(failure)
+            if failure.fatal:
+                return word
+        if any(each.staged == "unplanned" for each in said):
+            return {**word, "do": "plan"}
+        all_there = all(each.staged == "staged" for each in said)
+        if durable or (self._clock.due(now_s) and not self.tier.busy and all_there):
+            self._clock.saved(now_s)
+            try:
+                number = self._begin(step)
+            except SnapshotError as error:
+                failure = self._failed.not_begun(error)
+                word["failure"] = asdict(replace(failure, fatal=failure.fatal or demanded))
+            else:
+                self._failed.handed_over()
+                word |= {"do": "persist", "attempt": number, "metrics": _means([each.metrics for each in said])}
+        word["look_at"] = self._clock.next_look(step, now_s)
+        return word
+
+    def _begin(self, step: int) -> int:
+        if self._lease is not None:
+            self._lease.confirm()
+        return attempt.begin(self._path, step, make=False)
+
+    def _collect(self) -> Collected:
+        return self._tracker.collect(self._peers.rank, self._peers.world)
+
+    def _stage(self, collected: Collected, metrics: Mapping[str, float], *, wait: bool) -> str:
+        layout = self._layout
+        if layout is None or collected.signature() != self._signature:
+            return "unplanned"
+        room = layout.file.spans[TEXT]
+        if len(collected.text) > room.stop - room.start:
+            return "unplanned"
+        self._await_reserved()
+        try:
+            memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
+        except SnapshotMemoryError as error:  # the saver had this slot when room was taken: it is a previous leader's
+            self._too_small = error
+            self._await_reserved()
+            memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
+        if memory is None:
+            return "no room"  # both slots are being written: the next one will do
+        if not self._places_in(memory, layout).fill(self._sources(collected, layout)):
+            return "unplanned"
+        memory[: len(layout.file.header)] = layout.file.header
+        if layout.beside is not None:
+            memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
+        memory[room] = collected.text.ljust(room.stop - room.start)
+        self.tier.commit(self._request(self._rescue, metrics))
+        return "staged"
+
+    def _sources(self, collected: Collected, layout: Layout) -> list[torch.Tensor]:
+        return [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
+
+    def _places_in(self, memory: memoryview, layout: Layout) -> Places:
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        if address not in self._places:
+            if len(self._places) > 2:
+                self._places.clear()  # slots have grown, and are somewhere else
+            views = layout.views(memory)
+            self._places[address] = Places([views[name] for name, _ in layout.keys])
+        return self._places[address]
+
+    def _request(self, number: int, metrics: Mapping[str, float]) -> SaveRequest:
+        assert self._layout is not None
+        note = {"save": self._saves}
+        if self._layout.beside is not None:
+            note["file_bytes"] = self._layout.file_bytes
+        peers, state = self._peers, self._tracker.state
+        metadata = {"metrics": dict(metrics), "epoch": state.epoch}
+        return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def _plan_together(self) -> None:
+        """What one rank cannot do all raise: to plan, the ranks wait for each other."""
+        failure: Exception | None = None
+        try:
+            self._await_reserved()
+            self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
+            collected = self._collect()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            failure = error
+        said = self._peers.share("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise SnapshotError(f"rank {rank} failed: {text}")
+        self._plan(collected)
+
+    def _plan(self, collected: Collected) -> None:
+        text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
+        self._places.clear()
+        node = f"{node_key()}:{self.tier.place}"
+        self._layout = sharding.plan(self._peers, node, collected.shared, collected.own, text_bytes, "")
+        self._signature = collected.signature()
+        self._reserving = threading.Thread(
+            target=self._reserve, args=(self._layout.size_bytes,), name="holdfast-reserve"
+        )
+        self._reserving.start()
+
+    def _reserve(self, size_bytes: int) -> None:
+        step_back()
+        try:
+            self.tier.reserve(size_bytes)
+        except SnapshotMemoryError as error:
+            self._too_small = error
+
+    def _await_reserved(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        if self._too_small is not None:
+            warn_of_disk(self._too_small)
+            self._too_small = None
+            self.tier.close(ahead=False)
+            self.tier = InProcessStaging()
+
+
+def _raised(check: Callable[[], None]) -> SnapshotError | None:
+    try:
+        check()
+    except SnapshotError as error:
+        return error
+    return None
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers; what is none is left out of the snapshot. A tensor is waited for only here."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            continue
+        try:
+            numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            continue
+    return numbers
+
+
+def _means(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Over the ranks that have the metric."""
+    names = {name for each in said for name in each}
+    return {
+        name: sum(each[name] for each in said if name in each) / sum(name in each for each in said)
+        for name in sorted(names)
+    }

@@ -1,0 +1,336 @@
+"""State that is no tensor, as JSON: written and read without pickle, exactly, or refused with the place named.
+
+    None, bool, int, str, finite floats, lists      as JSON has them
+    dicts whose keys are all text                   as JSON objects
+    everything else that is known                   {"$kind": …}: tuples, bytes, nan and inf, huge integers, other
+                                                    dicts, sets, deques, complex numbers, torch's types, sizes,
+                                                    devices, arrays, numpy's numbers, tensors, enums, named tuples
+
+A value comes back as the type that it was, or is refused; of other subclasses of plain types a warning says that they
+come back as the plain type. Classes of enums and named tuples are not imported: they are those of the running program.
+
+Tensors and numpy arrays leave the tree: it keeps their names, `Encoder.tensors` has them. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import sys
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from enum import Enum, EnumType
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from holdfast.protocol.errors import SnapshotDamagedError, StateTypeError
+
+DEPTH_MAX = 100
+PATH_CHARACTERS_MAX = 300
+"""Of a place in a message."""
+INTEGER_BITS_MAX = 2000
+"""As decimals; Python refuses to read or write numbers of many digits so. Larger ones are hexadecimal."""
+ARRAY_KINDS = "biufcSUmM"
+"""Of numpy's arrays: items of a fixed size that are no objects and have no fields."""
+_KIND = "$"
+
+
+class Encoder:
+    """Turns trees of plain values into what `json` writes."""
+
+    def __init__(self, prefix: str = "") -> None:
+        """`prefix` stands before the names of tensors."""
+        self._prefix = prefix
+        self.tensors: dict[str, torch.Tensor] = {}
+        """What the trees refer to, by name."""
+
+    def encode(self, value: Any, path: str) -> Any:
+        """The tree for JSON. StateTypeError names the path of what cannot be stored."""
+        return self._encode(value, path, 0)
+
+    def _encode(self, value: Any, path: str, depth: int) -> Any:
+        if value is None or value is True or value is False or type(value) is str:
+            return value
+        kind = type(value)
+        if kind is int:
+            return value if value.bit_length() <= INTEGER_BITS_MAX else {"$int": hex(value)}
+        if depth > DEPTH_MAX:
+            raise StateTypeError(f"{_short(path)}: nested more than {DEPTH_MAX} levels deep")
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._leave(path, value)}
+        if kind in (dict, Counter, OrderedDict):
+            return self._dict(value, path, depth)
+        if kind is list:
+            return [self._encode(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
+        if kind in (tuple, torch.Size):
+            items = [self._encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]
+            return {"$tuple" if kind is tuple else "$size": items}
+        if kind in (bytes, bytearray):
+            return {f"${kind.__name__}": base64.b64encode(value).decode()}
+        return self._rarer(value, path, depth)
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        kind = {Counter: "$counter", OrderedDict: "$ordered"}.get(type(value))
+        plain = kind is None and all(type(key) is str and not key.startswith(_KIND) for key in value)
+        if plain:
+            return {key: self._encode(each, f"{path}[{key!r}]", depth + 1) for key, each in value.items()}
+        pairs = [
+            [self._encode(key, f"a key of {path}", depth + 1), self._encode(each, f"{path}[{_named(key)}]", depth + 1)]
+            for key, each in value.items()
+        ]
+        return {kind or "$dict": pairs}
+
+    def _rarer(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in (set, frozenset):
+            return {f"${kind.__name__}": [self._encode(each, f"an item of {path}", depth + 1) for each in value]}
+        if kind is deque:
+            return {"$deque": [self._encode(list(value), path, depth), value.maxlen]}
+        if kind is complex:
+            return {"$complex": [self._encode(each, path, depth) for each in (value.real, value.imag)]}
+        if kind in (torch.dtype, torch.device):
+            return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+        if kind is defaultdict and value.default_factory in _FACTORIES:
+            return {"$defaultdict": [_FACTORIES.index(value.default_factory), self._dict(dict(value), path, depth)]}
+        if _class_at(_place_of(kind)) is kind:
+            if isinstance(value, Enum) and value.name in kind.__members__:
+                plain = value.value if type(value.value) in (int, str) else None
+                return {"$enum": [_place_of(kind), value.name, plain]}
+            if _is_named(kind):
+                return {"$named": [_place_of(kind), self._encode(tuple(value), path, depth)]}
+        return self._foreign(value, path, depth)
+
+    def _foreign(self, value: Any, path: str, depth: int) -> Any:
+        """numpy's, known by their names: numpy itself may not be there. Then what is nearly plain."""
+        kind = type(value)
+        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+            if kind.__name__ == "ndarray" and value.dtype.kind in ARRAY_KINDS:
+                # Types that torch lacks go as bytes; their own type's name brings them back.
+                raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
+                return {"$array": [self._leave(path, raw), value.dtype.str, list(value.shape)]}
+            if kind.__name__ != "ndarray" and value.ndim == 0 and value.dtype.kind in ARRAY_KINDS:
+                return {"$number": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        plain = next((each for each in _PLAIN if isinstance(value, each)), None)
+        if plain is not None and not (isinstance(value, Enum) and not isinstance(value, (int, str))):
+            warnings.warn(
+                f"holdfast: {_short(path)}: a {kind.__module__}.{kind.__qualname__} comes back as a plain "
+                f"{plain.__name__}; "
+                f"let state_dict() give a {plain.__name__}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self._encode(_as_plain(plain, value), path, depth)
+        raise StateTypeError(
+            f"{_short(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored without pickle\n"
+            "let state_dict() give tensors, numbers, text, bytes, lists, tuples, sets and dicts"
+        )
+
+    def _leave(self, path: str, tensor: torch.Tensor) -> str:
+        check_storable(path, tensor)
+        name = f"{self._prefix}{path}"
+        self.tensors[name] = tensor
+        return name
+
+
+def check_storable(path: str, tensor: torch.Tensor) -> None:
+    """StateTypeError for a tensor that is no array of items, or whose name is no text."""
+    kind = ""
+    if torch.nn.parameter.is_lazy(tensor):
+        kind = "lazy"  # until its module has seen a batch
+    elif tensor.is_nested:
+        kind = "nested"
+    elif tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
+    if kind:
+        raise StateTypeError(f"{_short(path)}: a {kind} tensor cannot be stored")
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise StateTypeError(f"{_short(ascii(path))}: the name is not text and cannot be stored") from None
+
+
+_FACTORIES = (None, int, float, str, bool, list, dict, set, tuple)
+"""Of defaultdicts, by their number in a saved state."""
+_PLAIN: tuple[type, ...] = (dict, list, tuple, str, int, float, bytes, bytearray)
+
+
+def _as_plain(plain: type, value: Any) -> Any:
+    if plain in (dict, list, tuple):
+        return plain(value)
+    # Their own methods: a subclass may have others.
+    return {str: str.__str__, int: int.__int__, float: float.__float__}.get(plain, plain)(value)
+
+
+def _place_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class_at(place: str) -> Any:
+    """A class of the running program; None when it has none there. Nothing is imported, and nothing called."""
+    module, _, name = place.partition(":")
+    found: Any = sys.modules.get(module)
+    for each in name.split("."):
+        found = getattr(found, each, None)
+    return found if isinstance(found, type) else None
+
+
+def _is_named(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
+
+
+def _instance(kind: str, content: Any, get: _Gets) -> Any:
+    place, what = content[:2]
+    if kind == "$named":
+        what = _decode(what, get)
+    if get.plain:
+        return what if kind == "$named" else what if content[2] is None else content[2]
+    found = _class_at(place)
+    if kind == "$enum" and isinstance(found, EnumType) and what in found.__members__:
+        return found[what]
+    if kind == "$named" and _is_named(found) and len(what) == len(found._fields):
+        return tuple.__new__(found, what)
+    raise StateTypeError(f"the saved state has a {place.replace(':', '.')}, which this program has not (or not so)")
+
+
+def _number(content: Any, *, plain: bool) -> Any:
+    import numpy as np
+
+    dtype, data = np.dtype(content[0]), base64.b64decode(content[1])
+    number = np.frombuffer(data, dtype)[0] if dtype.itemsize else dtype.type()
+    if not plain:
+        return number
+    return float(number) if dtype.kind == "f" else number.item()
+
+
+def _named(key: Any) -> str:
+    try:
+        return repr(key)
+    except ValueError:  # a huge integer
+        return "…"
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= PATH_CHARACTERS_MAX else path[: PATH_CHARACTERS_MAX - 1] + "…"
+
+
+_Get = Callable[[str], torch.Tensor]
+
+
+class _Gets(NamedTuple):
+    tensor: _Get
+    array: _Get
+    plain: bool
+
+
+def decode(tree: Any, tensor: _Get, array: _Get | None = None, *, plain: bool = False) -> Any:
+    """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is
+    made of.
+
+    `plain`: for another program, which lacks the classes of this one's enums and named tuples, and may load without
+    pickle: plain values instead. SnapshotDamagedError for a tree that is none of ours."""
+    return _decode(tree, _Gets(tensor, array or tensor, plain))
+
+
+def _decode(tree: Any, get: _Gets) -> Any:
+    if isinstance(tree, list):
+        return [_decode(each, get) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        ((kind, content),) = tree.items()
+        if kind.startswith(_KIND):
+            return _decode_kind(kind, content, get)
+    return {key: _decode(each, get) for key, each in tree.items()}
+
+
+def _decode_kind(kind: str, content: Any, get: _Gets) -> Any:
+    match kind:
+        case "$tensor":
+            return get.tensor(content)
+        case "$tuple" | "$size":
+            items = [_decode(each, get) for each in content]
+            return torch.Size(items) if kind == "$size" else tuple(items)
+        case "$enum" | "$named":
+            return _instance(kind, content, get)
+        case "$number":
+            return _number(content, plain=get.plain)
+        case "$defaultdict":
+            made = _decode(content[1], get)
+            return made if get.plain else defaultdict(_FACTORIES[content[0]], made)
+        case "$float":
+            return float(content)
+        case "$int":
+            return int(content, 16)
+        case "$bytes" | "$bytearray":
+            raw = base64.b64decode(content)
+            return bytearray(raw) if kind == "$bytearray" else raw
+        case "$array":
+            return _array(content, get.array)
+        case "$dict" | "$ordered" | "$counter":
+            pairs = ((_decode(key, get), _decode(each, get)) for key, each in content)
+            if kind == "$counter":
+                return Counter(dict(pairs))
+            return OrderedDict(pairs) if kind == "$ordered" else dict(pairs)
+        case "$set" | "$frozenset":
+            members = (_decode(each, get) for each in content)
+            return set(members) if kind == "$set" else frozenset(members)
+        case "$deque":
+            return deque(_decode(content[0], get), content[1])
+        case "$complex":
+            return complex(*(_decode(each, get) for each in content))
+        case "$device":
+            return torch.device(content)
+        case "$dtype" if isinstance(dtype := getattr(torch, content, None), torch.dtype):
+            return dtype
+    raise SnapshotDamagedError(f"the saved state has a value of the unknown kind {kind!r}")
+
+
+def _array(content: Any, tensor: _Get) -> Any:
+    import numpy as np
+
+    name, kind, shape = content
+    data = tensor(name).to(torch.uint8).cpu().numpy().tobytes() if 0 not in shape else b""
+    return np.frombuffer(data, dtype=np.dtype(kind)).reshape(shape).copy()
+
+
+def dumps(tree: Any) -> bytes:
+    """An encoded tree as text. By msgspec, which takes a tenth of the time of `json`: training waits for it."""
+    try:
+        return msgspec.json.encode(tree)
+    except UnicodeEncodeError:
+        # Names of files that are not UTF-8 have halves of surrogate pairs in Python; json.loads takes them so.
+        text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=loads)
+        return text.encode(errors="surrogatepass")
+
+
+def ready(tree: Any) -> msgspec.Raw:
+    """An encoded tree, written once: it may stand in other trees."""
+    return msgspec.Raw(dumps(tree))
+
+
+def loads(text: bytes | memoryview) -> Any:
+    """An encoded tree from text. SnapshotDamagedError."""
+    try:
+        return json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise SnapshotDamagedError(f"the saved state is not readable: {error}") from None
+
+
+def expect(tree: Any, kind: type, what: str) -> Any:
+    """`tree`, which must be a `kind`. SnapshotDamagedError."""
+    if not isinstance(tree, kind):
+        raise SnapshotDamagedError(f"the saved state's {what} is a {type(tree).__name__}")
+    return tree
+
+
+def section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of the saved state, empty when it has none."""
+    found: dict[str, Any] = expect(tree.get(name, {}), dict, name)
+    return found

@@ -1,0 +1,364 @@
+"""The fork server: imports a node's heavy modules once and forks workers, which cannot tell it from a start of their own.
+
+    bootstrap.py fork server THIS_FOLDER CONTROL_FD
+
+CONTROL_FD is one end of a socket pair, the supervisor has the other (supervisor/fork_server_client.py). Messages of seqpacket.py:
+
+    first     {"modules", "later", "served", "first_path", "argv"}: what to import, whether workers run already, and a
+              worker's command line
+    then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "supervisor"}: a worker is wanted; descriptors: its
+              answer's socket, then one for each number in "fds"
+              {"park", "supervisor"}: a standby is wanted, which hears over its answer's socket (its only descriptor) what
+              worker it is to be, in a message as above
+    to supervisor {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}, after which it ends
+
+On its answer's socket a worker sends `pid N`, once it is the supervisor's own child, and runs when it receives `go`; or
+`no WHY` is sent in its place. End of file from the supervisor means that it is not wanted any more. A standby sends `pid N`
+when it is parked, and once more when it is a worker.
+
+Workers are forked twice, so that they fall to the supervisor, which is a subreaper: it stays everybody's parent.
+Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
+forking.py; the tests compare a forked worker with one that was started by exec."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import select
+import socket
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    # The bootstrap puts them here: there is no holdfast to import them from.
+    from holdfast import seqpacket  # noqa: TC004
+    from holdfast.worker import forking  # noqa: TC004
+
+LATER_QUIET_S = 1.0
+"""So long after the last worker was forked, what only restarts need is imported: not while the workers start."""
+TEXT_MAX = 500
+"""Of what is told to people; the error of an import may be longer."""
+BATCH_MAX = 64
+"""Workers that share one process between; their descriptors are open at once."""
+THREADS_END_S_MAX = 0.1
+"""A thread that was joined may be listed for a moment still."""
+NAME = b"hf-fork-server"
+
+READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_")
+"""Variables that libraries read when they are loaded, and not through os.environ."""
+
+
+class UnfitError(Exception):
+    """This process must not be forked into workers; the text says why."""
+
+
+def serve(control_fd: int) -> None:
+    """Import and serve. Returns in each worker, as the process that its command line describes; never in this one."""
+    control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, forking.FD_MIN))
+    os.close(control_fd)
+    fork_server = ForkServer(control)
+    try:
+        fork_server.run()
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the supervisor is gone
+
+
+# --- importing --------------------------------------------------------------------------------------------------------
+
+
+class Watched(dict):  # type: ignore[type-arg]
+    """Stands in for the data of os.environ and notes which variables were asked for."""
+
+    def __init__(self, data: dict[bytes, bytes], asked: set[str]) -> None:
+        super().__init__(data)
+        self.asked = asked
+
+    def __getitem__(self, key: bytes) -> bytes:
+        self.asked.add(os.fsdecode(key))
+        value: bytes = super().__getitem__(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, bytes):
+            self.asked.add(os.fsdecode(key))
+        return super().__contains__(key)
+
+
+class Importer:
+    """Imports modules, and knows what that changed and asked for in the environment."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+        self.given = dict(os.environ)
+        self.changed: dict[str, str | None] = {}
+        self._tracers = tracers()
+        """What watches this process from its start, as a coverage tool does, watches a worker that is started, too."""
+
+    def load(self, module: str) -> str:
+        """Import one module; returns why it could not be. Raises UnfitError when what it did cannot be forked."""
+        before = dict(os.environ)
+        data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+        watched = Watched(data, self.asked)
+        os.environ._data = os.environb._data = watched  # type: ignore[attr-defined]
+        try:
+            __import__(module)
+            trouble = ""
+        except BaseException as error:  # noqa: BLE001 - whatever a module raises, SystemExit too
+            trouble = f"{module} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            data.clear()
+            data.update(watched)
+            os.environ._data = os.environb._data = data  # type: ignore[attr-defined]
+        after = dict(os.environ)
+        self.changed |= {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
+        check_forkable()
+        if tracers() != self._tracers:
+            raise UnfitError("a tracer is at work")
+        return trouble
+
+    def environment(self, wanted: dict[str, str]) -> dict[str, str]:
+        """What becomes of an environment by the same imports. Raises UnfitError when they would have gone otherwise."""
+        differing = {name for name in wanted.keys() | self.given.keys() if wanted.get(name) != self.given.get(name)}
+        for name in sorted(differing):
+            if name in self.asked or name.startswith(READ_BY_LIBRARIES):
+                raise UnfitError(f"{name} is the worker's own and is read while modules are imported")
+        mended = dict(wanted)
+        for name, value in self.changed.items():
+            if value is None:
+                mended.pop(name, None)
+            else:
+                mended[name] = value
+        return mended
+
+
+def check_forkable() -> None:
+    """Raises UnfitError for threads, children and devices, none of which a fork takes along."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        # OpenBLAS ends its threads before each fork and starts them again when they are needed; others stay.
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        deadline = time.monotonic() + THREADS_END_S_MAX
+        while (threads := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if threads:
+            raise UnfitError(f"it has started {threads} thread{'s' if threads > 1 else ''}, which a fork would lose")
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if name.startswith("/dev/nvidia"):
+            raise UnfitError(f"it has opened {name}, and a CUDA context cannot be forked")
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        raise UnfitError("it has initialised CUDA, and a CUDA context cannot be forked")
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        pass
+    else:
+        raise UnfitError("it has started a process, which would not be the worker's own")
+
+
+def tracers() -> tuple[object, object]:
+    return sys.gettrace(), sys.getprofile()
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+class ForkServer:
+    """One process, single-threaded: imports, then waits for requests; the rest is imported when none has come."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._control_fd = control.fileno()
+        self._program_at = len(sys.orig_argv) - len(sys.argv)
+        self._start = list(sys.orig_argv[: self._program_at + 1])
+        self._importer = Importer()
+        with open("/proc/self/comm", "rb") as file:
+            self._comm = file.read().rstrip(b"\n")
+        self._opened: set[int] = set()
+        """Descriptors that imports have opened and kept."""
+
+    def run(self) -> None:
+        """Returns in each worker, never here."""
+        forking.set_name(NAME)
+        order, _ = self._receive()
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path.insert(0, order["first_path"])
+        sys.argv = order["argv"][self._program_at + 2 :]
+        self._import_all(order["modules"])
+        later = list(order["later"])
+        served: bool = order["served"]
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while True:
+            if not poller.poll(LATER_QUIET_S * 1000 if later and served else None):
+                self._import_later(later.pop(0))
+                continue
+            if self._fork_all(self._requests(poller)):
+                return
+            served = True
+
+    def _import_all(self, modules: list[str]) -> None:
+        began = time.monotonic()
+        done = []
+        for module in modules:
+            trouble = self._import(module)
+            if trouble:
+                self._tell("left_out", trouble)
+            else:
+                done.append(module)
+        if not done:
+            self._end_unfit("", "no module is left to be imported ahead")
+        self._settle()
+        self._tell("ready", f"{', '.join(done)} in {time.monotonic() - began:.2f} s")
+
+    def _import_later(self, module: str) -> None:
+        began = time.monotonic()
+        trouble = self._import(module)
+        self._settle()
+        self._tell("later", trouble or f"{module} in {time.monotonic() - began:.2f} s, for restarts")
+
+    def _import(self, module: str) -> str:
+        threshold = gc.get_threshold()
+        gc.set_threshold(0)  # an import makes little garbage: looking for it is a fifth of the time of torch's
+        try:
+            return self._importer.load(module)
+        except UnfitError as unfit:
+            self._end_unfit(module, f"{module}: {unfit}")
+        finally:
+            if gc.get_threshold()[0] == 0:  # else the module has set its own
+                gc.set_threshold(*threshold)
+
+    def _settle(self) -> None:
+        """What lives now lives on in all workers: no page of it is copied because the collector looked at it."""
+        gc.collect()
+        gc.freeze()
+        self._opened = {int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2} - {self._control.fileno()}
+        self._opened = {fd for fd in self._opened if is_open(fd)}
+
+    def _end_unfit(self, module: str, text: str) -> NoReturn:
+        self._tell("unfit", text, module=module)
+        os._exit(0)
+
+    def _tell(self, what: str, text: str, **more: str) -> None:
+        seqpacket.send(self._control, {"is": what, "text": text[:TEXT_MAX], **more})
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        received = seqpacket.receive(self._control)
+        if received is None:
+            os._exit(0)  # the supervisor is gone
+        return received
+
+    def _requests(self, poller: select.poll) -> list[forking.ForkRequest | forking.Parking]:
+        """All that wait: they share the first of the two forks."""
+        requests = [forking.wanted(*self._receive())]
+        while poller.poll(0) and len(requests) < BATCH_MAX:
+            requests.append(forking.wanted(*self._receive()))
+        return requests
+
+    def _fork_all(self, requests: list[forking.ForkRequest | forking.Parking]) -> bool:
+        """Fork a worker for each. True in a worker."""
+        ready: list[tuple[forking.ForkRequest | forking.Parking, forking.ForkedWorker | None]] = []
+        for request in requests:
+            if isinstance(request, forking.Parking):
+                ready.append((request, None))
+            elif forked_worker := self._forked_worker(request, self._foreign(request, requests)):
+                ready.append((request, forked_worker))
+        try:
+            between = os.fork() if ready else -1
+        except OSError as error:
+            between = -1
+            for request, _ in ready:
+                request.refuse(f"fork failed: {error.strerror}")
+        if between == 0:
+            self._control.detach()  # closed by its number in the workers
+            for request, forked_worker in ready:
+                if self._fork_from(os.getpid(), request, forked_worker, self._foreign(request, requests)):
+                    return True
+            os._exit(0)
+        if between > 0:
+            os.waitpid(between, 0)
+        for request in requests:
+            request.close()
+        return False
+
+    def _foreign(
+        self, request: forking.ForkRequest | forking.Parking, requests: list[forking.ForkRequest | forking.Parking]
+    ) -> list[int]:
+        """Descriptors of ours that this one has no business with."""
+        return [self._control_fd, *(fd for other in requests if other is not request for fd in other.descriptors)]
+
+    def _forked_worker(self, request: forking.ForkRequest, foreign: list[int]) -> forking.ForkedWorker | None:
+        """None when it has been refused."""
+        if request.argv[: len(self._start)] != self._start:
+            request.refuse("another interpreter is wanted")
+            return None
+        if self._opened & request.fds.keys():
+            request.refuse(f"an import keeps descriptor {min(self._opened & request.fds.keys())} open")
+            return None
+        given = {**self._importer.given, **request.env_set}
+        for name in request.env_unset:
+            given.pop(name, None)
+        try:
+            environment = self._importer.environment(given)
+        except UnfitError as unfit:
+            request.refuse(str(unfit))
+            return None
+        return forking.ForkedWorker(request, given, environment, foreign, self._program_at, self._comm)
+
+    def _fork_from(
+        self,
+        between: int,
+        request: forking.ForkRequest | forking.Parking,
+        forked_worker: forking.ForkedWorker | None,
+        foreign: list[int],
+    ) -> bool:
+        """In the process between: fork one worker. True in the worker, when everything about it is its own."""
+        try:
+            if os.fork() != 0:
+                return False
+        except OSError as error:
+            request.refuse(f"fork failed: {error.strerror}")
+            return False
+        try:
+            if forked_worker is None:
+                request, forked_worker = self._parked(between, request, foreign)
+            forked_worker.begin(between)
+        except BaseException as error:  # noqa: BLE001 - the child must not live on as a second fork server
+            request.refuse(f"{type(error).__name__}: {error}")
+            os._exit(1)
+        return True
+
+    def _parked(
+        self, between: int, parking: forking.ForkRequest | forking.Parking, foreign: list[int]
+    ) -> tuple[forking.ForkRequest, forking.ForkedWorker]:
+        """Stand by until a worker is wanted, however long that takes."""
+        for fd in foreign:
+            os.close(fd)
+        answer = forking.park(parking.answer, between, parking.supervisor)
+        received = seqpacket.receive(answer)
+        if received is None:
+            os._exit(0)  # no worker is wanted any more
+        wish, fds = received
+        request = forking.ForkRequest(wish, [answer.detach(), *fds])
+        forked_worker = self._forked_worker(request, [])
+        if forked_worker is None:
+            os._exit(0)
+        return request, forked_worker
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

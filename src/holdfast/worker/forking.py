@@ -1,0 +1,276 @@
+"""What makes a process that was forked from the fork server the worker that a start of its own would have made.
+
+Every difference that a program could see is mended here; tests compare both kinds of worker. Loaded by the bootstrap
+beside fork_server.py. Standard library only and nothing of holdfast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+FD_MIN = 500
+"""Our descriptors keep out of the way: a worker's own get the numbers that they would get after exec."""
+OUTPUT_BYTES_MAX = 1_000_000
+"""What modules print when they are imported is repeated in each worker, up to here."""
+
+STANDBY_NAME = b"hf-standby"
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14
+
+
+class ForkRequest:
+    """A worker that is wanted."""
+
+    def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
+        self.argv: list[str] = wish["argv"]
+        self.env_set: dict[str, str] = wish["env_set"]
+        self.env_unset: list[str] = wish["env_unset"]
+        self.cwd: str | None = wish["cwd"]
+        self.cpus: list[int] | None = wish["cpus"]
+        self.supervisor: int = wish["supervisor"]
+        self.answer, *given = fds
+        self.fds: dict[int, int] = dict(zip(wish["fds"], given, strict=True))
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.answer, *self.fds.values()]
+
+    def refuse(self, why: str) -> None:
+        refuse(self.answer, why)
+
+    def close(self) -> None:
+        for fd in self.descriptors:
+            os.close(fd)
+
+
+class Parking:
+    """A standby that is wanted: a process that will hear later what worker it is."""
+
+    def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
+        self.supervisor: int = wish["supervisor"]
+        (self.answer,) = self.descriptors = fds
+
+    def refuse(self, why: str) -> None:
+        refuse(self.answer, why)
+
+    def close(self) -> None:
+        os.close(self.answer)
+
+
+def wanted(wish: dict[str, Any], fds: list[int]) -> ForkRequest | Parking:
+    return Parking(wish, fds) if wish.get("park") else ForkRequest(wish, fds)
+
+
+def refuse(answer: int, why: str) -> None:
+    try:
+        os.write(answer, f"no {why}".encode(errors="backslashreplace"))
+    except OSError:
+        return  # nobody wants to know
+
+
+def park(answer: int, between: int, supervisor: int) -> socket.socket:
+    """Become a standby of the supervisor's; returns the socket over which it will say more."""
+    set_name(STANDBY_NAME)
+    become_child_of(supervisor, between)
+    sock = socket.socket(fileno=answer)
+    sock.sendall(b"pid %d" % os.getpid())
+    return sock
+
+
+class ForkedWorker:
+    """From a copy of the fork server to the worker that exec would have made."""
+
+    def __init__(
+        self,
+        request: ForkRequest,
+        given: dict[str, str],
+        environment: dict[str, str],
+        foreign: list[int],
+        program_at: int,
+        comm: bytes,
+    ) -> None:
+        """`given`: the environment that exec would pass; `environment`: what imports make of it."""
+        self._request = request
+        self._given = given
+        self._environment = environment
+        self._foreign = foreign
+        self._program_at = program_at
+        self._comm = comm
+
+    def begin(self, between: int) -> None:
+        """Returns when the supervisor has said go; else the process ends."""
+        request = self._request
+        os.setsid()
+        answer = self._place_descriptors()
+        if request.cpus:
+            os.sched_setaffinity(0, request.cpus)
+        if request.cwd is not None:
+            os.chdir(request.cwd)
+        put_environment(self._environment)
+        sys.orig_argv = list(request.argv)
+        sys.argv = list(request.argv[self._program_at :])
+        set_name(self._comm)
+        show_as(request.argv, self._given)
+        renew_modules()
+        become_child_of(request.supervisor, between)
+        answer.sendall(b"pid %d" % os.getpid())
+        if answer.recv(16) != b"go":
+            os._exit(1)
+        answer.close()
+
+    def _place_descriptors(self) -> socket.socket:
+        """Its own at their numbers, all others of ours closed."""
+        printed = [printed_to(fd) for fd in (1, 2)]
+        request = self._request
+        for fd in self._foreign:
+            os.close(fd)
+        answer = fcntl.fcntl(request.answer, fcntl.F_DUPFD_CLOEXEC, FD_MIN)
+        high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FD_MIN) for number, fd in request.fds.items()}
+        request.close()
+        request.answer = answer
+        for number, fd in high.items():
+            os.dup2(fd, number, inheritable=True)
+            os.close(fd)
+        renew_streams()
+        for fd, text in zip((1, 2), printed, strict=True):
+            while text:
+                text = text[os.write(fd, text) :]  # noqa: PLW2901
+        return socket.socket(fileno=answer)
+
+
+def printed_to(fd: int) -> bytes:
+    """What imports have written there: a memory file of the fork server's."""
+    try:
+        return os.pread(fd, min(os.fstat(fd).st_size, OUTPUT_BYTES_MAX), 0)
+    except OSError:
+        return b""
+
+
+def renew_streams() -> None:
+    """Make sys.stdin, sys.stdout and sys.stderr anew, as the interpreter does, in place: modules may hold them."""
+    for fd, stream in enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__)):
+        if stream is not None:
+            renew_stream(fd, stream)
+
+
+def renew_stream(fd: int, stream: Any) -> None:
+    encoding, errors, buffer, unbuffered = stream.encoding, stream.errors, stream.buffer, stream.write_through
+    raw = getattr(buffer, "raw", buffer)
+    raw.__init__(fd, "wb" if fd else "rb", closefd=False)
+    raw.name = ("<stdin>", "<stdout>", "<stderr>")[fd]
+    if buffer is not raw:
+        buffer.__init__(raw, raw._blksize)
+    lines = not unbuffered and (raw.isatty() or fd == 2)
+    stream.__init__(buffer, encoding, errors, newline="\n", line_buffering=lines, write_through=unbuffered)
+    stream.mode = "w" if fd else "r"
+
+
+def put_environment(environment: dict[str, str]) -> None:
+    """For os.environ, for the C library's getenv and for the children, in the order that exec would give."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def renew_modules() -> None:
+    """State that modules drew or noted when they were imported, and that no two processes should share."""
+    modules = sys.modules
+    if "numpy.random" in modules:
+        modules["numpy.random"].seed()  # `random` does it by itself
+    if "torch" in modules:
+        modules["torch"].default_generator.seed()  # drawn from the system at the first import; CUDA's are constant
+    if "multiprocessing.process" in modules:
+        process: Any = modules["multiprocessing.process"].current_process()
+        process.authkey = os.urandom(32)
+    if "threading" in modules:
+        modules["threading"].main_thread()._set_native_id()
+    if "logging" in modules:
+        now = time.time_ns() if sys.version_info >= (3, 13) else time.time()
+        modules["logging"]._startTime = now  # type: ignore[attr-defined]
+
+
+def become_child_of(supervisor: int, between: int) -> None:
+    """Wait until we have fallen to the supervisor, then tie our life to its."""
+    if os.getppid() == between:
+        try:
+            ended = os.pidfd_open(between)
+        except ProcessLookupError:
+            pass
+        else:
+            waiting = select.poll()
+            waiting.register(ended, select.POLLIN)
+            waiting.poll()
+            os.close(ended)
+    prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != supervisor:
+        os._exit(1)  # the supervisor has died in between, so nobody would kill us
+
+
+# --- the system -------------------------------------------------------------------------------------------------------
+
+
+def set_name(name: bytes) -> None:
+    """What /proc/self/comm shows."""
+    prctl(_PR_SET_NAME, ctypes.c_char_p(name))
+
+
+def prctl(option: int, *arguments: Any) -> None:
+    """Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    padded = [*arguments, *[ctypes.c_ulong(0)] * (4 - len(arguments))]
+    if libc.prctl(option, *padded) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_MAP_FIELDS = (
+    "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack",
+    "arg_start", "arg_end", "env_start", "env_end", "auxv",
+)  # fmt: skip
+_STAT_FIELDS = {
+    "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46, "start_brk": 47,
+}  # fmt: skip
+
+
+class _Map(ctypes.Structure):
+    """struct prctl_mm_map"""
+
+    _fields_ = [
+        *[(name, ctypes.c_uint64) for name in _MAP_FIELDS],
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
+
+
+_shown: list[Any] = []
+"""The kernel shows this memory as /proc/self/cmdline and environ for as long as we live."""
+
+
+def show_as(argv: list[str], environment: dict[str, str]) -> None:
+    """Let ps, top and pkill see the worker's own command line. A kernel that cannot do it shows the fork server's."""
+    with open("/proc/self/stat", "rb") as file:  # not by holdfast.linux: a worker starts without our package
+        stat = file.read().rpartition(b")")[2].split()
+    texts = [argv, [f"{name}={value}" for name, value in environment.items()]]
+    _shown[:] = [ctypes.create_string_buffer(b"".join(os.fsencode(text) + b"\0" for text in each)) for each in texts]
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    wanted = _Map(exe_fd=0xFFFFFFFF, brk=libc.sbrk(ctypes.c_ssize_t(0)))
+    for name, number in _STAT_FIELDS.items():
+        setattr(wanted, name, int(stat[number - 3]))
+    for name, buffer in zip(("arg", "env"), _shown, strict=True):
+        setattr(wanted, f"{name}_start", ctypes.addressof(buffer))
+        setattr(wanted, f"{name}_end", ctypes.addressof(buffer) + ctypes.sizeof(buffer) - 1)
+    try:
+        prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_MAP), ctypes.byref(wanted), ctypes.c_ulong(ctypes.sizeof(wanted)))
+    except OSError:
+        return

@@ -1,0 +1,183 @@
+"""A coordinator, and hands that speak for its agents, and a way into every phase."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import Conclude, DropLink, Event, Heard, LinkOpened, Tell
+from holdfast.coordinator.ending import Judge
+from holdfast.protocol.machines import Note, Tick
+from holdfast.protocol.messages import (
+    FromAgent,
+    FromCoordinator,
+    Join,
+    Leave,
+    Ping,
+    Pong,
+    Prepared,
+    Progress,
+    Running,
+    WorkerDone,
+    WorkersFailed,
+)
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
+from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.stalls import simple_examine
+
+LIMITS = Limits(
+    join_s=60.0,
+    settle_s=2.0,
+    prepare_s=30.0,
+    stop_grace_s=5.0,
+    stop_slack_s=15.0,
+    hang_report_s=60.0,
+    look_gap_s=2.0,
+)
+
+
+class Desk:
+    """A coordinator, and hands that speak for the agents on links 1, 2, 3 …"""
+
+    def __init__(
+        self,
+        least: int = 2,
+        most: int = 2,
+        *,
+        max_restarts: int = 0,
+        fixed_ranks: bool = False,
+        grow: Grow = Grow.DRAIN,
+        exclude_after: int = 0,
+        judge: Judge = simple_judge,
+        examine: Examine = simple_examine,
+    ) -> None:
+        job = JobSpec(
+            run_id="t",
+            min_nodes=least,
+            max_nodes=most,
+            backend="c10d",
+            max_restarts=max_restarts,
+            fixed_ranks=fixed_ranks,
+            grow=grow,
+            exclude_after=exclude_after,
+        )
+        self.now = 0.0
+        self.machine = CoordinatorMachine(job, LIMITS, judge, self.now, examine=examine)
+        self.told: list[tuple[int, FromCoordinator]] = []
+        self.dropped: list[int] = []
+        self.concluded = 0
+        self.notes: list[Note] = []
+
+    def give(self, event: Event) -> None:
+        for command in self.machine.handle(self.now, event):
+            match command:
+                case Tell(link, message):
+                    self.told.append((link, message))
+                case DropLink(link):
+                    self.dropped.append(link)
+                case Note():
+                    self.notes.append(command)
+                case Conclude():
+                    self.concluded += 1
+        self.machine.check_invariants()
+
+    def say(self, link: int, message: FromAgent) -> None:
+        self.give(Heard(link, message))
+
+    def join(self, *links: int, last_generation: int = 0, address: str = "10.0.0.") -> None:
+        for link in links:
+            self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
+            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
+            self.say(link, Join(node, last_generation))
+
+    def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:
+        """They come from another coordinator, link n with group rank n-1."""
+        for link in links:
+            self.give(LinkOpened(link, f"10.0.0.{link}", "10.0.0.9"))
+            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
+            self.say(link, Join(node, generation, 0.5, Running(generation, link - 1, of, restart_count)))
+
+    def prepare(self, *links: int) -> None:
+        for link in links:
+            self.say(link, Prepared(self.machine.generation, 40_000 if link == 1 else None))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; everybody who is a member pings, and Ticks come when they are due."""
+        until = self.now + seconds
+        while (due := self.machine.next_deadline()) is not None and due <= until:
+            self.now = max(self.now, due)
+            for link in [member.link for member in self.machine.members.values()]:
+                self.say(link, Ping(1))
+            self.give(Tick())
+        self.now = until
+
+    def noted(self, event: str) -> list[dict[str, object]]:
+        """What the journal was told of such events."""
+        return [note.fields for note in self.notes if note.event == event]
+
+    def last(self, link: int) -> FromCoordinator:
+        return [message for to, message in self.told if to == link and not isinstance(message, Pong)][-1]
+
+    def fail(self, link: int, exit_code: int = 1) -> None:
+        failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code)
+        self.say(link, WorkersFailed(self.machine.generation, (failure,)))
+
+
+def gathering(**options: Any) -> Desk:
+    return Desk(**options)
+
+
+def preparing(**options: Any) -> Desk:
+    desk = Desk(**options)
+    desk.join(1, 2)
+    return desk
+
+
+def running(**options: Any) -> Desk:
+    desk = preparing(**options)
+    desk.prepare(1, 2)
+    return desk
+
+
+def two_of_three(**options: Any) -> Desk:
+    desk = Desk(most=3, **options)
+    desk.join(1, 2)
+    desk.wait(LIMITS.settle_s)
+    desk.prepare(1, 2)
+    return desk
+
+
+def steps(desk: Desk, number: int, *, own_s: float = 0.0, links: tuple[int, ...] = (1, 2), generation: int = 0) -> None:
+    for link in links:
+        ranks = (RankProgress(0, Stage.STEPPING, number, 0.0, own_s * number),)
+        desk.say(link, Progress(generation or desk.machine.generation, ranks))
+
+
+def training(**options: Any) -> Desk:
+    """Two nodes of one worker each have made 20 steps of 0.1 s, the newest now."""
+    desk = running(**options)
+    for number in (10, 20):
+        desk.wait(1.0)
+        steps(desk, number)
+    return desk
+
+
+def draining(**options: Any) -> Desk:
+    desk = running(**options)
+    desk.say(2, Leave("SIGTERM", drain=True))
+    return desk
+
+
+def stopping(**options: Any) -> Desk:
+    desk = running(**options)
+    desk.fail(2)
+    return desk
+
+
+def over() -> Desk:
+    desk = running()
+    for link in (1, 2):
+        desk.say(link, WorkerDone(1, 0))
+    return desk

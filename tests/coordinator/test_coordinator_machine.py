@@ -1,0 +1,223 @@
+"""Every transition of the coordinator is taken, and every event is borne in every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.coordinator.coordinator_machine import TRANSITIONS
+from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
+from holdfast.protocol.machines import Tick
+from holdfast.protocol.messages import (
+    AgentMessage,
+    Ask,
+    Assign,
+    Drain,
+    Finish,
+    FromAgent,
+    Held,
+    Join,
+    Leave,
+    Looked,
+    Ping,
+    Prepared,
+    Progress,
+    Question,
+    Resume,
+    Running,
+    Start,
+    Stop,
+    Stopped,
+    StopReason,
+    StoreLost,
+    WorkerDone,
+    WorkersFailed,
+)
+from holdfast.protocol.outcome import Failure, OutcomeKind
+from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.rank_progress import RankProgress, Stage
+from tests.coordinator.coordinator_desk import (
+    Desk,
+    draining,
+    gathering,
+    over,
+    preparing,
+    running,
+    stopping,
+)
+
+IN_PHASE: dict[Phase, Callable[[], Desk]] = {
+    Phase.GATHERING: gathering,
+    Phase.PREPARING: preparing,
+    Phase.RUNNING: running,
+    Phase.DRAINING: draining,
+    Phase.STOPPING: stopping,
+    Phase.OVER: over,
+}
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_phase_is_reached(phase: Phase) -> None:
+    assert IN_PHASE[phase]().machine.phase is phase
+
+
+# --- every transition -------------------------------------------------------------------------------------------------
+
+
+def too_few(desk: Desk) -> None:
+    desk.join(1)
+    desk.wait(60.0)
+    assert isinstance(desk.last(1), Finish)
+
+
+def all_here(desk: Desk) -> None:
+    desk.join(1, 2)
+    assert [type(desk.last(link)) for link in (1, 2)] == [Assign, Assign]
+
+
+def all_prepared(desk: Desk) -> None:
+    desk.prepare(2, 1)
+    assert desk.last(2) == Start(1, "10.0.0.1", 40_000)
+
+
+def dies_in_phase_one(desk: Desk) -> None:
+    desk.give(LinkClosed(2, "reset"))
+
+
+def a_worker_fails(desk: Desk) -> None:
+    desk.fail(2)
+    assert desk.last(1) == Stop(1, StopReason.WORKER_FAILED, "rank 1 failed on n2")
+
+
+def every_rank_is_done(desk: Desk) -> None:
+    for link in (1, 2):
+        desk.say(link, WorkerDone(1, 0))
+    assert desk.machine.outcome is not None
+    assert desk.machine.outcome.kind is OutcomeKind.SUCCEEDED
+
+
+def a_whole_generation_comes(desk: Desk) -> None:
+    desk.join_running(1, 2)
+    assert [desk.last(link) for link in (1, 2)] == [Resume(7), Resume(7)]
+
+
+def one_wants_to_leave(desk: Desk) -> None:
+    desk.say(2, Leave("SIGTERM", drain=True))
+    assert [desk.last(link) for link in (1, 2)] == [Drain(1, "n2 is leaving (SIGTERM)")] * 2
+
+
+def nobody_asks_for_safe_points(desk: Desk) -> None:
+    for link in (1, 2):
+        desk.say(link, Held(1, 0))
+    assert desk.last(1) == Stop(1, StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM)")
+
+
+def all_stopped_budget_left(desk: Desk) -> None:
+    desk.machine.budget.max_restarts = 1
+    desk.give(LinkClosed(1, "reset"))
+    desk.say(2, Stopped(1))
+
+
+def all_stopped_budget_spent(desk: Desk) -> None:
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    assert isinstance(desk.last(2), Finish)
+
+
+WAYS: dict[tuple[Phase, Phase], Callable[[Desk], None]] = {
+    (Phase.GATHERING, Phase.PREPARING): all_here,
+    (Phase.GATHERING, Phase.OVER): too_few,
+    (Phase.GATHERING, Phase.RUNNING): a_whole_generation_comes,
+    (Phase.RUNNING, Phase.DRAINING): one_wants_to_leave,
+    (Phase.DRAINING, Phase.STOPPING): nobody_asks_for_safe_points,
+    (Phase.DRAINING, Phase.OVER): every_rank_is_done,
+    (Phase.PREPARING, Phase.RUNNING): all_prepared,
+    (Phase.PREPARING, Phase.GATHERING): dies_in_phase_one,
+    (Phase.RUNNING, Phase.STOPPING): a_worker_fails,
+    (Phase.RUNNING, Phase.OVER): every_rank_is_done,
+    (Phase.STOPPING, Phase.GATHERING): all_stopped_budget_left,
+    (Phase.STOPPING, Phase.OVER): all_stopped_budget_spent,
+}
+
+
+def test_the_table_is_covered() -> None:
+    assert set(WAYS) == set(TRANSITIONS)
+
+
+@pytest.mark.parametrize(("before", "after"), TRANSITIONS, ids=lambda phase: phase.value)
+def test_transition(before: Phase, after: Phase) -> None:
+    desk = IN_PHASE[before]()
+    WAYS[before, after](desk)
+    assert desk.machine.phase is after
+
+
+# --- every event in every phase ---------------------------------------------------------------------------------------
+
+FAILURE = Failure(rank=0, local_rank=0, host="n1", pid=1, exit_code=1)
+MESSAGES: list[FromAgent] = [
+    Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
+    Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
+    Ping(3),
+    Ask(1, Question.STATUS),
+    Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, Running(1, 0, 1, 0)),
+    Leave("SIGTERM"),
+    Leave("SIGTERM", drain=True),
+    *(
+        message
+        for generation in (0, 1, 2)
+        for message in (
+            Prepared(generation),
+            Prepared(generation, 40_000),
+            WorkerDone(generation, 0),
+            WorkersFailed(generation, (FAILURE,)),
+            Stopped(generation),
+            StoreLost(generation),
+            Held(generation, 0),
+            Held(generation, 5),
+            Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
+            Progress(generation, (RankProgress(0, Stage.MEETING),)),
+            Looked(generation, 1),
+        )
+    ),
+]
+EVENTS: list[Event] = [
+    LinkOpened(9, "10.0.0.9", "10.0.0.1"),
+    *(LinkClosed(link, "reset") for link in (1, 2, 9)),
+    *(Heard(link, message) for link in (1, 2, 9) for message in MESSAGES),
+    QuitAsked(drain=True, by="holdfast stop"),
+    QuitAsked(drain=False, by="holdfast kill"),
+    Tick(),
+]
+
+
+def test_no_message_is_forgotten() -> None:
+    assert {type(message) for message in MESSAGES} == set(AgentMessage.__subclasses__())
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1000.0])
+@pytest.mark.parametrize("phase", Phase)
+def test_every_event_is_borne_in_every_phase(phase: Phase, late_s: float) -> None:
+    """Twice each, with and without a newcomer, in time and very late; nobody may be left waiting for a past moment."""
+    for event in EVENTS:
+        for newcomer in (False, True):
+            desk = IN_PHASE[phase]()
+            if newcomer:
+                desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+                desk.join(7)
+            desk.now += late_s
+            for _ in range(2):
+                desk.give(event)
+                desk.give(Tick())
+                due = desk.machine.next_deadline()
+                assert (due is None) == (desk.machine.phase is Phase.OVER), event
+                assert due is None or due > desk.now, event
+            assert desk.concluded <= 1
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_left_alone_it_ends_or_waits_for_workers(phase: Phase) -> None:
+    """Agents that do nothing but ping: each phase but RUNNING has an end of its own."""
+    desk = IN_PHASE[phase]()
+    desk.wait(300.0)
+    assert desk.machine.phase is (Phase.RUNNING if phase is Phase.RUNNING else Phase.OVER)

@@ -1,0 +1,169 @@
+"""Which exception of a failure tells its cause: chains, groups, threads, old tracebacks, and ends without an exception."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from holdfast.diagnosis.causes.exception_text import listen
+from holdfast.diagnosis.causes.find import cause_of
+from tests.corpus.telling import GLOO_CLOSED, fails
+
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+BECAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+def traced(says: str, line: str = "f(x)") -> str:
+    return f'Traceback (most recent call last):\n  File "/data/job/train.py", line 18, in step\n    {line}\n{says}\n'
+
+
+def ended(stderr: str, code: int = 1) -> tuple[str, str]:
+    cause = cause_of(structs.replace(fails(1, code=code), stderr_tail=stderr))
+    return cause.code, cause.line
+
+
+def test_an_accident_in_finally_is_not_the_cause() -> None:
+    removed = traced("FileNotFoundError: [Errno 2] No such file or directory: 'x.lock'", "os.remove('x.lock')")
+    code, line = ended(traced("ValueError: sample 17 has no label") + HANDLING + removed)
+    assert (code, line.partition(",")[0]) == ("HF201", "raised ValueError: sample 17 has no label")
+    assert ended(traced("torch.OutOfMemoryError: CUDA out of memory.") + HANDLING + removed)[0] == "HF207"
+
+
+def test_what_was_tried_first_is_not_the_cause_of_what_failed_then() -> None:
+    missing = traced("FileNotFoundError: [Errno 2] No such file or directory: 'model.bin'", "open('model.bin')")
+    assert ended(missing + HANDLING + traced("urllib.error.HTTPError: HTTP Error 503: Busy"))[0] == "HF238"
+    assert ended(missing + HANDLING + traced("NameError: name 'fh' is not defined", "fh.close()"))[0] == "HF217"
+
+
+def test_an_exception_that_explains_another_leads_to_it() -> None:
+    full = traced("OSError: [Errno 28] No space left on device", "f.write(x)")
+    told = traced("RuntimeError: could not save step 4", "raise RuntimeError(text) from error")
+    assert ended(full + BECAUSE + told)[0] == "HF214"
+    code, line = ended(traced("ValueError: bad row") + BECAUSE + told)
+    assert (code, line) == (
+        "HF201",
+        "raised ValueError: bad row, and because of it RuntimeError: could not save step 4",
+    )
+
+
+def test_the_middle_of_a_chain_counts() -> None:
+    middle = traced("torch.OutOfMemoryError: CUDA out of memory.", "y = x @ w")
+    code, _ = ended(
+        traced("KeyError: 'cache'", "cache['x']")
+        + HANDLING
+        + middle
+        + HANDLING
+        + traced("AttributeError: 'NoneType' object has no attribute 'close'", "log.close()")
+    )
+    assert code == "HF207"
+
+
+def test_a_peer_that_goes_while_the_own_exception_is_handled_is_no_cause() -> None:
+    code, line = ended(traced("KeyError: 'input_ids'") + HANDLING + traced(GLOO_CLOSED, "dist.barrier()"))
+    assert code == "HF201"
+    assert line.startswith("raised KeyError: 'input_ids'")
+
+
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/data/job/train.py", line 9, in <module>
+  |     asyncio.run(main())
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Exception Group Traceback (most recent call last):
+    |   File "/data/job/train.py", line 7, in main
+    |     raise ExceptionGroup("inner", errors)
+    | ExceptionGroup: inner (2 sub-exceptions)
+    +-+---------------- 1 ----------------
+      | Traceback (most recent call last):
+      |   File "/data/job/train.py", line 4, in load
+      |     open("a.bin")
+      | FileNotFoundError: [Errno 2] No such file or directory: 'a.bin'
+      +---------------- 2 ----------------
+      | ValueError: second
+      +------------------------------------
+"""
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_first_exception_inside_of_a_group_is_told(recorded: bool) -> None:
+    failure = structs.replace(fails(1), stderr_tail=GROUP)
+    if recorded:
+        outer = "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)"
+        failure = structs.replace(failure, message=outer, error_type="ExceptionGroup", traceback=GROUP)
+    cause = cause_of(failure)
+    assert cause.code == "HF217"
+    assert "No such file or directory: 'a.bin'" in cause.line
+
+
+def test_a_thread_that_died_is_the_cause_of_the_wait_for_it() -> None:
+    thread = "Exception in thread Thread-1 (load):\n" + traced("PermissionError: [Errno 13] Permission denied: '/d/x'")
+    code, line = ended(thread + traced("_queue.Empty", "batches.get(timeout=10)"))
+    assert code == "HF218"
+    assert line.startswith("lost its thread 'Thread-1 (load)', which may not do what it tried: PermissionError")
+    assert ended(thread + traced("ZeroDivisionError: division by zero"))[1].startswith("raised ZeroDivisionError")
+    assert ended(thread, code=3)[0] == "HF218"
+
+
+@pytest.mark.parametrize("code", [2, 3, 255])
+def test_a_caught_exception_is_not_the_cause_of_another_exit_code(code: int) -> None:
+    said = traced("FileNotFoundError: [Errno 2] No such file or directory: 'cache.bin'")
+    assert ended(said, code)[0] == "HF205"
+    assert ended(said + "giving up: no data\n", code) == ("HF205", f"ended with exit code {code}: giving up: no data")
+
+
+def test_what_a_log_says_besides_is_not_the_cause_of_an_exit() -> None:
+    said = "wandb: View run at https://wandb.ai/a/b\n2026-01-02 INFO connection to https://x.org timed out, again\n"
+    assert ended(said, 3) == ("HF205", "ended with exit code 3")
+
+
+def test_a_bus_error_with_room_in_shared_memory_is_no_full_shared_memory() -> None:
+    def code(fact: str, exit_code: int = -7) -> str:
+        return cause_of(structs.replace(fails(1, code=exit_code), facts={"shm": fact})).code
+
+    assert code("/dev/shm has 15.6 GiB free of 15.7 GiB") == "HF223"
+    assert code("/dev/shm has 15.6 GiB free of 15.7 GiB", 135) == "HF223"
+    assert code("/dev/shm has 64 MiB free of 64 MiB") == "HF216"
+    assert code("/dev/shm has 1.1 GiB free of 15.7 GiB") == "HF216"
+    assert code("") == "HF216"
+
+
+def test_the_other_spelling_of_local_rank_is_told() -> None:
+    said = "usage: t.py [-h] [--local_rank N]\nt.py: error: unrecognized arguments: --local-rank=1\n"
+    assert ended(said, 2) == (
+        "HF233",
+        "knows --local_rank, and was given --local-rank as torch's launcher spells it since 2.0",
+    )
+
+
+def test_a_cpu_build_asked_for_nccl_is_sent_to_gloo() -> None:
+    cause = cause_of(fails(0, "RuntimeError: Distributed package doesn't have NCCL built in"))
+    assert cause.code == "HF219"
+    assert "init_process_group('gloo')" in cause.advice
+
+
+def test_a_sentence_that_is_no_exception_is_not_said_to_be_raised() -> None:
+    """As a torchrun under our coordinator reports its workers."""
+    failure = structs.replace(fails(1), message="its torchrun starts its workers again", error_type="", traceback="")
+    assert cause_of(structs.replace(failure, stderr_tail="")).line == "failed: its torchrun starts its workers again"
+
+
+GROUP_ALONE = """  + Exception Group Traceback (most recent call last):
+  |   File "/data/job/train.py", line 8, in <module>
+  |     raise ExceptionGroup("several", errors)
+  | ExceptionGroup: several (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: bad row 7
+    +---------------- 2 ----------------
+    | KeyError: 'row'
+    +------------------------------------
+"""
+
+
+def test_a_group_of_exceptions_that_were_never_raised_has_its_own_place() -> None:
+    failure = structs.replace(fails(1), message="", error_type="", traceback=GROUP_ALONE, stderr_tail="")
+    words = listen(failure)
+    assert (words.text, words.place) == ("ValueError: bad row 7", "train.py:8")
+    raised = GROUP_ALONE.replace(
+        "    | ValueError", '    |   File "/data/job/data.py", line 3, in row\n    | ValueError'
+    )
+    assert listen(structs.replace(failure, traceback=raised)).place == "data.py:3"

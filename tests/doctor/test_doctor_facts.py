@@ -1,0 +1,239 @@
+"""Facts of a machine, read from trees that are made up, and what a process of its own says of torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.doctor import system
+from holdfast.doctor.facts import (
+    FactsRequest,
+    ask_torch,
+    bounded,
+    gather_facts,
+    read_gpus,
+    run_bounded,
+    try_to_bind,
+)
+from holdfast.linux import GroupLimits
+from holdfast.protocol.doctor_facts import TorchFacts, TorchState
+from holdfast.protocol.options import Endpoint
+
+GIB = 2**30
+
+
+def put(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_the_lowest_limit_of_all_cgroups_above_counts(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/kube/pod7"
+    put(tmp_path, "proc/self/cgroup", "0::/kube/pod7/main\n")
+    put(tmp_path, f"{group}/main/memory.max", "max\n")
+    put(tmp_path, f"{group}/memory.max", f"{8 * GIB}\n")
+    put(tmp_path, "sys/fs/cgroup/kube/memory.max", f"{64 * GIB}\n")
+    put(tmp_path, f"{group}/main/cpu.max", "150000 100000\n")
+    put(tmp_path, f"{group}/cpu.max", "max 100000\n")
+    put(tmp_path, f"{group}/pids.max", "512\n")
+    put(tmp_path, f"{group}/pids.current", "200\n")
+    limits = GroupLimits(tmp_path)
+    assert (limits.memory_bytes, limits.cpus, limits.pids, limits.pids_used) == (8 * GIB, 1.5, 512, 200)
+
+
+def test_cgroup_v1_and_a_container_that_sees_the_paths_of_its_host(tmp_path: Path) -> None:
+    put(tmp_path, "proc/self/cgroup", "5:memory:/docker/4f\n3:cpu,cpuacct:/docker/4f\n")
+    put(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2 * GIB}\n")
+    put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "50000\n")
+    put(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n")
+    limits = GroupLimits(tmp_path)
+    assert (limits.memory_bytes, limits.cpus) == (2 * GIB, 0.5)
+
+
+def test_no_cgroup_has_no_limit(tmp_path: Path) -> None:
+    put(tmp_path, "proc/self/cgroup", "4:memory:/\n")
+    put(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    limits = GroupLimits(tmp_path)
+    assert (limits.memory_bytes, limits.cpus, limits.pids) == (None, None, None)
+    assert GroupLimits(tmp_path / "nothing").memory_bytes is None
+
+
+def test_driver_route_and_ports_are_read(tmp_path: Path) -> None:
+    put(tmp_path, "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC\n")
+    route = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n"
+    route += "wlan0\t00000000\t0101\t3\t0\t0\t600\t00000000\neth0\t00000000\t0101\t3\t0\t0\t100\t00000000\n"
+    put(tmp_path, "proc/net/route", route + "eth0\t0000A8C0\t0\t1\t0\t0\t0\t00FFFFFF\n")
+    put(tmp_path, "proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n")
+    put(tmp_path, "proc/self/status", "Name:\tx\nCapEff:\t0000000000080000\n")
+    assert system.driver_version(tmp_path) == "570.86.15"
+    assert system.default_interface(tmp_path) == "eth0"
+    assert system.ephemeral_ports(tmp_path) == (32768, 60999)
+    assert system.may_trace(tmp_path)
+    nothing = tmp_path / "nothing"
+    assert system.driver_version(nothing) == system.default_interface(nothing) == ""
+    assert system.ephemeral_ports(nothing) is None
+    assert system.infiniband(nothing) == ()
+
+
+def test_a_folder_is_written_to_and_one_that_is_yet_to_be_made_is_its_parent(tmp_path: Path) -> None:
+    assert system.folder_facts(str(tmp_path)).error == ""
+    later = system.folder_facts(str(tmp_path / "runs" / "a"))
+    assert later.error == ""
+    assert later.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert system.folder_facts(str(tmp_path / "file" / "x")).error == "Not a directory"
+
+
+SMI = "0, NVIDIA H200, 570.86.15, 143771, 30412, 0, GPU-aa\n1, NVIDIA H200, 570.86.15, 143771, 4, [N/A], GPU-bb\n\nrubbish\n"
+USERS = "GPU-aa, 4711, /usr/bin/python, 30400\nGPU-aa, 4712, /opt/a b/train, 8\n"
+
+
+def test_tables_of_nvidia_smi_are_read() -> None:
+    first, second = read_gpus(SMI, USERS)
+    assert (first.index, first.name, first.driver) == (0, "NVIDIA H200", "570.86.15")
+    assert (first.memory_total_mib, first.memory_used_mib, first.ecc_errors) == (143771, 30412, 0)
+    assert first.users == ("pid 4711 python, 30400 MiB", "pid 4712 train, 8 MiB")
+    assert (second.ecc_errors, second.users) == (None, ())
+
+
+FAKE = """
+__version__ = "9.9.0"
+class distributed:
+    is_available = staticmethod(lambda: True)
+    is_gloo_available = staticmethod(lambda: True)
+class version:
+    cuda = None
+"""
+
+
+def torch_of(source: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0) -> TorchFacts:
+    """What is said of a torch whose source is this; None: of none at all."""
+    if source is None:
+        source = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    put(folder, "torch/__init__.py", source)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return asyncio.run(ask_torch(sys.executable, limit_s))
+
+
+def test_torch_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = torch_of("print('hello from a sitecustomize')\n" + FAKE, tmp_path, monkeypatch)
+    assert (got.state, got.version, got.gloo, got.cuda) == (TorchState.OK, "9.9.0", True, "")
+
+
+CUDA = """
+version.cuda = "12.6"
+class cuda:
+    class nccl:
+        version = staticmethod(lambda: (2, 27, 3))
+    init = staticmethod(lambda: INIT)
+    device_count = staticmethod(lambda: 2)
+    get_arch_list = staticmethod(lambda: ARCHS)
+    get_device_capability = staticmethod(lambda index: ((9, 0), (12, 1))[index])
+"""
+
+
+@pytest.mark.parametrize(
+    ("archs", "unsupported"),
+    [
+        (["sm_80", "sm_90a", "sm_120"], ()),
+        (["sm_80", "sm_90"], ("GPU 1 (sm_121)",)),
+        (["sm_80", "compute_80"], ()),
+        (["sm_80", "compute_120"], ("GPU 0 (sm_90)",)),
+        ([], ()),
+    ],
+)
+def test_gpus_without_code_in_this_build_are_named(
+    archs: list[str], unsupported: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FAKE + CUDA.replace("ARCHS", repr(archs)).replace("INIT", "None")
+    got = torch_of(source, tmp_path, monkeypatch)
+    assert (got.cuda, got.nccl, got.gpus, got.unsupported) == ("12.6", "2.27.3", 2, unsupported)
+
+
+def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = torch_of(FAKE + CUDA.replace("INIT", "1 / 0"), tmp_path, monkeypatch)
+    assert (got.state, got.gpus, got.gpu_error) == (TorchState.OK, 0, "division by zero")
+
+
+@pytest.mark.parametrize(
+    ("source", "state", "text"),
+    [
+        (None, TorchState.ABSENT, ""),
+        ("raise ImportError('libcudart.so.12: cannot open')", TorchState.BROKEN, "ImportError: libcudart.so.12"),
+        ("import os; os.abort()", TorchState.BROKEN, "its process ended with -6"),
+        ("import sys; sys.exit('no licence')", TorchState.BROKEN, "no licence"),
+        ("__version__ = '1'", TorchState.BROKEN, "AttributeError"),
+    ],
+)
+def test_torch_that_is_absent_or_broken_is_an_answer(
+    source: str | None, state: TorchState, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = torch_of(source, tmp_path, monkeypatch)
+    assert got.state is state
+    assert text in got.error
+
+
+def test_torch_whose_import_hangs_is_given_up_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+    assert torch_of(source, tmp_path, monkeypatch, limit_s=1.0).state is TorchState.SILENT
+
+
+def test_a_python_that_is_not_there_is_an_answer() -> None:
+    got = asyncio.run(ask_torch("/nowhere/python", 5.0))
+    assert got.state is TorchState.BROKEN
+    assert "No such file" in got.error
+
+
+def test_a_call_that_hangs_gives_the_other_answer() -> None:
+    reader, writer = os.pipe()
+
+    async def hang() -> bytes:
+        try:
+            return await bounded(lambda: os.read(reader, 1), 0.1, b"late")
+        finally:
+            os.write(writer, b"x")  # lets the thread go
+
+    assert asyncio.run(hang()) == b"late"
+    os.close(writer)
+    os.close(reader)
+
+
+def test_a_program_is_run_to_its_end() -> None:
+    done = asyncio.run(run_bounded(["sh", "-c", "echo out; echo err >&2; exit 3"], 10.0))
+    assert done == (3, "out\n", "err\n")
+
+
+def test_the_endpoint_is_tried_by_binding(free_port) -> None:
+    import socket
+
+    port = free_port()
+    assert try_to_bind(Endpoint(host="127.0.0.1", port=port)) == (True, "")
+    assert try_to_bind(Endpoint(host="192.0.2.99", port=port)) == (False, "")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", port))
+        held.listen()
+        here, holder = try_to_bind(Endpoint(host="127.0.0.1", port=port))
+    assert here
+    assert f"pid {os.getpid()} " in holder
+
+
+def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "torch/__init__.py", FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asked = FactsRequest(sys.executable, 2, 1, str(tmp_path), None, True, {"RANK": "1", "HOME": "/"}, 30.0)
+    facts = asyncio.run(gather_facts(asked))
+    assert facts.torch.version == "9.9.0"
+    assert facts.python == sys.version.split()[0]
+    assert facts.memory_bytes > 0
+    assert facts.cpus >= facts.cpus_allowed >= 1
+    assert facts.limits["nofile"]
+    assert any(each.name == "lo" for each in facts.interfaces)
+    assert facts.folders[0].path == str(tmp_path)
+    assert facts.variables == {"RANK": "1"}

@@ -1,0 +1,338 @@
+"""Probes between two nodes, and whole joint checks over loopback: nodes that come, leave, lie and fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from holdfast.doctor import joint_server, probe
+from holdfast.doctor.joint import JointOptions, JointResult, check_together
+from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
+from holdfast.doctor.probe import Peer
+from holdfast.protocol.codec import encode
+from holdfast.protocol.doctor_facts import (
+    DoctorFinding,
+    Level,
+    LocalFacts,
+    NodePath,
+    NodeReport,
+    Reached,
+    Summary,
+    TorchFacts,
+    TorchState,
+)
+from holdfast.protocol.errors import CoordinatorUnreachableError
+from holdfast.protocol.handshake import ClientHandshake
+from holdfast.protocol.options import Endpoint
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.session import Session
+from holdfast.runtime.connection import dial_endpoint, fresh_nonce
+from tests.support.limits import limit_s
+
+KEY = b"k" * 16
+FACTS = LocalFacts(
+    host="h", python="3.11.7", holdfast="0.1.0", torch=TorchFacts(state=TorchState.OK, version="2.13.0", gloo=True)
+)
+SMALL = DoctorFinding(code="HF510", level=Level.WARN, what="/dev/shm", why="small")
+
+
+@asynccontextmanager
+async def listening(me: int = 1, key: bytes = KEY) -> AsyncIterator[Peer]:
+    listener = probe.ProbeServer()
+    await listener.open(["127.0.0.1"])
+    listener.introduce(me, key)
+    try:
+        yield Peer("b", "b", "127.0.0.1", listener.port)
+    finally:
+        await listener.close()
+
+
+def test_a_probe_measures_round_trip_bandwidth_and_clock() -> None:
+    async def measure() -> None:
+        async with listening() as peer:
+            slow_clock = await probe.probe(peer, 1, KEY, transfer_s=0.05, clock=lambda: __import__("time").time() - 100)
+            assert slow_clock.reached is Reached.YES
+            assert slow_clock.latency_s is not None
+            assert slow_clock.latency_s > 0
+            assert slow_clock.clock_offset_s == pytest.approx(100, abs=1)
+            assert slow_clock.bytes_s is not None
+            assert slow_clock.bytes_s > 0
+            plain = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+            assert plain.bytes_s is None
+
+    asyncio.run(measure())
+
+
+def test_whoever_does_not_know_the_key_gets_no_answer() -> None:
+    async def measure() -> None:
+        async with listening(key=b"x" * 16) as peer:
+            link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+            assert link.reached is Reached.STRANGER
+            reader, writer = await asyncio.open_connection(peer.address, peer.port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await reader.readexactly(1)
+            writer.transport.abort()
+
+    asyncio.run(measure())
+
+
+def test_another_node_at_the_address_is_a_stranger() -> None:
+    async def measure() -> None:
+        async with listening(me=7) as peer:
+            link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+            assert link.reached is Reached.STRANGER
+            assert "node 7" in link.error
+
+    asyncio.run(measure())
+
+
+def test_nobody_there_is_refused_and_no_address_is_unreachable(free_port) -> None:
+    async def measure() -> None:
+        link = await probe.probe(Peer("b", "b", "127.0.0.1", free_port()), 1, KEY, transfer_s=0.0)
+        assert (link.reached, link.error) == (Reached.REFUSED, "connection refused")
+        link = await probe.probe(Peer("b", "b", "not an address", 1), 1, KEY, transfer_s=0.0)
+        assert link.reached is Reached.UNREACHABLE
+
+    asyncio.run(measure())
+
+
+def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "TRANSFER_BYTES_MAX", 1000)
+
+    async def send() -> None:
+        async with listening() as peer:
+            reader, writer = await asyncio.open_connection(peer.address, peer.port)
+            writer.write(probe.MAGIC + KEY)
+            assert struct.unpack("!I", await reader.readexactly(4)) == (1,)
+            writer.write(b"B" + bytes(5000))
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await reader.readexactly(1)
+            writer.transport.abort()
+
+    asyncio.run(send())
+
+
+# --- joint checks -----------------------------------------------------------------------------------------------------
+
+
+def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> JointOptions:
+    made = JointOptions(
+        endpoint=Endpoint(host="127.0.0.1", port=port),
+        run_id="check",
+        nodes=nodes,
+        token=None,
+        is_host=None,
+        local_addr=None,
+        timeout_s=limit_s(2.5),
+        reduce=False,
+        python="/nowhere/python",
+    )
+    return made._replace(**changes)  # type: ignore[arg-type]
+
+
+async def check(what: JointOptions, came: asyncio.Semaphore | None = None) -> JointResult:
+    """`came` is released for each node that the server of this check lets in."""
+
+    async def known() -> LocalFacts:
+        return FACTS
+
+    def say(text: str) -> None:
+        if came is not None and " came: " in text:
+            came.release()
+
+    return await check_together(what, asyncio.create_task(known()), lambda _: (SMALL,), say)
+
+
+def together(*checks: Callable[[], Awaitable[JointResult]]) -> list[JointResult]:
+    async def all_of_them() -> list[JointResult]:
+        return await asyncio.gather(*(each() for each in checks))
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("token", [None, b"secret"])
+def test_all_nodes_of_a_check_learn_the_same(token: bytes | None, free_port) -> None:
+    what = asked(free_port(), (3, 3), token=token)
+    got = together(*[lambda: check(what)] * 3)
+    assert sorted(each.me for each in got) == [0, 1, 2]
+    assert all(each.trouble is None for each in got)
+    assert all(each.check == got[0].check for each in got)
+    told = got[0].check
+    assert told is not None
+    assert len(told.came) == len(set(told.came)) == 3
+    for report in told.reports:
+        assert report is not None
+        assert {link.reached for link in report.links} == {Reached.YES}
+        assert all(link.bytes_s for link in report.links)
+        assert report.findings == (SMALL,)
+    assert told.no_reduce == "not asked for"
+
+
+def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
+    (got,) = together(lambda: check(asked(free_port(), timeout_s=0.5)))
+    assert got.check is not None
+    assert len(got.check.came) == 1
+    assert got.check.wanted == (2, 2)
+
+
+def test_another_id_or_token_is_refused_by_name(free_port) -> None:
+    port = free_port()
+    right = asked(port, timeout_s=limit_s(20.0), token=b"one")
+
+    async def beside_the_right_one() -> list[JointResult]:
+        came = asyncio.Semaphore(0)
+        host = asyncio.create_task(check(right, came))
+        await came.acquire()
+        others = await asyncio.gather(check(right._replace(run_id="other")), check(right._replace(token=b"two")))
+        host.cancel()
+        await asyncio.gather(host, return_exceptions=True)
+        return others
+
+    other_id, other_token = asyncio.run(beside_the_right_one())
+    for got, word in ((other_id, "other"), (other_token, "token")):
+        assert got.trouble is not None
+        assert (got.trouble.code, got.trouble.level) == ("HF552", Level.FATAL)
+        assert word in got.trouble.why
+
+
+def test_another_service_at_the_endpoint_is_named() -> None:
+    served = asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"SSH-2.0-OpenSSH\r\n")
+            await writer.drain()
+            await reader.read()
+            writer.close()
+            served.set()
+
+        async def both() -> JointResult:
+            ssh = await asyncio.start_server(serve, sock=server)
+            try:
+                return await check(asked(port))
+            finally:
+                await served.wait()
+                ssh.close()
+
+        got = asyncio.run(both())
+    assert got.trouble is not None
+    assert (got.trouble.code, got.trouble.level) == ("HF553", Level.RETRY)
+    assert "SSH" in got.trouble.why
+    assert f"pid {os.getpid()}" in got.trouble.why
+
+
+def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> None:
+    (got,) = together(lambda: check(asked(free_port(), is_host=False, timeout_s=0.6)))
+    assert got.trouble is not None
+    assert (got.trouble.code, got.trouble.level) == ("HF551", Level.RETRY)
+    assert "connection refused" in got.trouble.why
+
+
+def test_a_name_that_does_not_resolve_is_said(free_port) -> None:
+    endpoint = Endpoint(host="no-such-host.invalid", port=free_port())
+    (got,) = together(lambda: check(asked(1, timeout_s=0.3)._replace(endpoint=endpoint)))
+    assert got.trouble is not None
+    assert got.trouble.code == "HF551"
+    assert "does not resolve" in got.trouble.why
+
+
+async def stranger(port: int) -> tuple[Roster, Callable[[], None]]:
+    """A node that comes, and from there on does what the test wants."""
+    job = JobSpec(run_id="check", min_nodes=2, max_nodes=2, backend=BACKEND)
+    endpoint = Endpoint(host="127.0.0.1", port=port)
+    handshake = ClientHandshake(job, NodeSpec(member="x#1", host="x", nproc=1), None, fresh_nonce())
+    while True:
+        try:
+            connection = await dial_endpoint(endpoint, lambda: Session(handshake, decode_from_server))
+            break
+        except CoordinatorUnreachableError:  # the server is not open yet
+            await asyncio.sleep(0.01)
+    connection.send(Ready("x", 1))
+    return await Channel(connection).next(Roster), connection.abort
+
+
+def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) -> None:
+    port = free_port()
+
+    async def both() -> JointResult:
+        honest = asyncio.create_task(check(asked(port, reduce=True)))
+        _, leave = await stranger(port)
+        leave()
+        return await honest
+
+    got = asyncio.run(both())
+    assert got.trouble is None
+    assert got.check is not None
+    assert got.check.came[1] == "x"
+    assert got.check.reports[1] is None
+    assert got.check.no_reduce == "a node fell silent"
+    honest = got.check.reports[0]
+    assert honest is not None
+    assert honest.links[0].reached is Reached.REFUSED
+
+
+def test_a_node_too_many_is_told_so(free_port) -> None:
+    port = free_port()
+    what = asked(port, timeout_s=limit_s(1.5))
+
+    async def three() -> list[JointResult]:
+        return await asyncio.gather(*(check(what) for _ in range(3)))
+
+    got = asyncio.run(three())
+    troubles = [each.trouble for each in got if each.trouble is not None]
+    assert len(troubles) == 1
+    assert troubles[0].code in ("HF552", "HF551")  # the server may have closed by then
+
+
+def test_a_server_that_goes_away_ends_the_check(free_port) -> None:
+    port = free_port()
+
+    async def both() -> JointResult:
+        came = asyncio.Semaphore(0)
+        host = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0)), came))
+        await came.acquire()
+        other = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0))))
+        await came.acquire()
+        host.cancel()
+        await asyncio.gather(host, return_exceptions=True)
+        return await other
+
+    got = asyncio.run(both())
+    assert got.trouble is not None
+    assert (got.trouble.code, got.trouble.level) == ("HF554", Level.RETRY)
+
+
+def test_an_all_reduce_whose_process_cannot_start_is_a_result(free_port) -> None:
+    what = asked(free_port(), reduce=True)
+    one, _ = together(lambda: check(what), lambda: check(what))
+    assert one.check is not None
+    assert one.check.reduced is not None
+    assert [each.error for each in one.check.reduced if each is not None] == ["No such file or directory"] * 2
+
+
+def test_no_node_can_say_so_much_that_the_others_are_not_heard() -> None:
+    chatty = NodeReport(
+        summary=Summary(host="x" * 100000),
+        links=(NodePath(to=0, reached=Reached.SILENT, error="e" * 100000, names=("n" * 100000,)),),
+        findings=(DoctorFinding(code="HF510", level=Level.WARN, what="w", why="y" * 100000),),
+    )
+    cut = joint_server.clipped(chatty)
+    assert len(encode(SharedMessages((cut,)))) < 6 * joint_server.TEXT_CHARS_MAX
+    assert cut.links[0].reached is Reached.SILENT
+    assert cut.findings[0].why == "y" * joint_server.TEXT_CHARS_MAX
+
+
+def test_of_very_many_nodes_only_the_worst_links_are_told(free_port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint_server, "LINKS_SHARED_MAX", 3)
+    what = asked(free_port(), (3, 3))
+    got = together(*[lambda: check(what)] * 3)
+    assert got[0].check is not None
+    assert [len(report.links) for report in got[0].check.reports if report is not None] == [1, 1, 1]

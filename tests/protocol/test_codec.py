@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import contextlib
+import pickle
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.protocol.bounds import RANKS_MAX, WORKERS_PER_NODE_MAX
+from holdfast.protocol.codec import MESSAGE_BYTES_MAX, decode_from_agent, decode_from_coordinator, encode
+from holdfast.protocol.errors import ProtocolError
+from holdfast.protocol.messages import (
+    AgentMessage,
+    Ask,
+    Assign,
+    CoordinatorMessage,
+    Finish,
+    FromAgent,
+    FromCoordinator,
+    Join,
+    Joined,
+    Leave,
+    Look,
+    Looked,
+    Notice,
+    Ping,
+    Pong,
+    Prepared,
+    Progress,
+    Question,
+    Refuse,
+    Start,
+    Stop,
+    Stopped,
+    StopReason,
+    StoreLost,
+    Waiting,
+    WorkerDone,
+    WorkersFailed,
+)
+from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
+from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.rank_progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
+
+text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
+number = st.integers(0, 2**53)
+port = st.integers(1, 65535)
+local_rank = st.integers(0, WORKERS_PER_NODE_MAX - 1)
+rank = st.integers(0, RANKS_MAX)
+failures = st.builds(
+    Failure,
+    rank=rank,
+    local_rank=local_rank,
+    host=text,
+    pid=number,
+    exit_code=st.integers(-64, 255),
+    message=text,
+    traceback=text,
+    lived_s=st.floats(0, 1e9),
+)
+nodes = st.builds(
+    NodeSpec,
+    member=text,
+    host=text,
+    nproc=local_rank,
+    role=text,
+    node_rank=st.none() | rank,
+    local_addr=st.none() | text,
+)
+outcomes = st.builds(
+    Outcome,
+    kind=st.sampled_from(OutcomeKind),
+    exit_code=st.integers(0, 255),
+    message=text,
+    verdict=st.none() | st.builds(Verdict, code=text, cause=text, culprit=st.none() | failures),
+)
+progress = st.builds(
+    RankProgress,
+    local_rank=local_rank,
+    stage=st.sampled_from(Stage),
+    steps=number,
+    age_s=st.floats(0, 1e9),
+    own_s=st.floats(0, 1e9),
+)
+samples = st.builds(
+    RankSample,
+    local_rank=local_rank,
+    pid=number,
+    state=st.sampled_from(["R", "S", ""]),
+    cpu_s=st.floats(0, 1e9),
+    frames=st.lists(st.builds(Frame, file=text, line=rank, function=text), max_size=3).map(tuple),
+    note=text,
+)
+from_agent = st.one_of(
+    st.builds(Join, node=nodes, last_generation=number),
+    st.builds(Prepared, generation=number, store_port=st.none() | port),
+    st.builds(WorkerDone, generation=number, local_rank=local_rank, left=st.none() | failures),
+    st.builds(WorkersFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
+    st.builds(Stopped, generation=number),
+    st.builds(StoreLost, generation=number),
+    st.builds(Leave, reason=text),
+    st.builds(Progress, generation=number, ranks=st.lists(progress, max_size=3).map(tuple)),
+    st.builds(
+        Looked,
+        generation=number,
+        number=number,
+        samples=st.lists(samples, max_size=3).map(tuple),
+        reach=st.lists(text, max_size=2).map(tuple),
+    ),
+    st.builds(Ping, number=number),
+)
+assigns = st.builds(
+    Assign,
+    generation=number,
+    restart_count=rank,
+    group_rank=rank,
+    group_world_size=rank,
+    rank_base=rank,
+    world_size=rank,
+    role_rank_base=rank,
+    role_world_size=rank,
+    hosts_store=st.booleans(),
+)
+from_coordinator = st.one_of(
+    st.builds(Joined, lease_s=st.floats(0, 1e6), fence_s=st.floats(0.1, 1e6), ping_interval_s=st.floats(0.1, 1e6)),
+    st.builds(Waiting, text=text),
+    assigns,
+    st.builds(Start, generation=number, master_addr=text, master_port=port),
+    st.builds(Stop, generation=number, reason=st.sampled_from(StopReason), text=text),
+    st.builds(Look, generation=number, number=number, store=st.booleans()),
+    st.builds(Notice, text=text),
+    st.builds(Finish, outcome=outcomes),
+    st.builds(Pong, number=number),
+    st.builds(Refuse, code=text, text=text),
+)
+
+
+@given(from_agent)
+def test_agent_messages_come_back(message: FromAgent) -> None:
+    assert decode_from_agent(encode(message)) == message
+
+
+@given(from_coordinator)
+def test_coordinator_messages_come_back(message: FromCoordinator) -> None:
+    assert decode_from_coordinator(encode(message)) == message
+
+
+@given(from_agent)
+def test_a_message_is_good_in_one_direction_only(message: FromAgent) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_coordinator(encode(message))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_protocol_error(data: bytes) -> None:
+    for decode in (decode_from_agent, decode_from_coordinator):
+        with contextlib.suppress(ProtocolError):
+            assert isinstance(decode(data), (AgentMessage, CoordinatorMessage))
+
+
+@given(from_agent, st.integers(0, 10_000), st.integers(1, 255))
+def test_an_altered_message_is_a_message_or_a_protocol_error(message: FromAgent, place: int, change: int) -> None:
+    data = bytearray(encode(message))
+    data[place % len(data)] ^= change
+    with contextlib.suppress(ProtocolError):
+        assert isinstance(decode_from_agent(bytes(data)), AgentMessage)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["join", {"member": "a#1", "host": "a", "nproc": 10**9}],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1, "node_rank": -1}],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 2**64 - 1],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 0, float("nan")],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 0, -1.0],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1}, 7, 0.0, [2**63, 0, 1, 0]],
+        ["join", {"member": "a#1", "host": "a", "nproc": 1, "versions": dict.fromkeys(map(str, range(999)), "1")}],
+        ["prepared", 1, 0],
+        ["prepared", 1, 70_000],
+        ["done", 1, 2**62],
+        ["held", 1, 2**64 - 1],
+        ["progress", 1, [[0, "stepping", 2**64 - 1]]],
+        ["progress", 1, [[0, "stepping", 1, float("nan")]]],
+        ["progress", 1, [[0, "stepping", 1, 0.0, float("inf")]]],
+        ["progress", 1, [[0, "starting"]] * 100_000],
+        ["ping", 2**64 - 1],
+        ["failed", 1, [{"rank": -1, "local_rank": 0, "host": "a", "pid": 1, "exit_code": 1}]],
+        ["failed", 1, [{"rank": 0, "local_rank": 0, "host": "a", "pid": 1, "exit_code": 1, "timestamp": 2**63}]],
+        ["looked", 1, 1, [[0, 1, "S", float("nan")]]],
+    ],
+)
+def test_a_number_that_no_honest_peer_sends_is_no_message(message: list[object]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_agent(msgspec.msgpack.encode(message))
+
+
+EVIL = "n1\x1b[2J\x1b]0;title\x07\nholdfast: job done\r\u202e"
+
+
+def test_a_peers_words_are_clean_when_they_come_in() -> None:
+    node = NodeSpec(member=EVIL, host=EVIL, nproc=1, role=EVIL, local_addr=EVIL, versions={EVIL: EVIL})
+    failure = Failure(
+        rank=0, local_rank=0, host=EVIL, pid=1, exit_code=1, message=EVIL, traceback=f"a\n  {EVIL}", facts={"x": EVIL}
+    )
+    sample = RankSample(0, 1, EVIL, 0.0, (Frame(EVIL, 1, EVIL),), EVIL)
+    for message in (
+        Join(node),
+        Leave(EVIL),
+        Ask(1, Question.KILL, EVIL),
+        WorkersFailed(1, (failure,)),
+        Looked(1, 1, (sample,), (EVIL,)),
+    ):
+        shown = repr(decode_from_agent(encode(message)))
+        assert "\\x1b" not in shown
+        assert "title" not in shown
+        assert "\\r" not in shown
+        assert "202e" not in shown
+    joined = decode_from_agent(encode(Join(node)))
+    assert isinstance(joined, Join)
+    assert joined.node.host == "n1 holdfast: job done"
+    long = decode_from_agent(encode(Join(NodeSpec(member="a" * 10_000, host="b" * 10_000, nproc=1))))
+    assert isinstance(long, Join)
+    assert len(long.node.host) == 255
+    for word in (Notice(EVIL), Finish(Outcome(kind=OutcomeKind.FAILED, exit_code=1, message=EVIL)), Refuse("x", EVIL)):
+        assert "\\x1b" not in repr(decode_from_coordinator(encode(word)))
+
+
+def test_a_traceback_keeps_its_lines() -> None:
+    failure = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, traceback="Traceback:\n  \x1b[31mx\x1b[0m\n")
+    message = decode_from_agent(encode(WorkersFailed(1, (failure,))))
+    assert isinstance(message, WorkersFailed)
+    assert message.failures[0].traceback == "Traceback:\n  x\n"
+
+
+class OpenedError(Exception):
+    """Raised by a pickle that was opened."""
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_spring, ())
+
+
+def _spring() -> None:
+    raise OpenedError
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(Trap()),
+        msgspec.msgpack.encode(["join"]),
+        msgspec.msgpack.encode(["unknown", 1]),
+        msgspec.msgpack.encode({"type": "ping", "number": 1}),
+        msgspec.msgpack.encode(["ping", "1"]),
+        msgspec.msgpack.encode(["ping", 1]) + b"\x00",
+        b"\x91" * 100_000,
+        b"\x92\xa4ping\xdf\xff\xff\xff\xff",
+        b"",
+    ],
+)
+def test_bad_bytes_are_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_agent(data)
+
+
+def test_later_versions_may_add_fields_at_the_end() -> None:
+    assert decode_from_agent(msgspec.msgpack.encode(["ping", 7, "new"])) == Ping(number=7)
+
+
+def failure(rank: int, words: str) -> Failure:
+    return Failure(
+        rank=rank,
+        local_rank=rank,
+        host="h",
+        pid=1,
+        exit_code=1,
+        message="ValueError: m",
+        traceback=words,
+        stderr_tail=words,
+    )
+
+
+def test_a_whole_rack_of_failures_still_fits_into_a_frame() -> None:
+    message = WorkersFailed(
+        generation=1, failures=tuple(failure(rank, "x" * TEXT_BYTES_MAX + "end") for rank in range(256))
+    )
+    data = encode(message)
+    assert len(data) <= MESSAGE_BYTES_MAX
+    decoded = decode_from_agent(data)
+    assert isinstance(decoded, WorkersFailed)
+    assert [each.rank for each in decoded.failures] == list(range(256))
+    assert all(each.traceback.endswith("end") and each.message == "ValueError: m" for each in decoded.failures)
+
+
+def test_the_culprit_keeps_its_words() -> None:
+    culprit = failure(3, "y" * TEXT_BYTES_MAX)
+    crowd = tuple(failure(rank, "x" * TEXT_BYTES_MAX) for rank in range(10_000))
+    verdict = Verdict(code="HF200", cause="c", culprit=culprit, collateral=crowd)
+    data = encode(Finish(Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict)))
+    assert len(data) <= MESSAGE_BYTES_MAX
+    decoded = decode_from_coordinator(data)
+    assert isinstance(decoded, Finish)
+    assert decoded.outcome.verdict is not None
+    assert decoded.outcome.verdict.culprit == culprit
+
+
+def test_the_stacks_of_very_many_workers_lose_their_outer_frames() -> None:
+    frames = tuple(Frame(f"/{'long/' * 40}{depth}\udce9.py", depth, "f") for depth in range(FRAMES_MAX))
+    samples = tuple(RankSample(rank, rank, "S", 1.0, frames) for rank in range(2000))
+    data = encode(Looked(1, 7, samples))
+    assert len(data) <= MESSAGE_BYTES_MAX
+    decoded = decode_from_agent(data)
+    assert isinstance(decoded, Looked)
+    assert [each.local_rank for each in decoded.samples] == list(range(2000))
+    assert all(0 < len(each.frames) < FRAMES_MAX and each.frames[0].file.endswith("/0?.py") for each in decoded.samples)
+
+
+def test_words_that_are_no_text_still_travel() -> None:
+    decoded = decode_from_agent(encode(WorkersFailed(generation=1, failures=(failure(0, "caf\udce9"),))))
+    assert isinstance(decoded, WorkersFailed)
+    assert decoded.failures[0].traceback == "caf?"
+
+
+def test_what_cannot_be_cut_is_refused_here() -> None:
+    with pytest.raises(ProtocolError, match="does not fit"):
+        encode(Leave(reason="x" * MESSAGE_BYTES_MAX))

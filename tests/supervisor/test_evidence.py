@@ -1,0 +1,259 @@
+"""What a dead worker leaves, whole or torn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
+from holdfast.supervisor import machine_facts
+from holdfast.supervisor.ends import (
+    MESSAGE_BYTES_MAX,
+    OomWatch,
+    Recorded,
+    failure_of_spawn,
+    read_error_file,
+    read_tail,
+    with_evidence,
+)
+from holdfast.supervisor.machine_facts import facts_for
+from tests.support.tables import tables
+
+TABLES = tables(__file__)
+
+WHOLE = {"message": {"message": "a.B: text", "extraInfo": {"py_callstack": "Traceback", "timestamp": "17"}}}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (WHOLE, Recorded(error_type="a.B", message="a.B: text", traceback="Traceback", timestamp=17)),
+        ({"message": "plain text", "timestamp": "18"}, Recorded(message="plain text", timestamp=18)),
+        ({"message": {"message": "E: x"}}, Recorded(error_type="E", message="E: x")),
+        ({"message": {"message": "E", "extraInfo": None}}, Recorded(error_type="E", message="E")),
+        (
+            {"message": {"message": "E: x", "extraInfo": {"timestamp": "soon"}}},
+            Recorded(error_type="E", message="E: x"),
+        ),
+        ({"other": 1}, Recorded()),
+        ([], Recorded()),
+        ("text", Recorded()),
+        (None, Recorded()),
+    ],
+)
+def test_forms_of_an_error_file(tmp_path: Path, content: Any, expected: Recorded) -> None:
+    (tmp_path / "error.json").write_text(json.dumps(content))
+    assert read_error_file(str(tmp_path / "error.json")) == expected
+
+
+def test_every_torn_error_file_is_tolerated(tmp_path: Path) -> None:
+    raw = json.dumps(WHOLE).encode()
+    for size in range(len(raw)):
+        (tmp_path / "error.json").write_bytes(raw[:size])
+        assert read_error_file(str(tmp_path / "error.json")) == Recorded()
+    for bad in (b"\xff\xfe", b"[" * 100_000, b"\0" * 10):
+        (tmp_path / "error.json").write_bytes(bad)
+        assert read_error_file(str(tmp_path / "error.json")) == Recorded()
+    assert read_error_file("") == read_error_file(str(tmp_path)) == read_error_file("/no/such") == Recorded()
+
+
+def test_long_texts_are_cut_in_the_middle(tmp_path: Path) -> None:
+    long = "first\n" + "\u00fc" * 50_000 + "\nlast"
+    data = {"message": {"message": "E: " + long, "extraInfo": {"py_callstack": long}}}
+    (tmp_path / "error.json").write_text(json.dumps(data))
+    recorded = read_error_file(str(tmp_path / "error.json"))
+    for text, bytes_max in ((recorded.message, MESSAGE_BYTES_MAX), (recorded.traceback, TEXT_BYTES_MAX)):
+        assert bytes_max - 10 < len(text.encode()) <= bytes_max
+        assert "first" in text[:10]
+        assert text.endswith("last")
+        assert "[...]" in text
+
+
+@pytest.mark.parametrize(("log", "tail"), TABLES["tails"])
+def test_tail_of_a_log(tmp_path: Path, log: str, tail: str) -> None:
+    (tmp_path / "log").write_bytes(log.encode())
+    assert read_tail(str(tmp_path / "log")) == tail
+
+
+def test_tail_of_odd_logs(tmp_path: Path) -> None:
+    assert read_tail("") == read_tail(str(tmp_path)) == read_tail("/no/such") == ""
+    (tmp_path / "log").write_bytes(b"\xff\xfe\n" + b"x" * 3 * TEXT_BYTES_MAX)
+    assert len(read_tail(str(tmp_path / "log")).encode()) <= TEXT_BYTES_MAX
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, cgroup: str, files: dict[str, int]) -> OomWatch:
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / "self" / "cgroup").write_text(cgroup)
+    for name, kills in files.items():
+        put(root / name, kills)
+    return OomWatch(root)
+
+
+def put(file: Path, kills: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"low 0\noom 9\noom_kill_disable 0\noom_kill {kills}\noom_group_kill 0\n")
+
+
+@pytest.mark.parametrize(("cgroup", "counter"), TABLES["counters"])
+def test_where_the_kernel_counts(tmp_path: Path, cgroup: str, counter: str) -> None:
+    watch = machine(tmp_path, cgroup, {counter: 3})
+    assert not watch.struck()
+    put(tmp_path / counter, 4)
+    assert watch.struck()
+    watch.renew()
+    assert not watch.struck()
+
+
+def test_no_counter_means_no(tmp_path: Path) -> None:
+    assert not machine(tmp_path, "0::/\n", {}).struck()
+    assert not OomWatch().struck()  # this machine: nothing was killed in the last microseconds
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def failure(**changes: Any) -> Any:
+    files = {"error_file": "", "stderr_file": "", "out_of_memory": False}
+    known = {"rank": 5, "local_rank": 1, "host": "n1", "pid": 77, "exit_code": 1, "lived_s": 2.5, "timestamp": 99}
+    read = {name: changes.pop(name, value) for name, value in files.items()}
+    return with_evidence(Failure(**{**known, **changes}), **read)
+
+
+def test_a_failure_with_all_its_evidence(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(json.dumps(WHOLE))
+    (tmp_path / "stderr.log").write_text("last words\n")
+    found = failure(error_file=str(tmp_path / "error.json"), stderr_file=str(tmp_path / "stderr.log"))
+    assert (found.error_type, found.message, found.traceback) == ("a.B", "a.B: text", "Traceback")
+    assert (found.stderr_tail, found.timestamp, found.started) == ("last words", 17, True)
+    assert found.error_file == str(tmp_path / "error.json")
+
+
+def test_a_failure_without_any(tmp_path: Path) -> None:
+    found = failure(exit_code=-11, error_file=str(tmp_path / "error.json"))
+    assert (found.message, found.error_file, found.timestamp, found.status) == ("", "", 99, 139)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "after_stop", "expected"),
+    [
+        (-signal.SIGKILL, False, True),
+        (-signal.SIGKILL, True, False),
+        (-signal.SIGTERM, False, False),
+        (1, False, False),
+    ],
+)
+def test_out_of_memory_is_a_sigkill_that_nobody_sent(exit_code: int, after_stop: bool, expected: bool) -> None:
+    assert failure(exit_code=exit_code, after_stop=after_stop, out_of_memory=True).out_of_memory is expected
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 127), (13, 126), (8, 126), (11, 1), (12, 1), (24, 1)])
+def test_a_program_that_did_not_start(number: int, code: int) -> None:
+    bare = Failure(rank=0, local_rank=0, host="n1", pid=0, exit_code=0)
+    found = failure_of_spawn(bare, error_number=number, text="No such file or directory: x")
+    assert (found.exit_code, found.started, found.pid) == (code, False, 0)
+    assert found.message == "No such file or directory: x"
+
+
+# --- what a failed worker's node adds: only what the failure's words ask for ------------------------------------------
+
+
+def test_nothing_is_gathered_for_a_plain_exception() -> None:
+    assert facts_for("ValueError: the batch is empty", 1) == {}
+
+
+def test_a_lost_connection_asks_for_nothing() -> None:
+    assert (
+        facts_for("RuntimeError: gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40364", 1) == {}
+    )
+
+
+@pytest.mark.parametrize(("words", "name", "part"), TABLES["words"])
+def test_words_ask_for_a_fact(words: str, name: str, part: str) -> None:
+    found = facts_for(words, 1)
+    assert list(found) == [name]
+    assert part in found[name]
+    assert "\n" not in found[name]
+
+
+def test_a_bus_error_asks_without_words() -> None:
+    assert "shm" in facts_for("", -signal.SIGBUS)
+
+
+def test_who_holds_the_port() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        words = f"DistNetworkError: The server socket has failed to listen. port: {port}, code: -98, name: EADDRINUSE"
+        assert f"port {port} is held by pid {os.getpid()}" in facts_for(words, 1)["port"]
+    assert "port" not in facts_for("EADDRINUSE without a number", 1)
+
+
+def test_what_cannot_be_found_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_facts, "SHM", "/no/such/place")
+    assert "shm" not in facts_for("insufficient shared memory", 1)
+
+
+def facts_of(folder: Path, *, after_stop: bool) -> dict[str, str]:
+    log = folder / "stderr.log"
+    log.write_text("OSError: [Errno 24] Too many open files\n")
+    bare = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, lived_s=1.0, after_stop=after_stop)
+    return with_evidence(bare, error_file="", stderr_file=str(log)).facts
+
+
+def test_the_failure_carries_them(tmp_path: Path) -> None:
+    assert "nofile" in facts_of(tmp_path, after_stop=False)
+    assert facts_of(tmp_path, after_stop=True) == {}
+
+
+def test_the_disk_that_the_words_name_is_looked_at() -> None:
+    assert "/proc/self " not in facts_for("OSError: [Errno 28] No space left on device", 1)["disks"]
+    words = "OSError: [Errno 28] No space left on device: '/proc/self/step_900.pt'"
+    assert "/proc/self 0% full" in machine_facts.disks("", words)
+
+
+def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda / ext4 rw,relatime 0 0\nproc /proc proc rw 0 0\nhead:/home /home nfs4 rw 0 0\n"
+        "/dev/sr0 /cd ext4 ro,nosuid 0 0\n/dev/sdb /my\\040data xfs rw 0 0\ngcs /b fuse.gcsfuse rw 0 0\n"
+    )
+    assert machine_facts.mounted(str(mounts)) == ["/", "/my data"]
+    assert machine_facts.mounted(str(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "AttributeError: module 'random' has no attribute 'shuffle'",
+        "ImportError: cannot import name 'shuffle' from 'random' ({folder}/random.py)",
+        "ImportError: cannot import name 'x' from partially initialized module 'random.x' ({folder}/random.py)",
+        "ModuleNotFoundError: No module named 'random.core'",
+    ],
+)
+def test_a_file_beside_the_script_that_has_the_name_of_a_library_is_named(tmp_path: Path, words: str) -> None:
+    traceback = f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 3, in <module>\n'
+    words = traceback + words.format(folder=tmp_path)
+    assert "hides" not in facts_for(words, 1)
+    (tmp_path / "random.py").touch()
+    assert facts_for(words, 1)["hides"] == f"{tmp_path}/random.py hides the library random"
+
+
+def test_a_module_that_is_no_library_hides_none_and_what_is_imported_from_a_library_is_not_hidden(
+    tmp_path: Path,
+) -> None:
+    for name in ("utils_of_mine.py", "random.py"):
+        (tmp_path / name).touch()
+    place = f'  File "{tmp_path}/train.py", line 3, in <module>\n'
+    assert "hides" not in facts_for(f"{place}AttributeError: module 'utils_of_mine' has no attribute 'f'", 1)
+    whole = "ImportError: cannot import name 'f' from 'random' (/usr/lib/python3/dist-packages/random.py)"
+    assert "hides" not in facts_for(place + whole, 1)

@@ -1,0 +1,455 @@
+"""Worker streams to files and to a console that is a pipe: who is shown where, and that nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.protocol.errors import LogDirError
+from holdfast.protocol.options import LogOptions, Std, StreamChoice
+from holdfast.supervisor import log_tail
+from holdfast.supervisor.console import Console
+from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot, WorkerStreams
+from tests.support.limits import limit_s, until
+
+TEE = StreamChoice(every=Std.ALL)
+
+
+class PipeConsole:
+    """A console whose two ends are pipes; what arrives is collected from `read_on()` on."""
+
+    def __init__(self) -> None:
+        self.readers: list[int] = []
+        writers = []
+        for _ in range(2):
+            reader, writer = os.pipe()
+            self.readers.append(reader)
+            writers.append(writer)
+        self.writers = writers
+        self.console = Console(*writers)
+        self.out, self.err = bytearray(), bytearray()
+        self._threads: list[threading.Thread] = []
+
+    def read_on(self) -> PipeConsole:
+        for reader, into in zip(self.readers, (self.out, self.err), strict=True):
+            thread = threading.Thread(target=self._collect, args=(reader, into), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def close(self) -> None:
+        self.console.close(0.1)
+        for fd in self.writers:
+            os.close(fd)
+        for thread in self._threads:
+            thread.join()
+        for fd in self.readers:
+            os.close(fd)
+
+    def _collect(self, reader: int, into: bytearray) -> None:
+        while data := os.read(reader, 65_536):
+            into += data
+
+
+@pytest.fixture
+def pipe() -> Iterator[PipeConsole]:
+    pipe = PipeConsole()
+    yield pipe
+    pipe.close()
+
+
+class Node:
+    """One agent's routing, with this process in the workers' place."""
+
+    def __init__(self, pipe: PipeConsole, tmp_path: Path, **options: Any) -> None:
+        self.options = LogOptions(**{"log_dir": str(tmp_path / "logs")} | options)
+        self.folder = RunFolder.create(self.options, "job")
+        self.router = LogRouter(self.options, self.folder, node="n1", role="default", console=pipe.console)
+        self.workers: dict[int, WorkerStreams] = {}
+        self.attempt: Path | None = None
+
+    def open(self, *local_ranks: int, generation: int = 1, restarts: int = 0) -> Node:
+        self.attempt = self.folder.attempt(generation, restarts)
+        self.workers = self.router.open(self.attempt, [WorkerSlot(rank, rank + 100) for rank in local_ranks])
+        return self
+
+    def write(self, local_rank: int, text: bytes, *, stream: int = 0) -> None:
+        fd = self.workers[local_rank].fds[stream]
+        assert fd is not None
+        while text:
+            text = text[os.write(fd, text) :]
+
+    def end(self) -> bool:
+        return self.router.close(limit_s(5))
+
+
+def fds_of_this_process() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- who goes where ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "out", "err"),
+    [
+        ({}, b"n1:100| out\n", b"n1:100| err\n"),
+        ({"tee": TEE}, b"[default0]:out\n", b"[default0]:err\n"),
+        ({"tee": StreamChoice(every=Std.OUT)}, b"[default0]:out\n", b"n1:100| err\n"),
+        ({"redirects": StreamChoice(every=Std.ALL)}, b"", b""),
+        ({"redirects": StreamChoice(every=Std.ERR)}, b"n1:100| out\n", b""),
+        ({"redirects": StreamChoice(every=Std.ALL), "tee": StreamChoice(every=Std.ERR)}, b"", b"[default0]:err\n"),
+        ({"local_ranks_filter": frozenset({1})}, b"", b""),
+        ({"local_ranks_filter": frozenset({0}), "tee": TEE}, b"[default0]:out\n", b"[default0]:err\n"),
+        (
+            {"prefix_template": "<${role_name}/${rank}/${local_rank}/${node}/${other}> "},
+            b"<default/100/0/n1/${other}> out\n",
+            b"<default/100/0/n1/${other}> err\n",
+        ),
+        ({"prefix_template": "", "tee": TEE}, b"out\n", b"err\n"),
+        ({"tee": StreamChoice(by_local_rank={1: Std.ALL})}, b"n1:100| out\n", b"n1:100| err\n"),
+    ],
+)
+def test_each_stream_to_its_places(
+    pipe: PipeConsole, tmp_path: Path, options: dict[str, Any], out: bytes, err: bytes
+) -> None:
+    node = Node(pipe.read_on(), tmp_path, **options).open(0)
+    node.write(0, b"out\n")
+    node.write(0, b"err\n", stream=1)
+    assert node.end()
+    pipe.console.close()
+    until(lambda: len(pipe.out) >= len(out) and len(pipe.err) >= len(err), "the router to have done it")
+    assert (bytes(pipe.out), bytes(pipe.err)) == (out, err)
+    streams = node.workers[0]
+    assert streams.stdout_file == node.attempt / "0" / "stdout.log" if node.attempt else False
+    assert streams.stdout_file is not None
+    assert streams.stderr_file is not None
+    assert streams.error_file == streams.stdout_file.parent / "error.json"
+    assert streams.stdout_file.read_bytes() == b"out\n"
+    assert streams.stderr_file.read_bytes() == b"err\n"
+
+
+def test_ranks_of_ten_and_more(pipe: PipeConsole, tmp_path: Path) -> None:
+    tee = StreamChoice(by_local_rank={10: Std.OUT, 11: Std.OUT})
+    redirects = StreamChoice(by_local_rank={9: Std.OUT})
+    node = Node(pipe.read_on(), tmp_path, tee=tee, redirects=redirects).open(*range(12))
+    for rank in range(12):
+        node.write(rank, b"%d\n" % rank)
+    assert node.end()
+    expected = {b"n1:%d| %d" % (rank + 100, rank) for rank in range(9)} | {b"[default10]:10", b"[default11]:11"}
+    until(lambda: set(bytes(pipe.out).splitlines()) == expected, "the router to have done it")
+
+
+def test_workers_append_and_their_descriptors_are_not_inherited(pipe: PipeConsole, tmp_path: Path) -> None:
+    before = fds_of_this_process()
+    node = Node(pipe.read_on(), tmp_path).open(0, 1)
+    fds = [fd for streams in node.workers.values() for fd in streams.fds if fd is not None]
+    assert len(fds) == 4
+    assert not any(os.get_inheritable(fd) for fd in fds)
+    assert node.workers[0].stdout_file is not None
+    node.workers[0].stdout_file.write_bytes(b"first\n")
+    node.write(0, b"second\n")
+    assert node.workers[0].stdout_file.read_bytes() == b"first\nsecond\n"
+    node.router.started(0)
+    node.router.started(0)
+    assert node.end()
+    assert fds_of_this_process() == before
+
+
+def test_dev_null_inherits_and_filtered_ranks_are_lost(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(
+        pipe, tmp_path, log_dir=None, tee=TEE, local_ranks_filter=frozenset({1}), duplicate_stdout_filters=("x",)
+    ).open(0, 1)
+    assert node.workers[1] == WorkerStreams((None, None), None, None, None)
+    assert node.workers[0].stdout_file is None
+    node.write(0, b"lost\n")
+    for fd in node.workers[0].fds:
+        assert fd is not None
+        assert os.readlink(f"/proc/self/fd/{fd}") == os.devnull
+    assert node.end()
+    assert b"--log-dir /dev/null" in os.read(pipe.readers[1], 4096)
+
+
+def test_a_log_folder_that_is_gone_leaves_nothing_open(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe, tmp_path)
+    attempt = node.folder.attempt(1, 0)
+    assert attempt is not None
+    (attempt / "1").write_text("a file in the way")
+    before = fds_of_this_process()
+    with pytest.raises(LogDirError):
+        node.open(0, 1)
+    assert fds_of_this_process() == before
+    assert node.end()
+
+
+# --- whole lines ------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_two_ranks_never_mix(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0, 1)
+    for step in range(300):
+        for rank in (0, 1):
+            node.write(rank, b"%d-" % rank * 20)
+        if step % 7 == 0:
+            time.sleep(0.001)
+        for rank in (1, 0):
+            node.write(rank, b"end %d\n" % step)
+    assert node.end()
+    until(lambda: pipe.out.count(b"\n") == 600, "the router to have done it")
+    for rank in (0, 1):
+        mine = [line for line in bytes(pipe.out).splitlines() if line.startswith(b"n1:10%d| " % rank)]
+        assert mine == [b"n1:10%d| " % rank + b"%d-" % rank * 20 + b"end %d" % step for step in range(300)]
+
+
+def test_both_streams_into_one_pipe_stay_whole(tmp_path: Path) -> None:
+    pipe = PipeConsole()
+    shared = Console(pipe.writers[0], pipe.writers[0])
+    pipe.read_on()
+    options = LogOptions(log_dir=str(tmp_path))
+    folder = RunFolder.create(options, "job")
+    router = LogRouter(options, folder, node="n1", role="default", console=shared)
+    streams = router.open(folder.attempt(1, 0), [WorkerSlot(0, 0)])[0]
+    for step in range(2000):
+        for fd, name in zip(streams.fds, (b"out", b"err"), strict=True):
+            assert fd is not None
+            os.write(fd, b"%s %d %s\n" % (name, step, b"." * 90))
+    assert router.close(limit_s(5))
+    assert shared.close()
+    pipe.close()
+    lines = bytes(pipe.out).splitlines()
+    assert len(lines) == 4000
+    for name in (b"out", b"err"):
+        numbers = [int(line.split()[2]) for line in lines if line.startswith(b"n1:0| " + name)]
+        assert numbers == list(range(2000))
+
+
+def test_a_last_line_without_newline_and_odd_bytes_are_shown(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0)
+    node.write(0, b"\xff\xfe bytes\nno end")
+    assert node.end()
+    until(lambda: bytes(pipe.out) == b"n1:100| \xff\xfe bytes\nn1:100| no end\n", "the router to have done it")
+
+
+def test_a_progress_bar_on_a_pipe(pipe: PipeConsole, tmp_path: Path) -> None:
+    """At most one line a second, and the final state exactly once."""
+    node = Node(pipe.read_on(), tmp_path).open(0)
+    for percent in range(0, 101, 2):
+        node.write(0, b"\r%d%%" % percent)
+        time.sleep(0.002)
+    node.write(0, b"\r\nafter\n")
+    assert node.end()
+    until(lambda: bytes(pipe.out).endswith(b"after\n"), "the router to have done it")
+    lines = bytes(pipe.out).splitlines()
+    assert lines[-2:] == [b"n1:100| 100%", b"n1:100| after"]
+    assert len(lines) <= 3
+
+
+def test_a_shown_state_is_not_repeated(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0)
+    node.write(0, b"only\r")
+    until(lambda: bytes(pipe.out) == b"n1:100| only\n", "the router to have done it")
+    node.write(0, b"\nnext\n")
+    assert node.end()
+    until(lambda: bytes(pipe.out) == b"n1:100| only\nn1:100| next\n", "the router to have done it")
+
+
+def test_a_held_back_state_comes_by_itself(pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_tail, "PROGRESS_S", 0.1)
+    node = Node(pipe.read_on(), tmp_path).open(0)
+    node.write(0, b"1%\r")
+    until(lambda: pipe.out.endswith(b"1%\n"), "the router to have done it")
+    node.write(0, b"2%\r3%\r")
+    until(lambda: pipe.out.endswith(b"3%\n"), "the router to have done it")
+    assert bytes(pipe.out) == b"n1:100| 1%\nn1:100| 3%\n"
+    assert node.end()
+
+
+def test_a_truncated_file_is_read_from_its_start(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0)
+    node.write(0, b"before, a longer line\n")
+    until(lambda: b"before" in pipe.out, "the router to have done it")
+    fd = node.workers[0].fds.stdout
+    assert fd is not None
+    os.ftruncate(fd, 0)
+    node.write(0, b"after\n")
+    assert node.end()
+    until(lambda: pipe.out.endswith(b"n1:100| after\n"), "the router to have done it")
+
+
+def test_without_inotify_files_are_polled(pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(log_tail.ChangeWatch):
+        def __init__(self) -> None:
+            super().__init__()
+            self.close()
+            self.reliable = False
+
+    monkeypatch.setattr(log_tail, "ChangeWatch", Refused)
+    node = Node(pipe.read_on(), tmp_path).open(0)
+    node.write(0, b"one\n")
+    until(lambda: b"one" in pipe.out, "the router to have done it")
+    node.write(0, b"two\n")
+    until(lambda: b"two" in pipe.out, "the router to have done it")
+    assert node.end()
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+def test_duplicate_filters_collect_teed_lines_of_passing_ranks(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(
+        pipe.read_on(),
+        tmp_path,
+        tee=StreamChoice(by_local_rank={0: Std.ALL, 1: Std.OUT, 2: Std.ALL}),
+        local_ranks_filter=frozenset({0, 1}),
+        duplicate_stdout_filters=("loss", "warn"),
+        duplicate_stderr_filters=("error",),
+    ).open(0, 1, 2)
+    for rank in range(3):
+        node.write(rank, b"loss=%d\nstep\nwarn\n" % rank)
+        node.write(rank, b"an error\nloss\n", stream=1)
+    assert node.end()
+    assert node.attempt is not None
+    filtered = (node.attempt / "filtered_stdout.log").read_bytes().splitlines()
+    assert sorted(filtered) == [b"[default0]:loss=0", b"[default0]:warn", b"[default1]:loss=1", b"[default1]:warn"]
+    assert (node.attempt / "filtered_stderr.log").read_bytes() == b"[default0]:an error\n"
+    until(
+        lambda: pipe.out.count(b"\n") == 6, "the router to have done it"
+    )  # the console has all lines of ranks 0 and 1
+
+
+def test_a_filter_without_tee_makes_an_empty_file(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path, duplicate_stdout_filters=("loss",)).open(0)
+    node.write(0, b"loss\n")
+    assert node.end()
+    assert node.attempt is not None
+    assert (node.attempt / "filtered_stdout.log").read_bytes() == b""
+    assert not (node.attempt / "filtered_stderr.log").exists()
+
+
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def test_attempts_follow_each_other_and_keep_their_files(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path)
+    files: list[Path] = []
+    before = fds_of_this_process()
+    for generation, restarts in ((1, 0), (2, 0), (3, 1)):
+        node.open(0, 1, generation=generation, restarts=restarts)
+        for rank in (0, 1):
+            node.write(
+                rank, b"generation %d of %d\n" % (generation, rank) * 1000 + b"tail %d of %d" % (generation, rank)
+            )
+        node.router.end_attempt()
+        files.extend(streams.stdout_file for streams in node.workers.values() if streams.stdout_file)
+    assert node.end()
+    assert fds_of_this_process() == before
+    until(lambda: pipe.out.count(b"\n") == 6006, "the router to have done it")
+    for rank in (0, 1):
+        mine = [line.split()[2] for line in bytes(pipe.out).splitlines() if line.startswith(b"n1:10%d|" % rank)]
+        assert mine == sorted(mine)
+    assert len({file.parent.parent.name for file in files}) == 3
+    assert all(file.read_bytes().count(b"\n") == 1000 for file in files)
+
+
+# --- consoles that block or break -------------------------------------------------------------------------------------
+
+
+def test_a_blocked_console_loses_nothing(pipe: PipeConsole, tmp_path: Path) -> None:
+    line_count = 100_000  # of 52 bytes, twice: more than 10 MB
+    node = Node(pipe, tmp_path, tee=StreamChoice(every=Std.OUT), duplicate_stdout_filters=("99999",)).open(0, 1)
+    text = b"".join(b"%051d\n" % number for number in range(line_count))
+    for rank in (0, 1):
+        node.write(rank, text)
+        node.write(rank, b"through\n", stream=1)
+    for streams in node.workers.values():
+        assert streams.stdout_file is not None
+        assert streams.stdout_file.stat().st_size == len(text)
+    # stderr has its own way to the console, and so have the filtered files
+    assert os.read(pipe.readers[1], 4096)
+    assert node.attempt is not None
+    filtered = node.attempt / "filtered_stdout.log"
+    until(lambda: filtered.read_bytes().count(b"\n") == 2, "the router to have done it")
+    node.router.end_attempt()
+    pipe.read_on()
+    assert node.end()
+    until(lambda: pipe.out.count(b"\n") == 2 * line_count, "the router to have done it")
+    for rank in (0, 1):
+        header = b"[default%d]:" % rank
+        mine = b"".join(each[len(header) :] for each in bytes(pipe.out).splitlines(True) if each.startswith(header))
+        assert mine == text
+
+
+def test_close_gives_up_on_a_console_that_stays_blocked(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe, tmp_path).open(0)
+    node.write(0, b"x" * 99 + b"\n" * 10_000)
+    assert not node.router.close(0.1)
+
+
+def test_a_slow_reader_is_waited_for(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe, tmp_path).open(0)
+    node.write(0, (b"x" * 99 + b"\n") * 4000)
+    got = bytearray()
+
+    def read_slowly() -> None:
+        while got.count(b"\n") < 4000:
+            got.extend(os.read(pipe.readers[0], 32_768))
+            time.sleep(0.04)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    assert node.router.close(0.2)  # takes longer than that, but moves
+    reader.join()
+
+
+def test_a_console_nobody_reads_any_more_stops_nothing(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe, tmp_path).open(0)
+    os.close(pipe.readers[0])
+    node.write(0, b"line\n" * 100_000)
+    node.write(0, b"still here\n", stream=1)
+    assert node.end()
+    said = sorted(os.read(pipe.readers[1], 1000).splitlines())
+    assert said[-1] == b"n1:100| still here"
+    assert [b"nobody reads standard output any more" in line for line in said] == [True, False]
+    assert node.workers[0].stdout_file is not None
+    assert node.workers[0].stdout_file.stat().st_size == 500_000
+    pipe.readers[0] = os.open(os.devnull, os.O_RDONLY)
+
+
+# --- real workers -----------------------------------------------------------------------------------------------------
+
+
+def start(node: Node, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    processes = []
+    for local_rank, streams in node.workers.items():
+        processes.append(subprocess.Popen(command, stdout=streams.fds.stdout, stderr=streams.fds.stderr))
+        node.router.started(local_rank)
+    return processes
+
+
+def test_four_hundred_thousand_lines(pipe: PipeConsole, tmp_path: Path) -> None:
+    code = "import sys\nline = 'x' * 99 + '\\n'\nfor _ in range(200_000): sys.stdout.write(line)"
+    node = Node(pipe.read_on(), tmp_path, tee=TEE).open(0, 1)
+    for process in start(node, [sys.executable, "-S", "-c", code]):
+        assert process.wait(limit_s(30)) == 0
+    assert node.end()
+    until(lambda: pipe.out.count(b"\n") == 400_000, "the router to have done it")
+    for rank in (0, 1):
+        assert pipe.out.count(b"[default%d]:%s\n" % (rank, b"x" * 99)) == 200_000
+
+
+def test_the_prefix_may_hold_the_whole_name_of_the_host(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path, prefix_template="${hostname}:${rank}: ")
+    node.open(3)
+    node.write(3, b"up\n")
+    node.router.end_attempt()
+    assert node.end()
+    until(lambda: f"{socket.gethostname()}:".encode() in pipe.out, "the name of the host")

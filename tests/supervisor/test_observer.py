@@ -1,0 +1,193 @@
+"""The test connection to the store, and what is told of workers, on a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
+from holdfast.protocol import board_layout as layout
+from holdfast.protocol.messages import Assign, Start
+from holdfast.protocol.rank_progress import RankSample
+from holdfast.supervisor import observer as observers
+from holdfast.supervisor.board import Board
+from holdfast.supervisor.observer import Observer
+from tests.support.limits import limit_s
+
+
+class Post:
+    """An observer of one worker: this very process."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, address: str, port: int) -> None:
+        self.told: list[Event] = []
+        self.faults: list[str] = []
+        self.news = asyncio.Event()
+        self.board = Board(1)
+        self.observer = Observer(tasks, self._emit, host="b", folder=None, interval_s=0.01, fault=self._failed)
+        assign = Assign(3, 0, 0, 1, 0, 1, 0, 1, True)
+        self.observer.start(assign, Start(3, address, port), self.board, lambda: self.board.progress(0))
+
+    def _emit(self, event: Event) -> None:
+        self.told.append(event)
+        self.news.set()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.faults.append(f"{what}: {error}")
+
+    async def until(self, kind: type[Event]) -> Event:
+        while not (found := [event for event in self.told if isinstance(event, kind)]):
+            self.news.clear()
+            await self.news.wait()
+        return found[0]
+
+
+def observe(act: Callable[[Post], Awaitable[None]], address: str = "127.0.0.1", port: int = 1) -> Post:
+    async def run() -> Post:
+        async with asyncio.timeout(limit_s(20)), asyncio.TaskGroup() as tasks:
+            post = Post(tasks, address, port)
+            try:
+                await act(post)
+            finally:
+                await post.observer.close()
+                post.board.close()
+        return post
+
+    return asyncio.run(run())
+
+
+def reached(address: str, port: int, *, wanted: bool = True) -> tuple[str, ...]:
+    seen: list[WorkersSeen] = []
+
+    async def look(post: Post) -> None:
+        post.observer.look(3, 7, {0: os.getpid()}, store=wanted)
+        event = await post.until(WorkersSeen)
+        assert isinstance(event, WorkersSeen)
+        seen.append(event)
+
+    observe(look, address, port)
+    assert (seen[0].generation, seen[0].number) == (3, 7)
+    assert [sample.pid for sample in seen[0].samples] == [os.getpid()]
+    return seen[0].reach
+
+
+def test_a_store_that_answers_is_not_worth_a_word() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert reached("127.0.0.1", server.getsockname()[1]) == ()
+
+
+def test_nobody_is_connected_to_unasked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        assert reached("127.0.0.1", server.getsockname()[1], wanted=False) == ()
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_a_closed_port(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    assert reached("127.0.0.1", port) == (f"b cannot reach 127.0.0.1:{port}: connection refused",)
+
+
+def test_a_name_that_nobody_knows() -> None:
+    (text,) = reached("no-such-host.invalid", 29500)
+    assert text.startswith("b cannot reach no-such-host.invalid:29500: the name is not known here (")
+
+
+def test_a_connection_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener whose queue is full: what comes is dropped, as a firewall does."""
+    monkeypatch.setattr(observers, "REACH_S_MAX", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        address = server.getsockname()
+        crowd = [socket.socket() for _ in range(4)]
+        for each in crowd:
+            each.setblocking(False)
+            each.connect_ex(address)
+        try:
+            assert reached(*address) == (f"b cannot reach 127.0.0.1:{address[1]}: timed out",)
+        finally:
+            for each in crowd:
+                each.close()
+
+
+def test_progress_is_told_again_and_again_until_it_stops() -> None:
+    async def act(post: Post) -> None:
+        await post.until(WorkersProgress)
+        post.told.clear()
+        event = await post.until(WorkersProgress)
+        assert isinstance(event, WorkersProgress)
+        assert event.generation == 3
+        assert [rank.local_rank for rank in event.ranks] == [0]
+        post.observer.stop()
+        post.told.clear()
+        await asyncio.sleep(0.05)
+        assert post.told == []
+
+    observe(act)
+
+
+def test_a_look_at_a_generation_that_is_over_sees_nobody() -> None:
+    async def act(post: Post) -> None:
+        post.observer.look(2, 1, {0: os.getpid()}, store=False)
+        assert await post.until(WorkersSeen) == WorkersSeen(2, 1, ())
+
+    observe(act)
+
+
+def test_a_look_that_fails_shows_nobody_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> tuple[RankSample, ...]:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(observers.StackSampler, "look", broken)
+
+    async def look(post: Post) -> None:
+        post.observer.look(3, 7, {0: os.getpid()}, store=False)
+        event = await post.until(WorkersSeen)
+        assert isinstance(event, WorkersSeen)
+        assert event.samples == ()
+
+    assert observe(look).faults == ["look: can't start new thread"]
+
+
+# --- the pipe of the board: what workers report, and what anything else writes there ----------------------------------
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    board = Board(3)
+    yield board
+    board.close()
+
+
+def write(board: Board, raw: bytes) -> None:
+    """As a worker does: by the number that the board holds."""
+    path = board.address(0).rpartition("@")[0]
+    with open(path, "rb") as file:
+        number = int.from_bytes(os.pread(file.fileno(), 8, layout.RAISED * layout.WORD_BYTES), "little")
+    with open(f"{os.path.dirname(path)}/{number}", "wb", buffering=0) as pipe:
+        pipe.write(raw)
+
+
+def report(local_rank: int) -> bytes:
+    return layout.slot(local_rank).to_bytes(layout.REPORT_BYTES, "little")
+
+
+def test_each_report_is_read_once(board: Board) -> None:
+    assert board.raised() == set()
+    write(board, report(2) + report(0) + report(2))
+    assert board.raised() == {0, 2}
+    assert board.raised() == set()
+
+
+@pytest.mark.parametrize("raw", [b"\0" * 4, b"\xff" * 4, report(3), b"!", b"#" * 60_000])
+def test_what_is_no_slot_of_a_worker_is_ignored(board: Board, raw: bytes) -> None:
+    write(board, raw)
+    seen = set[int]()
+    for _ in range(1_000):
+        seen |= board.raised()
+    assert seen == set()
+    write(board, report(1))
+    assert board.raised() == {1}

@@ -1,0 +1,102 @@
+"""Finding and ending process trees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from holdfast.supervisor import processes
+
+
+def start(script: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A Python child that prints the pids it made."""
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    return child, [int(pid) for pid in child.stdout.readline().split()]
+
+
+def test_descendants_are_found_whatever_their_session_and_name() -> None:
+    child, (session, grandchild) = start(
+        """
+        import ctypes, os, time
+        read, write = os.pipe()
+        first = os.fork()
+        if first == 0:
+            os.setsid()
+            ctypes.CDLL(None).prctl(15, b") Z 1 (", 0, 0, 0)
+            second = os.fork()
+            if second:
+                os.write(write, f"{os.getpid()} {second}".encode())
+            time.sleep(1000)
+        print(os.read(read, 100).decode(), flush=True)
+        time.sleep(1000)
+        """
+    )
+    try:
+        assert sorted(processes.descendants(child.pid)) == sorted([session, grandchild])
+        assert child.pid in processes.descendants(os.getpid())
+        assert processes.descendants(child.pid, spare=[session]) == []
+        assert processes.kill_descendants(child.pid) == []
+        assert processes.is_alive(child.pid)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_zombies_are_not_alive_but_a_leader_that_ended_before_its_threads_is() -> None:
+    child, (zombie, threaded) = start(
+        """
+        import ctypes, os, threading, time
+        zombie = os.fork()
+        if zombie == 0:
+            os._exit(0)
+        os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
+        threaded = os.fork()
+        if threaded == 0:
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone
+        while open(f"/proc/{threaded}/stat").read().split(") ")[1][0] != "Z":
+            time.sleep(0.01)
+        print(zombie, threaded, flush=True)
+        time.sleep(1000)
+        """
+    )
+    try:
+        assert not processes.is_alive(zombie)
+        assert processes.is_alive(threaded)
+        assert processes.descendants(child.pid) == [threaded]
+        assert processes.kill_descendants(child.pid) == []
+        assert not processes.is_alive(threaded)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_own_children_are_reaped_when_killed() -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    others = [other for other in processes.descendants(os.getpid()) if other != pid]
+    assert processes.kill_descendants(os.getpid(), spare=others) == []
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_does_not_die_is_reported_after_the_limit() -> None:
+    child, _ = start("import time; print(flush=True); time.sleep(1000)")
+    try:
+        # No time at all: the same answer as for a process that is stuck in the kernel.
+        assert processes.kill_descendants(os.getpid(), limit_s=-1.0) != []
+        assert processes.is_alive(child.pid)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_process_that_never_was_is_not_alive() -> None:
+    assert not processes.is_alive(2**22 + 1)
+    assert processes.descendants(2**22 + 1) == []
