@@ -330,7 +330,7 @@ def _serve_agent() -> Callable[[], None]:
         folder = os.path.dirname(os.path.abspath(__file__))
         if os.path.basename(folder) == "__pycache__":
             folder = os.path.dirname(folder)
-        board = _load(os.path.join(os.path.dirname(folder), "core", "board.py"))
+        board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
         _answer_looks(address, board)
         _load(os.path.join(folder, "progress.py"), layout=board).begin(address)
         own_pid = os.getpid()
