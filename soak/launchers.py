@@ -86,7 +86,7 @@ def supervisors(pids: Iterable[int]) -> list[int]:
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "holdfast-supervisor":
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "hf-supervisor":
                 found.append(pid)
     return found
 

@@ -283,7 +283,7 @@ def test_every_metric_is_on_the_page_of_metrics() -> None:
         run_id="r", phase="", generation=1, restarts=0, restarts_max=0, world_size=0, since_s=0, job_s=0, training_s=0
     )
     facts = VitalsSample(taken_s=0.0, run_id="r", node="a", job=job)
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     families = text_string_to_metric_families(Metrics(lambda: facts).text().decode())
     assert [family.name for family in families if f"`{family.name}" not in page] == []
 

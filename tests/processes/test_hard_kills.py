@@ -145,7 +145,7 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 EVER_AGAIN = """
 import sys
 from holdfast import cli
-from holdfast.supervisor import worker_group as worker group, supervisor as supervisor, client as supervisor_client
+from holdfast.supervisor import client as supervisor_client, worker_group
 
 revive = supervisor_client.revive_supervisor
 
@@ -155,7 +155,7 @@ def revive_and_kill(dead, spare=()):
     os.kill(handle.pid, signal.SIGKILL)
     return handle
 
-worker group.revive_supervisor = revive_and_kill
+worker_group.revive_supervisor = revive_and_kill
 from holdfast.supervisor.preload import begin
 from holdfast.supervisor import preload
 

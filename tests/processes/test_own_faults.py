@@ -16,7 +16,7 @@ from tests.support.limits import limit_s
 BROKEN = """
 import sys
 from holdfast import cli
-from holdfast.protocol.{part} import machine
+from holdfast.{part} import {part}_machine as machine
 
 handle = machine.{kind}.handle
 calls = 0
@@ -122,8 +122,8 @@ from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 CoordinatorMachine.view = broken
 from holdfast.runtime.control_handlers import OwnNode
 OwnNode.view = OwnNode.stacks = broken
-from holdfast.supervisor.stack_sampler import Stack sampler
-Stack sampler.look = broken
+from holdfast.supervisor.stack_sampler import StackSampler
+StackSampler.look = broken
 from holdfast.supervisor import machine_facts
 machine_facts.SHM = None
 from holdfast.metrics.torch_events import TorchEvents

@@ -288,8 +288,8 @@ import os, sys
 from pathlib import Path
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.slots import SlotOwner, Slots, committed_slots
-from holdfast.snapshots import memory_folder as shared-memory folder
-made = shared-memory folder.Shared-memory folder.make("run")
+from holdfast.snapshots import memory_folder
+made = memory_folder.MemoryFolder.make("run")
 own = Slots(made.path, SlotOwner(0))
 own.reserve(1 << 20)
 for step in (1, 2):
@@ -306,7 +306,7 @@ for ask in (lambda: own.reserve(64 << 20), lambda: own.stage(3, 64 << 20)):
 os.posix_fallocate(os.open("/dev/shm/filler", os.O_RDWR | os.O_CREAT), 0, os.statvfs("/dev/shm").f_bavail * 4096)
 own.stage(3, 1 << 20)[:] = bytes(1 << 20)     # not a byte is free, and none is needed
 own.commit()
-print(own.newest().step, [path.name for path in shared-memory folder.clean()])
+print(own.newest().step, [path.name for path in memory_folder.clean()])
 made.remove()
 print(os.listdir("/dev/shm"))
 """
@@ -367,7 +367,7 @@ def test_a_group_s_limit_counts(tmp_path: Path) -> None:
     assert group_room_bytes(tmp_path) == float("inf")
 
 
-# --- the shared-memory folder --------------------------------------------------------------------------------------------------------
+# --- the shared-memory folder -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

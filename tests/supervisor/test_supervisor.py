@@ -327,7 +327,7 @@ def test_nothing_outlives_the_agent(tmp_path: Path, signum: signal.Signals) -> N
     # The first child of each double fork may still be ending.
     until(lambda: len(processes.descendants(supervisor)) == 1 + 2 * NUISANCE_PROCESSES, "only these")
     everyone = [supervisor, *processes.descendants(supervisor)]
-    assert Path(f"/proc/{supervisor}/comm").read_text() == "holdfast-supervisor\n"
+    assert Path(f"/proc/{supervisor}/comm").read_text() == "hf-supervisor\n"
     agent.send_signal(signum)
     try:
         until(lambda: not [pid for pid in everyone if processes.is_alive(pid)], "the end of all", 1.0)

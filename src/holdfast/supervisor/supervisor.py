@@ -44,7 +44,7 @@ from holdfast.runtime.secret_variables import forget_secrets
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
 
-NAME = b"holdfast-supervisor"
+NAME = b"hf-supervisor"
 PROC = "/proc/self/fd"
 NO_PROCESS_ADVICE = " (`ulimit -u`, or the container's limit of processes)"
 FENCE_KILL_LIMIT_S = 10.0
