@@ -1,6 +1,6 @@
 """The saver: a process that writes memory slots to disk, so that the death of a worker never aborts a save.
 
-    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as shared-memory folder.saver_argv builds it
+    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as memory_folder.saver_argv builds it
 
 FOLDER is the shared-memory folder. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or -1: then this
 process detaches itself, and ANCHOR is the process whose end is the job's (torchrun, or the one worker there is).
@@ -12,7 +12,7 @@ What it promises, in what order things end:
   all ranks of the job have in memory is written too, of each snapshot folder, if it is newer than what is on disk
   (saving.py).
 - "finish" from the agent: everything that is in flight is carried out, then it ends. The agent waits
-  shared-memory folder.FINISH_LIMIT_S.
+  memory_folder.FINISH_LIMIT_S.
 - The agent is gone without that: it ends at once, and what was in flight is an attempt that was never committed.
 - Without an agent: it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and nothing is in flight.
 
