@@ -1,6 +1,6 @@
 """`holdfast logs [RUN]`: what the workers of this host wrote, of a job that runs or has ended.
 
-Knows the options and how to follow; where a run's log files are knows `MemoryFolder`.
+Knows the options and how to follow; `log_files` knows the places of a run's log files.
 """
 
 from __future__ import annotations

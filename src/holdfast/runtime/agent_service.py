@@ -2,7 +2,7 @@
 
     run_job ── AgentService ── Driver(AgentMachine)
                   │  ├── WorkerGroup        workers, store, supervisor
-                  │  └── RendezvousClient   the link to the coordinator, or the coordinator if this process hosts it
+                  │  └── RendezvousClient   link to the coordinator, or the coordinator if hosted here
                   └── Console, LogRouter, Journal, RunFolder
 
 Executes what the machine asks for; decides nothing. At the end it writes verdict.json and the agent's own error file:

@@ -1,11 +1,11 @@
-"""What all hosts write, on this machine's console: whole lines, in the order in which they come.
+"""Shows the output of all hosts on this machine's console: whole lines, in order of arrival.
 
     Screen ── Console (one thread)
-       └── Feed per host and stream: reads ssh's pipe only when the console has room, so a terminal that stalls holds up
-           nothing but what is shown; over there the log files are the queue
+       └── Feed per host and stream: reads ssh's pipe only when the console has room, so a stalled terminal
+           delays only what is shown; on the hosts the log files are the queue
 
-Lines with the mark of this run are far.py's messages and are not shown. What agents say of themselves
-(`holdfast: …`) is shown with the host's name; what several of them say at once is shown once.
+Lines with the mark of this run are far.py's messages and are not shown. Agents' own lines
+(`holdfast: …`) are shown with the host's name; equal lines of several agents are shown once.
 """
 
 from __future__ import annotations
