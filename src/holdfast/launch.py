@@ -1,6 +1,6 @@
 """`python -m holdfast.launch` is `holdfast launch`, as `python -m torch.distributed.launch` is torch's.
 
-The name belongs to a function too, `holdfast.launch(fn, ...)`: whoever imports this module finds that it can be called.
+The name belongs to a function too, `holdfast.launch(fn, ...)`: an importer of this module can call it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs `holdfast launch` with these arguments, `sys.argv[1:]` when none are given; returns the exit status."""
+    """Run `holdfast launch` with these arguments, `sys.argv[1:]` when none are given; returns the exit status."""
     return holdfast_main(["launch", *(sys.argv[1:] if args is None else args)])
 
 
 class _Launch(ModuleType):
-    """This module, which stands where the function of its name stood as soon as it is imported."""
+    """This module, callable: an import of it replaces the function of the same name in the package."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from holdfast.launching.api import launch

@@ -1,8 +1,9 @@
-"""What /proc and /sys say of processes, of the cgroups of this process, and of this machine.
+"""Facts from /proc and /sys about processes, the cgroups of this process, and this machine.
 
-All packages but the pure ones may import this: standard library only, nothing heavy. What is not there is None, empty
-or zero, never an error. Programs that run without this package by design keep their own few lines: launchers/ssh/far.py is sent
-to hosts as text, and worker/forking.py and worker/fork_server.py are imported before a worker's environment is settled.
+All packages except the pure ones may import this: standard library only, nothing heavy. A missing value is None, empty
+or zero, never an error. Programs that run without this package by design keep their own few lines: launchers/ssh/far.py
+is sent to hosts as text; worker/forking.py and worker/fork_server.py are imported before a worker's environment is
+settled.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ UNLIMITED_BYTES = 2**60
 
 
 class ProcessStat(NamedTuple):
-    """/proc/PID/stat, of a process or of one thread. A scan of all processes reads two of its numbers: each is
-    converted when it is asked for."""
+    """/proc/PID/stat of a process or of one thread. A scan of all processes reads only two of its numbers, so each is
+    converted on access."""
 
     command: bytes
     fields: list[bytes]
-    """What follows the name: proc(5) counts them from 3."""
+    """The fields after the name: proc(5) counts them from 3."""
 
     @property
     def name(self) -> str:
@@ -32,7 +33,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The kernel's letter for the main thread."""
+        """The kernel's state letter of the main thread."""
         return self.fields[0].decode()
 
     @property
@@ -45,27 +46,28 @@ class ProcessStat(NamedTuple):
 
     @property
     def cpu_s(self) -> float:
-        """Of all threads together, children not counted."""
+        """Processor time of all threads together, without children."""
         return (int(self.fields[11]) + int(self.fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def ended_cpu_s(self) -> float:
-        """Of children that have ended and were waited for, with theirs."""
+        """Processor time of children that have ended and were waited for, with their children."""
         return (int(self.fields[13]) + int(self.fields[14])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def has_ended(self) -> bool:
-        """A zombie. A main thread that ended before its other threads looks like one while they still run."""
+        """Whether this is a zombie. A main thread that ended before its other threads looks like one while they still
+        run."""
         return self.fields[0] in (b"Z", b"X", b"x") and self.fields[17] in (b"0", b"1")
 
     @property
     def started(self) -> str:
-        """In ticks since boot: a process id that is used again has another one."""
+        """Start time in ticks since boot: it distinguishes two processes that had the same id."""
         return self.fields[19].decode()
 
 
 def process_stat(pid: int | str) -> ProcessStat | None:
-    """Of a process, or of a thread given as `PID/task/TID`. None when there is none."""
+    """The status of a process, or of a thread given as `PID/task/TID`. None when there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name is in parentheses and may itself hold any byte, parentheses too.
@@ -77,12 +79,13 @@ def process_stat(pid: int | str) -> ProcessStat | None:
 
 
 def boot_id() -> str:
-    """Another one after each start of the machine; the same in all its containers. Empty where it may not be read."""
+    """An id that changes with each start of the machine; the same in all its containers. Empty where it is not
+    readable."""
     return read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 class GroupLimits:
-    """The lowest limits of the cgroups that this process is in, v1 or v2."""
+    """The lowest limits of the cgroups of this process, v1 or v2."""
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
         self.memory_bytes: int | None = None
@@ -110,15 +113,15 @@ class ControlGroup(NamedTuple):
     """A cgroup of this process, as one mounted hierarchy shows it."""
 
     controllers: str
-    """Of version 1, with commas; empty: version 2."""
+    """Controllers of version 1, with commas; empty: version 2."""
     top: str
-    """Folder of the hierarchy's root; a container's own root, where the paths are the host's."""
+    """The folder of the hierarchy's root, or a container's own root where the paths are the host's."""
     path: str
-    """Its path below `top`, of which not all needs to be there."""
+    """Its path below `top`; a part of it may be missing."""
 
 
 def own_groups(root: str | os.PathLike[str] = "/") -> Iterator[ControlGroup]:
-    """The cgroups of this process."""
+    """The cgroups that contain this process."""
     mount = os.path.join(root, CGROUPS)
     for line in read_text(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -128,7 +131,7 @@ def own_groups(root: str | os.PathLike[str] = "/") -> Iterator[ControlGroup]:
 
 
 def group_folders(root: str | os.PathLike[str] = "/") -> Iterator[str]:
-    """The cgroups of this process and all above them."""
+    """The folders of the cgroups of this process and of all above them."""
     for group in own_groups(root):
         path = group.path
         while path and ".." not in path.split("/"):
@@ -138,7 +141,7 @@ def group_folders(root: str | os.PathLike[str] = "/") -> Iterator[str]:
 
 
 def group_room_bytes(folder: str | os.PathLike[str]) -> float:
-    """Memory that is left within the limit of a cgroup (version 2); page cache can be given back."""
+    """Memory left within the limit of a cgroup (version 2); the page cache counts as free."""
     limit, used = read_int(os.path.join(folder, "memory.max")), read_int(os.path.join(folder, "memory.current"))
     if limit is None or used is None:
         return inf

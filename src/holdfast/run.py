@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs `holdfast run` with these arguments, `sys.argv[1:]` when none are given; returns the exit status."""
+    """Run `holdfast run` with these arguments, `sys.argv[1:]` when none are given; returns the exit status."""
     return holdfast_main(["run", *(sys.argv[1:] if args is None else args)])
 
 

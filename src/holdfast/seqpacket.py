@@ -1,7 +1,8 @@
 """JSON messages with descriptors over SOCK_SEQPACKET sockets: one message, one packet, sent whole or not at all.
 
-A message that is too long for a packet travels in a memory file, whose descriptor comes first. Knows nothing of what
-messages mean. Standard library only and nothing of holdfast: worker/fork_server.py gets it by its path, under any Python.
+A message that is too long for a packet travels in a memory file, whose descriptor comes first. Knows nothing of the
+meaning of messages. Standard library only and nothing of holdfast: worker/fork_server.py loads it by its path, under
+any Python.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     Message = dict[str, Any]
 
 PACKET_BYTES_MAX = 64 * 1024
-"""Of JSON; more goes into a memory file. Well below what the kernel gives a socket for its packets."""
+"""Bytes of JSON; longer messages go into a memory file. Well below the kernel's limit for packets."""
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 """Far above any environment the kernel would accept at exec."""
 DESCRIPTORS_MAX = 64
@@ -29,14 +30,14 @@ LONG = b"0"
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Our end, which never blocks, and the other. Raises OSError."""
+    """A pair of sockets: ours, which never blocks, and the other. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    """Raises ValueError above the limits, BlockingIOError when the socket takes nothing now, OSError as it does."""
+    """Send a message. Raises ValueError above the limits, BlockingIOError when the socket is full, OSError."""
     packet, memory = _packed(message, len(fds))
     try:
         _send(sock, packet, [*memory, *fds])
@@ -47,13 +48,13 @@ def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
     """One message and its descriptors, which the caller then owns. None: the other side is gone.
 
-    Raises BlockingIOError when there is none now, ValueError when it is no message of ours.
+    Raises BlockingIOError when there is none now, ValueError when the packet is not a message of ours.
     """
     numbers = array.array("i")
     space = socket.CMSG_SPACE((DESCRIPTORS_MAX + 1) * numbers.itemsize)
     try:
         packet, ancillary, flags, _ = sock.recvmsg(PACKET_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:  # it has ended without reading all; what it sent before is still to come
+    except ConnectionResetError:  # the peer ended without reading all; what it sent before is still to come
         packet, ancillary, flags, _ = sock.recvmsg(PACKET_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -69,7 +70,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
         except RecursionError:
             raise ValueError("a message that is nested too deeply") from None
         if not isinstance(message, dict):
-            raise ValueError("a message that is no object")  # noqa: TRY004 - it is what came, not who called
+            raise ValueError("a message that is no object")  # noqa: TRY004 - the content is wrong, not the caller
         taken, fds = fds, []
         return message, taken
     finally:
@@ -77,7 +78,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
 
 
 class Outbox:
-    """Messages on their way out. Owns duplicates of their descriptors until they are sent."""
+    """Queued messages. Owns duplicates of their descriptors until they are sent."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[bytes, list[int]]] = deque()
@@ -91,7 +92,7 @@ class Outbox:
         self._queue.append((packet, [*memory, *(os.dup(fd) for fd in fds)]))
 
     def flush(self, sock: socket.socket) -> None:
-        """Send what a socket that never blocks takes now. Raises OSError when the other side is gone."""
+        """Send as many messages as a nonblocking socket takes now. Raises OSError when the other side is gone."""
         while self._queue:
             packet, fds = self._queue[0]
             try:
@@ -102,14 +103,14 @@ class Outbox:
             _close(fds)
 
     def clear(self) -> None:
-        """Forget what is queued and close its descriptors."""
+        """Drop the queued messages and close their descriptors."""
         for _, fds in self._queue:
             _close(fds)
         self._queue.clear()
 
 
 def _packed(message: Message, descriptors: int) -> tuple[bytes, list[int]]:
-    """The packet, and the memory file of a long message, which is the caller's to close."""
+    """The packet, and the memory file of a long message, which the caller must close."""
     body = json.dumps(message).encode("ascii")
     if len(body) > MESSAGE_BYTES_MAX or descriptors > DESCRIPTORS_MAX:
         raise ValueError(f"a message of {len(body)} bytes with {descriptors} descriptors is above the limits")
@@ -127,7 +128,7 @@ def _packed(message: Message, descriptors: int) -> tuple[bytes, list[int]]:
 
 
 def _long(fds: list[int]) -> bytes:
-    """What the first descriptor holds, which is closed. Raises ValueError."""
+    """The content of the first descriptor, which is closed. Raises ValueError."""
     if not fds:
         raise ValueError("a long message without its descriptor")
     memory = fds.pop(0)

@@ -12,7 +12,7 @@ UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "
 
 
 def duration(seconds: float) -> str:
-    """In words that fit into a line.
+    """A duration in words that fit into a line.
 
     >>> [duration(s) for s in (0.04, 9.94, 59.7, 200, 7500, 200000)]
     ['0.0 s', '9.9 s', '60 s', '3 min 20 s', '2 h 5 min', '2 d 7 h']
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def seconds_of(text: str | float) -> float | None:
-    """What a person writes for a time: seconds, or a number with a unit. None: it is no time above zero.
+    """The seconds of a duration that a person writes: seconds, or a number with a unit. None: not a time above zero.
 
     >>> [seconds_of(text) for text in ("90s", "2min", "1.5h", "1d", 30, "0", "soon")]
     [90.0, 120.0, 5400.0, 86400.0, 30.0, None, None]
@@ -52,7 +52,7 @@ def plural(number: int, word: str) -> str:
 
 
 def listed(names: Sequence[object], shown_max: int = 8, *, joint: str = ", ") -> str:
-    """The first names, and how many more there are.
+    """The first names, and the number of the others.
 
     >>> listed(["a", "b", "c"]), listed(["a", "b", "c"], 2)
     ('a, b, c', 'a, b and 1 more')
@@ -62,7 +62,7 @@ def listed(names: Sequence[object], shown_max: int = 8, *, joint: str = ", ") ->
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers in order, neighbours drawn together.
+    """Numbers in order, consecutive ones joined to ranges.
 
     >>> spans([3, 0, 1, 2, 7])
     '0-3, 7'
@@ -223,7 +223,7 @@ _SECOND = [
 
 
 def spoken(run_id: str) -> str:
-    """`brave-otter` for a UUID; what somebody has named keeps its name. Made of the run id, so it is the same on all
+    """`brave-otter` for a UUID; a name that the user chose is kept. Computed from the run id, so it is equal on all
     nodes.
 
     >>> spoken("1b4e28ba-2fa1-41d2-883f-0016d3cca427"), spoken("train-7b")

@@ -1,7 +1,7 @@
 """The command `holdfast`: finds the sub-command and turns errors into one message and an exit code.
 
 Knows the names of the sub-commands; imports nothing but sys and os until one of them is chosen, so that the plain
-command and its help answer at once. Nobody imports this package.
+command and its help answer at once. No other package imports this one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SHARED = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line, `sys.argv[1:]` when none is given; returns the exit status."""
+    """Run one command line, `sys.argv[1:]` when none is given; returns the exit status."""
     try:
         return run_line(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -68,7 +68,7 @@ def entry() -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the agent's process without the interpreter's shutdown, which frees everything that was loaded: the job is
+    """End the agent's process without the interpreter's shutdown, which frees everything that was loaded: the job is
     not over before this process is."""
     try:
         for stream in (sys.stdout, sys.stderr):
@@ -112,7 +112,7 @@ def is_in_a_thread() -> bool:
 
 
 def run_command(command: str, rest: list[str]) -> int:
-    """Runs one sub-command; a HoldfastError becomes its message and its exit code."""
+    """Run one sub-command; a HoldfastError becomes its message and its exit code."""
     from importlib import import_module
 
     if command in ("run", "launch") and is_in_a_thread():  # signals and forks need a main thread
@@ -154,7 +154,7 @@ def run_command(command: str, rest: list[str]) -> int:
 
 
 def nobody_reads() -> bool:
-    """Whether what reads our output has gone: any other broken pipe is not `| head`."""
+    """Whether the reader of our output has gone: any other broken pipe is not `| head`."""
     from select import POLLERR, poll
 
     if sys.stdout is None:
@@ -165,7 +165,7 @@ def nobody_reads() -> bool:
 
 
 def drop_output() -> None:
-    """What is left in the buffer goes nowhere, so that no second error follows."""
+    """Discard the rest of the buffer, so that no second error follows."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -175,7 +175,7 @@ def complain(code: str, text: str) -> int:
 
 
 def show_traceback(error: Exception) -> None:
-    """A fault of ours is shown with all there is to know about it."""
+    """Show a fault of ours with all details."""
     import traceback
 
     traceback.print_exception(error)
@@ -202,7 +202,7 @@ def usage() -> str:
 
 
 def unknown(command: str) -> str:
-    """What to say about a first argument that is no command."""
+    """The message about a first argument that is no command."""
     import difflib
 
     if command.startswith("-") or command.endswith(".py"):

@@ -1,8 +1,8 @@
 """`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of
 options.
 
-Knows what each command takes, and how each shell is told. Not by shtab: that completes our options among the script's
-own words, knows no `--option=value`, and needs argparse's parsers, which `run` and `launch` do not have.
+Knows the words of each command and the format of each shell. Not by shtab: that completes our options among the
+script's own words, knows no `--option=value`, and needs argparse's parsers, which `run` and `launch` do not have.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def commands() -> list[Command]:
-    """All of them, as their own tables and parsers say."""
+    """All commands, from their own tables and parsers."""
     from holdfast.cli import (
         doctor,
         env,
@@ -134,7 +134,7 @@ def words(table: Iterable[Option]) -> tuple[Word, ...]:
 
 
 def words_of_parser(parser: argparse.ArgumentParser) -> tuple[Word, ...]:
-    """Of one made by argparse, sub-commands included."""
+    """The options of an argparse parser, sub-commands included."""
     found = []
     for action in parser._actions:
         if action.option_strings:
@@ -158,7 +158,7 @@ def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def once(found: Iterable[Word]) -> tuple[Word, ...]:
-    """The first of those that share a name."""
+    """The first of the words that share a name."""
     kept: dict[str, Word] = {}
     for word in found:
         kept.setdefault(word.names[0], word)
@@ -402,7 +402,7 @@ def fish_command(command: Command) -> Iterator[str]:
 
 
 def fish_text(text: str) -> str:
-    """In single quotes, where fish knows two escapes."""
+    """Quote for fish in single quotes, in which it knows two escapes."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -2,7 +2,7 @@
 folder up.
 
 Costs a few looks at folders where there is none. Keys are the long names of options, values are TOML's own types;
-whether a value makes sense judges resolve.py, as for flags. Standard library only.
+resolve.py validates values, as for flags. Standard library only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if option
 
 
 def is_about_us(path: str) -> bool:
-    """holdfast.toml is; pyproject.toml where it has our table. Raises ConfigFileError where that cannot be told."""
+    """Whether the file has our options: holdfast.toml does; pyproject.toml does with our table. Raises ConfigFileError
+    where this cannot be decided."""
     if os.path.basename(path) != PROJECT_FILE:
         return True
     try:
@@ -56,7 +57,7 @@ def is_about_us(path: str) -> bool:
 
 
 def read(path: str) -> dict[str, Setting]:
-    """All of it. Raises ConfigFileError."""
+    """All settings of a file. Raises ConfigFileError."""
     text = read_text(path)
     table = own_table(path, text)
     if table is None:
@@ -109,7 +110,7 @@ def own_table(path: str, text: str) -> dict[str, object] | None:
 
 
 def shown(path: str) -> str:
-    """As short as it is clear: the bare name for a file in the working folder."""
+    """A short clear path: the bare name for a file in the working folder."""
     try:
         here = os.getcwd()
     except OSError:  # deleted
@@ -118,7 +119,7 @@ def shown(path: str) -> str:
 
 
 def line_of(text: str, header: str, key: str) -> int:
-    """Where the key is, counted from 1; where its table begins if that cannot be told (tomllib does not tell it)."""
+    """The line of the key, counted from 1; of its table where that is not found (tomllib reports no lines)."""
     section, began = "", 1
     start = re.compile(rf"""\s*(?:["']?{re.escape(key)}["']?)\s*[=.]""")
     heading = f"{header}.{key}" if header else key
@@ -148,7 +149,7 @@ def find(key: str, place: str) -> Option:
 
 
 def value_of(option: Option, raw: object, folder: str) -> object:
-    """What the option's flag would make of it. Raises ValueError in words."""
+    """The value that the option's flag would give. Raises ValueError in words."""
     kind = type(raw)
     if option.kind == FLAG and kind is bool:
         return raw
@@ -166,7 +167,7 @@ def value_of(option: Option, raw: object, folder: str) -> object:
 
 
 def text_of(option: Option, raw: object, folder: str) -> str:
-    """As on the command line."""
+    """The value as text, as on the command line."""
     is_list = option.kind == LIST or option.metavar.endswith(LISTED)
     if isinstance(raw, str):
         return os.path.join(folder, os.path.expanduser(raw)) if option.metavar in PATHS and raw else raw
@@ -272,7 +273,7 @@ def is_everybodys(folder: str) -> bool:
 
 
 def is_planted(path: str, folder: str) -> bool:
-    """Whether another user put it where anybody may put files."""
+    """Whether another user put it into a folder that any user can write to."""
     try:
         return is_everybodys(folder) and os.stat(path).st_uid not in (0, os.geteuid())
     except OSError:

@@ -1,7 +1,7 @@
 """`--nproc-per-node`: how many workers this node gets, without importing torch.
 
 Knows where Linux shows accelerators (NVML, /dev/nvidia*, /sys/class/kfd) and the rules of CUDA_VISIBLE_DEVICES; torch
-is asked, in a process of its own, only for kinds that nobody else can count.
+is asked, in a separate process, only for kinds that cannot be counted otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TORCH_ANSWER_S_MAX = 120.0
 
 NAMES = ("auto", "cpu", "gpu", "xpu")
 NEVER_KNOWN = {"cuda": "gpu", "rocm": "gpu", "mps": "auto", "hpu": "auto", "mtia": "auto"}
-"""Words that torchrun refuses although torch knows them, and what is meant."""
+"""Words that torchrun refuses although torch knows them, and their replacement."""
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 TORCH_OWN_BACKEND = "privateuseone"
 """The name of torch's extra backend while no package has given it another."""
@@ -29,7 +29,7 @@ BACKEND_PACKAGES = "torch.backends"
 
 
 class Count(NamedTuple):
-    """How many, of what, and the source of this."""
+    """The number of workers, the kind that was counted, and the source."""
 
     number: int
     kind: str
@@ -37,7 +37,7 @@ class Count(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """Where devices are looked for; tests bring their own."""
+    """Where to look for devices; tests pass their own."""
 
     root: str = "/"
     """Root of the tree that holds dev and sys."""
@@ -55,7 +55,7 @@ THIS_NODE = Probes()
 
 
 def count_processes(text: str, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Count:
-    """What `--nproc-per-node TEXT` means on this node. Raises ProcessesError."""
+    """The number of workers for `--nproc-per-node TEXT` on this node. Raises ProcessesError."""
     try:
         number = int(text)
     except ValueError:
@@ -115,12 +115,12 @@ def may_be_backend(name: str) -> bool:
 
 
 def count_cpus(probes: Probes = THIS_NODE) -> Count:
-    """CPUs this process may run on."""
+    """The CPUs on which this process may run."""
     return Count(probes.cpus or len(os.sched_getaffinity(0)), "cpu", "affinity mask")
 
 
 def count_gpus(environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Count:
-    """GPUs a worker would see: NVIDIA's, else AMD's."""
+    """The GPUs that a worker would see: NVIDIA's, else AMD's."""
     uuids = (probes.nvml or nvml_uuids)()
     if uuids:
         return visible(environ, "CUDA_VISIBLE_DEVICES", len(uuids), uuids, "NVML")
@@ -202,7 +202,7 @@ def nvml_uuids() -> list[str] | None:
 
 
 def nvml_uuid(index: int) -> str:
-    """Empty when this device does not tell."""
+    """The UUID of a device; empty when the device does not report it."""
     import pynvml
 
     try:
@@ -212,7 +212,7 @@ def nvml_uuid(index: int) -> str:
 
 
 def nvidia_device_files(root: str) -> int:
-    """Number of /dev/nvidiaN."""
+    """The number of files /dev/nvidiaN."""
     try:
         names = os.listdir(os.path.join(root, "dev"))
     except OSError:
@@ -221,7 +221,7 @@ def nvidia_device_files(root: str) -> int:
 
 
 def kfd_gpus(root: str) -> int:
-    """Number of AMD compute nodes with SIMD units (the others are CPUs)."""
+    """The number of AMD compute nodes with SIMD units (the others are CPUs)."""
     nodes = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
     try:
         names = os.listdir(nodes)

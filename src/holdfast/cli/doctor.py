@@ -1,6 +1,6 @@
 """`holdfast doctor [options of a run]`: checks this node, and with the same line on several nodes each pair of them.
 
-Knows the line and what is printed. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
+Knows the line and the output. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
 it: facts are gathered by doctor and judged by doctor.
 """
 
@@ -44,11 +44,11 @@ USED = (
 TIMEOUT_S_MAX = 3600.0
 LOCAL_TORCH_S_MIN = 60.0
 BUSY_S = 2.0
-"""After so long without output a line says what takes so long."""
+"""After this time without output a line reports what is in progress."""
 
 
 class Found(NamedTuple):
-    """What there is to print."""
+    """The results to print."""
 
     findings: tuple[DoctorFinding, ...]
     facts: LocalFacts
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast doctor` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast doctor` with these arguments; returns the exit status. Raises HoldfastError."""
     parsed = grammar.parse(argv, os.environ, TABLE, needs_script=False, configure=config.configure)
     if parsed.values.help:
         print(usage())
@@ -101,7 +101,7 @@ def usage() -> str:
 
 
 def look(parsed: Parsed) -> Found:
-    """Raises CallerError for a line that makes no sense."""
+    """Check this node, and the others. Raises CallerError for an invalid line."""
     import asyncio
 
     from holdfast.cli.rendezvous import resolve
@@ -199,7 +199,7 @@ def endpoint_of(place: RendezvousOptions) -> Endpoint | None:
 
 
 def number_of_workers(parsed: Parsed) -> int:
-    """Raises ProcessesError."""
+    """The number of workers of this node. Raises ProcessesError."""
     from holdfast.cli.devices import count_processes
     from holdfast.protocol.errors import ProcessesError
 
@@ -218,7 +218,7 @@ def log_folder(parsed: Parsed) -> str | None:
 
 
 def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
-    """What is printed with --json: findings, facts, and every pair."""
+    """The output of --json: findings, facts, and every pair."""
     import msgspec
 
     from holdfast.doctor.findings import as_json as findings_json

@@ -1,6 +1,6 @@
-"""`holdfast env`: this machine and its software in Markdown, to paste into an issue; what is secret is masked.
+"""`holdfast env`: this machine and its software in Markdown, to paste into an issue; secrets are masked.
 
-Reads files, metadata and a few quick programs; imports none of the packages that it tells of.
+Reads files, metadata and a few quick programs; imports none of the packages that it describes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Facts = dict[str, str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast env` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast env` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     if chosen.short:
         print("\n".join(version_lines()))
@@ -75,7 +75,7 @@ def parser() -> Parser:
 
 
 def markdown(told: Mapping[str, Facts]) -> str:
-    """One table for each section that has anything."""
+    """One table for each section that has facts."""
     parts = []
     for title, facts in told.items():
         if facts:
@@ -109,7 +109,7 @@ def software() -> Facts:
 
 
 def commit() -> str:
-    """Of holdfast itself: written into a package when it is built, asked of git in a checkout, else unknown."""
+    """The commit of holdfast: recorded in a built package, read from git in a checkout, else unknown."""
     package = Path(__file__).parent.parent
     root = package.parent.parent
     with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def commit() -> str:
 
 
 def version_lines() -> list[str]:
-    """What an issue needs at least; `holdfast --version --verbose` prints it, too."""
+    """The minimal facts for an issue; also printed by `holdfast --version --verbose`."""
     facts = {"commit": commit(), "Python": platform.python_version()}
     try:
         facts["torch"] = metadata.version("torch")
@@ -201,7 +201,7 @@ def limit_text(value: int) -> str:
 
 
 def variables(environ: Mapping[str, str] | None = None) -> Facts:
-    """What changes how training runs; secrets masked."""
+    """Variables that affect training; secrets masked."""
     environ = os.environ if environ is None else environ
     return {name: masked(name, environ[name]) for name in sorted(environ) if VARIABLES.search(name)}
 
@@ -241,7 +241,7 @@ def container() -> str:
 
 
 def output(command: list[str]) -> str:
-    """What a program prints; empty where it is not there, fails or takes too long."""
+    """The output of a program; empty where it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S_MAX, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
-"""`holdfast explain [CODE ...]`: what a code means, what was seen to say so, and what to do. Works offline.
+"""`holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
 
-Knows what is printed; what codes mean knows diagnosis/explanations.py.
+Knows the output; diagnosis/explanations.py knows the meaning of codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH = 100
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast explain` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast explain` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     known = everything()
     if len(chosen.codes) > 1 and normal(chosen.codes[0]) not in known:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show_found(found: list[Explanation], *, as_json: bool) -> int:
-    """What a search has found: whole where it is one."""
+    """Print the results of a search: a single one in full."""
     if as_json:
         print_json([plain(each) for each in found])
     elif len(found) == 1:
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find(code: str, known: dict[str, Explanation]) -> Explanation:
-    """Raises UsageError that names the nearest."""
+    """The explanation of a code. Raises UsageError that names the nearest code."""
     found = known.get(normal(code))
     if found is None:
         near = ", ".join(f"{each} ({known[each].name})" for each in nearest(code))

@@ -1,4 +1,4 @@
-"""Which job a command means: by run id, by the beginning of it, by run folder, or the only one that runs.
+"""Finds the job that a command means: by run id, by its beginning, by run folder, or the only running one.
 
 Knows the list of running agents, where runs are kept, and how a run has ended (verdict.json); must not know what is
 asked of agents.
@@ -27,7 +27,7 @@ VERDICT = "verdict.json"
 
 
 def outcome_of(folder: Path) -> Outcome | None:
-    """None: it runs, its agent was killed, or another version wrote the file."""
+    """The outcome of a run. None: it runs, its agent was killed, or another version wrote the file."""
     try:
         return msgspec.json.decode((folder / VERDICT).read_bytes(), type=Outcome)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -35,13 +35,13 @@ def outcome_of(folder: Path) -> Outcome | None:
 
 
 def in_words(folder: Path) -> str:
-    """`: failed, exit code 3`; empty where nothing tells."""
+    """`: failed, exit code 3`; empty where no outcome is known."""
     outcome = outcome_of(folder)
     return f": {_words(outcome)}" if outcome is not None else ""
 
 
 def end_of(folder: Path, outcome: Outcome) -> str:
-    """How it ended in one line, then its last screen again."""
+    """How the run ended in one line, then its last screen again."""
     return f"run {folder.name} has ended: {_words(outcome)}\n{screen_of(folder, outcome)}"
 
 
@@ -106,12 +106,13 @@ def ended_run(run: str | None) -> Path | None:
 
 
 def is_folder(run: str) -> bool:
-    """Rather than the id of a run: it is written as a path, or there is a run folder of that name here."""
+    """Whether the text is a folder rather than a run id: it is written as a path, or a run folder has that name
+    here."""
     return os.sep in run or os.path.exists(os.path.join(run, JOURNAL))
 
 
 def matching(entries: Sequence[RunningAgent], run: str) -> list[RunningAgent]:
-    """Exactly so, or else beginning so."""
+    """The entries with this run id, or else those whose run id begins with it."""
     exact = [entry for entry in entries if run in (entry.run_id, entry.name)]
     return exact or [entry for entry in entries if entry.run_id.startswith(run) or entry.name.startswith(run)]
 
@@ -129,7 +130,7 @@ def by_folder(folder: Path, entries: Sequence[RunningAgent]) -> list[RunningAgen
 
 
 def check_folder(folder: Path) -> None:
-    """Raises NoRunError, ControlRefusedError."""
+    """Check that this is a run folder. Raises NoRunError, ControlRefusedError."""
     try:
         names = os.listdir(folder)
     except PermissionError:
@@ -145,7 +146,7 @@ def check_folder(folder: Path) -> None:
 
 
 def unlisted(folder: Path) -> RunningAgent:
-    """An agent that wrote its entry where we do not look: it had another XDG_RUNTIME_DIR or TMPDIR."""
+    """An agent that wrote its entry into another folder: it had another XDG_RUNTIME_DIR or TMPDIR."""
     return RunningAgent(
         run_id=folder.name,
         endpoint="",
@@ -169,7 +170,7 @@ def newest_ended(run: str | None) -> list[Path]:
 
 
 def kept_runs() -> dict[Path, float]:
-    """The run folders in the default log folder, and when each was last written to."""
+    """The run folders in the default log folder, and when each was last written."""
     try:
         folders = [folder for folder in Path(default_log_dir()).iterdir() if (folder / JOURNAL).is_file()]
         return {folder: (folder / JOURNAL).stat().st_mtime for folder in folders}

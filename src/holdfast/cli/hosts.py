@@ -1,6 +1,6 @@
 """`holdfast run --hosts`, --hostfile and --host-discovery: a command line to an Order for the launcher.
 
-The line is resolved here as the first host will read it, so that whatever is wrong with it is said before any login.
+The line is resolved here as the first host will read it, so that errors in it are reported before any login.
 What was given by flag, variable or file goes to the agents as flags; of the environment what they may need goes along,
 never on a command line.
 """
@@ -58,13 +58,13 @@ SENT = (
     "UCX_*",
     "VIRTUAL_ENV",
 )
-"""What of the environment goes to every host; --env adds to it."""
+"""Variables of the environment that go to every host; --env adds to them."""
 OWN_OF_NODE = ("node_rank", "local_addr")
 LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
 """Of a hostfile, and of a script as it is compared."""
 UNKNOWN_ENDPOINT = "first.host:1"
-"""A placeholder: the launcher finds it out."""
+"""A placeholder: the launcher determines the endpoint."""
 
 
 def are_named(parsed: Parsed) -> bool:
@@ -93,7 +93,7 @@ def execute(parsed: Parsed, command: str) -> int:
 
 
 def read_hosts(parsed: Parsed) -> list[HostSpec]:
-    """The hosts that are left by --include and --exclude; none with --host-discovery. Raises HostsError."""
+    """The hosts after --include and --exclude; none with --host-discovery. Raises HostsError."""
     given = parsed.values
     sources = [dest for dest in ("hosts", "hostfile", "host_discovery") if getattr(given, dest)]
     if len(sources) > 1:
@@ -188,7 +188,7 @@ def ssh_command(parsed: Parsed) -> tuple[str, ...]:
 
 
 def check_line(parsed: Parsed) -> None:
-    """What makes no sense when one line starts all nodes."""
+    """Refuse options that make no sense when one line starts all nodes."""
     for dest in OWN_OF_NODE:
         if parsed.given(dest):
             raise parsed.error(dest, UsageError, "is one node's own; with --hosts each host gets its own by itself")
@@ -203,7 +203,7 @@ def check_line(parsed: Parsed) -> None:
 
 
 def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
-    """Raises NodesError. `count`: hosts that are named, 0 with discovery."""
+    """The range of nodes. Raises NodesError. `count`: hosts that are named, 0 with discovery."""
     if not parsed.given("nnodes"):
         if not count:
             raise NodesError(
@@ -280,7 +280,7 @@ def expected(parsed: Parsed, options: RunOptions) -> Expected:
 
 
 def hash_of(path: str) -> str:
-    """Empty when the script is not here."""
+    """The hash of a file; empty when the script is not here."""
     try:
         with open(os.path.join(path, "__main__.py") if os.path.isdir(path) else path, "rb") as file:
             return hashlib.sha256(file.read(FILE_BYTES_MAX)).hexdigest()
@@ -309,7 +309,7 @@ def program_path(name: str) -> str:
 
 
 def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
-    """Which agents would be started where, in words."""
+    """Which agents would be started on which hosts, in words."""
     run_id = options.job.run_id if options.job.run_id == parsed.values.rdzv_id else "<random>"
     hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in order.hosts]
     meets = "one node, no meeting" if order.alone else order.endpoint or "a free port of the first host"

@@ -1,6 +1,6 @@
-"""`holdfast logs [RUN]`: what the workers of this host wrote, of a job that runs or has ended.
+"""`holdfast logs [RUN]`: shows the output of this host's workers, of a running or ended job.
 
-Knows the options and how to follow; where a run's log files are knows `MemoryFolder`.
+Knows the options and how to follow; `log_files` knows the places of a run's log files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOOK_S = 1.0
 
 
 class LogFile(NamedTuple):
-    """What one worker writes into one of its streams."""
+    """The output of one worker into one of its streams."""
 
     rank: int
     stream: str
@@ -45,7 +45,7 @@ class LogLine(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast logs` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast logs` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     wanted = Wanted.of(chosen)
     folders = run_folders(chosen.run)
@@ -127,7 +127,7 @@ class Wanted(NamedTuple):
 
 
 def log_files(folder: Path) -> list[LogFile]:
-    """All that are in a run folder; its journal tells which rank was which in which generation."""
+    """All log files of a run folder; its journal records the ranks of each generation."""
     found = []
     for generation, restart_count, rank_base, nproc in generations(folder):
         attempt = folder / f"attempt_{restart_count}_generation_{generation}"
@@ -142,7 +142,7 @@ def log_files(folder: Path) -> list[LogFile]:
 
 
 def generations(folder: Path) -> Iterator[tuple[int, int, int, int]]:
-    """Of each one that was started here: number, restart count, rank of its first worker here, workers."""
+    """Each generation that was started here: number, restart count, rank of its first worker here, workers."""
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines()
     except OSError as error:
@@ -157,7 +157,7 @@ def generations(folder: Path) -> Iterator[tuple[int, int, int, int]]:
 
 
 class Printer:
-    """Lines to the screen: with the rank in front unless there is but one."""
+    """Prints lines: with the rank in front unless there is only one."""
 
     def __init__(self, as_json: bool, *, alone: bool) -> None:
         self._json = as_json
@@ -186,7 +186,7 @@ def whole_lines(file: LogFile) -> Iterator[LogLine]:
 
 
 class Tail:
-    """One file, read on from where it was read to."""
+    """Reads one file on from the last position."""
 
     def __init__(self, file: LogFile) -> None:
         self.file = file
@@ -212,7 +212,7 @@ class Tail:
 
 
 def follow(folders: list[Path], wanted: Wanted, show: Printer, lines: int) -> None:
-    """The last lines, and all that come until the job ends; its next generations too."""
+    """Print the last lines, and all further ones until the job ends, of later generations too."""
     with contextlib.ExitStack() as stack:
         watch = ChangeWatch()
         stack.callback(watch.close)
@@ -251,7 +251,7 @@ def end_of(folders: Sequence[Path], stack: contextlib.ExitStack) -> Call | None:
 
 
 def wait_for_news(watch: ChangeWatch, end: Call | None) -> bool:
-    """Until a file changes, or at most LOOK_S; True: the job has ended."""
+    """Wait until a file changes, or at most LOOK_S; True: the job has ended."""
     sources = [fd for fd in (watch.fd, end.fileno() if end is not None else -1) if fd >= 0]
     ready, _, _ = select.select(sources, [], [], LOOK_S)
     watch.drain()

@@ -1,4 +1,4 @@
-"""`--plan`: what would run where, in words, without starting anything.
+"""`--plan`: describes what would run where, without starting anything.
 
 Pure text from a Resolution: the same line and environment give the same plan. What only the rendezvous decides is
 shown as <assigned>, what is drawn at the start as <random>. At its end: every option, its value, and who said so;
@@ -37,7 +37,7 @@ VALUE_COLUMNS_MAX = 40
 
 
 def option_lines(parsed: Parsed) -> Iterator[str]:
-    """Values that were given first, then the defaults."""
+    """The options that were given first, then the defaults."""
     rows = [
         ("--" + dest.replace("_", "-"), shown(getattr(parsed.values, dest)), source)
         for dest, source in parsed.sources.items()
@@ -52,7 +52,7 @@ def option_lines(parsed: Parsed) -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """As it would be typed; `-` for nothing."""
+    """A value as it would be typed; `-` for none."""
     match value:
         case None | "":
             return "-"
@@ -125,7 +125,7 @@ def node_text(options: RunOptions) -> str:
 
 
 def slurm_text(parsed: Parsed) -> str:
-    """What the step said; empty where there is none."""
+    """The values of the Slurm step; empty where there is none."""
     from holdfast.cli.grammar import FROM_STEP
 
     taken = [dest for dest, source in parsed.sources.items() if source == FROM_STEP]
@@ -185,7 +185,7 @@ def stop_text(options: RunOptions) -> str:
 
 
 def drain_text(options: RunOptions) -> str:
-    """What happens where the script asks `should_stop()`; nothing of it matters to one that does not."""
+    """The behaviour for a script that calls `should_stop()`; it does not concern other scripts."""
     signal = "any of these but SIGINT and SIGQUIT"
     if options.preempt_signal is not None:
         signal += f", and on {Signals(options.preempt_signal).name}"
@@ -215,7 +215,7 @@ def log_text(options: RunOptions, job_id: str) -> str:
 
 
 def attempt_folder(options: RunOptions, job_id: str) -> str | None:
-    """Of the first attempt."""
+    """The folder of the first attempt."""
     if options.logs.log_dir is None:
         return None
     name = job_id if job_id == RANDOM else safe_name(job_id)
@@ -223,7 +223,7 @@ def attempt_folder(options: RunOptions, job_id: str) -> str | None:
 
 
 def command_text(options: RunOptions, local_rank: int) -> str:
-    """What runs, as torchrun would write it: without the bootstrap that holdfast puts around a script."""
+    """The command as torchrun would write it: without the bootstrap that holdfast puts around a script."""
     from holdfast.supervisor.preload import bootstrap_for, worker_argv
 
     argv = worker_argv(options, local_rank)

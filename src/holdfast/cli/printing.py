@@ -1,4 +1,4 @@
-"""What the commands beside run and launch share: a parser that fails as holdfast does, tables, JSON."""
+"""Helpers of the commands other than run and launch: a parser that fails as holdfast does, tables, JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns side by side."""
+    """Print columns side by side."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for each in rows:
         print("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)).rstrip())
 
 
 def print_json(value: object) -> None:
-    """One JSON document."""
+    """Print one JSON document."""
     print(json.dumps(value, indent=1))
 
 

@@ -30,7 +30,8 @@ DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> WorkerCommand:
-    """Raises UsageError for flags that exclude each other, ScriptError for a script that cannot be run."""
+    """The command of each worker. Raises UsageError for flags that exclude each other, ScriptError for a script that
+    cannot be run."""
     values = parsed.values
     kind = command_kind(parsed, notices)
     target: str = values.training_script
@@ -69,7 +70,7 @@ def command_kind(parsed: Parsed, notices: list[str]) -> CommandKind:
 
 
 def check_script(path: str) -> None:
-    """Raises ScriptError for what python could not run."""
+    """Raises ScriptError for a file that python could not run."""
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "__main__.py")):
             raise ScriptError(f"the training script {path} is a folder without a __main__.py")
@@ -108,7 +109,7 @@ def folder_here() -> str:
 
 
 def check_program(name: str, environ: Mapping[str, str]) -> None:
-    """Raises ScriptError unless exec would find it."""
+    """Raises ScriptError unless exec would find the program."""
     if find_program(name, environ) is not None:
         return
     if "/" not in name:
@@ -193,7 +194,7 @@ CHANGING_CALLS = frozenset(["putenv", "unsetenv", "load_dotenv", "sched_setaffin
 
 
 def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bool) -> Preload:
-    """What --preload comes to. `counted`: OMP_NUM_THREADS is set for the workers. Raises UsageError."""
+    """The result of --preload. `counted`: OMP_NUM_THREADS is set for the workers. Raises UsageError."""
     wish: str = parsed.values.preload
     if wish not in (AUTO, NONE):
         modules = tuple(name.strip() for name in wish.split(","))
@@ -213,7 +214,7 @@ def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bo
 
 
 def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
-    """`auto`. `restarts`: workers may be started a second time."""
+    """The decision of `auto`. `restarts`: workers may be started a second time."""
     try:
         sources = sources_of(command)
         if not sources:
@@ -277,7 +278,7 @@ def module_beside(source: Path, name: str) -> Path | None:
 
 
 class UnreadableError(Exception):
-    """The source tells nothing; the text says why."""
+    """The source cannot be analysed; the text gives the reason."""
 
 
 class Reader(ast.NodeVisitor):
@@ -285,7 +286,7 @@ class Reader(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.training = ""
-        """What shows that it trains."""
+        """The evidence that the program trains."""
         self._user = ""
         self._setting = ""
         """The first change of the environment before torch is imported."""
@@ -298,7 +299,7 @@ class Reader(ast.NodeVisitor):
         self._late_setting = ""
 
     def verdict(self) -> tuple[str, str]:
-        """Which import brings torch, and what changes the environment before that; both may be empty."""
+        """The import that loads torch, and the change of the environment before it; both may be empty."""
         if self._user:
             return self._user, self._setting
         # Imported by a function: what has run until then cannot be known.
@@ -392,7 +393,7 @@ class Reader(ast.NodeVisitor):
             self._follow(name)
 
     def _follow(self, name: str) -> None:
-        """A module beside the program runs in its place."""
+        """A module beside the program runs at its import."""
         beside = module_beside(self._file, name)
         if beside is not None and beside not in self._seen:
             self.read(beside)
@@ -428,7 +429,7 @@ def imported_names(node: ast.AST) -> list[str]:
 
 
 def change(node: ast.AST) -> str:
-    """What a node does to the environment, in words; empty: nothing."""
+    """The change that a node makes to the environment, in words; empty: none."""
     match node:
         case ast.Assign(targets=targets) | ast.Delete(targets=targets):
             return next((said for target in targets if (said := _written(target))), "")

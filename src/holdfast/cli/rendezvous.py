@@ -1,6 +1,6 @@
 """How the nodes meet: backend, endpoint, job id, ranks of nodes, token, by torchrun's rules.
 
-Knows the rewrite to standalone (explicit and implied) and says what it discards; opens no socket.
+Knows the rewrite to standalone (explicit and implied) and reports what it discards; opens no socket.
 """
 
 from __future__ import annotations
@@ -158,14 +158,15 @@ def of_variable(parsed: Parsed, error: RendezvousConfigError, dest: str = "rdzv_
 
 
 def is_standalone(parsed: Parsed, most: int) -> bool:
-    """Given, or implied by torchrun's rule: no endpoint is given and there is no other node."""
+    """Whether standalone was given, or is implied by torchrun's rule: no endpoint is given and there is no other
+    node."""
     given = parsed.values
     implied = given.rdzv_backend == "static" and not given.rdzv_endpoint and given.master_port is None and most == 1
     return bool(given.standalone or implied)
 
 
 def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[int, int]:
-    """Node range of a standalone job; says what has no effect in it."""
+    """Node range of a standalone job; reports options that have no effect in it."""
     said = parsed.values.standalone
     if least > 1:
         raise parsed.error("nnodes", NodesError, "--standalone is one node by itself; leave one of the two out")
@@ -183,7 +184,7 @@ def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[in
 
 
 def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: list[str]) -> Endpoint:
-    """Where the coordinator is. Raises EndpointError."""
+    """The coordinator's endpoint. Raises EndpointError."""
     given = parsed.values
     static = backend == "static"
     from_master = static and not given.rdzv_endpoint

@@ -1,6 +1,6 @@
 """`holdfast report [RUN ...]`: where a run's time went, and how long each part of its starts took, running or ended.
 
-Knows where runs are kept and what is printed; what the journals mean knows diagnosis: timeline.py, history.py.
+Knows where runs are kept and what is printed; diagnosis (timeline.py, history.py) knows the meaning of journals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast report` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast report` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     folders = [folder for run in chosen.runs for folder in folders_of(run)] or [newest_run()]
     journals = [list(read_journal(folder)) for folder in folders]
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def folders_of(run: str) -> list[Path]:
-    """A folder as it is; those of a run id on this host. Raises NoRunError."""
+    """The given folder, or the folders of a run id on this host. Raises NoRunError."""
     if os.sep in run or os.path.isdir(run):
         return [Path(run)]
     from holdfast.cli.finding import run_folders
@@ -204,7 +204,7 @@ def print_report(told: Timeline, past: History | None = None) -> None:
 
 
 def print_end(folders: Sequence[Path]) -> None:
-    """What the last screen said, from the first node that kept it."""
+    """Print the last screen, from the first node that kept it."""
     end = first_outcome(folders)
     if end is not None:
         print(f"\n{screen_of(*end)}")

@@ -1,7 +1,7 @@
 """A parsed command line to RunOptions: every rule by which torchrun turns its options into a job.
 
 Reads the environment that it is given, the affinity mask and the file system; starts nothing. Rendezvous is in
-meeting.py, the worker's command in program.py, single values in values.py.
+cli/rendezvous.py, the worker's command in program.py, single values in values.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOGS_SPECS_GROUP = "torchrun.logs_specs"
 
 
 class Resolution(NamedTuple):
-    """What is to be run, and the reasons that `--plan` tells."""
+    """The options of the run, and the reasons that `--plan` shows."""
 
     options: RunOptions
     devices: Count
@@ -47,7 +47,7 @@ class Resolution(NamedTuple):
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Resolution:
-    """Raises CallerError, of the kind that fits, for the first thing that cannot be done."""
+    """Resolve the line. Raises a fitting CallerError for the first thing that cannot be done."""
     given = parsed.values
     notices = list(parsed.notices)
     if parsed.cpus is not None:
@@ -102,7 +102,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
 
 
 def may_restart(job: JobSpec) -> bool:
-    """Whether a second generation can ever come."""
+    """Whether there can be a second generation."""
     return job.max_restarts > 0 or job.max_nodes > 1
 
 
@@ -188,7 +188,7 @@ def signals_to_handle(parsed: Parsed, notices: list[str]) -> tuple[int, ...]:
 
 
 def preempt_signal(parsed: Parsed) -> int | None:
-    """`USR1` is as good as `SIGUSR1`."""
+    """The signal's number; `USR1` and `SIGUSR1` are equal."""
     text = parsed.values.preempt_signal
     if text is None:
         return None
@@ -276,7 +276,7 @@ def say_absent(parsed: Parsed, dest: str, ranks: frozenset[int], nproc: int, not
 
 
 def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
-    """Absolute; None when no files are wanted."""
+    """The log folder, absolute; None when no files are wanted."""
     log_dir: str | None = parsed.values.log_dir
     if not log_dir:
         from holdfast.supervisor.log_layout import TEMPORARY_NAME, default_log_dir

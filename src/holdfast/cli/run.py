@@ -1,7 +1,7 @@
 """`holdfast run` and `holdfast launch`: read the line, fork the supervisor, resolve, hand over to the runtime.
 
-The order matters: the supervisor is forked before anything but this package's light modules is imported, so that it stays
-small, and as soon as the line is known to be well-formed, so that a typing error forks nothing.
+The order matters: the supervisor is forked before any heavy import, so that it stays small, and only after the line has
+been parsed, so that a typing error forks nothing.
 """
 
 from __future__ import annotations

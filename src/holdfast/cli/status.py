@@ -1,7 +1,7 @@
 """`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of
 a job that has ended, its last screen. `holdfast stacks [RUN]`: where all its ranks are now, equal stacks once.
 
-Knows the options and the terminal; which job is meant knows finding.py, what is shown knows diagnosis/status_lines.py.
+Knows the options and the terminal; finding.py finds the job, diagnosis/status_lines.py makes the lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.runtime.running import RunningAgent, ask_any
 
 
 def main_stacks(argv: Sequence[str]) -> int:
-    """Runs `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = stacks_parser().parse_args(argv)
     wanted = ranks_of(chosen.rank)
     _, reply = ask_any(running_job(chosen.run), Question.STACKS)
@@ -63,7 +63,7 @@ SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast status` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast status` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     interval_s = watch_interval(chosen)
     try:
@@ -111,7 +111,7 @@ def watch_interval(chosen: argparse.Namespace) -> float | None:
 
 
 def look(entries: list[RunningAgent]) -> tuple[JobView, bool]:
-    """What is known of the job, and whether that is all of it."""
+    """The known state of the job, and whether it is complete."""
     _, reply = ask_any(entries, Question.STATUS)
     return reply.read(JobView), reply.whole
 
@@ -124,7 +124,7 @@ def show(view: JobView, whole: bool, chosen: argparse.Namespace) -> None:
 
 
 def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None:
-    """Of a run that has ended, what its last screen said."""
+    """Print the last screen of a run that has ended."""
     if chosen.json:
         print_json({"run": folder.name, "folder": str(folder), "ended": True, **msgspec.to_builtins(outcome)})
     else:
@@ -132,7 +132,7 @@ def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None
 
 
 def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Namespace) -> None:
-    """Until the job ends or Ctrl-C is pressed."""
+    """Show the status until the job ends or Ctrl-C is pressed."""
     live = sys.stdout.isatty() and not chosen.json
     text = ""
     if live:

@@ -37,12 +37,12 @@ class StopReply(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
     return end_job(parser(), argv, Question.STOP)
 
 
 def main_kill(argv: Sequence[str]) -> int:
-    """Runs `holdfast kill` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast kill` with these arguments; returns the exit status. Raises HoldfastError."""
     return end_job(kill_parser(), argv, Question.KILL)
 
 
@@ -65,7 +65,7 @@ def parser_of(command: str, description: str) -> Parser:
 
 
 def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
-    """0: the job has ended, however it did, or with --no-wait: every node was asked to end it."""
+    """Ask for the end. 0: the job has ended, in any way, or with --no-wait: every node was asked to end it."""
     chosen = made.parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))
     with waiting:
@@ -96,8 +96,9 @@ def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
 
 
 def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
-    """The first agent of the job that answers, and a connection on which it will say how the job ended: made before the
-    job is told to end, so that the end is not missed. Raises the error of the last agent that does not answer."""
+    """The first agent of the job that answers, and a connection that will report the job's end. The connection is made
+    before the job is asked to end, so that the end is not missed. Raises the error of the last agent that does not
+    answer."""
     for entry in entries[:-1]:
         try:
             ask(entry, Question.STATUS)

@@ -175,7 +175,7 @@ def job_name(script_path: str) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Raises CallerError when it is a file of somebody else's, or cannot be written."""
+    """Write the script. Raises CallerError when the path is a file of another origin, or cannot be written."""
     try:
         if path.exists() and MARK not in path.read_text(errors="replace"):
             raise UsageError(f"{path} is not from holdfast submit: rename it, or submit from another folder")
@@ -206,7 +206,7 @@ def follow(job: str) -> int:
 
 
 class Follower:
-    """Says what becomes of a job, and copies its log to our stdout."""
+    """Reports the states of a job, and copies its log to our stdout."""
 
     def __init__(self, job: str, ask: Callable[..., JobState | None] | None = None) -> None:
         self.job = job
@@ -258,7 +258,7 @@ class Follower:
             time.sleep(min(left, LOG_LOOK_S))
 
     def copy(self) -> None:
-        """What was appended to the log; all of it when it was started again."""
+        """Print what was appended to the log; all of it when it was restarted."""
         try:
             with open(self.log, "rb") as file:
                 self.at = self.at if os.fstat(file.fileno()).st_size >= self.at else 0

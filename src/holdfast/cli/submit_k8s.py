@@ -1,7 +1,7 @@
 """`holdfast submit --k8s`: a job's manifests, printed or piped to the user's kubectl.
 
-Knows kubectl, its own options, and how a line becomes a KubernetesJob; what a manifest says is
-launchers/kubernetes/manifests.py's. Options of `holdfast run` are taken from the line alone and go into the pods' line:
+Knows kubectl, its own options, and how a line becomes a KubernetesJob; the manifests are made by
+launchers/kubernetes/manifests.py. Options of `holdfast run` are taken from the line alone and go into the pods' line:
 variables and files of this machine mean nothing there.
 """
 
@@ -65,7 +65,7 @@ JOINER = "\0"
 """No word of a command line holds it."""
 SECRETIVE = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS"})
 JOIN_S = 3600
-"""Pods may wait long for machines; the others wait for them."""
+"""Pods may wait long for machines, and the others wait for them."""
 NODES_MAX = 10_000
 NUMBER_MAX = 2**31 - 1
 """Of Kubernetes' counters."""
@@ -124,7 +124,7 @@ TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest 
 
 
 def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> KubernetesJob:
-    """Raises CallerError for the first thing that cannot be."""
+    """The job of this line. Raises CallerError for the first invalid option."""
     given = parsed.values
     check_text(line)
     check_plain_values(parsed)
@@ -181,7 +181,7 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
 
 
 def check_text(line: CommandLine) -> None:
-    """Raises UsageError for what no manifest can hold."""
+    """Raises UsageError for text that no manifest can hold."""
     for word in (*line.values.values(), line.script, *line.args):
         if isinstance(word, str) and not word.isascii():
             try:
@@ -191,7 +191,7 @@ def check_text(line: CommandLine) -> None:
 
 
 def workers(parsed: Parsed, gpus: int) -> str:
-    """What --nproc-per-node is to be in the pods."""
+    """The value of --nproc-per-node in the pods."""
     text: str = parsed.values.nproc_per_node
     if not parsed.given("nproc_per_node"):
         return str(gpus or 1)
@@ -256,7 +256,7 @@ def job_name(parsed: Parsed, most: int) -> str:
 
 
 def run_words(parsed: Parsed, line: CommandLine, processes: str, *, alone: bool) -> tuple[str, ...]:
-    """What the pods' line has of this one."""
+    """The words of this line that go into the pods' line."""
     own = {option.dest for option in OWN}
     found = [f"--nproc-per-node={processes}"]
     for option in OF_A_RUN:
@@ -391,7 +391,7 @@ def usage() -> str:
 
 
 def show(job: KubernetesJob, *, own_secret: bool) -> int:
-    """Prints the manifests. The same line prints the same text, so there is no secret in it."""
+    """Print the manifests. The same line prints the same text, so there is no secret in it."""
     head = f"{job.name}: a job of holdfast. Start it with: kubectl create -f FILE"
     if job.token_secret and own_secret:
         space = f" -n {job.namespace}" if job.namespace else ""

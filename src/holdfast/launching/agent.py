@@ -1,9 +1,9 @@
-"""The agent's process of a `holdfast.launch`: `holdfast run` that carries descriptors and reports to who started it.
+"""The agent's process of a `holdfast.launch`: `holdfast run` that carries descriptors and reports to its caller.
 
     python -P -c "…" CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [command line of holdfast run]
 
-Everything heavy is imported after the supervisor is forked, as in cli/run.py. REPORT_FD gets one Report in JSON; its end of
-file tells the caller that this process is gone.
+Heavy modules are imported after the supervisor is forked, as in cli/run.py. REPORT_FD gets one Report in JSON; its end
+of file tells the caller that this process is gone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the job and returns its exit status; what goes wrong before that is reported, and shown if it is our
-    fault."""
+    """Run the job and return its exit status; an error before that is reported, and shown if it is our fault."""
     caller, report_fd, call_fd, result_fds = argv[0], int(argv[1]), int(argv[2]), argv[3]
     live_and_die_with(int(caller))
     os.set_inheritable(report_fd, False)
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     except HoldfastError as error:
         report(report_fd, None, "", error)
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the caller has to hear of it
+    except Exception as error:  # noqa: BLE001 - the caller must get every error
         from holdfast.runtime.driver import as_error
 
         fault = as_error(error)
@@ -48,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def live_and_die_with(caller: int) -> None:
-    """Killed with the thread that launched us; signals are its way to stop us, so none of its own habits apply."""
+    """Have this process killed with the thread that launched us; the caller sends signals, so no inherited handling
+    applies."""
     processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != caller:
         sys.exit(EXIT_SIGNAL_BASE + signal.SIGKILL)
@@ -83,7 +83,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.runtime.agent_service import Finished, run_job
 
         def tell(end: Finished) -> str:
-            """The caller's exception says it; the console need not."""
+            """The caller's exception reports the end, not the console."""
             report(report_fd, end.outcome, end.folder, None)
             return ""
 

@@ -25,7 +25,7 @@ from holdfast.protocol.outcome import Outcome
 
 READ_BYTES = 65_536
 SIGNALS_SEEN_S = 1.0
-"""A signal may be delivered to another thread: the main thread then learns of it when it wakes."""
+"""A signal may be delivered to another thread: the main thread handles it when it wakes."""
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
 # Our package is found by its place: no PYTHONPATH that the workers would inherit.
 PROGRAM = (
@@ -34,7 +34,7 @@ PROGRAM = (
 
 
 class AgentReport(Struct, frozen=True, kw_only=True):
-    """The agent's last word: how the job ended, or the error that kept it from beginning."""
+    """The agent's final report: how the job ended, or the error that prevented its start."""
 
     outcome: Outcome | None = None
     folder: str = ""
@@ -43,7 +43,7 @@ class AgentReport(Struct, frozen=True, kw_only=True):
 
 
 class TextStream(Protocol):
-    """What is asked of a `sys.stdout` that is no file."""
+    """The methods used of a `sys.stdout` that is no file."""
 
     def write(self, text: str, /) -> Any: ...
 
@@ -51,9 +51,9 @@ class TextStream(Protocol):
 
 
 def descriptor_of(stream: Any) -> int | None:
-    """The descriptor that a text stream really writes to; None when it goes elsewhere.
+    """The descriptor to which a text stream really writes; None when it writes elsewhere.
 
-    Its fileno() is not enough: a notebook's stdout answers with the terminal that the kernel was started in.
+    Its fileno() is not enough: a notebook's stdout returns the terminal in which the kernel was started.
     """
     if not isinstance(stream, io.TextIOWrapper):
         return None
@@ -70,7 +70,7 @@ class AgentSession:
     def __init__(
         self, argv: Sequence[str], environment: Mapping[str, str], call_fd: int, result_fds: Sequence[int]
     ) -> None:
-        """Starts the agent. Raises OSError."""
+        """Start the agent. Raises OSError."""
         self._selector = selectors.DefaultSelector()
         self._report = bytearray()
         with contextlib.ExitStack() as theirs:
@@ -93,7 +93,7 @@ class AgentSession:
                 raise
 
     def _pipe(self, theirs: contextlib.ExitStack, hear: Any) -> int:
-        """A pipe that `hear` is called for; returns the writing end, which `theirs` closes."""
+        """A pipe for whose data `hear` is called; returns the writing end, which `theirs` closes."""
         ours, writing = os.pipe()
         os.set_blocking(ours, False)
         self._selector.register(ours, selectors.EVENT_READ, hear)
@@ -104,7 +104,7 @@ class AgentSession:
         if stream is None:
             return subprocess.DEVNULL
         with contextlib.suppress(OSError, ValueError):
-            stream.flush()  # what was said before comes before
+            stream.flush()  # earlier output comes first
         fd = descriptor_of(stream)
         if fd is not None:
             return fd
@@ -151,7 +151,7 @@ class AgentSession:
             return
 
     def close(self) -> None:
-        """Nothing of the agent is left, however it came to this. Safe to call twice."""
+        """End everything of the agent, in any state. Safe to call twice."""
         if getattr(self, "_process", None) is not None and self._process.returncode is None:
             self._process.kill()  # its supervisor ends the workers
             self._process.wait()
@@ -161,7 +161,7 @@ class AgentSession:
         self._selector.close()
 
     def report(self) -> AgentReport:
-        """After `serve`. Raises StoppedError or InternalError when the agent ended without a report."""
+        """The report, after `serve`. Raises StoppedError or InternalError when the agent ended without one."""
         if self._report:
             return json.decode(self._report, type=AgentReport)
         code = self._process.returncode

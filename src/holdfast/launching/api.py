@@ -1,7 +1,7 @@
 """`holdfast.launch`: parameters to a command line of `holdfast run`, the job's end to results or an exception.
 
 Knows that command line, the outcomes of jobs, cloudpickle, and the format of worker/call.py; the call and the answers
-are pickled in memory files that only this job's processes inherit. The process is in session.py.
+are pickled in memory files that only this job's processes inherit. The process is in agent_session.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The agent's shell: one node's part in a job, from the resolved options to the exit code.
 
     run_job ── AgentService ── Driver(AgentMachine)
-                  │  ├── Worker group               workers, store, supervisor
-                  │  └── Meeting            the link to the coordinator; the coordinator too if this process hosts it
+                  │  ├── WorkerGroup        workers, store, supervisor
+                  │  └── RendezvousClient   link to the coordinator, or the coordinator if hosted here
                   └── Console, LogRouter, Journal, RunFolder
 
 Executes what the machine asks for; decides nothing. At the end it writes verdict.json and the agent's own error file:
@@ -75,31 +75,31 @@ def write_reports(outcome: Outcome, folder: Path | None) -> None:
 
 
 def as_error_file(culprit: Failure) -> dict[str, object]:
-    """torchelastic's format, with the worker's exit code, for whoever started this agent under `record` or reads the
-    file in its place (torchrun copies the first failure's file there)."""
+    """torchelastic's format, with the worker's exit code, for a program that started this agent under `record` or reads
+    the file in its place (torchrun copies the first failure's file there)."""
     text = culprit.message or f"rank {culprit.rank} ended with exit code {culprit.exit_code}"
     extra = {"py_callstack": culprit.traceback, "timestamp": str(culprit.timestamp)}
     return {"message": {"message": text, "extraInfo": extra, "errorCode": culprit.exit_code or EXIT_FAILURE}}
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
+    """Write the file whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 CONSOLE_STALL_S_MAX = 30.0
-"""At the end: a console that takes nothing for this long is given up; the files are complete."""
+"""At the end: a console that takes nothing for this long is abandoned; the files are complete."""
 CONSOLE_LAST_CHANCE_S_MAX = 1.0
-"""The same once it was given up, or when somebody who waits for it has pressed Ctrl-C."""
+"""The same once it was abandoned, or when the user has pressed Ctrl-C while waiting for it."""
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Not ours: they go on to the workers, unless --signals-to-handle names them."""
+"""The agent passes them to the workers, unless --signals-to-handle names them."""
 INCARNATION_BYTES = 4
 
 
 class Finished(Struct, frozen=True):
-    """What the end of the job is told from."""
+    """The facts from which the end of the job is reported."""
 
     outcome: Outcome
     folder: str
@@ -109,8 +109,8 @@ class Finished(Struct, frozen=True):
 Render = Callable[[Finished], str]
 
 LOAD_AFTER_S = 1.0
-"""So long after the first start of the workers, what the end of a generation needs is imported, if it was not needed before.
-A short job does not pay for it, and the workers have most of their own imports behind them."""
+"""The imports for the end of a generation run this long after the first start of the workers, if they were not needed
+before. A short job does not pay for them, and the workers have finished most of their own imports."""
 
 
 def run_job(
@@ -124,13 +124,13 @@ def run_job(
 ) -> int:
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
-    `judge` tells the first failure from its victims; `examine` who hangs from who waits; `render` puts the end into
-    words for the console. `load` imports what `judge` and `render` need. It is called once, in a thread, while the workers
-    run or are being stopped: a restart must not wait for it.
+    `judge` separates the first failure from its consequences; `examine` separates hung ranks from waiting ones;
+    `render` puts the end into words for the console. `load` imports the modules that `judge` and `render` need. It is
+    called once, in a thread, while the workers run or are being stopped: a restart must not wait for it.
     """
     try:
         return asyncio.run(_run_job(options, supervisor, judge, examine, render, load))
-    except Exception as error:  # noqa: BLE001 - whatever it is gets a code
+    except Exception as error:  # noqa: BLE001 - every error gets a code
         raise as_error(error) from error.__cause__
 
 
@@ -170,10 +170,10 @@ async def _run_job(
 
 
 async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -> Outcome:
-    """How it ended. A fault of ours leaves a verdict like every other end, and is raised."""
+    """How the job ended. A fault of ours leaves a verdict like every other end, and is raised."""
     try:
         return await service.run()
-    except Exception as error:  # noqa: BLE001 - and is raised again
+    except Exception as error:  # noqa: BLE001 - raised again below
         fault = as_error(error)
         outcome = fault_outcome(fault)
         journal.write("fault", error=str(fault))
@@ -187,7 +187,7 @@ def _write_end(journal: Journal, outcome: Outcome) -> None:
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
-    """The end in words. Whoever finds them was given to us: a fault of his costs the words, not the exit code."""
+    """The end in words. `render` is the caller's: a fault in it costs the words, not the exit code."""
     try:
         return render(finished)
     except Exception as error:  # noqa: BLE001
@@ -198,7 +198,7 @@ def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
 
 
 def _told_in(text: str, outcome: Outcome) -> tuple[int, ...]:
-    """Ranks whose traceback is in the last screen, or told there to be in their logs."""
+    """Ranks whose traceback is in the last screen, or whose logs it names for the traceback."""
     verdict = outcome.verdict
     if not text or verdict is None:
         return ()
@@ -214,7 +214,7 @@ def _close(router: LogRouter, console: Console, journal: Journal, stall_s: float
 
 
 class AgentService:
-    """One run of one agent."""
+    """Runs one agent once."""
 
     def __init__(
         self,
@@ -237,9 +237,9 @@ class AgentService:
         self._journal = journal
         self._host = host
         self._line_of_others = options.line_of_others
-        """To be said, once."""
+        """A line about other versions of the command, shown once."""
         self._load: Callable[[], None] | None = load
-        """None: it has been called."""
+        """None: already called."""
         self._load_timer: asyncio.TimerHandle | None = None
         """None: no worker has been started yet."""
         self._loop = asyncio.get_running_loop()
@@ -307,16 +307,16 @@ class AgentService:
         return outcome
 
     def _outcome(self) -> Outcome | None:
-        """None: there is none yet, or a fault of ours in its place."""
+        """None: there is no outcome yet, or a fault of ours in its place."""
         ended = self._ended
         return ended.result() if ended.done() and not ended.cancelled() and ended.exception() is None else None
 
     def look(self) -> tuple[RankProgress, ...]:
-        """How far this node's workers are; nothing while there are none."""
+        """The progress of this node's workers; empty while there are none."""
         return self._worker_group.progress() if self._worker_group is not None else ()
 
     def view(self) -> JobView | None:
-        """What the coordinator knows; None where it does not run here."""
+        """The coordinator's view of the job; None where it does not run here."""
         coordinator = self._meeting.coordinator
         return coordinator.machine.view(self._loop.time()) if coordinator is not None else None
 
@@ -327,7 +327,7 @@ class AgentService:
         self._driver.feed(event)
 
     def _install_signals(self) -> list[int]:
-        """What was ignored when we were started (nohup's SIGHUP) stays ignored."""
+        """Handle our signals. A signal that was ignored when we were started (nohup's SIGHUP) stays ignored."""
         handled: list[int] = []
         own = {*self._options.signals, *([self._options.preempt_signal] if self._options.preempt_signal else [])}
         for signum in sorted(own):
@@ -370,7 +370,7 @@ class AgentService:
             self._console.say(f"on each other node: {line}")
 
     def _send(self, message: FromAgent) -> bool:
-        """False: there is no link."""
+        """Send a message to the coordinator. False: there is no link."""
         if self._link is None:
             return False
         self._link.send(message)
@@ -428,7 +428,7 @@ class AgentService:
                     self._ended.set_result(outcome)
 
     def _load_end(self) -> None:
-        """Once: import what the verdict and the last screen need."""
+        """Import, once, the modules that the verdict and the last screen need."""
         assert self._tasks is not None
         if self._load is not None:
             load, self._load = self._load, None
@@ -437,7 +437,7 @@ class AgentService:
     async def _loaded(self, load: Callable[[], None]) -> None:
         try:
             await run_detached(load)
-        except Exception as error:  # noqa: BLE001 - the code that needs it imports it again, and reports why it cannot
+        except Exception as error:  # noqa: BLE001 - the code that needs it imports it again, and reports the error
             self._journal.fault("load", error)
 
     async def _dial(self, node: NodeSpec) -> None:

@@ -1,6 +1,6 @@
-"""One TCP connection between agent and coordinator, and how an agent gets one. A shell: no decisions.
+"""One TCP connection between agent and coordinator, and how an agent gets one. A shell: makes no decisions.
 
-Knows asyncio and sockets; what the bytes mean is wire.session's business.
+Knows asyncio and sockets; protocol/session.py knows the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ HANDSHAKE_S_MAX = 5.0
 CONNECT_S_MAX = 3.0
 """Per address; long enough for one lost SYN."""
 CLOSE_S_MAX = 5.0
-"""A closed connection may take this long to send what is left, then it is cut."""
+"""A closed connection may take this long to send the rest, then it is cut."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
-"""A peer that leaves so much unread is lost."""
+"""A peer that leaves this much unread is treated as lost."""
 
 Received = TypeVar("Received")
 P = ParamSpec("P")
@@ -54,9 +54,9 @@ def fresh_nonce() -> bytes:
 class Connection(asyncio.Protocol, Generic[Received]):
     """Typed messages over one socket.
 
-    `on_handshake` is called exactly once: with None when the peer is accepted, else with why not (the
-    connection is then over). Whoever gets an accepted connection calls `start`; messages wait until then,
-    and the peer is not read from meanwhile.
+    `on_handshake` is called exactly once: with None when the peer is accepted, else with the reason for the refusal
+    (the connection is then over). The owner of an accepted connection calls `start`; until then messages wait, and
+    nothing more is read from the peer.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._lost = False
         self._close_timer: asyncio.TimerHandle | None = None
         self.peer_address = ""
-        """Numeric, as the kernel sees the peer."""
+        """Numeric, as the kernel reports the peer."""
         self.local_address = ""
 
     @property
     def open(self) -> bool:
-        """Messages may still be sent. The first reason to end wins and makes this False."""
+        """Whether messages may still be sent. The first reason to end wins and makes this False."""
         return self._transport is not None and not self._reason
 
     @property
     def heard(self) -> bool:
-        """The peer has shown that it is a holdfast."""
+        """Whether the peer has proved to be a holdfast process."""
         return self._session.met
 
     def start(self, on_message: Callable[[Received], None], on_closed: Callable[[str], None]) -> None:
-        """Messages come to `on_message` in order, also those that came before; then, whoever ended the
-        connection, `on_closed` comes exactly once with the reason. Neither is called from within `start`."""
+        """Deliver messages to `on_message` in order, including earlier ones. At the end `on_closed` is called exactly
+        once with the reason, whichever side ended the connection. Neither is called from within `start`."""
         if self._on_message is not None:
             raise InternalError("a connection was started twice")
         self._on_message, self._on_closed = on_message, on_closed
         asyncio.get_running_loop().call_soon(self._begin)
 
     def send(self, message: Struct) -> None:
-        """Never blocks. Dropped when the connection is over: `on_closed` tells."""
+        """Send a message; never blocks. Dropped when the connection is over: `on_closed` reports that."""
         transport = self._transport
         if transport is None or self._reason:
             return
@@ -105,12 +105,12 @@ class Connection(asyncio.Protocol, Generic[Received]):
             self.abort("the peer does not read what is sent to it")
 
     def close(self, reason: str = "closed here") -> None:
-        """Ends the connection once everything sent is on its way, CLOSE_S_MAX at most. No message comes after it."""
+        """End the connection once all messages are sent, CLOSE_S_MAX at most. No message is delivered after it."""
         self._waiting.clear()
         self._shut(reason)
 
     def abort(self, reason: str = "aborted here") -> None:
-        """Ends the connection at once; what is not sent yet is lost. No message comes after it."""
+        """End the connection at once; unsent messages are lost. No message is delivered after it."""
         self._waiting.clear()
         if self._transport is None:
             return
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hands on what has come, as far as somebody is there to take it."""
+        """Deliver the received messages, once the connection is started."""
         if self._on_message is None:
             return
         while self._waiting:
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
 
 
 def tune(sock: socket.socket) -> None:
-    """Small messages go at once, and a peer that is gone without a word is found out whatever is said on the link."""
+    """Send small messages at once, and detect a peer that vanished even when no messages are sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -193,8 +193,8 @@ def tune(sock: socket.socket) -> None:
 
 
 def _call(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """asyncio takes an OSError from a protocol for the end of its connection and says nothing: a fault of ours in what
-    a message brings about must not look like that."""
+    """Call back so that an OSError is not mistaken: asyncio takes one from a protocol for the end of its connection and
+    hides it, but a fault of ours in handling a message must be reported."""
     try:
         callback(*args, **kwargs)
     except OSError as error:
@@ -210,7 +210,7 @@ async def dial(
     handshake_s_max: float = HANDSHAKE_S_MAX,
     nonces: Callable[[], bytes] = fresh_nonce,
 ) -> Connection[FromCoordinator]:
-    """An accepted connection to the job's coordinator. Raises what `dial_endpoint` raises."""
+    """Return an accepted connection to the job's coordinator. Raises what `dial_endpoint` raises."""
 
     def session() -> Session[FromCoordinator]:
         return Session(ClientHandshake(job, node, token, nonces()), decode_from_coordinator)
@@ -221,13 +221,13 @@ async def dial(
 async def dial_endpoint(
     endpoint: Endpoint, session: Callable[[], Session[Received]], handshake_s_max: float = HANDSHAKE_S_MAX
 ) -> Connection[Received]:
-    """An accepted connection to who listens at the endpoint, by the first of its addresses that has it.
+    """Return an accepted connection to the process at the endpoint, by the first of its addresses that accepts.
 
-    Raises, of all that was met, what tells most:
+    Raises the most informative of the errors that occurred:
       RefusedError                  final: another job, configuration, version or token
-      PortInUseError                final: something else listens there
-      NoAnswerError                 somebody listens and says nothing; try again
-      CoordinatorUnreachableError   nobody listens, or it went away; try again
+      PortInUseError                final: another program listens there
+      NoAnswerError                 a process listens and does not answer; try again
+      CoordinatorUnreachableError   no process listens, or it went away; try again
       UnresolvedHostError           the name does not resolve (yet); try again
     """
     met: list[HoldfastError] = []
@@ -243,7 +243,7 @@ async def dial_endpoint(
 
 
 async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
-    """Families and socket addresses to try. No thread is needed for numeric addresses and localhost."""
+    """Families and socket addresses to try. Numeric addresses and localhost need no thread."""
     host, port = endpoint.host, endpoint.port
     if host == "localhost":
         return [numeric("127.0.0.1", port), numeric("::1", port)]
@@ -260,7 +260,7 @@ async def _resolve(endpoint: Endpoint) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def numeric(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
-    """Family and socket address. Without getaddrinfo, whose first call costs milliseconds even for a number.
+    """Family and socket address. Avoids getaddrinfo, whose first call costs milliseconds even for a number.
 
     Raises OSError for a name.
     """
@@ -294,10 +294,11 @@ async def _dial_address(
         connection.abort()
         what = f"something accepts connections at {endpoint} but gave no answer within {handshake_s_max:g} s"
         holder = _holder(connection, endpoint.port)
-        # A silent coordinator may only be busy or stopped; another program on this machine will not become one.
+        # A silent coordinator may only be busy or stopped; another program on this machine will not become a
+        # coordinator.
         foreign = bool(holder) and "holdfast" not in holder
         raise (PortInUseError if foreign else NoAnswerError)(what + holder) from None
-    except BaseException:  # cancelled: the socket is ours to close
+    except BaseException:  # cancelled: we must close the socket
         connection.abort()
         raise
     if error is None:
@@ -312,7 +313,7 @@ async def _dial_address(
 
 
 async def connect(family: int, address: tuple[Any, ...], limit_s: float = CONNECT_S_MAX) -> socket.socket:
-    """Raises OSError, of which TimeoutError is one; `why` puts it into words."""
+    """Connect. Raises OSError, of which TimeoutError is one; `why` puts it into words."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, socket.IPPROTO_TCP)
     try:
         async with asyncio.timeout(limit_s):
@@ -328,18 +329,18 @@ async def connect(family: int, address: tuple[Any, ...], limit_s: float = CONNEC
 
 
 def why(error: OSError) -> str:
-    """The system's words: asyncio puts its own in their place."""
+    """The system's words for this error: asyncio replaces them by its own."""
     return os.strerror(error.errno).lower() if error.errno else str(error)
 
 
 def _check_not_itself(sock: socket.socket) -> None:
-    """Where nobody listens on a port that the kernel may pick for clients, it can join a socket to itself."""
+    """Where no process listens on a port that the kernel may pick for clients, it can connect a socket to itself."""
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _holder(connection: Connection[Any], port: int) -> str:
-    """Names the process behind a port, when the port is this machine's."""
+    """The process that holds a port, when the port is this machine's."""
     if connection.peer_address != connection.local_address:
         return ""
     holder = who_holds(port)

@@ -1,7 +1,7 @@
-"""The agent's ear for commands on its own host: a Unix socket that only its user may talk to.
+"""The agent's control socket: a Unix socket for commands on the same host, which only its user may connect to.
 
-One JSON line in, one JSON line out. Knows who may ask, how large a question is and how long anybody is waited for: a
-client that stalls stalls nobody. What the answer is `ControlRequests` knows.
+One JSON line in, one JSON line out. Knows who may ask, how large a question is and how long a client may take: a client
+that stalls delays nothing else. `ControlRequests` gives the answers.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ REQUEST_BYTES_MAX = 4096
 REQUEST_S_MAX = 5.0
 """From the connection to the end of the question."""
 TAKE_S_MAX = 10.0
-"""So long a client may take to take its answer."""
+"""A client may take this long to read its answer."""
 CLIENTS_MAX = 32
 FAREWELL_S_MAX = 1.0
-"""At the end: for answers that are under way, and for the removal of socket and entry."""
+"""At the end: for answers in progress, and for the removal of socket and entry."""
 CREDENTIALS = struct.Struct("3i")
 
 
 class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A closed set of questions."""
+    """One question of a closed set."""
 
     ask: Question | None = None
-    """None: how it ends, to be answered when it has."""
+    """None: the question how the agent ends, answered at its end."""
 
 
 class NodeEnd(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ Answerer = Callable[[Question], Awaitable[Reply]]
 
 
 class Control:
-    """One per agent. What goes wrong with it goes to the journal, and the job runs without it."""
+    """The control socket of one agent. Its errors go to the journal, and the job runs without it."""
 
     def __init__(self, answer: Answerer, journal: Journal) -> None:
         self._answer = answer
@@ -71,10 +71,10 @@ class Control:
         self._ended: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
 
     async def open(self, options: RunOptions, folder: RunFolder, host: str) -> None:
-        """Listen, and then say so. Never raises."""
+        """Listen, and then publish the socket. Never raises."""
         try:
             await self._open(options, folder, host)
-        except Exception as error:  # noqa: BLE001 - without it the job runs as well
+        except Exception as error:  # noqa: BLE001 - the job runs without it as well
             self._journal.fault("control", error)
 
     async def _open(self, options: RunOptions, folder: RunFolder, host: str) -> None:
@@ -107,7 +107,7 @@ class Control:
                 self._journal.write("control", problem=f"no entry in {private}: {error.strerror or error}")
 
     async def close(self, outcome: Outcome | None) -> None:
-        """`outcome` None: there is none, this process ends by a fault of its own."""
+        """Close the socket. `outcome` None: there is none, because a fault of ours ends this process."""
         if not self._ended.done():
             self._ended.set_result(outcome)
         if not (self._entry or self._socket):
@@ -132,7 +132,7 @@ class Control:
             running.remove(self._entry)
 
     def _bind(self, folder: RunFolder, private: str | None) -> socket.socket:
-        """In the run folder, or where there is none or it takes no sockets, in the private folder. Raises OSError."""
+        """Bind in the run folder; without one, or where it takes no sockets, in the private folder. Raises OSError."""
         places = [str(folder.path / running.SOCKET_NAME)] if folder.path is not None else []
         if private is not None:
             places.append(os.path.join(private, f"{os.getpid()}-{os.urandom(4).hex()}.sock"))
@@ -162,21 +162,21 @@ class Control:
                     writer.close()
                     await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.CancelledError):
-            pass  # it is gone, or does not listen, or we end
-        except Exception as error:  # noqa: BLE001 - who asks gets no answer, and the job goes on
+            pass  # the client is gone, or does not read, or we end
+        except Exception as error:  # noqa: BLE001 - the client gets no answer, and the job continues
             self._journal.fault("control", error)
         finally:
             writer.transport.abort()
             self._tasks.discard(task)
 
     async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Reply | None:
-        """None: there is nobody to answer."""
+        """The answer; None: the client is gone."""
         try:
             async with asyncio.timeout(REQUEST_S_MAX):
                 line = await reader.readline()
         except (TimeoutError, ValueError):
             return Reply(code=ControlRefusedError.code, text="no question within the limits of time and size")
-        # Only now, also to whom nothing is said but this: who finds the other end closed has no time to read why.
+        # Only after reading, also for a refused client: a client whose socket is closed early cannot read the reason.
         if not line:
             return None
         if _peer_uid(writer) not in (0, os.geteuid()):
@@ -192,7 +192,7 @@ class Control:
         return await self._answer(request.ask)
 
     async def _until_ended(self, reader: asyncio.StreamReader) -> Reply | None:
-        """Waits for the end of the job or of the client, whatever comes first."""
+        """Wait for the end of the job or of the client, whichever comes first."""
         gone = asyncio.ensure_future(reader.read(1))
         try:
             waiting: set[asyncio.Future[Any]] = {gone, self._ended}
@@ -200,7 +200,7 @@ class Control:
         finally:
             gone.cancel()
             with contextlib.suppress(OSError, asyncio.CancelledError):
-                await gone  # a client that broke off is no news
+                await gone  # a client that disconnected is not an error
         if not self._ended.done():
             return None
         outcome = self._ended.result()
@@ -215,7 +215,7 @@ def _listen(path: str) -> socket.socket:
     """A listening socket at this path, which only its owner can connect to from the first moment. Raises OSError."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(listening.fileno(), 0o600)  # what is bound takes its mode from the socket
+        os.fchmod(listening.fileno(), 0o600)  # a bound path takes its mode from the socket
         with running.reachable(path) as name:
             listening.bind(name)
         os.chmod(path, 0o600)

@@ -1,8 +1,8 @@
-"""What a command on a running job is answered: by the coordinator, or by the node's agent where that cannot be asked.
+"""Answers commands on a running job: by the coordinator, or by the node's agent where the coordinator is unreachable.
 
-A command asks the agent on its host (runtime/control.py). `ControlRequests` passes the question on to the coordinator, where
-`Answers` answers it; without an answer in time, `OwnNode` answers for this node alone. Both answer in the same way from
-what their machine knows; stacks are collected first. The end of the job is for the machines to decide.
+A command asks the agent on its host (runtime/control.py). `ControlRequests` passes the question to the coordinator,
+where `Answers` answers it. Without an answer in time, `OwnNode` answers for this node alone. Both answer in the same
+way from their machine's state; stacks are collected first. Only the machines decide about the end of the job.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 ANSWER_S_MAX = {Question.STATUS: 3.0, Question.STACKS: 8.0, Question.STOP: 3.0, Question.KILL: 3.0}
 """How long an agent waits for the coordinator; stacks are collected on all nodes first."""
 LOOK_S_MAX = 5.0
-"""Nodes that have not answered by then are named instead."""
+"""Nodes that have not answered by then are listed as missing."""
 ANSWER_BYTES_MAX = 3 * 1024 * 1024
 """Leaves room in a frame."""
 FRAMES_CUTS = (16, 4, 1)
 FIRST_LOOK = 1 << 40
-"""The machine's own looks are numbered from 1."""
+"""The machine numbers its own looks from 1."""
 
-# --- what both answer -------------------------------------------------------------------------------------------------
+# --- shared by both ---------------------------------------------------------------------------------------------------
 
 
 class JobSource(Protocol):
-    """A job as its coordinator, or one of its nodes, knows it."""
+    """A job from the view of its coordinator, or of one of its nodes."""
 
     def view(self) -> JobView: ...
 
@@ -58,7 +58,7 @@ class JobSource(Protocol):
 
 
 def answer_at_once(source: JobSource, question: Question, by: str) -> bytes:
-    """To every question but STACKS."""
+    """Answer any question except STACKS."""
     if question is Question.STATUS:
         return status_body(source.view())
     return msgspec.json.encode({"nodes": source.quit(drain=question is Question.STOP, by=by)})
@@ -98,7 +98,7 @@ def stacks_view(
 
 
 def status_body(view: JobView) -> bytes:
-    """Of a job so large that its ranks do not fit into a frame, the nodes alone."""
+    """Encode a view; without its ranks when the job is so large that they do not fit into a frame."""
     body = msgspec.json.encode(view)
     if len(body) > ANSWER_BYTES_MAX:
         nodes = tuple(msgspec.structs.replace(node, ranks=()) for node in view.nodes)
@@ -107,7 +107,8 @@ def status_body(view: JobView) -> bytes:
 
 
 def stacks_body(view: StacksView) -> bytes:
-    """Where it does not fit into a frame, other threads are left out, then outer frames, and then the last ranks."""
+    """Encode a view; where it does not fit into a frame, other threads are omitted, then outer frames, and then the
+    last ranks."""
     body = msgspec.json.encode(view)
     if len(body) > ANSWER_BYTES_MAX:
         ranks = tuple(msgspec.structs.replace(rank, threads=()) for rank in view.ranks)
@@ -134,7 +135,7 @@ class MemberLink(Protocol):
 
 
 class _JobLook(Struct):
-    """One look at all nodes that is under way."""
+    """One collection of samples from all nodes that is in progress."""
 
     link: int
     ask: Ask
@@ -147,7 +148,7 @@ class _JobLook(Struct):
 
 
 class Answers:
-    """One per coordinator. `feed` hands an event to its machine."""
+    """Answers questions on the coordinator's side. `feed` hands an event to its machine."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Answers:
         feed: Callable[[QuitAsked], None],
         fault: Callable[[str, Exception], None],
     ) -> None:
-        """`fault`: gets what went wrong with an answer; the job goes on, and the asking agent gets an empty one."""
+        """`fault`: gets the error of a failed answer; the job continues, and the asking agent gets an empty answer."""
         self._machine = machine
         self._links = links
         self._feed = feed
@@ -166,7 +167,8 @@ class Answers:
         self._looks: dict[int, _JobLook] = {}
 
     def asked(self, link: int, ask: Ask) -> None:
-        """Only a member learns anything of the job, or may end it: any other link gets an empty answer."""
+        """Answer a member. Only a member may read the job's state or end the job: any other link gets an empty
+        answer."""
         if not self._machine.is_member(link):
             self._tell(link, ask, lambda: b"")
         elif ask.question is Question.STACKS:
@@ -178,12 +180,12 @@ class Answers:
         return self._machine.view(self._loop.time())
 
     def quit(self, *, drain: bool, by: str) -> int:
-        # Later: the answer goes out before the machine ends the links. A fault of the machine is not the answer's.
+        # Later: the answer is sent before the machine ends the links. A fault of the machine is not the answer's.
         self._loop.call_soon(self._feed, QuitAsked(drain=drain, by=by))
         return len(self._machine.members)
 
     def looked(self, link: int, message: Looked) -> bool:
-        """False: it answers a look of the machine's, not one of ours."""
+        """Take a node's samples. False: they answer a look of the machine, not one of ours."""
         if message.number < FIRST_LOOK:
             return False
         look = self._looks.get(message.number)
@@ -239,7 +241,7 @@ class Answers:
             return
         try:
             body = make()
-        except Exception as error:  # noqa: BLE001 - what is only shown ends no job
+        except Exception as error:  # noqa: BLE001 - a display ends no job
             self._fault(ask.question.value, error)
             body = b""
         self._links[link].send(Answer(ask.number, body))
@@ -249,7 +251,8 @@ class Answers:
 
 
 class OwnNode:
-    """One per agent. `feed` hands an event to its machine; `progress` and `look` ask its workers."""
+    """Answers questions for one node. `feed` hands an event to the agent's machine; `progress` and `look` read its
+    workers."""
 
     def __init__(
         self,
@@ -325,7 +328,7 @@ class OwnNode:
 
 
 class ControlRequests:
-    """One per agent. `send` puts a message on the link to the coordinator, and is False where there is none."""
+    """Answers commands on one agent. `send` puts a message on the link to the coordinator; False when there is none."""
 
     def __init__(self, send: Callable[[FromAgent], bool], own: OwnNode, host: str) -> None:
         self._send = send
@@ -348,12 +351,12 @@ class ControlRequests:
             waiting.set_result(answer.body)
 
     def link_lost(self) -> None:
-        """Nobody will answer what is open."""
+        """Open questions get no answer from the coordinator."""
         for waiting in self._open.values():
             waiting.cancel()
 
     async def _ask_coordinator(self, question: Question, by: str) -> bytes | None:
-        """None: it cannot be reached, does not answer in time, or has nothing to say."""
+        """The coordinator's answer; None: it is unreachable, does not answer in time, or has no answer."""
         self._number += 1
         number = self._number
         waiting = self._open[number] = asyncio.get_running_loop().create_future()

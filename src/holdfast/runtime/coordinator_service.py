@@ -1,6 +1,6 @@
-"""The coordinator's shell: links in, machine, messages out. Lives inside the agent that owns the endpoint.
+"""The coordinator's shell: passes messages between links and machine. Runs inside the agent that owns the endpoint.
 
-Remote agents come through the Listener; the agent of this very process through a LocalLink, without a socket.
+Remote agents connect through the Listener; the agent of this process through a LocalLink, without a socket.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from holdfast.runtime.store_proxy import StoreProxy
 
 LINGER_S = 5.0
-"""After the end of the job: how long members may take to hear of it and hang up."""
+"""After the end of the job: how long members may take to receive the outcome and disconnect."""
 
 
 class AgentLink(Protocol):
-    """How the coordinator reaches one agent."""
+    """The coordinator's connection to one agent."""
 
     def send(self, message: FromCoordinator) -> None: ...
 
@@ -62,12 +62,12 @@ class LocalLink:
         self._on_message, self._on_closed = on_message, on_closed
 
     def send(self, message: FromAgent) -> None:
-        """From the agent."""
+        """Send from the agent to the coordinator."""
         if self._open:
             self._loop.call_soon(self._service.heard, self._number, message)
 
     def close(self, reason: str = "closed here") -> None:
-        """By the agent."""
+        """Close the link from the agent's side."""
         if self._open:
             self._open = False
             self._loop.call_soon(self._service.link_closed, self._number, reason)
@@ -81,7 +81,7 @@ class LocalLink:
             self._on_message(message)
 
     def cut(self, reason: str) -> None:
-        """By the coordinator."""
+        """Close the link from the coordinator's side."""
         if self._open:
             self._loop.call_soon(self._cut, reason)
 
@@ -123,8 +123,8 @@ class CoordinatorService:
         self.proxy: StoreProxy | None = None
 
     async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:
-        """Let remote agents in. `static`: clients of the store come to the same port and are piped to where it is."""
-        # A job of one node needs no network: it does not pay for loading it.
+        """Accept remote agents. `static`: clients of the store connect to the same port and are piped to the store."""
+        # A job of one node needs no network, so it does not load it.
         from holdfast.runtime.listener import Listener
         from holdfast.runtime.store_proxy import StoreProxy
 
@@ -166,7 +166,8 @@ class CoordinatorService:
             self._driver.feed(LinkClosed(number, reason))
 
     async def close(self) -> None:
-        """End it: at once while the job goes on without us, else when every member has heard how it ended."""
+        """End the coordinator: at once while the job continues without us, else when every member has received the
+        outcome."""
         if self.machine.outcome is not None:
             try:
                 async with asyncio.timeout(LINGER_S):
@@ -199,7 +200,8 @@ class CoordinatorService:
         return self._links.pop(number, None) is not None
 
     def _broken(self, error: HoldfastError, event: Event) -> None:
-        """The machine cannot go on: the sender of what broke it is cut off, all others learn that the job is over."""
+        """The machine cannot continue: cut off the sender of the event that broke it, and tell all others that the job
+        is over."""
         self._journal.write("coordinator.fault", error=str(error))
         if isinstance(event, Heard) and (sender := self._links.pop(event.link, None)) is not None:
             sender.close("its message broke the coordinator")

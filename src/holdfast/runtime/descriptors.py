@@ -1,7 +1,6 @@
-"""How many files a process of ours may have open: the soft limit is raised to what the system allows, and a node that
-needs more than that is refused before anything is started.
+"""Raises the soft limit of open files to the hard limit, and refuses a node that needs more before any start.
 
-Workers keep the limit that the command was started with: the supervisor gives it back to whatever it starts.
+Workers keep the limit that the command was started with: the supervisor restores it for its children.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from holdfast.protocol.errors import PlatformError
 DESCRIPTORS_WANTED = 65_536
 """A coordinator has a link to each of thousands of agents."""
 DESCRIPTORS_OWN = 64
-"""An agent or a supervisor without workers, with room for commands that ask it something."""
+"""For an agent or a supervisor without workers, with room for commands that ask it a question."""
 DESCRIPTORS_PER_WORKER = 4
-"""Two log files, which are open either for the worker or to be shown, the memory for its stacks, and one to spare."""
+"""Two log files, open either for the worker or for display, the memory for its stacks, and one spare."""
 DESCRIPTORS_PER_TERMINAL_WORKER = 8
-"""Where our console is a terminal each of the two has a pseudo-terminal besides."""
+"""Where our console is a terminal, each of the two files also has a pseudo-terminal."""
 
 
 def soft_limit() -> int:
@@ -26,7 +25,7 @@ def soft_limit() -> int:
 
 
 def raise_limit(wanted: int = DESCRIPTORS_WANTED) -> None:
-    """Raise the soft limit as far as the hard one lets us."""
+    """Raise the soft limit as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if soft != resource.RLIM_INFINITY and soft < reachable:
@@ -34,18 +33,19 @@ def raise_limit(wanted: int = DESCRIPTORS_WANTED) -> None:
 
 
 def restore_limit(soft: int) -> None:
-    """Give the soft limit back to a process that runs somebody else's program."""
+    """Restore the soft limit in a process that runs another program."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def needed(nproc: int, *, terminal: bool) -> int:
-    """By the agent, and by the supervisor, of a node with so many workers. `terminal`: our console is one."""
+    """Descriptors that the agent, and the supervisor, need for this many workers. `terminal`: our console is a
+    terminal."""
     return DESCRIPTORS_OWN + (DESCRIPTORS_PER_TERMINAL_WORKER if terminal else DESCRIPTORS_PER_WORKER) * nproc
 
 
 def provide(nproc: int) -> None:
-    """Make room for so many workers. Raises PlatformError where the hard limit is too low."""
+    """Make room for this many workers. Raises PlatformError where the hard limit is too low."""
     need = needed(nproc, terminal=os.isatty(1) or os.isatty(2))
     raise_limit(max(DESCRIPTORS_WANTED, need))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

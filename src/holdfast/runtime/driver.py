@@ -1,16 +1,16 @@
-"""How a pure machine runs on asyncio: event in, machine, commands out, timer armed; and what goes wrong around it.
+"""Runs a pure machine on asyncio: event in, machine, commands out, timer armed; and handles faults around it.
 
     driver = Driver(machine, tick, execute)
     driver.feed(event)
 
-`execute(command)` starts what the command asks for and never blocks; what it feeds back while the machine's commands
-are still being executed waits its turn.
+`execute(command)` starts the command's work and never blocks; events that it feeds back while the machine's commands
+are still being executed are queued.
 
-Exceptions that nobody caught: asyncio hands them to the loop's handler, or swallows them. One that came through our
-code is our fault and ends the agent. What asyncio met alone is not, such as no descriptor left for another connection,
-or a peer that broke off: asyncio tries again by itself.
+Uncaught exceptions: asyncio passes them to the loop's handler, or drops them. An exception that passed through our code
+is our fault and ends the agent. Errors of asyncio alone are not, such as no descriptor left for another connection, or
+a peer that disconnected: asyncio tries again by itself.
 
-`run_detached` is for blocking calls that may never return, such as name resolution. asyncio's own threads are joined at
+`run_detached` is for blocking calls that may never return, such as name resolution. asyncio joins its own threads at
 the end of the loop: an agent that has to end would wait for a dead name server.
 """
 
@@ -28,15 +28,15 @@ from holdfast.protocol.errors import HoldfastError, InternalError, PlatformError
 Result = TypeVar("Result")
 OUR_PACKAGE = "holdfast"
 NO_THREAD = "can't start new thread"
-"""Python's words."""
+"""Python's message."""
 SAID_INTERVAL_S = 60.0
-"""The same trouble is said once in this time, however often asyncio meets it."""
+"""The same error is reported once in this time, however often asyncio meets it."""
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 Event = TypeVar("Event")
 Command = TypeVar("Command")
 STORY_EVENTS_MAX = 40
-"""A crash of a machine tells this many events before it."""
+"""The report of a machine's crash lists this many events before it."""
 
 
 class StateMachine(Protocol[In_contra, Out_co]):
@@ -56,8 +56,8 @@ class Driver(Generic[Event, Command]):
         after: Callable[[], None] | None = None,
         on_fault: Callable[[HoldfastError, Event], None] | None = None,
     ) -> None:
-        """`after` is called when the commands that an event brought about have been given; `on_fault` once, when
-        machine or shell failed at an event: no other event is handled after that."""
+        """`after` is called when the commands that an event caused have been given; `on_fault` once, when machine or
+        shell failed at an event: no other event is handled after that."""
         self.machine = machine
         self._after = after
         self._on_fault = on_fault
@@ -74,8 +74,8 @@ class Driver(Generic[Event, Command]):
     def feed(self, event: Event) -> None:
         """Hand an event to the machine, now or as soon as it is free.
 
-        Raises InternalError with the story whatever went wrong, in the machine or in what it asked for; a HoldfastError
-        that a command has raised comes as it is.
+        Raises InternalError with the recent events for any failure of the machine or of its commands; a HoldfastError
+        that a command has raised is passed unchanged.
         """
         if self._stopped:
             return
@@ -88,13 +88,13 @@ class Driver(Generic[Event, Command]):
                 event = self._inbox.popleft()
                 self._step(event)
             self._arm()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is our fault: nothing may be lost in a callback
+        except Exception as error:  # noqa: BLE001 - any error here is our fault: no callback may lose it
             self._break(error, event)
         finally:
             self._busy = False
 
     def stop(self) -> None:
-        """No event is handled any more."""
+        """Handle no more events."""
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
@@ -140,7 +140,7 @@ class Driver(Generic[Event, Command]):
 
 
 def fault_of(context: Mapping[str, Any]) -> Exception | None:
-    """The exception that makes this context of the loop's exception handler a fault of ours; None: it is none."""
+    """The exception that makes this context of the loop's exception handler a fault of ours; None: there is none."""
     error = context.get("exception")
     if not isinstance(error, Exception):
         return None
@@ -156,9 +156,9 @@ def _came_through_us(traceback: TracebackType | None) -> bool:
 
 
 def as_error(error: BaseException) -> HoldfastError:
-    """What ends an agent, as an error with a code: one of ours as it is, anything else as a fault of ours."""
+    """The error that ends an agent, with a code: ours unchanged, anything else as a fault of ours."""
     while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]  # a task group's: what went wrong first is what there is to tell
+        error = error.exceptions[0]  # a task group's: report what went wrong first
     if isinstance(error, HoldfastError):
         return error
     fault: HoldfastError = InternalError(f"holdfast failed: {describe(error)}")
@@ -175,7 +175,7 @@ def describe(error: BaseException) -> str:
 
 
 class Troubles:
-    """What asyncio meets and tries again, said once in a while."""
+    """Reports errors that asyncio met and retries, once in a while."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float]) -> None:
         self._say = say
@@ -193,7 +193,8 @@ class Troubles:
 
 
 async def run_detached(function: Callable[[], Result]) -> Result:
-    """Its result or exception. When the caller is cancelled the call goes on alone, and what comes of it is dropped."""
+    """The result or exception of the call. When the caller is cancelled, the call continues alone and its result is
+    dropped."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Result] = loop.create_future()
 
@@ -209,7 +210,7 @@ async def run_detached(function: Callable[[], Result]) -> Result:
         result, error = None, None
         try:
             result = function()
-        except Exception as raised:  # noqa: BLE001 - handed to the caller as it is
+        except Exception as raised:  # noqa: BLE001 - passed to the caller unchanged
             error = raised
         try:
             loop.call_soon_threadsafe(tell, result, error)

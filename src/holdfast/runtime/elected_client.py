@@ -1,7 +1,8 @@
-"""How this process gets to the coordinator under a lease: by dialling the agent that holds the lease, or by taking it.
+"""Connects this process to the coordinator under a leader lease: dials the agent that holds the lease, or takes the
+lease.
 
-Binds first and publishes after. Knows the order of the attempts; when to try again, and when to give up, is the agent
-machine's business.
+Binds first and publishes after. Knows the order of the attempts; the agent machine decides when to try again and when
+to give up.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from holdfast.runtime.rendezvous_client import CoordinatorLink
 
 WATCH_INTERVAL_S = (0.15, 0.35)
-"""Between two looks at the key while its holder does not answer: random, so that agents do not look all at once."""
+"""Between two reads of the key while its holder does not answer: random, so that agents do not read all at once."""
 WATCH_S_MAX = 2.0
-"""After a failed dial: so long the key is watched before the attempt counts as failed."""
+"""After a failed dial: the key is watched this long before the attempt counts as failed."""
 SEEK_S_MAX = 15.0
-"""One look at who is in charge, with all the calls it takes: a third party's may hang for ever."""
+"""One search for the leader, with all its calls: another store's calls may hang for ever."""
 TURNS_MAX = 8
-"""Leaders met and lost in one attempt."""
+"""Leaders found and lost in one attempt."""
 
 
 class Won(NamedTuple):
@@ -48,7 +49,7 @@ class Won(NamedTuple):
 
 
 class ElectedClient:
-    """One per agent. Holds the coordinator while this process is in office."""
+    """The client of one agent. Holds the coordinator while this process is the leader."""
 
     def __init__(
         self,
@@ -70,10 +71,11 @@ class ElectedClient:
         self._leaving: asyncio.Task[None] | None = None
         self._notice = ""
         self._met = False
-        """This node has had a link to some coordinator: the line and the storage are as they must be."""
+        """This node has had a link to some coordinator: the command line and the storage are valid."""
 
     async def reach(self, node: NodeSpec) -> CoordinatorLink:
-        """One attempt. Raises HoldfastError; once the job was reached, what the storage refuses is no reason to end."""
+        """Make one attempt. Raises HoldfastError; once the job was reached, a refusal by the storage is no reason to
+        end."""
         try:
             link = await self._reach(node)
         except EtcdError as error:
@@ -113,10 +115,10 @@ class ElectedClient:
         if self._leaving is not None:
             await self._leaving
 
-    # ---------------------------------------------------------------- seeking: blocks, in a thread of its own
+    # ---------------------------------------------------------------- seeking: blocks, in its own thread
 
     def _seek(self) -> Leader | Won:
-        """Who is in charge; if nobody is, we try to be."""
+        """The present leader; if there is none, try to become it."""
         api = self._election.open_api()
         if api.notice != self._notice:
             self._notice = api.notice
@@ -156,7 +158,7 @@ class ElectedClient:
     # ---------------------------------------------------------------- following
 
     async def _dial_while_in_charge(self, leader: Leader, node: NodeSpec) -> CoordinatorLink | None:
-        """The link; None when somebody else is in charge meanwhile, or nobody. Raises HoldfastError."""
+        """The link; None when the leader has changed meanwhile, or there is none. Raises HoldfastError."""
         from holdfast.runtime.connection import dial
 
         options = self._options
@@ -170,7 +172,7 @@ class ElectedClient:
             if watching.done() and (not dialling.done() or dialling.exception() is not None):
                 return None
             return dialling.result()
-        except PortInUseError as error:  # of a coordinator that is gone: its port is somebody else's now
+        except PortInUseError as error:  # the coordinator is gone: another program has its port now
             raise CoordinatorUnreachableError(str(error)) from None
         finally:
             for task in (dialling, watching):
@@ -192,7 +194,7 @@ class ElectedClient:
         finally:
             api.close()
 
-    # ---------------------------------------------------------------- in office
+    # ---------------------------------------------------------------- leading
 
     async def _host(self, won: Won) -> None:
         options, lease_holder = self._options, won.lease_holder
@@ -225,7 +227,7 @@ class ElectedClient:
             self._say(f"{why}, so this node is known as {leader.address}, which others cannot reach; give --local-addr")
 
     def _step_down(self, reason: str) -> None:
-        """The lease is not ours any more, or soon will not be: nobody is told anything, every link is closed."""
+        """Step down, because the lease is lost or soon will be: close every link without a message."""
         assert self._service is not None
         assert self._lease_holder is not None
         service, lease_holder = self._service, self._lease_holder

@@ -1,11 +1,11 @@
-"""A coordinator whose authority is a lease, in etcd or in a third party's value.
+"""Runs a coordinator under a leader lease, in etcd or in another store's value.
 
-`LeaseHolder` is the thread that keeps the lease, and says what may be done on it at this moment. The lease is measured on
-our own clock, from the start of the last call that renewed it; etcd counts from later, so ours is always over first.
-The clock goes on while the process is stopped or the machine sleeps.
+`LeaseHolder` is the thread that keeps the lease, and reports what may be done on it at this moment. The lease is
+measured on our own clock, from the start of the last call that renewed it; etcd counts from later, so ours always ends
+first. The clock continues while the process is stopped or the machine sleeps.
 
-`ElectedService` is the coordinator's shell on it: it speaks only while the lease is fresh, and starts a new generation
-only when its number was written down for a successor.
+`ElectedService` is the coordinator's shell: it sends messages only while the lease is fresh, and starts a new
+generation only when its number was written down for the next leader.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 RENEWALS_PER_LEASE = 5
 HELD_PER_LEASE = 0.8
-"""This far into the lease, and not renewed: we step down. The rest is the margin before anybody else can have it."""
+"""After this share of the lease without a renewal we step down. The rest is the margin before another agent can take
+it."""
 FRESH_PER_LEASE = 0.4
-"""This far into the lease nothing is sent until it is renewed: the agents' own fences begin to count."""
+"""After this share of the lease nothing is sent until it is renewed: the agents' own fences begin to count."""
 RETRY_S = 0.1
 RESIGN_S_MAX = 3.0
-"""At the end: etcd may be away, and then the lease simply runs out."""
+"""At the end: etcd may be unreachable, and then the lease simply runs out."""
 
 
 def clock_s() -> float:
@@ -47,12 +48,13 @@ def clock_s() -> float:
 
 
 class LeaseHolder:
-    """`on_news` is called on the loop after every renewal and once when the key is lost."""
+    """Keeps the lease in a thread. `on_news` is called on the loop after every renewal and once when the key is
+    lost."""
 
     def __init__(
         self, api: Api, leader_lease: LeaderLease, ttl_s: float, began_s: float, clock: Callable[[], float] = clock_s
     ) -> None:
-        """`began_s`: when the call that took the key was begun, by `clock`."""
+        """`began_s`: the time, by `clock`, at which the call that took the key began."""
         self._api = api
         self._leader_lease = leader_lease
         self._ttl_s = ttl_s
@@ -73,7 +75,8 @@ class LeaseHolder:
 
     @property
     def over(self) -> str:
-        """Why it is over; empty: it is not. Once over it stays so, whatever a late answer of etcd says."""
+        """The reason why the lease is over; empty: it is not. Once over it stays over, even if a late answer of etcd
+        renews it."""
         with self._lock:
             age_s = self._clock() - self._renewed_s
             if not self._over and age_s >= HELD_PER_LEASE * self._ttl_s:
@@ -87,16 +90,16 @@ class LeaseHolder:
         return not self.over and self._clock() - self._renewed_s < FRESH_PER_LEASE * self._ttl_s
 
     def left_s(self) -> float:
-        """Until we have to step down, unless it is renewed."""
+        """Seconds until we have to step down, unless the lease is renewed."""
         return max(0.0, self._renewed_s + HELD_PER_LEASE * self._ttl_s - self._clock())
 
     def tail_s(self, fence_s: float) -> float:
-        """So long after our key has run out a worker may live that we answered for last: its agent's fence began
-        while our lease was fresh."""
+        """Seconds after the end of our key for which a worker may still live, if we were the last to answer its agent:
+        that agent's fence began while our lease was fresh."""
         return max(0.0, fence_s - (1 - FRESH_PER_LEASE) * self._ttl_s)
 
     def remember(self, memory: Memory, done: Callable[[bool], None]) -> None:
-        """`done(True)` on the loop when it is written, `done(False)` when it could not be."""
+        """Write the memory. Calls `done(True)` on the loop when it is written, `done(False)` when it could not be."""
 
         def job() -> None:
             written = False
@@ -109,8 +112,8 @@ class LeaseHolder:
         self._jobs.put(job)
 
     def leave(self, memory: Memory | None, *, forget: bool = False) -> None:
-        """Blocks, RESIGN_S_MAX at most. Gives the key back with these last words; `forget`: the job is over, and
-        leaves nothing; neither: the lease is left to run out."""
+        """Give the key back with this last memory. Blocks, RESIGN_S_MAX at most. `forget`: the job is over, and leaves
+        nothing; with neither, the lease runs out."""
 
         def job() -> None:
             with contextlib.suppress(EtcdError):
@@ -138,7 +141,7 @@ class LeaseHolder:
         self._api.close()
 
     def _renew(self) -> float:
-        """When to do it again."""
+        """Renew the lease. Returns when to renew it again."""
         if self.over:
             return inf
         began_s = self._clock()
@@ -168,11 +171,11 @@ class LeaseHolder:
 
 
 def _nothing() -> None:
-    """Nobody listens yet."""
+    """The default callback, which does nothing."""
 
 
 class ElectedService(CoordinatorService):
-    """`on_over(reason)` is called once when the office is lost."""
+    """Runs a coordinator under a lease. `on_over(reason)` is called once when the leadership is lost."""
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class ElectedService(CoordinatorService):
         self._timer = asyncio.get_running_loop().call_later(lease_holder.left_s(), self.look)
 
     def look(self) -> None:
-        """The lease was renewed, lost, or is due to be looked at."""
+        """The lease was renewed or lost, or its time must be checked."""
         if self._on_over is None:
             return
         self._timer.cancel()
@@ -206,7 +209,8 @@ class ElectedService(CoordinatorService):
         self._flush()
 
     def last_words(self) -> Memory | None:
-        """What a successor must observe when we go of our own accord; None: nothing was ever started."""
+        """The memory that the next leader must observe when we step down by ourselves; None: nothing was ever
+        started."""
         machine = self._elected
         generation = max(machine.generation, self._remembered)
         if not generation:
@@ -221,7 +225,7 @@ class ElectedService(CoordinatorService):
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Tell(_, Finish()):  # decided while the lease held: it starts nothing, and agents that wait for it end
+            case Tell(_, Finish()):  # decided while the lease held: it starts nothing, and waiting agents end
                 super()._execute(command)
             case Tell() | DropLink():
                 self._outbox.append(command)
@@ -250,11 +254,11 @@ class ElectedService(CoordinatorService):
             if written:
                 self._remembered = generation
                 self._flush()
-            # else: the next renewal tries again, or says that we lost the office
+            # else: the next renewal tries again, or reports that we lost the leadership
 
         self._lease_holder.remember(Memory(run_id=self.machine.job.run_id, generation=generation, tail_s=tail_s), done)
 
 
 def fence_s(limits: Limits) -> float:
-    """From the last answer of a coordinator until no worker of its agents is alive."""
+    """The longest time from the last answer of a coordinator until no worker of its agents is alive."""
     return limits.fence_s + limits.kill_s

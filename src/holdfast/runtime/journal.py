@@ -1,7 +1,7 @@
-"""events.jsonl: what happened on this node, one JSON object per line, for people and tools afterwards.
+"""events.jsonl: the events of this node, one JSON object per line, for people and tools.
 
-Knows how to write without ever making the caller wait: a disk that stalls costs events, never training. Must not know
-what the events mean.
+Writes without ever making the caller wait: a disk that stalls costs events, never training. Must not know what the
+events mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 FILE_NAME = "events.jsonl"
 """In the run folder."""
 EVENTS_MAX = 10_000
-"""Waiting to be written; more are dropped and counted."""
+"""Events that wait to be written; more are dropped and counted."""
 CLOSE_S_MAX = 1.0
 
 Listener = Callable[[str, Mapping[str, Any]], None]
@@ -34,24 +34,24 @@ class Journal:
         self._lines: deque[bytes] = deque()
         self._writing = False
         self._dropped = 0
-        """Lost because the queue was full or the disk failed, and not yet recorded."""
+        """Events lost because the queue was full or the disk failed, and not yet recorded."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self._listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
-        """Tell it every event from now on, also where there is no file, in the thread that writes the event."""
+        """Call the listener with every event from now on, also without a file, in the thread that writes the event."""
         self._listeners.append(listener)
 
     def write(self, event: str, /, **fields: object) -> None:
         """Append one event with `time` (epoch seconds), `monotonic` (seconds), `event` and the fields.
 
-        Never blocks, never raises. What JSON does not know is written as its `str`.
+        Never blocks, never raises. A value that JSON does not know is written as its `str`.
         """
         for listener in list(self._listeners):
             try:
                 listener(event, fields)
-            except Exception as error:  # noqa: BLE001 - it only watches
+            except Exception as error:  # noqa: BLE001 - a listener only watches
                 self._listeners.remove(listener)
                 self.fault("listener", error)
         if self._path is None:
@@ -70,11 +70,11 @@ class Journal:
             self._news.notify_all()
 
     def fault(self, what: str, error: Exception) -> None:
-        """Note a fault of something that only watches or shows: the job goes on."""
+        """Record a fault of a part that only watches or shows: the job continues."""
         self.write("insight_fault", what=what, error=f"{type(error).__name__}: {error}")
 
     def close(self, drain_s_max: float = CLOSE_S_MAX) -> bool:
-        """Write what is waiting; False if that took longer than `drain_s_max`."""
+        """Write the queued events; False if that took longer than `drain_s_max`."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -120,11 +120,11 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _encode(own: dict[str, object], fields: dict[str, object]) -> bytes:
-    import json  # lazily: most who import this module never write
+    import json  # lazily: most importers never write
 
     record = own | {name: value for name, value in fields.items() if name not in own}
     try:
         text = json.dumps(record, default=str, allow_nan=False)
-    except (TypeError, ValueError):  # keys that are no strings, NaN, a circle
+    except (TypeError, ValueError):  # keys that are not strings, NaN, a cycle
         text = json.dumps(own | {name: str(value) for name, value in fields.items() if name not in own})
     return text.encode() + b"\n"

@@ -1,6 +1,6 @@
-"""The coordinator's door: accepts connections, lets nodes of this job in and nobody else. A shell.
+"""Accepts connections for the coordinator and admits only nodes of this job. A shell.
 
-Whatever comes in, garbage or silence, costs that connection and one log line; the job does not notice.
+Any input, garbage or silence, costs only that connection and one log line; the job is not affected.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from holdfast.protocol.session import Session
 from holdfast.runtime.connection import HANDSHAKE_S_MAX, Connection, fresh_nonce, plain_address
 
 ARRIVALS_MAX = 4096
-"""Connections whose handshake is not done; never more than three quarters of the descriptors we may have."""
+"""Connections whose handshake is not done; never more than three quarters of the allowed descriptors."""
 BACKLOG = 4096
 LOG_LINES_MAX = 10
 LOG_WINDOW_S = 10.0
-"""So many lines about dropped connections in so long a time, then their number only."""
+"""In each window only some lines about dropped connections are logged, and then the number of the others."""
 
 AgentConnection = Connection[FromAgent]
 TakeOver = Callable[[asyncio.Transport, bytes], None]
@@ -35,8 +35,8 @@ TakeOver = Callable[[asyncio.Transport, bytes], None]
 class Listener:
     """Delivers accepted connections to `on_connection(connection, hello)`, which must `start` them.
 
-    `other` gets the connections of torch TCPStore clients (static rendezvous); without it they are dropped.
-    `decode`: of the messages that connections deliver. The sockets already listen and are closed by `close`.
+    `other` gets the connections of torch TCPStore clients (static rendezvous); without it they are dropped. `decode`
+    decodes the messages of the delivered connections. The sockets already listen and are closed by `close`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Listener:
             self._servers.append(await loop.create_server(lambda: _Arrival(self), sock=listening, backlog=BACKLOG))
 
     def close(self) -> None:
-        """Nobody comes in any more. Connections already delivered belong to whoever got them."""
+        """Accept no more connections. Connections already delivered belong to their receivers."""
         self._closed = True
         for server in self._servers:
             server.close()
@@ -94,7 +94,7 @@ class Listener:
         if self._closed:  # accepted in the same moment
             arrival.drop("")
         elif len(self._arrivals) > self._arrivals_max:
-            # The oldest goes: honest peers are done within milliseconds, so it is hardly one of them.
+            # Drop the oldest: honest peers are done within milliseconds, so it is hardly one of them.
             next(iter(self._arrivals)).drop("too many connections are waiting to be let in")
 
     def leave(self, arrival: _Arrival) -> None:
@@ -106,7 +106,8 @@ class Listener:
 
 
 class _Arrival(asyncio.Protocol):
-    """A connection from accept until its first bytes tell what it is and, if it is ours, until it is let in."""
+    """A connection from accept until its first bytes identify it and, if it belongs to the job, until it is
+    admitted."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -138,16 +139,16 @@ class _Arrival(asyncio.Protocol):
         self._become_connection()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        """Before anything told what this was. One that came and left without a word was a port probe: no line."""
+        """The connection ended before it was identified. If it sent nothing, it was a port probe: no line."""
         self._end("closed by the peer in the middle of its first words" if self._first else "")
 
     def drop(self, why: str) -> None:
-        """Cuts the connection; the line is left out when there is nothing to say."""
+        """Cut the connection; logs no line when there is nothing to report."""
         if self._end(why) and self._transport is not None:
             self._transport.abort()
 
     def _end(self, why: str) -> bool:
-        """Leaves the listener, once; with a line when there is something to say."""
+        """Leave the listener, once; logs a line when there is something to report."""
         if self._over:
             return False
         self._over = True
@@ -159,7 +160,7 @@ class _Arrival(asyncio.Protocol):
         return True
 
     def _maybe_store(self) -> bool:
-        """True when this is, or may still become, a client of torch's store."""
+        """Whether this is, or may still become, a client of torch's store."""
         if self._first.startswith(STORE_MAGIC):
             assert self._transport is not None
             assert self._listener.other is not None
@@ -186,7 +187,7 @@ class _Arrival(asyncio.Protocol):
 
 
 class _LineLimiter:
-    """Lets so many lines through in a window, then counts, and says the count when the window is over."""
+    """Passes a limited number of lines per window, counts the rest, and reports the count when the window is over."""
 
     def __init__(self, log: Callable[[str], None], now: Callable[[], float]) -> None:
         self._log = log

@@ -1,6 +1,6 @@
-"""How this process gets to the coordinator: by hosting it where the endpoint is ours to bind, else by connecting.
+"""Connects this process to the coordinator: hosts it where the endpoint is ours to bind, otherwise dials it.
 
-Knows sockets and the order of the attempts. When to try again, and when to give up, is the agent machine's business.
+Knows sockets and the order of the attempts. The agent machine decides when to try again and when to give up.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 FINAL = (PortInUseError, RefusedError, EtcdError, MissingPackageError, RendezvousConfigError)
 PASSING = (NoAnswerError, EtcdUnreachableError)
-"""Of these another attempt may help, whatever their class."""
+"""After these errors another attempt may help, whatever their class."""
 
 
 class CoordinatorLink(Protocol):
-    """An agent's way to the coordinator."""
+    """An agent's link to the coordinator."""
 
     def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None: ...
 
@@ -52,7 +52,7 @@ class CoordinatorLink(Protocol):
 
 
 class RendezvousClient:
-    """One per agent. Holds the coordinator while this process hosts it."""
+    """The client of one agent. Holds the coordinator while this process hosts it."""
 
     def __init__(
         self,
@@ -69,10 +69,11 @@ class RendezvousClient:
         self._say = say
         self._elected: ElectedClient | None = None
         self.coordinator: CoordinatorService | None = None
-        """Bound to the endpoint, so that nobody can be in charge beside it. One that was elected is not here."""
+        """The coordinator that is bound to the endpoint, so that no other can lead beside it. An elected one is not
+        here."""
 
     async def reach(self, node: NodeSpec) -> CoordinatorLink | DialFailed:
-        """One attempt. The link has to be started; a DialFailed says whether another attempt can help."""
+        """Make one attempt. The link has to be started; a DialFailed says whether another attempt can help."""
         try:
             return await self._reach(node)
         except InternalError:
@@ -85,7 +86,8 @@ class RendezvousClient:
             return DialFailed(PortInUseError.code, PortInUseError.exit_code, text, final=True)
 
     def store_opened(self, port: int) -> None:
-        """The store of this generation listens here: clients that come to the endpoint itself are piped there."""
+        """The store of this generation listens at this port: clients that connect to the endpoint itself are piped
+        there."""
         if self.coordinator is not None and self.coordinator.proxy is not None:
             self.coordinator.proxy.set_target("127.0.0.1", port)
 
@@ -101,7 +103,7 @@ class RendezvousClient:
             return await self._meet_by_election(node)
         if self.coordinator is None:
             if options.standalone and options.job.max_nodes == 1:
-                await self._host(None)  # nobody can join: no socket at all
+                await self._host(None)  # no other node can join: no socket at all
             elif (place := await self._claim()) is not None:
                 await self._host(place)
         if self.coordinator is not None:
@@ -121,7 +123,7 @@ class RendezvousClient:
         return await self._elected.reach(node)
 
     async def _claim(self) -> Claim | None:
-        """The endpoint, if it is ours; None: connect."""
+        """The endpoint, if it is ours; None: dial it."""
         from holdfast.rendezvous.bind import claim
 
         options = self._options
@@ -155,5 +157,5 @@ class RendezvousClient:
 
 
 def _is_numeric_or_local(host: str) -> bool:
-    """Needs no resolver, hence no thread."""
+    """Whether the host needs no resolver, hence no thread."""
     return host == "localhost" or ":" in host or host.replace(".", "").isdecimal()

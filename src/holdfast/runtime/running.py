@@ -1,9 +1,9 @@
 """The agents of this user that run on this host, and how a command asks one of them.
 
-Agents write one small file each into a private folder once their control socket listens, and remove it at the end.
-Commands read all of them, and remove those of agents that were killed. A question gets one answer, within a limit of
-time. Sockets are plain: a command that asks one agent one thing needs no event loop. Knows files, who may own them, and
-the socket; must not know what an answer means.
+Each agent writes one small file into a private folder once its control socket listens, and removes it at the end.
+Commands read all of them, and remove those of agents that were killed. A question gets one answer, within a time limit.
+Sockets are plain: a command that asks one agent one thing needs no event loop. Knows files, their owners, and the
+socket; must not know the meaning of an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.protocol.words import clean
 
 ANSWER_S_MAX = 5.0
 STACKS_S_MAX = 12.0
-"""Both longer than an agent waits for its coordinator."""
+"""Both are longer than an agent waits for its coordinator."""
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_BYTES = 256 * 1024
 Body = TypeVar("Body")
@@ -37,18 +37,18 @@ ENTRY_BYTES_MAX = 64 * 1024
 FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
 """Names the folder, for machines on which none of the usual places outlives a login."""
 SUN_PATH_BYTES_MAX = 107
-"""What fits into an address of a Unix socket; longer paths are reached through their folder's descriptor."""
+"""The maximal length of a Unix socket's address; longer paths are reached through their folder's descriptor."""
 TEMPORARY = "/tmp"
 PROBE_S = 1.0
 MISSING = (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR)
 
 
 class RunningAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent that runs."""
+    """The entry of one running agent."""
 
     run_id: str
     endpoint: str
-    """Where its nodes meet: two agents with the same run id and endpoint belong to one job."""
+    """The rendezvous endpoint: two agents with the same run id and endpoint belong to one job."""
     host: str
     pid: int
     folder: str
@@ -63,15 +63,15 @@ class RunningAgent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What tells two runs of one run id from each other."""
+        """The name that distinguishes two runs with the same run id."""
         return os.path.basename(self.folder) or f"{self.run_id} (pid {self.pid})"
 
 
 def folders(uid: int | None = None) -> list[str]:
-    """Where agents of this user may have put their entries, the best place first.
+    """The folders in which agents of this user may have put their entries, the best first.
 
-    More than one: a batch system's shell and a login shell seldom have the same variables. Where FOLDER_VARIABLE is set
-    there is no other place.
+    There are several, because a batch system's shell and a login shell seldom have the same variables. Where
+    FOLDER_VARIABLE is set, it is the only one.
     """
     uid = os.geteuid() if uid is None else uid
     chosen = os.environ.get(FOLDER_VARIABLE, "")
@@ -88,7 +88,7 @@ def folders(uid: int | None = None) -> list[str]:
 
 
 def _substitutes(base: str, uid: int) -> list[str]:
-    """What agents of this user have made where somebody else had taken the usual name."""
+    """Folders that agents of this user made where another user had taken the usual name."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = sorted(name for name in os.listdir(base) if name.startswith(f"holdfast-{uid}-"))
@@ -96,10 +96,10 @@ def _substitutes(base: str, uid: int) -> list[str]:
 
 
 def private_folder() -> str:
-    """The first place of which nobody else has a part, made if needed. Raises OSError."""
+    """The first folder of which no other user owns a part; made if needed. Raises OSError."""
     error = OSError(errno.EACCES, "no folder for it")
     places = folders()
-    if not os.environ.get(FOLDER_VARIABLE):  # in a temporary folder anybody may have made one of our name
+    if not os.environ.get(FOLDER_VARIABLE):  # in a temporary folder any user may have made a folder of our name
         places.append(f"{places[-1].removesuffix('/')}-{os.urandom(4).hex()}")
     for path in places:
         try:
@@ -114,15 +114,15 @@ def private_folder() -> str:
 
 
 def write(entry: RunningAgent, folder: str) -> str:
-    """Makes the entry in this private folder and returns its path. Raises OSError."""
+    """Write the entry into this private folder and return its path. Raises OSError."""
     try:
         return _write(entry, folder)
-    except FileNotFoundError:  # an agent that ended meanwhile has taken the empty folder with it
+    except FileNotFoundError:  # an agent that ended meanwhile has removed the empty folder
         return _write(entry, private_folder())
 
 
 def remove(path: str) -> None:
-    """Takes an entry away, with what dead agents have left beside it, and the folder when none lives."""
+    """Remove an entry, the entries of dead agents beside it, and the folder when no agent lives."""
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         os.unlink(path)
@@ -132,7 +132,7 @@ def remove(path: str) -> None:
             _read_folder(fd)
         finally:
             os.close(fd)
-    if not os.environ.get(FOLDER_VARIABLE):  # who named a folder keeps it
+    if not os.environ.get(FOLDER_VARIABLE):  # a folder that the user named is kept
         with contextlib.suppress(OSError):
             os.rmdir(folder)
 
@@ -140,7 +140,7 @@ def remove(path: str) -> None:
 def _write(entry: RunningAgent, folder: str) -> str:
     name = f"{entry.pid}-{os.urandom(4).hex()}.json"
     temporary, path = os.path.join(folder, f".{name}"), os.path.join(folder, name)
-    # Names of files need not be text: json writes what stands for their bytes, msgspec does not.
+    # File names need not be valid text: json writes surrogates for their bytes, msgspec does not.
     text = json.dumps(msgspec.to_builtins(entry))
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -152,7 +152,7 @@ def _write(entry: RunningAgent, folder: str) -> str:
 
 
 def entries() -> list[RunningAgent]:
-    """The agents of this user that run on this host, oldest first. What dead ones have left is removed."""
+    """The agents of this user that run on this host, oldest first. Removes the entries of dead agents."""
     found: list[RunningAgent] = []
     for folder in folders():
         with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def entries() -> list[RunningAgent]:
 
 
 def listens(path: str) -> bool:
-    """Whether somebody has this socket; a process that stands still has it too."""
+    """Whether a process has this socket open; a stopped process has it too."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_S)
         try:
@@ -207,7 +207,7 @@ def _read_folder(folder: int) -> list[RunningAgent]:
 
 
 def _read_entry(folder: int, name: str) -> RunningAgent | None:
-    """None: whatever it is, no agent wrote it."""
+    """None: no agent wrote this file."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
@@ -221,7 +221,7 @@ def _read_entry(folder: int, name: str) -> RunningAgent | None:
 
 
 def _open_private(path: str) -> int:
-    """A descriptor of a folder that is ours alone. Raises OSError: a link, or somebody else's, who got there first."""
+    """A descriptor of a folder that is ours alone. Raises OSError for a link, or a folder of another user."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     told = os.fstat(fd)
     if told.st_uid == os.geteuid() and stat.S_IMODE(told.st_mode) & 0o077 == 0:
@@ -238,17 +238,17 @@ def _owner(path: str) -> int | None:
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an agent answers."""
+    """An agent's answer."""
 
     whole: bool = True
     """False: the coordinator could not be asked; the answer is this node's alone."""
     body: msgspec.Raw = msgspec.Raw(b"null")
     code: str = ""
-    """Of an error: the question was not answered, and `text` says why."""
+    """The code of an error: the question was not answered, and `text` gives the reason."""
     text: str = ""
 
     def read(self, kind: type[Body]) -> Body:
-        """The body as what it should be. Raises ControlRefusedError."""
+        """The body as this type. Raises ControlRefusedError."""
         try:
             return clean(msgspec.json.decode(self.body, type=kind))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -259,7 +259,8 @@ class Call:
     """One connection to an agent, with the question asked. A context manager."""
 
     def __init__(self, entry: RunningAgent, ask: Question | None) -> None:
-        """`ask` None: how does it end? Raises NoRunError, ControlRefusedError, ControlSilentError."""
+        """Connect and ask. `ask` None asks how the agent ends. Raises NoRunError, ControlRefusedError,
+        ControlSilentError."""
         self._entry = entry
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
@@ -280,13 +281,13 @@ class Call:
         self._socket.close()
 
     def fileno(self) -> int:
-        """Can be read when the answer comes, or the agent has gone."""
+        """Becomes readable when the answer arrives, or when the agent has gone."""
         return self._socket.fileno()
 
     def answer(self, limit_s: float | None = None) -> Reply | None:
-        """None: the agent has ended without an answer.
+        """The answer; None: the agent has ended without one.
 
-        Raises ControlSilentError after `limit_s` (None: what is usual for the question), ControlRefusedError.
+        Raises ControlSilentError after `limit_s` (None: the default of the question), ControlRefusedError.
         """
         self._limit_s = limit_s or self._limit_s
         end = time.monotonic() + self._limit_s
@@ -327,7 +328,7 @@ class Call:
 
 
 def ask(entry: RunningAgent, question: Question) -> Reply:
-    """One question. Raises NoRunError, ControlRefusedError, ControlSilentError."""
+    """Ask one question. Raises NoRunError, ControlRefusedError, ControlSilentError."""
     with Call(entry, question) as call:
         reply = call.answer()
     if reply is None:
@@ -336,7 +337,7 @@ def ask(entry: RunningAgent, question: Question) -> Reply:
 
 
 def ask_any(entries: list[RunningAgent], question: Question) -> tuple[RunningAgent, Reply]:
-    """Of the first agent of a job that answers. Raises what the last one's silence is."""
+    """The answer of the first agent of a job that answers. Raises the error of the last one when none answers."""
     *others, last = entries
     for entry in others:
         with contextlib.suppress(ControlSilentError, NoRunError):
@@ -345,7 +346,7 @@ def ask_any(entries: list[RunningAgent], question: Question) -> tuple[RunningAge
 
 
 def _plight(pid: int) -> str:
-    """What the kernel says of a process that does not answer."""
+    """The kernel's state of a process that does not answer, in words."""
     stat = process_stat(pid)
     match stat and stat.state:
         case None:

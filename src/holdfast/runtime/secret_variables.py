@@ -1,7 +1,7 @@
-"""Secrets that we are given: the job's token and etcd's password. Read once, then taken out of our environment, so that
-no program that is started finds them there.
+"""Our secrets, the job's token and etcd's password: read once, then removed from the environment, so that no started
+program finds them there.
 
-Light: the supervisor uses it before anything heavy is imported.
+Light: the supervisor uses it before heavy imports.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from holdfast.protocol.errors import EnvironmentValueError, RendezvousConfigErro
 TOKEN_BYTES_MAX = 4096
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"
 TOKEN_CHARS_MIN = 20
-"""Shorter ones are warned about: a handshake tells enough to try all of them offline."""
+"""Shorter tokens cause a warning: a recorded handshake suffices to try all of them offline."""
 TOKEN_BYTES = 32
-"""Of randomness, in one that we draw."""
+"""Bytes of randomness in a token that we draw."""
 
 
 def read_token(path: str | None, environ: Mapping[str, str]) -> bytes | None:
     """The job's secret: the file that --rdzv-conf names, else HOLDFAST_TOKEN, else none.
 
-    Raises RendezvousConfigError or EnvironmentValueError when it is announced and empty: silence would mean no token.
+    Raises RendezvousConfigError or EnvironmentValueError when it is announced and empty: ignoring that would mean no
+    token.
     """
     if path is not None:
         return _from_file(path)
@@ -50,14 +51,14 @@ def _from_file(path: str) -> bytes:
 
 
 def draw_token() -> str:
-    """A new one that nobody can guess: letters and digits, fit for a file, a variable and a Secret."""
-    import secrets  # only who draws one pays for it
+    """A new random token: letters and digits, fit for a file, a variable and a Secret."""
+    import secrets  # lazily: only the command that draws a token needs it
 
     return secrets.token_hex(TOKEN_BYTES)
 
 
 def weakness(secret: bytes) -> str:
-    """What to say of a token that can be guessed; empty when it is long enough."""
+    """The warning for a token that can be guessed; empty when it is long enough."""
     if len(secret) >= TOKEN_CHARS_MIN:
         return ""
     return (
@@ -70,28 +71,28 @@ _MAY_HOLD_ONE = {
     "PET_RDZV_CONF": re.compile(r"(?:^|,)\s*password="),
     "PET_RDZV_ENDPOINT": re.compile(r"://[^/@\s]*:[^/@\s]+@"),
 }
-"""etcd's password, where somebody gives it in a variable."""
+"""Variables that may hold etcd's password."""
 
 
 def secret_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables of ours that hold a secret here."""
+    """Our variables that hold a secret in this environment."""
     held = [name for name, secret in _MAY_HOLD_ONE.items() if secret.search(environ.get(name, ""))]
     return [*([TOKEN_VARIABLE] if TOKEN_VARIABLE in environ else []), *held]
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """For a program that is no part of ours."""
+    """The environment for a program that is not ours."""
     hidden = secret_variables(environ)
     return {name: value for name, value in environ.items() if name not in hidden}
 
 
 def forget_secrets() -> None:
-    """Take them out of this process's environment, once they are read: whatever it starts has them no more. They are
-    overwritten in memory too, where /proc/PID/environ would show them to every process of this user."""
+    """Remove the secrets from this process's environment, once they are read, so that its children do not inherit them.
+    They are overwritten in memory too, where /proc/PID/environ would show them to every process of this user."""
     names = secret_variables(os.environ)
     if not names:
         return
-    import ctypes  # milliseconds that only a job with a token pays
+    import ctypes  # costs milliseconds, only for a job with a token
 
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p

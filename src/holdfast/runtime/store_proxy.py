@@ -1,8 +1,8 @@
-"""Clients of torch's store that come to the coordinator's own port, piped to where the store really is. A shell.
+"""Pipes clients of torch's store, which connect to the coordinator's port, to the real store. A shell.
 
-With static rendezvous torchrun promises that MASTER_ADDR:MASTER_PORT is the endpoint itself, where our
-coordinator listens. Every generation has a fresh store on another port; this proxy stands between. It knows
-nothing of the store's protocol: bytes go both ways, half-closes and errors too, and no faster than they are read.
+With static rendezvous torchrun promises that MASTER_ADDR:MASTER_PORT is the endpoint itself, where our coordinator
+listens. Every generation has a new store on another port; this proxy connects the two. It does not know the store's
+protocol: it copies bytes in both directions, passes on half-closes and errors, and reads no faster than it can write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ CONNECT_S_MAX = 5.0
 
 
 class StoreProxy:
-    """Give `take` to the Listener as `other`, and say with `set_target` where the store of the generation is."""
+    """Pipes clients to the store. Give `take` to the Listener as `other`; `set_target` sets the store of the
+    generation."""
 
     def __init__(self, log: Callable[[str], None], *, hold_s_max: float = HOLD_S_MAX) -> None:
         self._log = log
@@ -30,17 +31,17 @@ class StoreProxy:
         self._ends: set[_End] = set()
 
     def set_target(self, host: str, port: int) -> None:
-        """New clients go there, and those that are held; connections to an older store live as long as it does."""
+        """Pipe new clients there, and those that are held; connections to an older store live as long as that store."""
         self._target = (host, port)
         self._target_known.set()
 
     def clear_target(self) -> None:
-        """Clients are held until the next `set_target`."""
+        """Hold clients until the next `set_target`."""
         self._target = None
         self._target_known.clear()
 
     def take(self, transport: asyncio.Transport, first: bytes) -> None:
-        """Takes a connection over, with the bytes already read from it."""
+        """Take a connection over, with the bytes already read from it."""
         transport.pause_reading()
         client = _End(self._ends)
         transport.set_protocol(client)
@@ -54,7 +55,7 @@ class StoreProxy:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cuts all connections, held and piped."""
+        """Cut all connections, held and piped."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -86,7 +87,7 @@ class StoreProxy:
 
 
 class _End(asyncio.Protocol):
-    """One of the two connections of a pipe. What it reads, its peer writes."""
+    """One of the two connections of a pipe. Its peer writes what it reads."""
 
     transport: asyncio.Transport
 
@@ -97,7 +98,7 @@ class _End(asyncio.Protocol):
         self._ended = False
 
     def pipe_with(self, store: _End) -> None:
-        """Joins client and store; if the client has gone meanwhile, the store's connection is cut."""
+        """Join client and store; if the client has gone meanwhile, cut the store's connection."""
         if self._lost or store._lost:
             self.abort()
             store.abort()
@@ -112,14 +113,14 @@ class _End(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self._ends.add(self)
-        tune(transport.get_extra_info("socket"))  # the store's protocol is one small question after the other
+        tune(transport.get_extra_info("socket"))  # the store's protocol sends one small question after the other
 
     def data_received(self, data: bytes) -> None:
         if self._peer is not None:
             self._peer.transport.write(data)
 
     def eof_received(self) -> bool:
-        """Passes a half-close on; the second one ends the pipe, once all is written. True: stay open."""
+        """Pass a half-close on; the second one ends the pipe, once all is written. True: stay open."""
         self._ended = True
         peer = self._peer
         if peer is None or peer._lost:

@@ -1,7 +1,8 @@
-"""What should be the same on every node: versions (Python, holdfast, torch, CUDA, NCCL), the script and its arguments.
+"""Facts that should be equal on every node: versions (Python, holdfast, torch, CUDA, NCCL), the script and its
+arguments.
 
 Reads a few small files and imports nothing: torch has its version in a file of its own, and the start of a job must not
-wait. Reports; the coordinator compares.
+wait. Only reports; the coordinator compares.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast.version import __version__
 HASH_CHARACTERS = 12
 FILE_BYTES_MAX = 1 << 20
 HEADER_BYTES_MAX = 4096
-"""Of a file that begins with what is asked for."""
+"""Bytes read of a file whose header has the answer."""
 
 _VERSION = re.compile(r"^__version__ *(?::[^=\n]*)?= *['\"]([^'\"]+)", re.MULTILINE)
 _CUDA = re.compile(r"^(?:cuda|hip) *(?::[^=\n]*)?= *['\"]([^'\"]+)", re.MULTILINE)
@@ -26,9 +27,9 @@ _NCCL = re.compile(r"#define NCCL_(?:MAJOR|MINOR|PATCH) (\d+)")
 
 
 def node_versions(command: WorkerCommand, path: Sequence[str] | None = None) -> dict[str, str]:
-    """By name; what is not there, or cannot be read, is left out. Takes a fraction of a millisecond.
+    """Versions by name; missing or unreadable ones are left out. Takes a fraction of a millisecond.
 
-    `path`: where Python looks for modules; this interpreter's own without it.
+    `path`: the module search path; by default this interpreter's own.
     """
     found = {"holdfast": __version__, "script": script_hash(command), "arguments": arguments_hash(command)}
     if command.kind is not CommandKind.PROGRAM and command.python in ("", sys.executable):
@@ -38,7 +39,7 @@ def node_versions(command: WorkerCommand, path: Sequence[str] | None = None) -> 
 
 
 def script_hash(command: WorkerCommand) -> str:
-    """Of the script's bytes; empty for modules and programs."""
+    """Hash of the script's bytes; empty for modules and programs."""
     if command.kind not in (CommandKind.SCRIPT, CommandKind.RUN_PATH):
         return ""
     data = _read(command.target, FILE_BYTES_MAX)
@@ -46,14 +47,14 @@ def script_hash(command: WorkerCommand) -> str:
 
 
 def arguments_hash(command: WorkerCommand) -> str:
-    """Of what is to be run beside the script's bytes: its arguments, a module's or program's name."""
+    """Hash of the rest of the command: its arguments, and the name of a module or program."""
     name = "" if command.kind in (CommandKind.SCRIPT, CommandKind.RUN_PATH) else command.target
     words = "\0".join((command.kind.value, name, *command.args))
     return hashlib.sha256(words.encode(errors="surrogateescape")).hexdigest()[:HASH_CHARACTERS]
 
 
 def torch_versions(path: Sequence[str]) -> dict[str, str]:
-    """Of the torch that an import would find first."""
+    """Versions of the torch that an import would find first."""
     for folder in path:
         text = _read(os.path.join(folder, "torch", "version.py"), HEADER_BYTES_MAX).decode(errors="replace")
         version = _VERSION.search(text)

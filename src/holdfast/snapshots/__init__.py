@@ -1,5 +1,5 @@
-"""What a snapshot of a training job is, on disk and in memory.
+"""Snapshots of a training job, on disk and in memory.
 
-Standard library and `holdfast.protocol.errors` only: no torch, so that the command line and the saver process can use it.
-The format and its promises are told in docs/snapshots.md.
+Standard library and `holdfast.protocol.errors` only: no torch, so that the command line and the saver process can use
+it. docs/snapshots.md describes the format and its promises.
 """

@@ -1,6 +1,6 @@
-"""The commit protocol: how a snapshot gets onto the disk so that it is there whole or not at all.
+"""The commit protocol: writes a snapshot to the disk so that it is complete or absent.
 
-    rank 0       begin         the attempt folder, by an exclusive mkdir; its number is told to the others
+    rank 0       begin         the attempt folder, by an exclusive mkdir; its number is sent to the others
     each rank    write_rank    its file, fsync; its record, fsync, rename; fsync of the folder (not rank 0)
     rank 0       commit        when all records are there: MANIFEST.json, fsync, rename; fsync of the folder;
                                rename of the folder to its committed name; fsync of the snapshot folder
@@ -8,8 +8,9 @@
 The rename commits. Nothing is written inside a committed folder, ever. It cannot replace another snapshot: no two
 attempts have one number, and a rename onto a folder that holds anything fails in the kernel.
 
-The ranks' sizes and digests meet in record files in the attempt folder, not in torch's store: the saver has to finish
-after the trainer, and with it the store of its generation, has died. Hence all ranks must see one folder.
+The ranks' sizes and digests are exchanged in record files in the attempt folder, not in torch's store: the saver must
+be able to finish after the trainer, and with it the store of its generation, has died. Hence all ranks must see one
+folder.
 
 Every function takes `at`, which is called with the name of each phase (PHASES) when it is reached: tests kill there.
 """
@@ -60,7 +61,7 @@ PHASES = (
     "durable",  # and will keep it
 )
 PATIENCE_S = 600.0
-"""How long rank 0 waits for the others' records, unless told otherwise."""
+"""How long rank 0 waits for the others' records by default."""
 LOOK_S_MIN, LOOK_S_MAX = 0.002, 0.1
 REFUSAL_BYTES_MAX = 1 << 16
 
@@ -68,16 +69,15 @@ At = Callable[[str], None]
 
 
 def nowhere(phase: str) -> None:
-    """Nothing happens when a phase is reached."""
+    """The default `at`, which does nothing."""
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What one rank asks to have saved, and where: the same object in the worker, in the memory slot and in the
-    saver."""
+    """One rank's request to save, and its place: the same object in the worker, in the memory slot and in the saver."""
 
     folder: str
-    """The snapshot folder; absolute, or relative to the directory of the process that carries it out."""
+    """The snapshot folder; absolute, or relative to the working directory of the process that saves."""
     step: int
     attempt: int
     rank: int
@@ -89,27 +89,28 @@ class SaveRequest:
 
     @property
     def key(self) -> Key:
-        """Which snapshot."""
+        """The key of the snapshot."""
         return Key(self.step, self.attempt)
 
     @property
     def attempt_path(self) -> Path:
-        """The folder while it is written."""
+        """The folder during the writing."""
         return attempt_path(Path(self.folder), self.key)
 
     @property
     def committed_path(self) -> Path:
-        """The folder once it is committed."""
+        """The folder after the commit."""
         return committed_path(Path(self.folder), self.key)
 
     @property
     def save(self) -> int:
-        """Which save of this life: several may be of one step, and their parts must not be mixed."""
+        """The number of this save within this life of the worker: several saves may have one step, and their parts must
+        not be mixed."""
         save = self.note.get("save", 0)
         return save if type(save) is int else 0
 
     def of_file(self, data: memoryview) -> memoryview:
-        """What of these bytes goes into the rank's file: a slot may hold more, for a restart on this node."""
+        """The part of these bytes that goes into the rank's file: a slot may hold more, for a restart on this node."""
         return data[: self.note.get("file_bytes", len(data))]
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class SaveRequest:
 
     @classmethod
     def from_json(cls, value: Any) -> SaveRequest:
-        """The request of `to_json`. ValueError for anything else."""
+        """The request that `to_json` wrote. ValueError for anything else."""
         try:
             request = cls(**value)
         except TypeError as error:
@@ -132,10 +133,10 @@ class SaveRequest:
 
 
 def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: At = nowhere) -> int:
-    """Rank 0: make the attempt folder; returns the attempt's number, which nothing else at this step has.
+    """Rank 0: make the attempt folder; returns the attempt's number, which is unique at this step.
 
-    `make`: the snapshot folder, too, when it is not there; otherwise it has vanished, and a new one in its place would
-    hide that. SnapshotFolderError; SnapshotWriteError; ValueError for a step that is no step.
+    `make`: make the snapshot folder too, when it is missing. Otherwise a missing folder is an error: a new one would
+    hide that it vanished. SnapshotFolderError; SnapshotWriteError; ValueError for an invalid step.
     """
     check_step(step)
     path = Path(folder)
@@ -162,12 +163,12 @@ def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: A
 
 
 def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, at: At = nowhere) -> RankRecord:
-    """Write this rank's file and its record; both are durable when this returns, rank 0's by name only with `commit`.
+    """Write this rank's file and its record. Both are durable when this returns; rank 0's by name only after `commit`.
 
     The buffer (an image, see image.py) must not change meanwhile. It is written without a copy when it begins at a
-    multiple of 4096 in memory, as slots do. On failure what was written is removed, to give a full disk its space back,
-    and a refusal is left for rank 0, which then need not wait; rank 0 itself gives the attempt up. SnapshotWriteError;
-    SnapshotIncompleteError when rank 0 has given the attempt up.
+    multiple of 4096 in memory, as slots do. On failure the written files are removed, which frees space on a full disk,
+    and a refusal is left for rank 0, which then need not wait; rank 0 itself abandons the attempt. SnapshotWriteError;
+    SnapshotIncompleteError when rank 0 has abandoned the attempt.
     """
     data = memoryview(buffer).cast("B")
     folder = request.attempt_path
@@ -205,9 +206,9 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
 def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere) -> Path:
     """Rank 0: wait up to `patience` seconds for all ranks' records, then commit; returns the committed folder.
 
-    It is durable when this returns. On any failure the attempt is removed and older snapshots are as they were.
-    SnapshotIncompleteError when a rank refused or did not come; SnapshotDamagedError when what it wrote is not what it
-    recorded; SnapshotWriteError; ValueError for metadata that is not JSON.
+    It is durable when this returns. On any failure the attempt is removed and older snapshots are unchanged.
+    SnapshotIncompleteError when a rank refused or is missing; SnapshotDamagedError when a rank's file differs from its
+    record; SnapshotWriteError; ValueError for metadata that is not JSON.
     """
     try:
         records = _gather(request, patience)
@@ -234,8 +235,8 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
 
 
 def abandon(request: SaveRequest) -> None:
-    """Remove the attempt, as far as the disk lets us. Ranks that still write to it get a SnapshotIncompleteError."""
-    # Renamed first: what is half deleted must not look like an attempt that somebody may still complete.
+    """Remove the attempt, as far as the disk allows. Ranks that still write to it get a SnapshotIncompleteError."""
+    # Renamed first: a half-deleted attempt must not look like one that may still be completed.
     doomed = rename_aside(request.attempt_path, request.key, FolderKind.GONE)
     if doomed is not None:
         shutil.rmtree(doomed, ignore_errors=True)
@@ -253,7 +254,7 @@ def _publish(request: SaveRequest, manifest: str, at: At) -> None:
 
 
 def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
-    """All ranks' records, in order of rank. Looks again and again: other nodes' writes announce themselves nowhere."""
+    """All ranks' records, in order of rank. Polls, because writes of other nodes cause no local event."""
     folder = request.attempt_path
     awaited, deadline, pause = set(range(request.world)), time.monotonic() + patience, LOOK_S_MIN
     records: dict[int, RankRecord] = {}
@@ -288,11 +289,11 @@ def _record(request: SaveRequest, rank: int) -> RankRecord:
 
 
 def refuse(request: SaveRequest, why: str) -> None:
-    """This rank's part will not come: give its space back, and let rank 0 know at once."""
+    """This rank's part will not come: free its space, and report it to rank 0 at once."""
     folder = request.attempt_path
     with contextlib.suppress(OSError):
         (folder / rank_file(request.rank)).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         disk.write_atomically(folder / refusal_file(request.rank), why)
-    if request.rank == 0:  # nobody will commit it: the others' files, too, give their space back
+    if request.rank == 0:  # no commit will follow: free the space of the others' files too
         abandon(request)

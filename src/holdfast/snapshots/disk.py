@@ -46,7 +46,7 @@ _Made = TypeVar("_Made")
 
 
 def hash_threads() -> int:
-    """How many threads hash: one a core that we may use."""
+    """The number of hashing threads: one for each available core."""
     return min(HASH_THREADS_MAX, len(os.sched_getaffinity(0)))
 
 

@@ -1,13 +1,13 @@
-"""One save, as the saver carries it out; and which step is written after a crash.
+"""One save, as the saver carries it out; and the choice of the step that is written after a crash.
 
-Runs in a thread of its own, because a disk may hold it for ever; touches nothing that is shared. Standard library only.
+Runs in its own thread, because a disk may block it for ever; touches no shared state. Standard library only.
 
-After a crash the newest step is written that every rank of the job still has in memory. Each node's saver knows its
-own ranks' slots. On one node that is all there is to know. Several nodes meet in the snapshot folder, which is what
-they share when their workers are dead: rank 0's saver makes a meeting place, an attempt that is never committed;
-every rank leaves there what it has and whether that was handed over already; and from what all have left each saver
-chooses alike. A rank that leaves nothing within the patience ends the rescue: nothing is written with ranks missing.
-The savers poll, because other nodes' writes announce themselves nowhere."""
+After a crash the saver writes the newest step that every rank of the job still has in memory. Each node's saver knows
+its own ranks' slots, which is enough on one node. Several nodes exchange what they have through the snapshot folder,
+which they still share when their workers are dead. Rank 0's saver makes a meeting place, an attempt that is never
+committed. Every rank lists there the steps that it has, and which of them were handed over already. From all lists each
+saver makes the same choice. A rank that leaves no list within the patience ends the rescue: a step is never written
+with ranks missing. The savers poll, because writes of other nodes cause no local event."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ from holdfast.snapshots.manifest import FolderKind, Key, attempt_path, parse_nam
 from holdfast.snapshots.mapping import Mappings
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
-"""Numbers of the attempts in which memory steps are written; nothing else has them."""
+"""Numbers of the attempts in which memory steps are written; no other attempts have them."""
 MEETING_BELOW = 400_000_000
 MEETING_MIN = ATTEMPT_MIN - MEETING_BELOW
-"""A meeting's number is so much less than that of its attempt; those of other saves, which count from 1, are smaller.
-"""
+"""The distance between a meeting's number and that of its attempt. Numbers of other saves, which count from 1, are
+smaller."""
 PATIENCE_S = 30.0
-"""How long the other ranks are waited for. An agent that ends may have to wait for this, when another node is gone."""
+"""How long to wait for the other ranks. An agent that ends may have to wait this long when another node is gone."""
 LINGER_S = 5.0
-"""How long a rank that has nothing newer than the disk stays for others that may: so they hear it and need not wait."""
+"""How long a rank that has nothing newer than the disk stays for others that may have: they then read its list at
+once."""
 LOOK_AGAIN_S = 0.02
 OFFER_BYTES_MAX = 1 << 16
 
 
 def rescue_attempt() -> int:
-    """A number for the attempt in which memory steps are written should the workers die; nothing else has it.
+    """A unique number for the attempt in which memory steps are written if the workers die.
 
-    Rank 0 draws it once per generation and tells the others; all put it into the requests of `Tier.commit`. Random,
-    because no process is there to agree when it is needed, and an attempt that an earlier crash has left must not be
-    met."""
+    Rank 0 draws it once per generation and sends it to the others; all put it into the requests of `Tier.commit`. It is
+    random, because no process can agree on it when it is needed, and it must differ from an attempt of an earlier
+    crash.
+    """
     return random.SystemRandom().randint(ATTEMPT_MIN, ATTEMPT_MAX)
 
 
 class StepInMemory(NamedTuple):
-    """What a rank has in memory; ranks count their saves alike, and several may be of one step."""
+    """A state in a rank's memory. All ranks count their saves alike, and several saves may have one step."""
 
     step: int
     save: int
@@ -62,12 +64,12 @@ class StepInMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one rank brings."""
+    """The list that one rank brings to the meeting."""
 
     steps: tuple[StepInMemory, ...]
-    """That it, and all others of its node, could write."""
+    """Steps that it, and all others of its node, could write."""
     asked: int
-    """The newest step that it has handed over to be written before the crash; -1: none."""
+    """The newest step that it handed over to be written before the crash; -1: none."""
     on_disk: int
     """The newest committed step that its node sees; -1: none."""
 
@@ -76,7 +78,7 @@ class Inventory:
 
     @classmethod
     def load(cls, text: str) -> Inventory:
-        """SnapshotDamagedError."""
+        """Read a list. SnapshotDamagedError."""
         try:
             found = json.loads(text)
             steps = tuple(StepInMemory(int(step), int(save)) for step, save in found["steps"])
@@ -86,7 +88,7 @@ class Inventory:
 
 
 def choose(offers: Sequence[Inventory]) -> StepInMemory | None:
-    """The newest that all have; None: there is none, or it is on the disk, or on its way there from every rank."""
+    """The newest step that all ranks have; None: there is none, or every rank has written it or is writing it."""
     newest = max(set.intersection(*(set(each.steps) for each in offers)), default=None)
     if newest is None or newest.step <= max(each.on_disk for each in offers):
         return None
@@ -95,22 +97,22 @@ def choose(offers: Sequence[Inventory]) -> StepInMemory | None:
 
 @dataclass(frozen=True)
 class PendingFlush:
-    """One rank's states of one snapshot folder, whose workers have all died."""
+    """One rank's states of one snapshot folder, after all workers of the node have died."""
 
     memory_folder: Path
     held: Mapping[StepInMemory, tuple[slots.Slot, SaveRequest]]
-    """Those that all ranks of the node have. There is at least one."""
+    """States that all ranks of the node have. There is at least one."""
     offer: Inventory
     alone: StepInMemory | None = None
-    """What is written, where all ranks are on this node: nobody has to be met."""
+    """The step to write when all ranks are on this node: no meeting is needed."""
 
     @property
     def request(self) -> SaveRequest:
-        """Of the newest."""
+        """The request of the newest state."""
         return self.held[max(self.held)][1]
 
     def meet(self, patience_s: float = PATIENCE_S) -> StepInMemory | None:
-        """What all ranks of the job write now; None: nothing. SnapshotIncompleteError, SnapshotWriteError."""
+        """The step that all ranks of the job write now; None: none. SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
         if self.request.step > self.offer.on_disk:
@@ -127,7 +129,7 @@ class PendingFlush:
             return choose(_offers(place, request, deadline))
         except FileNotFoundError as error:
             if request.rank:
-                return None  # rank 0 has ended it: nothing is to be written, or it has said why nothing was
+                return None  # rank 0 has ended the meeting: nothing to write, or it has reported the error
             raise SnapshotIncompleteError(
                 f"step {request.step}, which is in memory, was not saved: the job went on before all ranks had come"
             ) from error
@@ -135,7 +137,7 @@ class PendingFlush:
             raise disk.write_error(error, Path(request.folder)) from error
 
     def end_meeting(self) -> None:
-        """Rank 0, when the others have read what they need, or need to know that nothing is written."""
+        """Rank 0 removes the meeting place, when the others have read it, or must see that nothing is written."""
         if self.request.rank == 0 and self.alone is None:
             shutil.rmtree(_place_of(self.request), ignore_errors=True)
 
@@ -145,7 +147,8 @@ def _place_of(request: SaveRequest) -> Path:
 
 
 def _meeting_place(request: SaveRequest, deadline: float) -> Path:
-    """Rank 0 makes it, named by its own newest step; the others look for its number. OSError; SnapshotWriteError."""
+    """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
+    SnapshotWriteError."""
     if request.rank == 0:
         place = _place_of(request)
         place.mkdir()
@@ -161,7 +164,7 @@ def _meeting_place(request: SaveRequest, deadline: float) -> Path:
 
 
 def _offers(place: Path, request: SaveRequest, deadline: float) -> list[Inventory]:
-    """Of all ranks. OSError; SnapshotIncompleteError."""
+    """The lists of all ranks. OSError; SnapshotIncompleteError."""
     offers: dict[int, Inventory] = {}
     while True:
         names = set(os.listdir(place))
@@ -185,7 +188,7 @@ def _offer_file(rank: int) -> str:
 
 
 def newest_on_disk(folder: str) -> int:
-    """The newest committed step by its name; -1: none. Whether it is good is seen when somebody loads it."""
+    """The newest committed step by its name; -1: none. It is validated only when it is loaded."""
     try:
         found = [named for name in os.listdir(folder) if (named := parse_name(name)) is not None]
     except OSError:
@@ -198,8 +201,8 @@ def pending_flush(
     by_rank: Mapping[int, Sequence[tuple[slots.Slot, SaveRequest]]],
     asked: Mapping[tuple[str, int], int],
 ) -> list[PendingFlush]:
-    """Of each snapshot folder and life that all the node's ranks have states of: each rank's, if any may have to be
-    written.
+    """For each snapshot folder and life of which all the node's ranks have states: each rank's states, if any may have
+    to be written.
 
     `by_rank`: by local rank. `asked`: by folder and local rank, the newest step that was handed over.
     """
@@ -232,7 +235,7 @@ GIVE_WAY_S_MAX = 60.0
 
 
 class Save(NamedTuple):
-    """What one thread has to do. The descriptor is its own."""
+    """The work of one thread. The thread owns the descriptor."""
 
     fd: int
     sequence: int
@@ -241,16 +244,17 @@ class Save(NamedTuple):
     local_rank: int
     mappings: Mappings
     pending_flush: PendingFlush | None = None
-    """After a crash: what else of this rank may be written instead, and with whom that has to be agreed."""
+    """After a crash: the other states of this rank that may be written instead, after an agreement between the
+    ranks."""
 
 
 def carry_out(save: Save, tell: Tell) -> None:
-    """In a thread of its own: write this rank's file, and commit if it is rank 0's."""
+    """In its own thread: write this rank's file, and commit if it is rank 0's."""
     try:
         path = str(_carry_out(save, tell) or "")
     except SnapshotError as error:
         tell(_failed(save, error.code, str(error)))
-    except Exception as error:  # noqa: BLE001 - one save that goes wrong must not end the others
+    except Exception as error:  # noqa: BLE001 - one failed save must not end the others
         text = f"step {save.request.step} was not saved: {type(error).__name__}: {error}"
         tell(_failed(save, SnapshotWriteError.code, text))
     else:
@@ -258,10 +262,9 @@ def carry_out(save: Save, tell: Tell) -> None:
 
 
 class GiveWay:
-    """Called before each piece of work that has time: returns when no rank of this node stages or writes a state.
+    """Called before each piece of background work: returns when no rank of this node stages or writes a state.
 
-    Not for ever, because a worker that died in the middle leaves its successor a slot that looks like it:
-    GIVE_WAY_S_MAX in all.
+    Waits at most GIVE_WAY_S_MAX in all, because a worker that died while staging leaves a slot that looks busy.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
@@ -275,12 +278,12 @@ class GiveWay:
 
 
 def read_back(path: Path, is_busy: Callable[[], bool], tell: Tell) -> None:
-    """In a thread of its own: read a committed snapshot, check every byte, and tell what is wrong with it."""
+    """In its own thread: read a committed snapshot, check every byte, and report any damage."""
     try:
         folder.verify(inspect(path), GiveWay(is_busy))
     except SnapshotError as error:
         tell({"is": "read back", "code": error.code, "text": str(error)})
-    except Exception as error:  # noqa: BLE001 - who asked has to hear of it
+    except Exception as error:  # noqa: BLE001 - the requester must get the error
         text = f"{path} was not read back: {type(error).__name__}: {error}"
         tell({"is": "read back", "code": SnapshotError.code, "text": text})
     else:
@@ -292,7 +295,7 @@ def _carry_out(save: Save, tell: Tell) -> Path | None:
         _write(save)
         tell({"is": "written"})
         return commit(save.request, patience=save.patience_s) if save.request.rank == 0 else None
-    # Looked for now, before the next life has any.
+    # Listed now, before the next life of the workers has any attempts.
     older = _older_attempts(save.request)
     try:
         agreed = _agree(save, save.pending_flush)
@@ -307,19 +310,19 @@ def _carry_out(save: Save, tell: Tell) -> Path | None:
             if each.key < agreed.request.key and not is_being_written(each.attempt_path):
                 abandon(each)
         return path
-    finally:  # before anything is told: the saver may end then
+    finally:  # before the report: the saver may end after it
         save.pending_flush.end_meeting()
 
 
 def _failed(save: Save, code: str, text: str) -> memory_folder.Packet:
-    """`made_good`: another attempt has brought the step to the disk; for a worker that died meanwhile nothing is to
-    tell."""
+    """The report of a failed save. `made_good`: another attempt has brought the step to the disk; a worker that died
+    meanwhile gets no report."""
     made_good = newest_on_disk(save.request.folder) == save.request.step
     return {"is": "failed", "code": code, "text": text, "made_good": made_good}
 
 
 def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
-    """The same rank's save of what all ranks write; None: nothing. Raises SnapshotError."""
+    """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
     with contextlib.ExitStack() as failing:
         failing.callback(_let_go, save.fd)
         step = pending_flush.meet()
@@ -330,7 +333,7 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
             failing.pop_all()
             return save
         try:
-            # Only now: a slot that is lent keeps the next life from staging into it.
+            # Only now: a lent slot keeps the next life from staging into it.
             lent = slots.lend(pending_flush.memory_folder, slot)
         except ValueError as error:
             raise SnapshotIncompleteError(f"step {step.step} was not saved: {error}") from error
@@ -338,9 +341,8 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
 
 
 def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
-    """Saves of the dead life that are not over. Ranks that died before they had handed over their part would be
-    waited for in vain, once what they had is on the disk in another attempt.
-    """
+    """Saves of the dead life that are not over. Once their states are on the disk in another attempt, they must not
+    wait for ranks that died before they had handed over their part."""
     try:
         found = [parse_name(name) for name in os.listdir(request.folder)]
     except OSError:
@@ -353,7 +355,7 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
 
 
 def _write(save: Save) -> None:
-    """The slot is free when this returns, whatever becomes of it."""
+    """Write the slot. It is free when this returns, whether the save succeeded or not."""
     try:
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
@@ -375,7 +377,7 @@ def _let_go(fd: int) -> None:
 
 
 def _await_attempt(save: Save) -> None:
-    """Nobody has begun this attempt: rank 0 does it now, and the others see it come."""
+    """No rank has begun this attempt: rank 0 begins it now, and the others wait for it."""
     path = save.request.attempt_path
     if save.request.rank == 0:
         try:
@@ -387,4 +389,4 @@ def _await_attempt(save: Save) -> None:
     while not path.is_dir():
         if time.monotonic() > deadline or save.request.committed_path.is_dir():
             raise SnapshotWriteError(f"step {save.request.step}: rank 0 has not begun to save it")
-        time.sleep(LOOK_AGAIN_S)  # other nodes' writes announce themselves nowhere
+        time.sleep(LOOK_AGAIN_S)  # writes of other nodes cause no local event

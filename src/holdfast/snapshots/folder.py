@@ -1,12 +1,12 @@
-"""What is in a snapshot folder: which snapshots are committed, which one to resume from, and reading one.
+"""Reads a snapshot folder: which snapshots are committed, which one to resume from, and the content of one.
 
-`survey` checks what is cheap: manifests, names, sizes. Every byte that `RankFile` hands out was checked against its
-digest first. A file is read chunk by chunk by a few threads, each of which hashes what it has just read; a rank that
-needs only some of the tensors (another world size) reads and checks only their chunks.
+`survey` checks cheap properties: manifests, names, sizes. `RankFile` returns only bytes that were checked against their
+digest. A file is read chunk by chunk by a few threads, each of which hashes the chunk that it has just read; a rank
+that needs only some of the tensors (another world size) reads and checks only their chunks.
 
 A reader beside retention gets the whole snapshot or a SnapshotGoneError, never a part: retention renames a folder
-before it deletes anything in it, and files that are open stay readable. Nothing here looks at a time stamp, and nothing
-writes except `quarantine` and `clear_debris`. Knows bytes and names, no tensors.
+before it deletes anything in it, and files that are open stay readable. No function uses a time stamp, and none writes
+except `quarantine` and `clear_debris`. Knows bytes and names, no tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from holdfast.snapshots.manifest import (
 )
 
 GiveWay = Callable[[], object]
-"""Returns when nothing that is more urgent is going on."""
+"""Returns when no more urgent work is in progress."""
 
 
 class RankFile:
@@ -60,7 +60,7 @@ class RankFile:
         self.path = snapshot.path / entry.file
         self.size_bytes = entry.size_bytes
         try:
-            # The file first: once it is open, retention may take its name.
+            # Open the file first: once it is open, retention may delete its name.
             self._file = self.path.open("rb", buffering=0)
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             self.record = self._read_record(snapshot, rank)
@@ -80,10 +80,10 @@ class RankFile:
             raise self._damaged(str(error)) from None
 
     def load(self, names: Iterable[str] | None = None) -> memoryview:
-        """The file's bytes in fresh, writable memory, for `image.spans` to be cut from.
+        """The file's bytes in new, writable memory, from which `image.spans` are cut.
 
-        With `names` only these tensors' bytes are there; the rest is undefined and takes no memory.
-        KeyError for a name that is not in the image.
+        With `names` only these tensors' bytes are read; the rest is undefined and takes no memory. KeyError for a name
+        that is not in the image.
         """
         if names is None:
             numbers = list(range(len(self.record.chunks)))
@@ -101,8 +101,9 @@ class RankFile:
     def check(self, beside: GiveWay | None = None) -> None:
         """Read and check everything, keep nothing.
 
-        `beside` a training: by one thread, past the page cache, and it is called before each chunk. That takes twice as
-        long, a quarter of the processor time when all cores are busy, and the cache stays the data loader's.
+        `beside` is called before each chunk, for a check during training: with it one thread reads past the page cache.
+        That takes twice as long, uses a quarter of the processor time when all cores are busy, and leaves the cache to
+        the data loader.
         """
 
         def pass_over(part: Sequence[int]) -> None:
@@ -117,10 +118,10 @@ class RankFile:
             disk.go_direct(self._file.fileno())
             pass_over(numbers[:-1])
             disk.leave_direct(self._file.fileno())
-            pass_over(numbers[-1:])  # no whole blocks
+            pass_over(numbers[-1:])  # not whole blocks
         else:
             _in_threads(pass_over, numbers)
-        # A header that does not fit its tensors is damage too, whatever its digest.
+        # A header that does not fit its tensors is damage too, even with the right digest.
         _ = self.image
 
     def close(self) -> None:
@@ -149,7 +150,7 @@ class RankFile:
         return record
 
     def _read_new(self, count: int) -> memoryview:
-        """The first chunks, one after the other, as far as there are so many bytes."""
+        """The first chunks in order, as far as `count` bytes exist."""
         data = memoryview(bytearray(min(count * CHUNK_BYTES, self.size_bytes)))
         for number in range(len(chunk_begins(len(data)))):
             self._read_chunk(number, data[number * CHUNK_BYTES :][:CHUNK_BYTES])
@@ -183,20 +184,20 @@ def verify(snapshot: Snapshot, beside: GiveWay | None = None) -> None:
 
 
 def _chunks(span: slice) -> range:
-    """Which chunks hold these bytes."""
+    """The chunks that hold these bytes."""
     return range(span.start // CHUNK_BYTES, -(-span.stop // CHUNK_BYTES) if span.stop > span.start else 0)
 
 
 def _memory(size_bytes: int) -> memoryview:
-    """Memory that begins at a page and is taken only where it is written."""
+    """Memory that begins at a page and is allocated only where it is written."""
     # No huge pages: 473 MB take 0.3 s to touch without them, and 0.1 to 1.5 s with them when memory is fragmented.
     mapped = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(mapped)[:size_bytes]
 
 
 def _in_threads(work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> None:
-    """Do the work on all numbers, a share per thread."""
-    # While half of them wait for the disk, the other half hash.
+    """Do the work on all numbers, split between the threads."""
+    # While half of the threads wait for the disk, the other half hash.
     count = min(2 * hash_threads(), len(numbers))
     if count < 2:
         return work(numbers)
@@ -212,7 +213,7 @@ SUFFIX_MAX = 1000
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A committed snapshot whose manifest and sizes are as they should be."""
+    """A committed snapshot whose manifest and sizes are valid."""
 
     path: Path
     manifest: Manifest
@@ -224,13 +225,13 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        """The step it was saved at."""
+        """The step at which it was saved."""
         return self.manifest.step
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A folder named like a committed snapshot that is none, or that cannot be read now."""
+    """A folder that is named like a committed snapshot, but is none, or cannot be read now."""
 
     path: Path
     key: Key
@@ -238,35 +239,34 @@ class Problem:
 
     @property
     def damaged(self) -> bool:
-        """It will never be a snapshot; otherwise (permissions, a newer version) it may well be a good one."""
+        """Whether it can never be read as a snapshot; otherwise (permissions, a newer version) it may well be valid."""
         return is_damage(self.error)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What is in a snapshot folder. Everything is in ascending order of (step, attempt)."""
+    """The content of a snapshot folder. Everything is in ascending order of (step, attempt)."""
 
     path: Path
     committed: tuple[Snapshot, ...] = ()
     problems: tuple[Problem, ...] = ()
     debris: tuple[Path, ...] = ()
-    """Attempts that did not end (or that are under way now), and what retention did not finish deleting."""
+    """Unfinished attempts (they may be in progress now), and folders that retention did not finish deleting."""
     quarantined: tuple[Path, ...] = ()
 
     @property
     def newest_valid(self) -> Snapshot | None:
-        """The newest whose manifest and sizes are right; its digests are checked when it is read."""
+        """The newest snapshot whose manifest and sizes are valid; its digests are checked when it is read."""
         return self.committed[-1] if self.committed else None
 
     @property
     def fresh(self) -> bool:
-        """Nobody ever saved here."""
+        """Whether the folder has never held a save."""
         return not (self.committed or self.problems or self.debris or self.quarantined)
 
 
 def survey(folder: str | os.PathLike[str]) -> Survey:
-    """Look at a snapshot folder; one that does not exist is empty. Files that are not ours are ignored.
-    SnapshotError."""
+    """List a snapshot folder; a missing one is empty. Files that are not ours are ignored. SnapshotError."""
     path = Path(folder)
     try:
         names = os.listdir(path)
@@ -312,12 +312,12 @@ def inspect(path: Path) -> Snapshot:
 
 
 def is_damage(error: SnapshotError) -> bool:
-    """Whether this snapshot will never be one; otherwise (permissions, a newer version) it may well be good."""
+    """Whether this snapshot can never be read; otherwise (permissions, a newer version) it may well be valid."""
     return isinstance(error, SnapshotDamagedError)
 
 
 def unreadable(snapshot: Path, error: OSError) -> SnapshotError:
-    """What it means that a file of a committed snapshot cannot be read: damage, the whole is gone, or neither."""
+    """The error for an unreadable file of a committed snapshot: damage, the whole snapshot is gone, or neither."""
     if error.errno in (errno.ENOENT, errno.ESTALE) and not snapshot.exists():
         return SnapshotGoneError(f"{snapshot} was removed meanwhile; look for a newer one")
     if error.errno == errno.ENOENT:
@@ -326,10 +326,10 @@ def unreadable(snapshot: Path, error: OSError) -> SnapshotError:
 
 
 def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
-    """The snapshot to resume from; None to start anew.
+    """The snapshot to resume from; None: start from the beginning.
 
-    NoValidSnapshotError when something was saved here and nothing of it is valid, unless `fresh_ok`. What cannot be
-    read now, but may be good and newer than the newest valid one, is an error: it is not passed over in silence.
+    NoValidSnapshotError when there are saves and none of them is valid, unless `fresh_ok`. A snapshot that is
+    unreadable now, but may be valid and newer than the newest valid one, is an error: it is not skipped silently.
     """
     newest = found.newest_valid
     for problem in reversed(found.problems):
@@ -346,9 +346,9 @@ def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
 
 
 def quarantine(path: Path, why: str) -> Path | None:
-    """Set a damaged snapshot aside, so that nobody takes it again; returns its new place.
+    """Rename a damaged snapshot, so that it is not used again; returns its new path.
 
-    None when that cannot be done (read-only, or somebody else was faster): then the caller has to pass it over.
+    None when that fails (read-only, or another process was faster): then the caller has to skip it.
     """
     named = parse_name(path.name)
     if named is None or named.kind is not FolderKind.COMMITTED:
@@ -362,11 +362,11 @@ def quarantine(path: Path, why: str) -> Path | None:
 
 
 def rename_aside(path: Path, key: Key, kind: FolderKind) -> Path | None:
-    """Give a folder the name of this kind (a free one); None when the disk does not let us."""
+    """Give a folder a free name of this kind; None when the disk does not allow it."""
     for number in range(1, SUFFIX_MAX):
         target = path.with_name(key.named(kind) + (f".{number}" if number > 1 else ""))
-        # The kernel refuses to rename a folder onto one that holds anything: nothing is replaced, whoever else is at
-        # it.
+        # The kernel refuses to rename a folder onto one that is not empty: no folder is replaced, even by a concurrent
+        # process.
         try:
             path.rename(target)
         except FileNotFoundError:
@@ -381,10 +381,10 @@ def rename_aside(path: Path, key: Key, kind: FolderKind) -> Path | None:
 
 @contextlib.contextmanager
 def being_written(path: Path) -> Iterator[None]:
-    """Whoever writes to this attempt says so: a lock that goes with the process, for others on this machine to see."""
+    """Mark this attempt as being written: with a lock that ends with the process, visible on this machine."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # what is wrong with it is told where it is written to
+    except OSError:  # the writer itself reports the error
         yield
         return
     try:
@@ -396,7 +396,7 @@ def being_written(path: Path) -> Iterator[None]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a process of this machine is at it. False: none is, or it is on another one."""
+    """Whether a process of this machine writes it. False: none does, or one on another machine."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -413,8 +413,8 @@ def is_being_written(path: Path) -> bool:
 
 
 def clear_debris(found: Survey) -> list[Path]:
-    """Delete what unfinished saves left; returns what is gone. Only for the job that has the folder, and while it
-    saves nothing."""
+    """Delete the remains of unfinished saves; returns the deleted paths. Only for the job that owns the folder, and
+    while it saves nothing."""
     cleared = []
     for path in found.debris:
         named = parse_name(path.name)
@@ -424,7 +424,7 @@ def clear_debris(found: Survey) -> list[Path]:
         if doomed is not None:
             shutil.rmtree(doomed, ignore_errors=True)
             with contextlib.suppress(OSError):
-                doomed.unlink()  # no folder at all: a file, or a link, whose target is somebody else's
+                doomed.unlink()  # not a folder: a file, or a link, whose target is not ours
             if not os.path.lexists(doomed):
                 cleared.append(path)
     return cleared

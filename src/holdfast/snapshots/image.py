@@ -1,8 +1,8 @@
-"""The bytes of one rank's file: a safetensors file, planned before any tensor is copied and read with suspicion.
+"""The bytes of one rank's file: a safetensors file, planned before any tensor is copied, and validated when it is read.
 
     8 bytes, little endian: length of the header | header: JSON, padded with spaces | the tensors, without a gap
 
-The same bytes are the content of a memory slot: whoever saves copies bytes and knows nothing of tensors. No torch here.
+The same bytes are the content of a memory slot: the saver copies bytes and knows nothing of tensors. No torch here.
 
 The format allows no holes, so tensors are laid out such that each begins at a multiple of its item's size, and each
 whose size is a multiple of 64 bytes (all large ones are) at a multiple of 64 bytes from the file's start."""
@@ -51,7 +51,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Image:
-    """Where everything is in one rank's file."""
+    """The layout of one rank's file."""
 
     header: bytes
     """All bytes before the first tensor."""
@@ -107,7 +107,7 @@ class Image:
 
     @cached_property
     def spans(self) -> dict[str, slice]:
-        """Where each tensor is, in bytes from the file's start."""
+        """The place of each tensor, in bytes from the file's start."""
         spans, begin = {}, len(self.header)
         for entry in self.entries:
             spans[entry.name] = slice(begin, begin + entry.nbytes)

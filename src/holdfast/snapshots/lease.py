@@ -1,19 +1,17 @@
 """One job per snapshot folder: a file `lease.000003` that names its owner, and a counter in it that a live owner
 advances.
 
-The file with the highest number is the lease. It is taken by making the next number with O_EXCL, so one of several
+The file with the highest number is the lease. A job takes it by creating the next number with O_EXCL, so one of several
 contenders wins, and an owner that sees a higher number than its own knows that it has lost.
 
-Who may take it over, and when:
-- at once: it was given back; or its owner was a process of this machine that is no more;
-- after the counter has stood still for LOOKS looks that are LOOK_S apart, or LOOKS_SAME_RUN when the owner is of the
-  same run id: nobody is there. (holdfast lets one generation of a run live at a time; but two jobs may have one run
-  id);
-- otherwise never: a counter that moves, and a process of this machine that lives, is a SnapshotBusyError.
+When another job may take the lease over:
+- at once: it was given back; or its owner was a process of this machine that has ended;
+- after LOOKS reads of an unchanged counter, LOOK_S apart, or LOOKS_SAME_RUN when the owner has the same run id: the
+  owner is dead. (holdfast lets one generation of a run live at a time; but two jobs may have one run id);
+- otherwise never: a counter that moves, or a living process of this machine, is a SnapshotBusyError.
 
-No clock of another machine is compared with anything. An owner elsewhere that is frozen longer than that loses the
-lease and learns it at its next `check`; what both saved meanwhile are whole snapshots, because attempts are exclusive
-anyway."""
+Clocks of two machines are never compared. An owner on another machine that is frozen longer than that loses the lease
+and learns it at its next `check`; the snapshots that both saved meanwhile are whole, because attempts are exclusive."""
 
 from __future__ import annotations
 
@@ -38,15 +36,15 @@ BEAT_S = 2.0
 LOOK_S = 2.0
 LOOKS = 10
 LOOKS_SAME_RUN = 3
-"""More than one beat; a restart on another node waits for it."""
+"""More than one beat; a restart on another node waits this long."""
 MOVES_SAME_RUN = 2
-"""The first one may be the last beat of a dead owner, which a network file system shows late."""
+"""The first change may be the last beat of a dead owner, which a network file system shows late."""
 BEATS_MISSED_MAX = 10
-"""In a row; then others may take the folder, and `check` reports it."""
+"""Failed beats in a row; then others may take the folder, and `check` reports it."""
 JOIN_S = 5.0
 LEASE_BYTES_MAX = 64 << 10
 NO_IDENTITY = ("", "none")
-"""Run ids that tell nothing: torchrun's default is the same for every job."""
+"""Run ids that identify nothing: torchrun's default is the same for every job."""
 
 COUNTER = "{:020d}"
 FREE = "free".ljust(20)
@@ -55,23 +53,23 @@ _NAME = re.compile(r"lease\.([0-9]{6,18})")
 
 @dataclass(frozen=True)
 class LeaseOwner:
-    """Who has a lease, as far as others can tell."""
+    """The owner of a lease, as far as other jobs can identify it."""
 
     run_id: str = ""
     host: str = ""
     pid: int = 0
     machine: str = ""
-    """The boot and the process namespace: where these are equal, the pid means the same process as here."""
+    """The boot and the process namespace: if both are equal here, the pid means the same process."""
     started: str = ""
-    """When the process started, in the kernel's ticks: a pid is used again, a pid and its start are not."""
+    """When the process started, in the kernel's ticks: a pid is reused, a pid with its start is not."""
 
     @classmethod
     def me(cls, run_id: str) -> LeaseOwner:
-        """This process."""
+        """The owner that this process is."""
         return cls(run_id, os.uname().nodename, os.getpid(), _machine(), _started(os.getpid()))
 
     def same_run(self, other: LeaseOwner) -> bool:
-        """Whether both are of one run that has an identity."""
+        """Whether both belong to one run that has an identity."""
         return self.run_id == other.run_id and self.run_id not in NO_IDENTITY
 
     def is_here(self) -> bool:
@@ -79,7 +77,7 @@ class LeaseOwner:
         return bool(self.machine) and self.machine == _machine()
 
     def is_dead(self) -> bool:
-        """Whether it certainly is no more: a process of this machine that is gone."""
+        """Whether it certainly has ended: a process of this machine that is gone."""
         if not self.is_here():
             return False
         try:
@@ -103,7 +101,7 @@ class _Seen(NamedTuple):
 
     @property
     def owner(self) -> LeaseOwner:
-        """Whoever wrote it; nobody in particular when that cannot be read (it was being written)."""
+        """The writer of the lease; an empty owner when that is unreadable (it was being written)."""
         try:
             return LeaseOwner(**json.loads(self.text.partition("\n")[0]))
         except (ValueError, TypeError):
@@ -115,7 +113,7 @@ class _Seen(NamedTuple):
 
 
 class FolderLease:
-    """The lease of a folder, held until `release`; a thread of its own advances the counter. See `acquire`."""
+    """The lease of a folder, held until `release`; its own thread advances the counter. See `acquire`."""
 
     def __init__(self, folder: Path, number: int, file: int, counter_at: int, beat_s: float) -> None:
         self._folder, self._number, self._file, self._counter_at, self._beat_s = (
@@ -131,22 +129,21 @@ class FolderLease:
         self._thread.start()
 
     def check(self) -> None:
-        """What the thread has seen. SnapshotBusyError: another job took the folder. Until it is over:
-        SnapshotFolderError, the folder has vanished; SnapshotWriteError, the counter could not be written for long.
-        One failed beat is nothing.
-        """
+        """Raise the problem that the thread has found. SnapshotBusyError: another job took the folder. While it lasts:
+        SnapshotFolderError, the folder has vanished; SnapshotWriteError, the counter could not be written for long. One
+        failed beat is no problem."""
         if self._trouble is not None:
             raise self._trouble
 
     def confirm(self) -> None:
-        """Look now, before something is written. SnapshotBusyError, SnapshotFolderError, SnapshotWriteError."""
+        """Check now, before a write. SnapshotBusyError, SnapshotFolderError, SnapshotWriteError."""
         try:
             self._look()
         except OSError as error:
             raise disk.write_error(error, self._folder) from error
 
     def _look(self) -> None:
-        """OSError, besides what `confirm` raises."""
+        """OSError, in addition to the errors of `confirm`."""
         try:
             newest = _newest(self._folder)
             if newest is not None and newest.number != self._number:
@@ -158,11 +155,11 @@ class FolderLease:
             raise disk.vanished(self._folder)
 
     def release(self) -> None:
-        """Give it back; the next job need not wait. May be called again."""
+        """Give the lease back; the next job need not wait. May be called again."""
         if self._ending.is_set():
             return
         self._ending.set()
-        # A disk that stalls must not hold us: the thread is a daemon, and the file is closed by whoever ends last.
+        # A stalled disk must not block us: the thread is a daemon, and the last user closes the file.
         self._thread.join(JOIN_S)
         if not self._thread.is_alive():
             with contextlib.suppress(OSError):
@@ -199,7 +196,7 @@ class FolderLease:
 
     def _put(self, counter: str) -> None:
         os.pwrite(self._file, counter.encode(), self._counter_at)
-        # Another node sees it only once it has left this one.
+        # Another node sees it only after it has left this node.
         os.fdatasync(self._file)
 
 
@@ -231,7 +228,7 @@ def acquire(
 
 
 def owner(folder: str | os.PathLike[str]) -> LeaseOwner | None:
-    """Who has the folder, or had it last without giving it back; None when nobody has."""
+    """The owner of the folder, or the last one if it did not give it back; None: there is none."""
     seen = _newest(Path(folder))
     return None if seen is None or seen.free else seen.owner
 
@@ -264,7 +261,7 @@ def _busy(folder: Path, owner: LeaseOwner, *, same_run: bool) -> SnapshotBusyErr
 
 
 def _claim(folder: Path, number: int, me: LeaseOwner, beat_s: float) -> FolderLease | None:
-    """Make the lease with this number; None when somebody else was faster."""
+    """Create the lease with this number; None when another job was faster."""
     path = folder / _name(number)
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -276,7 +273,7 @@ def _claim(folder: Path, number: int, me: LeaseOwner, beat_s: float) -> FolderLe
         os.fsync(file)
         newest = _newest(folder)
         if newest is None or newest.number != number:
-            # While we looked, others took and gave back, and cleared away, the number that we made.
+            # Meanwhile other jobs took, gave back and cleared away the number that we made.
             path.unlink(missing_ok=True)
             os.close(file)
             return None
@@ -320,6 +317,6 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """The start time of a process; empty when it is dead (a zombie too) or not to be seen."""
+    """The start time of a process; empty when it is dead (a zombie too) or not visible."""
     stat = process_stat(pid)
     return stat.started if stat is not None and not stat.has_ended else ""

@@ -1,4 +1,4 @@
-"""What a snapshot consists of: the names in a snapshot folder, a record per rank, MANIFEST.json over all of them.
+"""The parts of a snapshot: names in a snapshot folder, one record per rank, MANIFEST.json over all records.
 
     runs/a/                                  the snapshot folder, one per job
       step_000000120.0001/                   a committed snapshot: step 120, attempt 1
@@ -11,7 +11,7 @@
       lease.000003                           which job has the folder
 
 Order is (step, attempt), never a time stamp. Records and manifest are JSON, read strictly: bounded, every field of its
-type, nothing missing. The manifest holds a digest of its own text, so that an edited one is found out. Knows names and
+type, nothing missing. The manifest holds a digest of its own text, so that an edited one is detected. Knows names and
 texts, opens nothing.
 """
 
@@ -39,7 +39,7 @@ _NAME = re.compile(r"(?:(attempt|bad|gone)\.)?step_([0-9]{9,18})\.([0-9]{4,9})(\
 
 
 class FolderKind(Enum):
-    """What a folder is, by its name."""
+    """The kind of a folder, by its name."""
 
     COMMITTED = ""
     ATTEMPT = "attempt"
@@ -48,7 +48,7 @@ class FolderKind(Enum):
 
 
 class Key(NamedTuple):
-    """Which snapshot; they are ordered by it."""
+    """The key of a snapshot; snapshots are ordered by it."""
 
     step: int
     attempt: int
@@ -64,19 +64,19 @@ class Key(NamedTuple):
 
 
 class Named(NamedTuple):
-    """What a folder's name tells."""
+    """The information in a folder's name."""
 
     kind: FolderKind
     key: Key
 
 
 def parse_name(name: str) -> Named | None:
-    """What the name of a folder tells; None when it is none of ours."""
+    """The information in a folder's name; None when the folder is not ours."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
     key, kind = Key(int(found[2]), int(found[3])), FolderKind(found[1] or "")
-    # One snapshot has one name: with zeros too many, or a suffix on what may be in use, it is somebody else's folder.
+    # A snapshot has one valid name: with extra zeros, or a suffix on a name in use, the folder is not ours.
     suffix = found[4] or ""
     if name != key.named(kind) + suffix or (suffix and kind not in (FolderKind.BAD, FolderKind.GONE)):
         return None
@@ -84,18 +84,18 @@ def parse_name(name: str) -> Named | None:
 
 
 def check_step(step: int) -> None:
-    """ValueError for a step that has no name."""
+    """ValueError for an invalid step."""
     if not 0 <= step <= STEP_MAX:
         raise ValueError(f"step {step} is not between 0 and {STEP_MAX}")
 
 
 def attempt_path(folder: Path, key: Key) -> Path:
-    """Where a snapshot is while it is written."""
+    """The path of a snapshot while it is written."""
     return folder / key.named(FolderKind.ATTEMPT)
 
 
 def committed_path(folder: Path, key: Key) -> Path:
-    """Where it is once it is committed."""
+    """The path of a snapshot after the commit."""
     return folder / key.name
 
 
@@ -110,7 +110,7 @@ def record_file(rank: int) -> str:
 
 
 def refusal_file(rank: int) -> str:
-    """Name of what a rank leaves when it cannot write its part."""
+    """Name of the file that a rank leaves when it cannot write its part."""
     return f"rank_{rank:05d}.refused"
 
 
@@ -124,7 +124,7 @@ METADATA_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank's part of a snapshot, as that rank wrote it down."""
+    """One rank's part of a snapshot, as that rank recorded it."""
 
     step: int
     attempt: int
@@ -135,7 +135,7 @@ class RankRecord:
     """The root over `chunks`."""
     chunks: tuple[str, ...]
     note: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever the saving side wants to tell with it; JSON."""
+    """Any data that the saving side adds; JSON."""
 
     def dump(self) -> str:
         """The record's text."""
@@ -177,14 +177,14 @@ class RankEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What belongs to a snapshot."""
+    """The content of MANIFEST.json."""
 
     step: int
     attempt: int
     ranks: tuple[RankEntry, ...]
-    """Of every rank of the world that saved, in order."""
+    """All ranks of the world that saved, in order."""
     metadata: Mapping[str, Any]
-    """The user's, and "metrics" for retention; JSON."""
+    """The user's metadata, and "metrics" for retention; JSON."""
     saved_unix_s: float
     """The wall clock at the commit: for people and for Keep(every="6h"); no order depends on it."""
 
@@ -195,7 +195,7 @@ class Manifest:
 
     @property
     def world(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return len(self.ranks)
 
     @property
@@ -205,7 +205,7 @@ class Manifest:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers by which retention knows the best; none that is not finite."""
+        """The finite numbers by which retention selects the best."""
         metrics = self.metadata.get("metrics")
         return (
             {name: value for name, value in metrics.items() if _is_number(value)} if isinstance(metrics, dict) else {}
@@ -269,7 +269,7 @@ def _entries(fields: _Fields) -> tuple[RankEntry, ...]:
 
 
 def finite(value: Any) -> Any:
-    """The same with null for every number that JSON cannot hold: a loss that is NaN must not prevent a save."""
+    """The same value with null for every number that JSON cannot hold: a loss that is NaN must not prevent a save."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -288,7 +288,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Fields:
-    """A JSON object that is taken apart with suspicion."""
+    """Reads a JSON object and validates every field."""
 
     def __init__(self, text: str, what: str) -> None:
         self._what = what

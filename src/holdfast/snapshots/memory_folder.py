@@ -1,16 +1,16 @@
-"""A job's folder in /dev/shm on one node (the shared-memory folder), its saver's socket, and the messages on that socket.
+"""A job's shared-memory folder (in /dev/shm on one node), its saver's socket, and the messages on that socket.
 
-    /dev/shm/holdfast-<uid>-<run id>-<key>/      mode 0700, a shared lock on it for as long as it is needed
+    /dev/shm/holdfast-<uid>-<run id>-<key>/      mode 0700, locked (shared) while it is in use
       saver.sock                                 where workers reach the saver
       <local rank>.<0|1>                         slots (slots.py)
 
-A shared-memory folder is in use while any process holds a shared lock on the folder itself: the agent under holdfast, the saver and
-the workers elsewhere. The kernel drops a lock with its process, however that ends, and knows it across containers
-that share a /dev/shm. So a process that can lock a shared-memory folder alone knows that it belongs to a dead run, and removes it;
-every agent and every first worker does that when it starts.
+A shared-memory folder is in use while any process holds a shared lock on the folder itself: the agent under holdfast,
+the saver and the workers elsewhere. The kernel drops a lock with its process, however that ends, and also across
+containers that share a /dev/shm. So a process that gets an exclusive lock knows that the folder belongs to a dead run,
+and removes it; every agent and every first worker does that when it starts.
 
-Under holdfast the saver is the agent's child and started when a worker connects. Elsewhere the first worker of the node
-starts it, as a process of its own that ends after the job: torchrun's end, or under no launcher this process's.
+Under holdfast the saver is the agent's child and is started when a worker connects. Elsewhere the first worker of the
+node starts it, as a separate process that ends after torchrun, or after this process where there is no launcher.
 
 Messages on that socket are those of seqpacket.py:
 
@@ -19,13 +19,13 @@ Messages on that socket are those of seqpacket.py:
                                                                       carries a shared lock on it
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
                      {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
-                     {"do": "bye"}                                    it ends as it should: nothing is rescued
+                     {"do": "bye"}                                    a regular end: nothing is rescued
     saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free
-                     {"is": "saved", "id", "path"}                    all is done; rank 0: the snapshot is committed
+                     {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
                      {"is": "failed", "id", "code", "text", "made_good"}
                      {"is": "idle", "id"}
                      {"is": "read back", "code", "text"}              no code: every byte is what was saved
-                     {"is": "news", "text"}                           what became of a previous leader's save
+                     {"is": "news", "text"}                           the result of a previous worker's save
     agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
@@ -52,23 +52,23 @@ from holdfast.linux import process_stat
 from holdfast.protocol.errors import SnapshotMemoryError
 
 ROOT = Path("/dev/shm")
-"""Memory, and the only place that is: a slot on a disk would be a slow snapshot that nobody verifies."""
+"""The only place in memory: a slot on a disk would be a slow snapshot without verification."""
 SOCKET = "saver.sock"
 RUN_ID_CHARACTERS_MAX = 32
-"""In the name, for people; a socket's path may have 107 bytes."""
+"""Characters of the run id in the name, for people; a socket's path may have 107 bytes."""
 KEY_BYTES = 8
 TRIES_MAX = 100
 
 
 START_LIMIT_S = 10.0
-"""For a detached saver to be on its own feet, and for another worker of this node that is starting it."""
+"""Limit for the start of a detached saver, also by another worker of this node."""
 LOOK_AGAIN_S = 0.01
 SAVER_VARIABLE = "HOLDFAST_SAVER"
-"""In a worker's environment: `MEMORY_FOLDER@GENERATION@LOCAL_RANK`, where its slots and its saver are and which are its own."""
+"""In a worker's environment: `MEMORY_FOLDER@GENERATION@LOCAL_RANK`, the place of its slots and its saver."""
 BACKLOG = 256
-"""Connections that may wait for the saver to come up; all local ranks come at once."""
+"""Connections that may wait for the saver's start; all local ranks connect at once."""
 FINISH_LIMIT_S = 120.0
-"""At the agent's end: how long saves in flight are waited for. What is not done then is an uncommitted attempt."""
+"""At the agent's end: how long to wait for saves in flight. A save that is not done then is an uncommitted attempt."""
 Packet = dict[str, Any]
 
 _CREDENTIALS = struct.Struct("3i")
@@ -76,21 +76,21 @@ _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from holdfast.snapshots.sa
 
 
 class MemoryFolder:
-    """A shared-memory folder that this process holds."""
+    """A shared-memory folder that this process keeps locked."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
-        """Carries the lock; a process that inherits it holds the shared-memory folder as well."""
+        """Carries the lock; a process that inherits it holds the folder as well."""
 
     @classmethod
     def make(cls, run_id: str, root: Path = ROOT) -> MemoryFolder:
-        """A new one. Raises OSError."""
+        """Make a new folder. Raises OSError."""
         return cls.at(name_of(run_id, os.urandom(KEY_BYTES).hex()), root)
 
     @classmethod
     def at(cls, name: str, root: Path = ROOT) -> MemoryFolder:
-        """The one of this name, made if there is none. Raises OSError; PermissionError when it is not ours alone."""
+        """The folder of this name, made if there is none. Raises OSError; PermissionError when it is not ours alone."""
         path = root / name
         for _ in range(TRIES_MAX):
             with contextlib.suppress(FileExistsError):
@@ -104,30 +104,31 @@ class MemoryFolder:
         raise FileExistsError(17, "removed as soon as it is made", str(path))
 
     def close(self) -> None:
-        """Let go of it; it stays while others hold it."""
+        """Release the folder; it stays while others hold it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def remove(self) -> None:
-        """Remove it with all there is in it, though others hold it: what they have mapped stays theirs."""
+        """Remove the folder with its content, even if others hold it: their mappings stay valid."""
         remove_folder(self.path)
         self.close()
 
 
 def name_of(run_id: str, key: str) -> str:
-    """Name of a shared-memory folder: whose, which run, and `key`, which tells it from all others."""
+    """Name of a shared-memory folder: its user, its run, and the unique `key`."""
     readable = re.sub(r"[^A-Za-z0-9_.=+-]", "_", run_id)[:RUN_ID_CHARACTERS_MAX]
     return f"holdfast-{os.getuid()}-{readable}-{key}"
 
 
 def key_of(*parts: object) -> str:
-    """A key that everybody makes alike from the same parts."""
+    """A key that every process computes alike from the same parts."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[: 2 * KEY_BYTES]
 
 
 def clean(root: Path = ROOT) -> list[Path]:
-    """Remove what dead runs of this user have left. Returns what was removed; what resists is left alone."""
+    """Remove the folders of this user's dead runs. Returns the removed ones; a folder that cannot be removed is
+    skipped."""
     removed: list[Path] = []
     prefix = f"holdfast-{os.getuid()}-"
     try:
@@ -147,7 +148,7 @@ def clean(root: Path = ROOT) -> list[Path]:
 
 
 def _hold(path: Path, fd: int) -> bool:
-    """Lock it shared. False when it was removed in between, or is about to be."""
+    """Lock it shared. False when the folder was removed in between, or is about to be."""
     try:
         found = os.fstat(fd)
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -165,7 +166,7 @@ def _hold(path: Path, fd: int) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """With all there is in it: plain files and a socket, and no folder. Raises OSError."""
+    """Remove a folder that holds plain files and a socket, but no folders. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(path):
             with contextlib.suppress(FileNotFoundError):
@@ -175,24 +176,24 @@ def remove_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SaverAddress:
-    """Where one worker's slots and saver are."""
+    """The place of one worker's slots and saver."""
 
     folder: Path
     local_rank: int
     generation: int
     anchor: int
-    """The process whose end is the job's; 0: an agent looks after the saver."""
+    """The process after whose end the saver ends; 0: an agent controls the saver."""
     held: MemoryFolder | None = None
-    """What keeps the folder from being cleaned away while this process lives; None: the agent does."""
+    """Keeps the folder from being cleaned away while this process lives; None: the agent does."""
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> SaverAddress:
-        """By the environment. Raises SnapshotMemoryError when there is no memory to keep anything in."""
+        """Read it from the environment. Raises SnapshotMemoryError when there is no memory for a folder."""
         address = environ.get(SAVER_VARIABLE, "")
         if address:
             folder, generation, local_rank = address.rsplit("@", 2)
             return cls(Path(folder), int(local_rank), int(generation), 0)
-        # torchrun's workers find the same shared-memory folder after a restart, because torchrun itself has not changed.
+        # torchrun's workers find the same folder after a restart, because torchrun itself has not changed.
         launched = "TORCHELASTIC_RUN_ID" in environ
         anchor = os.getppid() if launched else os.getpid()
         run_id = environ.get("TORCHELASTIC_RUN_ID", "plain")
@@ -206,7 +207,7 @@ class SaverAddress:
         return cls(held.path, int(local_rank), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")), anchor, held)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self.held is not None:
             self.held.close()
 
@@ -216,7 +217,7 @@ class SaverAddress:
 
 
 def connect(folder: Path) -> socket.socket:
-    """To the saver of this shared-memory folder. Raises OSError; never waits, because a full backlog is an error."""
+    """Connect to the saver of this folder. Raises OSError; never waits, because a full backlog is an error."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.setblocking(False)
@@ -237,7 +238,7 @@ def start_saver(place: SaverAddress) -> socket.socket:
             return connect(place.folder)
         path.unlink(missing_ok=True)
         with listen(path) as listening:
-            # It waits in the socket until the saver is up; a saver without workers might end at once.
+            # The connection waits in the socket until the saver listens; a saver without workers might end at once.
             sock = connect(place.folder)
             passed = [listening.fileno(), *([place.held.fd] if place.held is not None else [])]
             argv = saver_argv(place.folder, listening=listening.fileno(), anchor=place.anchor)
@@ -252,8 +253,8 @@ def start_saver(place: SaverAddress) -> socket.socket:
 
 
 def _run_apart(argv: list[str], passed: list[int]) -> None:
-    """A program that leaves this process's session, and this process, at once. Raises OSError, SubprocessError."""
-    import subprocess  # here: the saver and the agent import this module as well, and need none
+    """Run a program in its own session, detached from this process. Raises OSError, SubprocessError."""
+    import subprocess  # lazily: the saver and the agent import this module as well, and do not need it
 
     null = subprocess.DEVNULL
     subprocess.run(
@@ -270,7 +271,7 @@ def _run_apart(argv: list[str], passed: list[int]) -> None:
 
 
 def _lock_within(fd: int, limit_s: float) -> None:
-    """An exclusive lock. Raises TimeoutError, which is an OSError."""
+    """Take an exclusive lock. Raises TimeoutError, which is an OSError."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -284,7 +285,7 @@ def _lock_within(fd: int, limit_s: float) -> None:
 
 
 def _start_time(pid: int) -> str:
-    """Empty when it is gone."""
+    """The start time; empty when the process is gone."""
     stat = process_stat(pid)
     return stat.started if stat is not None else ""
 
@@ -302,13 +303,13 @@ def field(packet: Packet, name: str, kind: type[Any]) -> Any:
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end when it connected; the process is 0 when it cannot be seen from here."""
+    """Process and user at the other end when it connected; the process is 0 when it is not visible here."""
     pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def listen(path: Path) -> socket.socket:
-    """Where workers find the saver; the folder keeps others out. Raises OSError."""
+    """The socket to which workers connect; the folder's mode excludes other users. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.bind(str(path))
@@ -322,9 +323,9 @@ def listen(path: Path) -> socket.socket:
 def saver_argv(folder: Path, *, listening: int, control: int = -1, anchor: int = 0) -> list[str]:
     """The saver's command line: `listening` is a descriptor's number in it, and so is `control`, the agent's socket.
 
-    Without an agent: `anchor` is the process whose end is the job's.
+    Without an agent, `anchor` is the process after whose end the saver ends.
     """
-    # Our package is found by its place, and nothing else is: no site-packages, no PYTHONPATH, no folder of the user's.
+    # Only our package is on its path: no site-packages, no PYTHONPATH, no folder of the user.
     root = str(Path(__file__).resolve().parents[2])
     return [
         sys.executable,

@@ -1,8 +1,8 @@
-"""Which snapshots stay, and how the others go.
+"""Decides which snapshots are kept, and deletes the others.
 
 `Keep` decides from manifests alone. `prune` counts a snapshot only after it has read it back whole, and deletes only
-what the remaining, read-back ones make superfluous: a damaged newest one never costs a good older one. Deleting renames
-first: a crash in the middle leaves a folder that says that it is going, and no reader ever finds half a snapshot.
+snapshots that are superfluous given the verified ones: a damaged newest one never costs a good older one. Deletion
+renames first: after a crash the folder's name shows that it is being deleted, and no reader finds half a snapshot.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Keep:
                 raise RetentionError(f'Keep(best={self.best!r}): it looks like ("loss", "min") or ("loss", "min", 3)')
 
     def choose(self, found: Sequence[Snapshot]) -> set[Key]:
-        """What stays of these, which are in ascending order."""
+        """The keys to keep of these snapshots, which are in ascending order."""
         stays = {snapshot.key for snapshot in found[-self.last :]}
         if self.every is not None:
             stays |= _spaced(
@@ -57,7 +57,7 @@ class Keep:
         return stays | self._best(found)
 
     def _best(self, found: Sequence[Snapshot]) -> set[Key]:
-        """The best by a metric; of equals the newer. Snapshots without the metric are none of them."""
+        """The best by a metric; of equal ones the newer. Snapshots without the metric are not considered."""
         if self.best is None:
             return set()
         name, sense = self.best[:2]
@@ -73,33 +73,33 @@ class Keep:
 
 @dataclass
 class Verified:
-    """Snapshots that were read back whole, so that each is read once. Kept by whoever prunes repeatedly."""
+    """Snapshots that were read back whole, so that each is read once. Keep this object between calls of `prune`."""
 
     read: Callable[[Snapshot], None] = folder.verify
     """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
     digests: set[tuple[Path, str]] = field(default_factory=set)
-    """Folder and manifest text's identity: another snapshot of the same name is read again."""
+    """Folder and a hash of the manifest's text: another snapshot of the same name is read again."""
 
     def check(self, snapshot: Snapshot) -> None:
-        """Read it back unless that was done. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+        """Read it back unless that was done before. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
         identity = (snapshot.path, snapshot.manifest.dump())
         if identity not in self.digests:
             self.read(snapshot)
             self.digests.add(identity)
 
     def forget(self, path: Path) -> None:
-        """It is gone."""
+        """The snapshot was deleted."""
         self.digests = {each for each in self.digests if each[0] != path}
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` did, or would do."""
+    """The actions of `prune`, done or, in a dry run, planned."""
 
     kept: tuple[Snapshot, ...]
     deleted: tuple[Path, ...]
     damaged: tuple[tuple[Path, SnapshotError], ...]
-    """Found damaged while reading them back; set aside (not in a dry run)."""
+    """Found damaged when they were read back, and renamed (not in a dry run)."""
 
 
 def prune(
@@ -120,7 +120,7 @@ def prune(
     damaged: list[tuple[Path, SnapshotError]] = []
     unread: set[Key] = set()
     while True:
-        # What stays has to be good; what goes need not be read.
+        # Kept snapshots have to be good; deleted ones need not be read.
         stays = keep.choose(found)
         bad = _first_bad([snapshot for snapshot in reversed(found) if snapshot.key in stays], verified)
         if bad is None:
@@ -150,7 +150,8 @@ def _first_bad(snapshots: Sequence[Snapshot], verified: Verified) -> tuple[Snaps
 
 
 def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snapshot]:
-    """Oldest first; returns what the disk let go. All names are gone for good before the first byte is deleted."""
+    """Delete the oldest first; returns the deleted ones. All names are durably changed before the first byte is
+    deleted."""
     going = {}
     for snapshot in doomed:
         aside = folder.rename_aside(snapshot.path, snapshot.key, FolderKind.GONE)
@@ -171,7 +172,7 @@ def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snap
 
 
 def seconds(every: str | float) -> float:
-    """A time: seconds, or "90s", "30min", "6h", "1d". RetentionError."""
+    """A duration: seconds, or "90s", "30min", "6h", "1d". RetentionError."""
     value = seconds_of(every)
     if value is None:
         raise RetentionError(f"{every!r} is no time; write 90s, 30min, 6h or 1d")
@@ -179,11 +180,11 @@ def seconds(every: str | float) -> float:
 
 
 def _spaced(found: Sequence[tuple[float, Key]], interval: float) -> set[Key]:
-    """From the oldest on, each that is far enough from the one kept before it: what stays now stays later."""
+    """From the oldest on, each that is far enough from the one kept before it, so that a kept one stays kept later."""
     stays: set[Key] = set()
     before: float | None = None
     for at, key in found:
-        # A clock that was set back (at < before) must not let everything after it go.
+        # A clock that was set back (at < before) must not delete everything after it.
         if before is None or at >= before + interval or at < before:
             stays.add(key)
             before = at

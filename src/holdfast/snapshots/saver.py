@@ -2,22 +2,22 @@
 
     python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as memory_folder.saver_argv builds it
 
-FOLDER is the shared-memory folder. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or -1: then this
-process detaches itself, and ANCHOR is the process whose end is the job's (torchrun, or the one worker there is).
+FOLDER is the shared-memory folder. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or
+-1: then this process detaches itself, and the job ends with the process ANCHOR (torchrun, or the only worker).
 
-What it promises, in what order things end:
-- A save whose packet was sent is carried out, be the sender dead or alive: the packet waits in the socket, and with it
-  the descriptor whose lock keeps the slot from being staged into.
-- When a worker of this node has died without a goodbye and no other is left of those beside it, the newest step that
-  all ranks of the job have in memory is written too, of each snapshot folder, if it is newer than what is on disk
-  (saving.py).
-- "finish" from the agent: everything that is in flight is carried out, then it ends. The agent waits
-  memory_folder.FINISH_LIMIT_S.
-- The agent is gone without that: it ends at once, and what was in flight is an attempt that was never committed.
-- Without an agent: it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and nothing is in flight.
+Its promises:
+- A save whose packet was sent is carried out, even when the sender dies: the packet waits in the socket, with the
+  descriptor whose lock keeps the slot from being staged into.
+- When a worker of this node has died without "bye" and no other worker of its generation is left, the saver also writes
+  the newest step that all ranks of the job have in memory, for each snapshot folder, if it is newer than the disk
+  (flush.py).
+- On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
+- When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
+- Without an agent it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and no save
+  is in flight.
 
-One thread looks after sockets and processes; each save has one of its own, which sleeps in the disk. Signals that end
-whole sessions are ignored: what it does is finite.
+One thread handles sockets and processes; each save has its own thread, which can block on the disk. Signals that end
+whole sessions are ignored, because the saver's work is finite.
 Standard library and our snapshots only.
 """
 
@@ -44,37 +44,37 @@ from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
 
 SAVES_PER_WORKER_MAX = 8
-"""In flight; there are only two slots, so more is a fault of the caller's."""
+"""Saves in flight; there are only two slots, so more is a fault of the caller."""
 NEWS_MAX = 16
-"""Failures of saves whose worker is gone, kept for its successor."""
+"""Failures of saves whose worker is gone, kept for the next worker of that rank."""
 NICENESS = 5
-"""Training goes first; where the kernel counts by sessions (autogroup) ours has as much as the worker's, and is not
-lowered: a save that does not keep up makes the next one wait for a slot."""
+"""Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
+worker's and is not lowered: a save that is too slow makes the next one wait for a slot."""
 
 
 @dataclass(eq=False)
 class SaverConnection:
-    """A connection."""
+    """A worker's connection."""
 
     sock: socket.socket
     pidfd: int = -1
-    """Becomes readable at its death, though a data loader it forked keeps the socket open; -1: there is none."""
+    """Becomes readable when the worker dies, even if a data loader that it forked keeps the socket open; -1: none."""
     local_rank: int = -1
-    """-1: it has not said hello."""
+    """-1: it has not sent "hello"."""
     generation: int = 0
     left: bool = False
-    """It has said goodbye."""
+    """It has sent "bye"."""
     failures: list[str] = field(default_factory=list)
-    """It was told of; should it die, nobody knows whether it has read them."""
+    """Failures that were sent to it; if it dies, it may not have read them."""
 
 
 @dataclass
 class InFlight:
-    """Saves of one local rank that are not over, and the calls that wait until none is being written."""
+    """Unfinished saves of one local rank, and the calls that wait until none is being written."""
 
     saves: int = 0
     writing: int = 0
-    """Those of them that still write, and wait for nobody."""
+    """How many of them still write, and do not wait for other ranks."""
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
     def when_written(self, call: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class InFlight:
         self.changed()
 
     def changed(self) -> None:
-        """Some may be over, or written."""
+        """Some saves may be finished, or written."""
         if not self.writing:
             due, self.waiting = self.waiting, []
             for call in due:
@@ -91,28 +91,28 @@ class InFlight:
 
 
 class Saver:
-    """One node's saver. Everything but `carry_out` runs in one thread."""
+    """One node's saver. Everything except `carry_out` runs in one thread."""
 
     def __init__(
         self, folder: Path, listening: socket.socket, control: socket.socket | None, anchor_fd: int | None = None
     ) -> None:
-        """`control`: the agent's; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone
+        """`control`: the agent's socket; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone
         already."""
         self._folder = folder
         self._listening = listening
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Calls for this thread, from those that save."""
+        """Calls for this thread, from the threads that save."""
         self._woken, self._wake = socket.socketpair()
         self._workers: set[SaverConnection] = set()
         self._gone: dict[int, int] = {}
-        """Local rank -> generation, of those that left or died since the last rescue."""
+        """Local rank -> generation, of workers that left or died since the last rescue."""
         self._crashed = False
         self._mappings = Mappings()
         self._in_flight: dict[int, InFlight] = {}
         self._newest_asked: dict[tuple[str, int], int] = {}
-        """Snapshot folder, local rank -> newest step that was to be saved, since the last rescue, and did not fail."""
+        """Snapshot folder, local rank -> newest step that was handed over since the last rescue, and did not fail."""
         self._news: dict[int, list[str]] = {}
         self._finishing = control is None and anchor_fd is None
         self._ended = False
@@ -127,17 +127,17 @@ class Saver:
             self._watch(anchor_fd, partial(self._anchor_gone, anchor_fd))
 
     def run(self) -> None:
-        """Until there is nothing left to do, ever."""
+        """Serve until there will be no more work."""
         while not self._ended and not (self._finishing and self._idle()):
             for key, _ in self._selector.select():
                 key.data()
             if self._gone and not self._is_beside():
-                self._accept_all()  # who has connected is there, though we have not looked yet
+                self._accept_all()  # a pending connection counts, too
                 if not self._is_beside():
                     self._all_gone()
 
     def _idle(self) -> bool:
-        """Nobody has anything left for us to do. The agent ends its workers before it asks."""
+        """Whether no worker has more work for the saver. The agent ends its workers before it asks."""
         self._accept_all()
         return not any(each.saves for each in self._in_flight.values()) and (
             self._control is not None or not self._workers
@@ -150,7 +150,7 @@ class Saver:
 
     def _obey(self, control: socket.socket) -> None:
         got = seqpacket.receive(control)
-        if got is None:  # the agent was killed: the supervisor ends us too
+        if got is None:  # the agent was killed: the supervisor ends this process too
             self._ended = True
             return
         if got[0].get("do") == "finish":
@@ -171,7 +171,7 @@ class Saver:
             pass
 
     def _accept(self) -> bool:
-        """One connection; False: there is none."""
+        """Accept one connection; False: there is none."""
         try:
             sock, _ = self._listening.accept()
         except OSError:
@@ -188,13 +188,13 @@ class Saver:
             try:
                 worker.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._worker_gone(worker)  # before we looked
+                self._worker_gone(worker)  # it died before its connection was handled
             else:
                 self._watch(worker.pidfd, partial(self._worker_gone, worker))
         return True
 
     def _read(self, worker: SaverConnection) -> bool:
-        """One packet. False: there will be no more, or none is there now."""
+        """Read one packet. False: the connection has ended, or has no packet now."""
         if worker not in self._workers:
             return False  # dropped by another event of the same round
         try:
@@ -223,7 +223,7 @@ class Saver:
                     self._flights(worker.local_rank).when_written(answer)
                 case "read back":
                     path = Path(memory_folder.field(packet, "path", str))
-                    # Nobody waits for it when we end: who asked does it then.
+                    # If the saver ends first, the requester checks the snapshot itself.
                     self._in_thread(partial(read_back, path, self._is_busy), tell=partial(_send, worker))
                 case "bye":
                     worker.left = True
@@ -254,7 +254,7 @@ class Saver:
             self._report(save, answer["text"])
 
     def _worker_gone(self, worker: SaverConnection) -> None:
-        """It died. What it has sent before is read first."""
+        """A worker died. Its earlier packets are read first."""
         while self._read(worker):
             pass
         if worker in self._workers:
@@ -276,8 +276,8 @@ class Saver:
     # --- after a crash ------------------------------------------------------------------------------------------------
 
     def _is_beside(self) -> bool:
-        """Somebody is left of the life whose workers go. Who comes back is of the next one: a restart, or a job that
-        has closed one snapshot folder and opens another."""
+        """Whether another worker of the ending generation is left. A worker that connects later belongs to the next
+        one: a restart, or a job that has closed one snapshot folder and opens another."""
         generation = max(self._gone.values())
         return any(
             worker.local_rank < 0 or (worker.generation <= generation and worker.local_rank not in self._gone)
@@ -285,7 +285,7 @@ class Saver:
         )
 
     def _all_gone(self) -> None:
-        """The last worker of a life has left or died."""
+        """The last worker of a generation has left or died."""
         if self._crashed:
             try:
                 self._rescue()
@@ -293,12 +293,11 @@ class Saver:
                 self._news_to_agent(f"the newest state in memory was not saved: {error}")
         self._crashed = False
         self._gone.clear()
-        # The next life may go on from an older step, and its steps are new though their numbers are not.
+        # The next life may resume from an older step: its steps are new though their numbers are not.
         self._newest_asked.clear()
 
     def _rescue(self) -> None:
-        """Write the newest step of each snapshot folder that all ranks have in memory, if the disk has none that is
-        as new."""
+        """Write the newest step of each snapshot folder that all ranks have in memory, if it is newer than the disk."""
         generation = max(self._gone.values())
         ranks = [rank for rank, theirs in self._gone.items() if theirs == generation]
         by_rank = {
@@ -333,7 +332,7 @@ class Saver:
 
     def _begin(self, save: Save, tell: Tell) -> None:
         flights = self._flights(save.local_rank)
-        # A rescue on several nodes may wait in vain for the others before it writes anything.
+        # On several nodes a rescue may wait in vain for the others before it writes anything.
         writing = save.pending_flush is None or save.pending_flush.alone is not None
         flights.saves += 1
         flights.writing += writing
@@ -353,13 +352,13 @@ class Saver:
         self._in_thread(partial(carry_out, save), tell=told)
 
     def _is_busy(self) -> bool:
-        """For any thread: a state is being put together or written, and has the machine to itself if we can help it."""
+        """For any thread: whether a state is being staged or written, which has priority."""
         if any(each.writing for each in list(self._in_flight.values())):
             return True
         return slots.is_any_staged(self._folder, {worker.local_rank for worker in list(self._workers)})
 
     def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
-        """`tell` is called in the main thread. A thread for each: the disk may hold one of them for ever."""
+        """Run the work in its own thread, since the disk may block it for ever. `tell` is called in the main thread."""
 
         def in_main(answer: memory_folder.Packet) -> None:
             self._done.put(partial(tell, answer))
@@ -383,13 +382,13 @@ class Saver:
             call()
 
     def _report(self, save: Save, text: str) -> None:
-        """A failure of which no living worker has asked."""
+        """Report a failure to which no living worker is waiting."""
         said = _of_rank(save, text)
         self._news_to_agent(said)
         self._keep_news(save.local_rank, said)
 
     def _keep_news(self, local_rank: int, *texts: str) -> None:
-        """For the successor, which may be there already."""
+        """Keep the texts for the next worker of this rank, which may be connected already."""
         news = self._news.setdefault(local_rank, [])
         news.extend(texts[: NEWS_MAX - len(news)])
         for worker in self._workers:
@@ -414,7 +413,7 @@ def _of_rank(save: Save, text: str) -> str:
 
 
 def _send(worker: SaverConnection, packet: memory_folder.Packet) -> None:
-    """A worker that is gone, or does not read, need not know."""
+    """Send to a worker. Errors are ignored: it is gone, or does not read."""
     with contextlib.suppress(OSError):
         seqpacket.send(worker.sock, packet)
 
@@ -428,12 +427,12 @@ def _is_ready(fd: int) -> bool:
 
 
 def main() -> None:
-    """The process. See the top of this file for its arguments."""
+    """Run the saver. See the top of this file for its arguments."""
     folder, listening_fd, control_fd, anchor = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     anchor_fd = None
     if control_fd < 0:
         if os.fork():
-            os._exit(os.EX_OK)  # the worker that started us waits for this, and has no child then
+            os._exit(os.EX_OK)  # the worker that started us waits for this, and then has no child
         with contextlib.suppress(ProcessLookupError):
             anchor_fd = os.pidfd_open(anchor)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
@@ -448,4 +447,4 @@ def main() -> None:
         with contextlib.suppress(OSError):
             memory_folder.remove_folder(folder)
     sys.stdout.flush()
-    os._exit(os.EX_OK)  # threads that hang in a disk are not waited for
+    os._exit(os.EX_OK)  # threads that are blocked on a disk are not joined

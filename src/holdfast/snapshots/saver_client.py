@@ -1,18 +1,18 @@
-"""Where a rank's image is put together, and who writes it to the disk.
+"""The worker's side of saving: stages a rank's image in memory, and has it written to the disk.
 
     tier = open_tier(rank=…, world=…)
     memory = tier.stage(step, size_bytes, wait=False)    # None: both slots are still being written
     ...copy into memory...
-    tier.commit(request)                                 # should this process die, the saver writes it
+    tier.commit(request)                                 # if this process dies, the saver writes it
     tier.persist(request)                                # returns at once
-    tier.check()                                         # in every step: raises what went wrong since
+    tier.check()                                         # in every step: raises errors of earlier saves
 
 `SaverClient`: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
-`InProcessStaging`: memory of this process, written by a thread of its own: what is left where /dev/shm has no room. A save
-ends with the process then.
+`InProcessStaging`: memory of this process, written by its own thread, where /dev/shm has no room. A save then ends with
+the process.
 
-Both hold a staged image still while it is written, and neither waits unless it is asked to. Not for several threads,
-but for `reserve` and `read_back`. A forked child must leave them alone. Standard library only."""
+Both keep a staged image unchanged while it is written, and neither waits unless asked. Use them in one thread, except
+`reserve` and `read_back`. A forked child must not use them. Standard library only."""
 
 from __future__ import annotations
 
@@ -46,55 +46,56 @@ from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
 
 RECONNECT_S = 5.0
-"""Between two attempts to have a saver while nothing is to be saved."""
+"""Between two attempts to start a saver while nothing is to be saved."""
 SLOWEST_BYTES_S = 20e6
-"""A disk that reads more slowly is as good as none."""
+"""A disk that reads more slowly is treated as broken."""
 
 
 class Tier(Protocol):
-    """See the module's docstring. SnapshotError comes out of every method."""
+    """See the module's docstring. Every method may raise SnapshotError."""
 
     in_memory: bool
     place: str
-    """Where a successor on this node looks for what we leave; agents that share a /dev/shm have one each."""
+    """The place where the next worker on this node finds our slots; agents that share a /dev/shm have one each."""
 
     def reserve(self, size_bytes: int) -> None:
-        """Have room at hand, so that no `stage` has to get it."""
+        """Take memory, so that no `stage` has to."""
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
-        """Where to put an image; None when there is no room before something is written out, and not `wait`."""
+        """Memory for an image; None when all is being written and `wait` is false."""
 
     def commit(self, request: SaveRequest) -> None:
-        """What was staged is whole. Should this process die before it is on the disk, it is written as requested."""
+        """The staged image is complete. If this process dies before it is on the disk, it is written as requested."""
 
     def persist(self, request: SaveRequest) -> None:
-        """Write what was committed last. Returns at once."""
+        """Write the image that was committed last. Returns at once."""
 
     @property
     def busy(self) -> bool:
-        """Something is being written."""
+        """Whether an image is being written."""
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise errors of the background work."""
 
     def wait(self) -> None:
-        """Until all that was handed over is on the disk; raises what went wrong."""
+        """Wait until every handed-over save is on the disk; raises its errors."""
 
     def await_previous_leader(self) -> None:
-        """Until nothing that a previous leader left is being written by this node; what waits for other ranks may wait
-        on."""
+        """Wait until this node writes nothing more of a previous worker; saves that wait for other ranks may continue
+        to wait."""
 
     def held(self, folder: str) -> list[Slot]:
-        """What this node's memory has of this snapshot folder, of all local ranks; each with its request."""
+        """The slots of all local ranks that hold this snapshot folder's states; each with its request."""
 
     def forget(self, above_step: int) -> None:
-        """Memory of later steps is of a history that was given up."""
+        """Drop states of later steps: training continues from an earlier one."""
 
     def read_back(self, snapshot: Snapshot) -> None:
         """Read a committed snapshot and check every byte. SnapshotError. For any thread."""
 
     def close(self, *, ahead: bool) -> None:
-        """Let go. `ahead`: memory is newer than the disk, and what is newer shall get there without us."""
+        """Release everything. `ahead`: memory is newer than the disk, and the saver shall write the newest state
+        without us."""
 
 
 @dataclass
@@ -104,32 +105,32 @@ class _Asked:
 
 
 class SaverClient:
-    """One rank's memory slots and its connection to the node's saver, which is replaced when it has died."""
+    """One rank's memory slots and its connection to the node's saver, which is started again when it has died."""
 
     in_memory = True
 
     def __init__(self, address: SaverAddress, *, rank: int = 0, world: int = 1) -> None:
-        """Connects. Raises SnapshotMemoryError when there is no saver and none can be started."""
+        """Connect. Raises SnapshotMemoryError when there is no saver and none can be started."""
         self._address = address
         self.place = str(address.folder)
         self.slots = Slots(address.folder, SlotOwner(address.local_rank, rank, world, address.generation))
         self._committed: Slot | None = None
         self._newest_step = -1
-        """Of what was held when this life began."""
+        """The newest step that was held when this life began."""
         self._reserving = threading.Lock()
-        """Held by a thread that takes memory in the background, and to close."""
+        """Held by a thread that takes memory in the background, and during `close`."""
         self._closing = threading.Event()
         self._making_huge: threading.Thread | None = None
         self._sock: socket.socket | None = None
         self._asked: dict[int, _Asked] = {}
-        """Not answered for good."""
+        """Requests without a final answer."""
         self._waiting_for = 0
-        """Of the last packet that asked for "idle"; 0: answered."""
+        """The id of the last packet that asked for "idle"; 0: answered."""
         self._last_id = 0
         self._failures: list[SnapshotError] = []
         self._lost_at_s: float | None = None
         self._news: list[str] = []
-        """What became of a previous leader's saves."""
+        """Results of a previous worker's saves."""
         self._connect()
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -150,11 +151,11 @@ class SaverClient:
         return memory
 
     def commit(self, request: SaveRequest | None) -> None:
-        """See Tier. None: it is not written should this process die."""
+        """See Tier. None: it is not written if this process dies."""
         self._committed = self.slots.commit(request)
         if self._making_huge is None:
-            # By a thread of the ordinary priority, which a thread that steps back could not start: a thread that
-            # touches a page waits for it.
+            # By a thread of ordinary priority, which a low-priority thread could not start: a thread that touches a
+            # page waits for it.
             self._making_huge = threading.Thread(
                 target=self.slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
             )
@@ -171,7 +172,7 @@ class SaverClient:
         return found
 
     def forget(self, above_step: int) -> None:
-        if self._newest_step > above_step:  # looking costs a few milliseconds
+        if self._newest_step > above_step:  # a read costs a few milliseconds
             self.slots.forget(above_step=above_step)
 
     # --- saves --------------------------------------------------------------------------------------------------------
@@ -186,11 +187,11 @@ class SaverClient:
         return bool(self._asked)
 
     def persist(self, request: SaveRequest, *, patience_s: float = PATIENCE_S) -> None:
-        """Have the committed slot written; once this returns, the end of this process does not prevent it.
+        """Have the committed slot written; after the return, the end of this process does not prevent it.
 
         The slot is not staged into until it is written. The request's folder is made absolute. On rank 0 the saver
-        commits when the other ranks' files are there, within `patience_s`. Never waits. Raises SnapshotWriteError
-        when no saver takes it, ValueError when the slot was staged into since, or the request exceeds
+        commits when the other ranks' files exist, within `patience_s`. Never waits. Raises SnapshotWriteError when no
+        saver accepts it, ValueError when the slot was staged into since, or the request exceeds
         seqpacket.MESSAGE_BYTES_MAX.
         """
         assert self._committed is not None
@@ -211,11 +212,11 @@ class SaverClient:
             os.close(lent)
 
     def check(self) -> None:
-        """Raise what went wrong since the last call, one failure at a time: SnapshotError. Never waits."""
+        """Raise the errors since the last call, one at a time: SnapshotError. Never waits."""
         self._receive()
         if self._sock is None and self._lost_at_s is not None and time.monotonic() > self._lost_at_s + RECONNECT_S:
             self._lost_at_s = time.monotonic()
-            with contextlib.suppress(SnapshotError):  # it may be possible later; a save that needs it says it
+            with contextlib.suppress(SnapshotError):  # it may succeed later; a save that needs it raises the error
                 self._connect()
         if self._failures:
             raise self._failures.pop(0)
@@ -233,7 +234,7 @@ class SaverClient:
         self.check()
 
     def wait_for_slot(self, patience_s: float) -> bool:
-        """After `Slots.stage` gave none: until the saver has let go of a slot. False: it has not."""
+        """After `Slots.stage` gave none: wait until the saver has released a slot. False: it has not."""
         self._receive()
         before = len(self.writing)
         if not before:
@@ -241,7 +242,7 @@ class SaverClient:
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
     def _previous_leader_written(self, patience_s: float) -> bool:
-        """What is written and waits for other ranks may wait on: they may never come."""
+        """A save that is written and waits for other ranks may continue to wait: they may never come."""
         self._receive()
         if self._sock is not None and not self._waiting_for:
             self._waiting_for = self._next_id()
@@ -250,7 +251,8 @@ class SaverClient:
         return self._receive_until(lambda: not self._waiting_for, patience_s)
 
     def read_back(self, snapshot: Snapshot) -> None:
-        """By the saver: threads of this process that hash keep the interpreter and its memory map from training."""
+        """By the saver: hashing threads in this process would delay training by the interpreter's lock and its memory
+        map."""
         patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
         try:
             read_back(self._address.folder, snapshot.path, patience_s)
@@ -258,9 +260,9 @@ class SaverClient:
             folder.verify(snapshot, lambda: None)
 
     def close(self, *, ahead: bool = False) -> None:
-        """Let go of slots, saver and folder: what is in flight is finished, and nothing is rescued. Waits for no save.
+        """Release slots, saver and folder: saves in flight are finished, and nothing is rescued. Waits for no save.
 
-        `ahead`: without a goodbye, so that the saver writes the newest step in memory, as after a crash.
+        `ahead`: without "bye", so that the saver writes the newest step in memory, as after a crash.
         """
         self._closing.set()
         if self._sock is not None and not ahead:
@@ -280,7 +282,7 @@ class SaverClient:
         return self._last_id
 
     def _send(self, packet: memory_folder.Packet, *fds: int) -> None:
-        """To a saver that lives: one that has died is replaced once."""
+        """Send to a living saver: a dead one is replaced once."""
         for last in (False, True):
             if self._sock is None:
                 self._connect()
@@ -297,7 +299,7 @@ class SaverClient:
                 return
 
     def _receive(self) -> None:
-        """All that has come."""
+        """Handle all received packets."""
         while self._sock is not None:
             try:
                 got = seqpacket.receive(self._sock)
@@ -338,7 +340,7 @@ class SaverClient:
                 self._news.append(str(packet.get("text")))
 
     def _lost(self) -> None:
-        """The saver has died, and with it what it had in hand."""
+        """The saver has died, and its saves with it."""
         self._drop()
         self._waiting_for = 0
         self._lost_at_s = time.monotonic() - RECONNECT_S
@@ -364,14 +366,14 @@ class SaverClient:
             except (OSError, subprocess.SubprocessError) as failed:
                 raise SnapshotMemoryError(f"no saver can be started: {failed}") from failed
         hello = {"do": "hello", "local_rank": self._address.local_rank, "generation": self._address.generation}
-        with contextlib.suppress(OSError):  # then the next packet fails as well, and says so
+        with contextlib.suppress(OSError):  # then the next packet fails as well, and reports it
             seqpacket.send(self._sock, hello)
 
 
 def read_back(memory_folder_folder: Path, path: Path, patience_s: float) -> None:
     """Have the saver read a committed snapshot and check every byte. For any thread; waits.
 
-    SnapshotError as of `folder.verify`, or when it takes longer; SaverLostError: there is no saver that could.
+    Raises the SnapshotError of `folder.verify`, or one when it takes too long; SaverLostError: no saver is available.
     """
     try:
         with memory_folder.connect(memory_folder_folder) as sock:
@@ -390,7 +392,7 @@ def read_back(memory_folder_folder: Path, path: Path, patience_s: float) -> None
 
 
 def error_of(code: str, text: str) -> SnapshotError:
-    """As it was raised elsewhere: in the saver, or by another rank."""
+    """The error as it was raised elsewhere: in the saver, or by another rank."""
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SnapshotError))
     return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))
 
@@ -421,7 +423,7 @@ class InProcessStaging:
         return memoryview(self._memory)[:size_bytes]
 
     def commit(self, request: SaveRequest) -> None:
-        """Nobody could write it after our end."""
+        """No other process could write it after our end."""
 
     def persist(self, request: SaveRequest) -> None:
         assert self._memory is not None
@@ -457,13 +459,13 @@ class InProcessStaging:
         self.check()
 
     def await_previous_leader(self) -> None:
-        """It took its saves along."""
+        """Nothing to wait for: its saves ended with it."""
 
     def held(self, folder: str) -> list[Slot]:  # noqa: ARG002
         return []
 
     def forget(self, above_step: int) -> None:
-        """Nothing is remembered."""
+        """Nothing is kept."""
 
     def read_back(self, snapshot: Snapshot) -> None:
         folder.verify(snapshot, lambda: None)
@@ -473,7 +475,7 @@ class InProcessStaging:
 
 
 def open_tier(*, rank: int, world: int) -> Tier:
-    """The memory tier, or with one warning the other."""
+    """The memory tier; where it is not possible, the in-process one with a warning."""
     try:
         address = SaverAddress.find()
         try:
@@ -487,7 +489,7 @@ def open_tier(*, rank: int, world: int) -> Tier:
 
 
 def warn_of_disk(error: SnapshotError) -> None:
-    """Once for each Snapshots."""
+    """Called once for each Snapshots object."""
     warnings.warn(
         f"holdfast: no snapshots in memory: {error}\n"
         "Snapshots go to the disk only; a restart reads them there, and a save ends with its process.",

@@ -19,9 +19,9 @@ that was not waited for) or somebody's stray write. Against those the header car
 sample: SAMPLES places at equal distances and the body's last bytes. A damage that covers a hundredth of it is always
 found; smaller ones are found when the saver has written the slot, by the digests of the snapshot on disk.
 
-**Who may touch it.** Whoever stages has an exclusive lock (flock) on the file while it does, whoever writes it out a
-shared one. The lock travels with a descriptor through the saver's socket, so there is no moment between handing over
-and taking over, and the kernel drops it when its holder dies. `stage` takes the slot that is older and not being
+**Who may touch it.** A process that stages a slot holds an exclusive lock (flock) on its file, one that writes it out a
+shared lock. The lock travels with a descriptor through the saver's socket, so there is no gap during the handover, and
+the kernel drops it when its holder dies. `stage` takes the slot that is older and not being
 written out; so the newest committed one is only overwritten while the other one, committed too, is being saved. When
 both are being saved there is none: the caller skips, or waits for the saver. A second process with the same local
 rank (a launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
@@ -52,16 +52,16 @@ from holdfast.snapshots.mapping import MappedFile, Mappings
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
-"""Of a slot's header as JSON: the request to save it is in it."""
+"""Bytes of a slot's header for JSON, which holds the request to save it."""
 MAGIC = 0x0002_544F_4C53_4648  # "HFSLOT", version 2
 COUNT = 2
 """Slots per local rank."""
 SAMPLES = 128
 SAMPLE_BYTES = 1024
 HUGE_PAUSE = 3.0
-"""Times what a huge page took: until the next one is made."""
+"""Pause until the next huge page is made, in multiples of the time for one."""
 STAGING_S = 0.02
-"""About what a copy takes."""
+"""The typical time of a copy."""
 
 # The header's first words, of 8 bytes in the machine's own order; the JSON follows.
 _MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)
@@ -72,7 +72,7 @@ _NAME = re.compile(r"(\d{1,6})\.([01])")
 
 
 class Slot(NamedTuple):
-    """A committed slot, read."""
+    """A committed slot."""
 
     step: int
     data: memoryview
@@ -80,19 +80,19 @@ class Slot(NamedTuple):
     number: int
     """0 or 1."""
     sequence: int
-    """Order of staging: the newest has the highest, whatever its step."""
+    """Order of staging: the newest has the highest number, whatever its step."""
     generation: int
     rank: int
     world: int
     local_rank: int
     request: SaveRequest | None
-    """Where the saver writes it should the worker die before it asks for it itself; None: nowhere."""
+    """How the saver writes it if the worker dies before its own request; None: not at all."""
     path: Path | None = None
     """The slot's file, where it was read by its name."""
 
 
 class SlotOwner(NamedTuple):
-    """Who stages: the same in every slot of one life of a worker."""
+    """The worker that stages: equal in every slot of one life of a worker."""
 
     local_rank: int
     rank: int = 0
@@ -101,7 +101,7 @@ class SlotOwner(NamedTuple):
 
 
 class Slots:
-    """The two slots of one local rank. For one thread; a forked child must leave them alone."""
+    """The two slots of one local rank. Use it in one thread; a forked child must not use it."""
 
     def __init__(self, folder: Path, owner: SlotOwner) -> None:
         """`folder`: the shared-memory folder. Nothing is made before the first `reserve` or `stage`."""
@@ -111,13 +111,13 @@ class Slots:
         self._sequence = max(file.sequence for file in self._files)
         self._staging: _Staging | None = None
         self._claim = -1
-        """Holds a lock of this process, once it has staged."""
+        """Holds this process's lock, once it has staged."""
 
     def reserve(self, size_bytes: int) -> None:
         """Take and map memory for two slots of this size, so that no `stage` has to.
 
-        Takes several times as long as a copy. Raises SnapshotMemoryError when there is too little of it; what slots
-        there were is as it was, and nothing more is taken.
+        Takes several times as long as a copy. Raises SnapshotMemoryError when there is too little memory; existing
+        slots are unchanged then, and no memory is taken.
         """
         with contextlib.ExitStack() as failing:
             for index, file in enumerate(self._files):
@@ -130,24 +130,24 @@ class Slots:
             failing.pop_all()
 
     def make_huge(self, stop: threading.Event) -> None:
-        """Have the slots in huge pages, by and by, in a thread of its own, until `stop` is set."""
+        """Put the slots into huge pages gradually, in a separate thread, until `stop` is set."""
         for file in self._files:
             for took_s in () if file.mapped is None else file.mapped.make_huge():
                 if stop.wait(HUGE_PAUSE * took_s):
                     return
-                while self._staging is not None:  # nobody waits for us then
+                while self._staging is not None:  # no save waits for this thread then
                     if stop.wait(STAGING_S):
                         return
 
     def stage(self, step: int, size_bytes: int) -> memoryview | None:
-        """Memory for the rank's next snapshot, which is not valid before `commit`; what was staged before and not
-        committed is given up.
+        """Memory for the rank's next snapshot, which is valid only after `commit`; drops a staged one that was not
+        committed.
 
         None: the saver is still writing out both slots. Raises SnapshotMemoryError when the slot has to grow and
         cannot.
         """
         self.abandon()
-        # The older one first; one that was never committed is older than any.
+        # The older one first; a slot that was never committed is older than any.
         older, newer = sorted(range(COUNT), key=lambda each: self._files[each].sequence)
         number, held = older, self._lock(older)
         if held is None and self._files[older].sequence:
@@ -166,10 +166,10 @@ class Slots:
         return file.memory[HEADER_BYTES : HEADER_BYTES + size_bytes]
 
     def commit(self, request: SaveRequest | None = None) -> Slot:
-        """What was staged is good from here on. Every copy into it has to be complete.
+        """Make the staged bytes valid. All copies into the slot must be complete.
 
-        `request`: how the saver writes it should this worker die before anything newer is on the disk; None: it does
-        not. Raises ValueError when it exceeds NOTE_BYTES_MAX.
+        `request`: how the saver writes it if this worker dies before a newer state is on the disk; None: not at all.
+        Raises ValueError when it exceeds NOTE_BYTES_MAX.
         """
         staging = self._staging
         if staging is None:
@@ -193,28 +193,27 @@ class Slots:
         file.words[_NOTE] = len(encoded) << 32 | zlib.crc32(encoded, sequence & 0xFFFFFFFF)
         file.words[_COMMIT] = sequence
         file.sequence = sequence
-        self.abandon()  # of the lock; what is committed stays
+        self.abandon()  # releases the lock; the committed bytes stay
         return _slot_of(note, data.toreadonly(), staging.number, sequence, file.path)
 
     def abandon(self) -> None:
-        """Give up what was staged and not committed."""
+        """Drop the staged bytes that were not committed."""
         if self._staging is not None:
             os.close(self._staging.lock)
             self._staging = None
 
     def committed(self) -> list[Slot]:
-        """All good slots, newest first."""
+        """All valid slots, newest first."""
         self.abandon()
         found = [read_file(file.path, index) for index, file in enumerate(self._files)]
         return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
     def newest(self) -> Slot | None:
-        """The last one that was committed, by this worker or a previous leader; None: there is none."""
+        """The slot that this or a previous worker committed last; None: there is none."""
         return next(iter(self.committed()), None)
 
     def forget(self, *, above_step: int) -> None:
-        """Slots of later steps belong to a history that was given up: after the ranks agreed to go on from this
-        step."""
+        """Drop slots of later steps: the ranks agreed to continue from this step."""
         for slot in self.committed():
             if slot.step > above_step and (held := self._lock(slot.number)) is not None:
                 os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
@@ -222,7 +221,7 @@ class Slots:
                 os.close(held)
 
     def close(self) -> None:
-        """Let go of files and memory, and remove nothing."""
+        """Release files and memory; removes nothing."""
         self.abandon()
         for file in self._files:
             file.close()
@@ -233,7 +232,7 @@ class Slots:
     def _lock(self, index: int) -> int | None:
         """An exclusive lock, for as long as the descriptor is open; None when the saver has the slot.
 
-        A descriptor of its own each time: what a forked data loader inherits must not hold a lock for ever.
+        Each call opens a new descriptor: a forked data loader that inherits one must not hold a lock for ever.
         """
         try:
             if self._claim < 0:
@@ -272,15 +271,15 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.room_bytes = 0
-        """For a body, as mapped; 0: not mapped."""
+        """Mapped bytes for a body; 0: not mapped."""
         self.mapped: MappedFile | None = None
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         self.sequence = _sequence_of(path)
-        """Of what is committed in it; 0: nothing."""
+        """The sequence number of its committed bytes; 0: none."""
 
     def grow(self, size_bytes: int) -> None:
-        """Make room, and have every page of it present. Raises OSError; then the file is as it was."""
+        """Make room, with every page present. Raises OSError; the file is unchanged then."""
         if self.room_bytes >= size_bytes and self.room_bytes:
             return
         whole_bytes = -(-(HEADER_BYTES + max(1, size_bytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -305,13 +304,13 @@ class _File:
         self.room_bytes = whole_bytes - HEADER_BYTES
 
     def shrink(self, whole_bytes: int) -> None:
-        """Give back what was taken since the file was so large; what is committed in it had its place before."""
+        """Shrink the file to its previous size; its committed bytes lie below that."""
         self.close()
         with contextlib.suppress(OSError):
             os.truncate(self.path, whole_bytes)
 
     def close(self) -> None:
-        """The mapping goes with its last view: the caller may still have one."""
+        """The mapping ends with its last view: the caller may still have one."""
         self.words.release()
         self.mapped = None
         self.memory = memoryview(b"")
@@ -320,7 +319,7 @@ class _File:
 
 
 def lend(folder: Path, slot: Slot) -> int:
-    """A descriptor that holds the slot against staging for as long as it is open, here or where it is sent.
+    """A descriptor that protects the slot against staging while it is open, here or in a process that receives it.
 
     Raises ValueError when the slot has been staged into since.
     """
@@ -344,17 +343,17 @@ def _open_for_writing(path: Path) -> int:
 
 
 _claimed: set[Path] = set()
-"""By this process: POSIX's locks do not tell its own claims apart, and closing one would drop them all."""
+"""Claims of this process: POSIX locks do not distinguish its own claims, and closing one would drop all."""
 
 
 def _claim(folder: Path, local_rank: int) -> int:
-    """This local rank is ours until the descriptor is released. Raises OSError, SnapshotMemoryError."""
+    """Claim this local rank until the descriptor is released. Raises OSError, SnapshotMemoryError."""
     path = folder / f"{local_rank}.owner"
     if path in _claimed:
         raise SnapshotMemoryError(f"other snapshots of this process have the memory slots of local rank {local_rank}.")
     fd = _open_for_writing(path)
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # POSIX's kind: a forked child does not have it
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: a forked child does not have it
     except BlockingIOError as error:
         os.close(fd)
         raise SnapshotMemoryError(f"another process has the memory slots of local rank {local_rank}.") from error
@@ -372,7 +371,7 @@ def slot_path(folder: Path, local_rank: int, index: int) -> Path:
 
 
 def local_ranks(folder: Path) -> list[int]:
-    """Who has slots on this shared-memory folder."""
+    """The local ranks that have slots in this folder."""
     try:
         found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except OSError:
@@ -381,13 +380,13 @@ def local_ranks(folder: Path) -> list[int]:
 
 
 def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
-    """All good slots of one local rank, newest first; for whoever is not its worker."""
+    """All valid slots of one local rank, newest first; for processes other than its worker."""
     found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT)]
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
 
 def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
-    """Whether one of these puts a state together just now; a previous leader that died while it did looks the same."""
+    """Whether one of these is staging a state now; a worker that died while staging looks the same."""
     for local_rank in local_ranks:
         for index in range(COUNT):
             with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
@@ -398,7 +397,7 @@ def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
 
 
 def read_file(path: Path, index: int = 0) -> Slot | None:
-    """The slot in this file; None when there is none, or it is not good."""
+    """The slot in this file; None when there is none, or it is invalid."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -410,7 +409,7 @@ def read_file(path: Path, index: int = 0) -> Slot | None:
 
 
 def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None, path: Path | None = None) -> Slot | None:
-    """The slot in this open file; None when it is not good. The descriptor stays the caller's."""
+    """The slot in this open file; None when it is invalid. The caller keeps the descriptor."""
     if os.fstat(fd).st_size < HEADER_BYTES:
         return None
     try:
@@ -420,7 +419,7 @@ def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None, p
 
 
 def read(memory: memoryview, index: int, path: Path | None = None) -> Slot | None:
-    """The slot in this memory; None when it is not good."""
+    """The slot in this memory; None when it is invalid."""
     words = memory[:_WORDS_BYTES].cast("Q")
     sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
     if words[_MAGIC] != MAGIC or not sequence or words[_COMMIT] != sequence or length > NOTE_BYTES_MAX:
@@ -452,7 +451,7 @@ def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: in
 
 
 def sample(data: memoryview) -> int:
-    """CRC of the last bytes and of some at SAMPLES places. Each place costs a microsecond, whatever the size."""
+    """CRC of the last bytes and of the bytes at SAMPLES places. Each place costs a microsecond, whatever the size."""
     crc = zlib.crc32(data[-SAMPLE_BYTES:])
     for start in range(0, len(data), max(SAMPLE_BYTES, -(-len(data) // SAMPLES))):
         crc = zlib.crc32(data[start : start + SAMPLE_BYTES], crc)
@@ -465,7 +464,7 @@ def _sequence_of(path: Path) -> int:
 
 
 def _check_memory(more_bytes: int) -> None:
-    """A tmpfs may be larger than what memory is left: taking that would wake the kernel's killer. Raises OSError."""
+    """A tmpfs may be larger than the free memory: taking that would wake the kernel's OOM killer. Raises OSError."""
     if more_bytes > min(_available_bytes(), *map(group_room_bytes, group_folders())):
         raise OSError(errno.ENOMEM, "too little memory is available")
 

@@ -1,1 +1,1 @@
-"""The processes below the agent: supervisor, workers, store host, and what they print."""
+"""The agent's child processes (supervisor, workers, store server, saver) and the output that workers print."""

@@ -1,6 +1,7 @@
-"""The agent's side of the board: holds workers at their safe points, says where they stop, sees how far they are.
+"""The agent's side of the board: holds workers at their safe points, sets where they stop, reads their progress.
 
-Beside it, for each worker, the file into which it writes its stacks when the agent looks (see stack_sampler.py).
+Also holds, for each worker, the memory file into which it writes its stacks when the agent samples them (see
+stack_sampler.py).
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from holdfast.protocol.bounds import COUNT_MAX
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
 HOLD_SETTLES_S = 0.02
-"""From setting HELD until every worker's newest safe point can be read: one that read HELD before it was set has
+"""From setting HELD until every worker's newest safe point can be read: a worker that read HELD before it was set has
 written its REACHED before that, and both processors' writes have long arrived."""
 
 REPORTS_AT_ONCE = 64
 
 
 class Board:
-    """Of one generation. The memory belongs to no file system: it is gone when the last process that has it is."""
+    """The board of one generation. Its memory belongs to no file system: it is freed when the last process that maps it
+    ends."""
 
     def __init__(self, nproc: int) -> None:
-        """Raises OSError when there is no memory for it."""
+        """Raises OSError when there is no memory for the board."""
         self._nproc = nproc
         self._fd = os.memfd_create("holdfast-board")
         os.truncate(self._fd, layout.size_bytes(nproc))
@@ -43,47 +45,47 @@ class Board:
         self._words[layout.RAISED] = self._report_fd
 
     def stacks(self, local_rank: int) -> int:
-        """The descriptor of the file for this worker's stacks: in memory, for no disk may stall a worker. Open until
-        close()."""
+        """The descriptor of the file for this worker's stacks, open until close(). The file is in memory, so no disk
+        can stall a worker."""
         return self._stacks[local_rank]
 
     def address(self, local_rank: int) -> str:
-        """What a worker finds in its environment. The path is good for as long as this agent has the board open."""
+        """The board's address for a worker's environment. The path is valid while this agent has the board open."""
         return f"/proc/{os.getpid()}/fd/{self._fd}@{layout.slot(local_rank)}"
 
     def hold(self) -> None:
-        """Let no worker pass its next safe point. What they have reached can be read after HOLD_SETTLES_S."""
+        """Let no worker pass its next safe point. `reached` can be read after HOLD_SETTLES_S."""
         self._words[layout.HELD] = 1
 
     def release(self, safe_point: int) -> None:
-        """Let them go on and stop there; 0: they stop nowhere."""
+        """Let the workers continue and stop at this safe point; 0: let them continue without a stop."""
         if safe_point:
             self._words[layout.SAFE_POINT] = safe_point
         self._words[layout.HELD] = 0
 
     def reached(self) -> int:
-        """The newest safe point any worker has reached; 0: none has asked for one."""
+        """The newest safe point that any worker has reached; 0: no worker has called should_stop()."""
         return min(COUNT_MAX, max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc)))
 
     def told(self, local_rank: int) -> bool:
-        """Whether this worker knows that it is to stop."""
+        """Whether this worker knows that it must stop."""
         return self._words[layout.slot(local_rank) + layout.TOLD] != 0
 
     def moment(self, mark: int) -> float | None:
-        """When the last of all workers passed this mark of its slot, in seconds of the monotonic clock; None: some
-        have not."""
+        """When the last worker passed this mark of its slot, in seconds of the monotonic clock; None: some workers have
+        not passed it."""
         moments = [self._words[layout.slot(rank) + mark] for rank in range(self._nproc)]
         return max(moments) / 1e9 if all(moments) else None
 
     def progress(self, now_ns: int) -> tuple[RankProgress, ...]:
-        """How far each local rank is at this moment of the monotonic clock. Nobody is DONE here: the board knows no
-        ends."""
+        """The progress of each local rank at this moment of the monotonic clock. No rank is DONE here: the board does
+        not record ends."""
         return tuple(self._progress(rank, now_ns) for rank in range(self._nproc))
 
     def _progress(self, local_rank: int, now_ns: int) -> RankProgress:
         at = layout.slot(local_rank)
         words = self._words[at : at + layout.SLOT_WORDS]
-        # A worker may write anything into its memory: what it says must still fit into a message.
+        # A worker may write anything into its memory: the values must still fit into a message.
         steps, beats = min(words[layout.STEPS], COUNT_MAX), min(words[layout.BEATS], COUNT_MAX)
         if steps or beats:
             stage = Stage.STEPPING
@@ -98,12 +100,13 @@ class Board:
         return RankProgress(local_rank, stage, steps or beats, age_s, words[layout.OWN] / 1e9, beats)
 
     def job_steps(self, local_rank: int) -> tuple[int, int]:
-        """At which step of the whole job this worker began, and which it is at now; -1: its script does not say."""
+        """The step of the whole job at which this worker began, and its present one; -1: the script does not report
+        steps."""
         at = layout.slot(local_rank)
         return self._words[at + layout.BEGAN_AT] - 1, self._words[at + layout.AT] - 1
 
     def step(self, local_rank: int) -> int:
-        """Which step it is in, by its script's own count or else counted from its start; 0: unknown."""
+        """The worker's present step, by its script's own count or else counted from the worker's start; 0: unknown."""
         at = layout.slot(local_rank)
         told, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
         return told - 1 if told else (done + 1 if done else 0)
@@ -114,7 +117,7 @@ class Board:
             raw = os.read(self.raised_fd, layout.REPORT_BYTES * max(self._nproc, REPORTS_AT_ONCE))
         except BlockingIOError:
             return set()
-        # Anything may be written there by a process of this user: only what is the slot of a worker counts.
+        # Any process of this user may write there: only a value that is a worker's slot counts.
         reports = (raw[at : at + layout.REPORT_BYTES] for at in range(0, len(raw), layout.REPORT_BYTES))
         slots = {int.from_bytes(report, sys.byteorder) for report in reports}
         return {rank for rank in range(self._nproc) if layout.slot(rank) in slots}

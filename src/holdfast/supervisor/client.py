@@ -1,4 +1,4 @@
-"""The agent's side of the supervisor: commands as methods, what became of them as typed events, on the running loop.
+"""The agent's side of the supervisor: commands as methods, their results as typed events on the running loop.
 
 Knows seqpacket.py and asyncio; decides nothing. Imported after the fork. All commands are queued and never block;
 events arrive in the order in which the supervisor saw them. After `SupervisorDied` there are no further events.
@@ -22,24 +22,24 @@ from holdfast.supervisor import processes
 from holdfast.supervisor.supervisor import SupervisorHandle, exec_supervisor
 
 KILL_LIMIT_S = 10.0
-"""SIGKILL to gone, for a whole tree; only processes stuck in the kernel take longer."""
+"""The time from SIGKILL until a whole tree has ended; only processes stuck in the kernel take longer."""
 CLOSE_LIMIT_S = 15.0
 """A supervisor that has not ended this long after it was asked to is killed. Above the supervisor's own limit."""
 
 
 REVIVALS_MAX = 5
 REVIVAL_WINDOW_S = 60.0
-"""A supervisor that ended so often in so long a time is not started again: what ends it will end the next one too."""
+"""A supervisor that ended too often within this time is not started again: the cause will end the next one too."""
 
 
 class Revivals:
-    """How often the supervisor process was started again: something may kill it each time."""
+    """Counts how often the supervisor process was started again, since something may kill it each time."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=REVIVALS_MAX)
 
     def count(self, now: float) -> None:
-        """Once more. Raises SupervisorLostError when that is too often."""
+        """Count one more start. Raises SupervisorLostError when there are too many within the window."""
         if len(self._times) == REVIVALS_MAX and now - self._times[0] < REVIVAL_WINDOW_S:
             raise SupervisorLostError(
                 f"the process that holds this node's workers (hf-supervisor) ended {REVIVALS_MAX + 1} times within "
@@ -49,7 +49,7 @@ class Revivals:
 
 
 class ProcessStarted(Struct, frozen=True, tag_field="is", tag="started"):
-    """The program runs: exec has succeeded."""
+    """The program runs: exec succeeded."""
 
     key: str
     pid: int
@@ -61,59 +61,60 @@ class SpawnFailed(Struct, frozen=True, tag_field="is", tag="spawn_failed"):
     key: str
     errno: int
     text: str
-    """The system's words and what they are about: `No such file or directory: train`."""
+    """The system's message and its subject: `No such file or directory: train`."""
 
 
 class ProcessEnded(Struct, frozen=True, tag_field="is", tag="ended"):
-    """The leader ended; what it left behind may still run until `kill_tree`."""
+    """The process ended. Its descendants may still run until `kill_tree`."""
 
     key: str
     pid: int
     exit_code: int
-    """As waitpid saw it: 0..255, or -N for signal N."""
+    """As waitpid reports it: 0..255, or -N for signal N."""
 
 
 class TreeKilled(Struct, frozen=True, tag_field="is", tag="tree_gone"):
-    """Answer to kill_tree: nothing but services lives below the supervisor."""
+    """Answer to kill_tree: no process but services lives below the supervisor."""
 
     leftover: tuple[int, ...]
     """Processes that did not die within the limit: stuck in the kernel. Usually empty."""
 
 
 class PreloadTold(Struct, frozen=True, tag_field="is", tag="preload"):
-    """News of what is imported ahead for the workers."""
+    """Reports what the fork server imports ahead for the workers."""
 
     text: str
     trouble: bool
-    """Workers start more slowly than was asked for."""
+    """Workers start more slowly than requested."""
 
 
 class StandbyTold(Struct, frozen=True, tag_field="is", tag="standby"):
-    """The next generation's workers stand parked."""
+    """The next generation's workers are forked and parked."""
 
     pids: tuple[int, ...]
     own_bytes: int
-    """Memory that is theirs alone, of all together."""
+    """Memory that only these processes hold, of all together."""
 
 
 class Fenced(Struct, frozen=True, tag_field="is", tag="fenced"):
-    """The fence passed: everything but services is being killed. Each worker's ProcessEnded follows, no TreeKilled."""
+    """The fence passed: the supervisor kills everything but services. Each worker's ProcessEnded follows, no
+    TreeKilled."""
 
 
 class SupervisorDied(Struct, frozen=True):
-    """The supervisor is gone without having been asked; its workers die with it. See `revive_supervisor`."""
+    """The supervisor ended without a request; its workers die with it. See `revive_supervisor`."""
 
 
 Packet = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadTold | StandbyTold | Fenced
-"""What the supervisor sends, by the tag "is"."""
+"""The supervisor's events, by the tag "is"."""
 SupervisorEvent = Packet | SupervisorDied
 
 
 class SupervisorClient:
-    """One supervisor, from fork to end. To be made, used and closed on the running event loop."""
+    """Controls one supervisor, from fork to end. Make, use and close it on the running event loop."""
 
     def __init__(self, handle: SupervisorHandle, on_event: Callable[[SupervisorEvent], None]) -> None:
-        processes.become_subreaper()  # should the supervisor die, what it kept falls to us
+        processes.become_subreaper()  # if the supervisor dies, its children become ours
         self.handle = handle
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
@@ -126,11 +127,12 @@ class SupervisorClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor still takes commands; those given to a dead one have no effect."""
+        """Whether the supervisor still takes commands; a dead one ignores them."""
         return not self._ended.is_set()
 
     def start_fork_server(self, order: seqpacket.Message) -> None:
-        """Import ahead, as `preload.order_for` says, for all that is spawned `warm` from here on."""
+        """Import the modules of `preload.order_for` in the fork server, for every `warm` process that is spawned from
+        now on."""
         self._send(order)
 
     def spawn(
@@ -146,12 +148,12 @@ class SupervisorClient:
         cpus: Sequence[int] | None = None,
         warm: bool = False,
     ) -> None:
-        """Start a program: ProcessStarted or SpawnFailed follows, or ProcessEnded if it is ended before it has begun.
+        """Start a program. ProcessStarted or SpawnFailed follows, or ProcessEnded if it is ended before it has begun.
 
         `fds`: number in the child -> descriptor of ours (which stays ours, and may be closed at once); 0, 1 and 2 are
         the agent's own where not named, and nothing else is inherited. `env_set` and `env_unset` alter the environment
         that the agent was started with. `service`: survives kill_tree. `cpus`: CPU numbers to run on.
-        `warm`: a program under our bootstrap, to be forked from the fork server if there is one.
+        `warm`: a program under our bootstrap, forked from the fork server if there is one.
         """
         wanted = fds or {}
         command = {
@@ -169,30 +171,31 @@ class SupervisorClient:
         self._send(command, list(wanted.values()))
 
     def signal(self, key: str, signum: int) -> None:
-        """Signal the leader alone; nothing happens when it ended already."""
+        """Signal the process itself, not its children; does nothing when it has ended."""
         self._send({"do": "signal", "key": key, "signum": int(signum)})
 
     def ignore(self, signum: int) -> None:
-        """Whatever is spawned from here on starts with this signal ignored."""
+        """Every process spawned from now on starts with this signal ignored."""
         self._send({"do": "ignore", "signum": signum})
 
     def fence(self, at_s: float | None) -> None:
-        """Everything but services is killed at this time of `time.monotonic()`, be the agent stopped or not; Fenced
-        tells of it. None: nothing is. Holds until it is said anew."""
+        """Kill everything but services at this time of `time.monotonic()`, even if the agent is stopped; Fenced reports
+        it. None: remove the fence. Each call replaces the previous fence."""
         self._send({"do": "fence", "at_s": at_s})
 
     def remove_at_end(self, path: str) -> None:
-        """A folder of plain files, in memory, that must not outlive this agent: the supervisor removes it in the end."""
+        """Have the supervisor remove this folder of plain files at its end: the folder is in memory and must not
+        outlive the agent."""
         self._send({"do": "remove", "path": path})
 
     def kill_tree(self, limit_s: float = KILL_LIMIT_S) -> None:
-        """SIGKILL everything below the supervisor but services and theirs: TreeGone follows."""
+        """SIGKILL everything below the supervisor except services and their children: TreeKilled follows."""
         self._send({"do": "kill_tree", "limit_s": limit_s})
 
     async def close(self, spare: Collection[int] = ()) -> None:
-        """End the supervisor and all it has, services too, and reap it. Safe to call twice and after its death.
+        """End the supervisor and all its processes, services too, and reap it. Safe to call twice and after its death.
 
-        Then what it has left to us is killed, which is every child of ours not in `spare`.
+        Then kill the orphans that became our children: every child of this process not in `spare`.
         """
         orderly = self.alive
         self._closing = True
@@ -205,13 +208,13 @@ class SupervisorClient:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.handle.pid, signal.SIGKILL)
                 await self._ended.wait()
-        # A supervisor that ended by itself has left nothing.
+        # a supervisor that exited by itself left no process behind
         if orderly:
             await asyncio.to_thread(reap, self.handle)
         else:
             await asyncio.to_thread(sweep, self.handle, spare)
 
-    # --- the supervisor channel -------------------------------------------------------------------------------------------------
+    # --- the supervisor channel ---------------------------------------------------------------------------------------
 
     def _send(self, command: seqpacket.Message, fds: Sequence[int] = ()) -> None:
         if self.alive:
@@ -222,7 +225,7 @@ class SupervisorClient:
         try:
             self._out.flush(self._sock)
         except OSError:
-            self._out.clear()  # the reader sees the end of the supervisor channel and tells
+            self._out.clear()  # the reader sees end-of-file on the supervisor channel and reports it
         if self._out:
             self._loop.add_writer(self._sock, self._writable)
         else:
@@ -246,13 +249,13 @@ class SupervisorClient:
 
 
 def reap(handle: SupervisorHandle) -> None:
-    """Wait for a supervisor whose supervisor channel has ended. Blocks (call it in a thread)."""
+    """Wait for a supervisor whose channel has ended. Blocks (call it in a thread)."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(handle.pid, 0)
 
 
 def sweep(handle: SupervisorHandle, spare: Collection[int] = ()) -> list[int]:
-    """Reap a supervisor that died and kill what it left to us, which is every child of ours not in `spare`. Blocks.
+    """Reap a dead supervisor and kill the orphans that became our children: every child not in `spare`. Blocks.
 
     Returns processes that could not be killed, usually none.
     """

@@ -1,8 +1,8 @@
 """The agent's own terminal, pipe or file behind descriptors 1 and 2, written by one thread.
 
-Knows how to write without being held up, how to keep a transient last line on a terminal, and how to say the launcher's
-own lines. Must not know workers, ranks or files: whoever has something to show attaches a Source, which the console's
-thread asks for more whenever a destination is free. So a blocked console holds up nothing but itself.
+Writes without blocking the agent, keeps a transient last line on a terminal, and shows the launcher's own lines. Must
+not know workers, ranks or files: a part that has lines to show attaches a Source, and the console's thread asks it for
+more whenever a destination has room. So a blocked console blocks nothing but itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIECE_BYTES_MAX = 4096
 """PIPE_BUF: a pipe or terminal that polls as writable takes this much without blocking."""
 SAID_LINES_MAX = 10_000
 CALM_S = 0.01
-"""A busy worker does not wake us more often than this; a line after silence is shown at once."""
+"""A busy worker wakes us at most this often; a line after silence is shown at once."""
 CLOSE_S_MAX = 1.0
 
 SAY_PREFIX = "holdfast: "
@@ -32,35 +32,35 @@ RESET = b"\x1b[0m"
 
 
 class Source(Protocol):
-    """Something that puts lines into console streams when asked to; called in the console's thread only."""
+    """Supplies lines for console streams on request; called only in the console's thread."""
 
     def fileno(self) -> int | None:
-        """Readable when there may be news."""
+        """A descriptor that is readable when there may be news."""
 
     def pump(self, now: float) -> float | None:
-        """Put what there is into free streams; the monotonic time of the next call, None: when there is news or
-        room."""
+        """Put the lines that are ready into free streams. Returns the monotonic time of the next call; None: call at
+        news or room."""
 
     @property
     def progress(self) -> int:
-        """Grows whenever something was done."""
+        """A counter that grows whenever lines were written."""
 
 
 class ConsoleStream:
-    """One destination. The descriptor stays in blocking mode, for others share it; we only write where poll says
-    there is room."""
+    """One destination. The descriptor stays in blocking mode, because other processes share it; we only write where
+    poll reports room."""
 
     def __init__(self, fd: int, *, dumb: bool, no_colour: bool) -> None:
         self.fd = fd
         self.broken = False
-        """Nobody reads any more (EPIPE, hang-up): whatever is put is dropped."""
+        """The reader is gone (EPIPE, hang-up): all output is dropped."""
         self.written_bytes = 0
         self.identity: tuple[int, int, int] | None = None
         self._pending = memoryview(b"")
         self._transient = b""
         self._drawn = False
         self._row_is_open = False
-        """A prompt stands on the last row, and perhaps what was typed after it."""
+        """The last row shows a prompt, and perhaps the typed answer."""
         self._piece_bytes_max: int | None = None
         try:
             status = os.fstat(fd)
@@ -71,7 +71,7 @@ class ConsoleStream:
         self.identity = (status.st_dev, status.st_ino, status.st_rdev)
         self.is_terminal = os.isatty(fd)
         self.live = self.is_terminal and not dumb
-        """Takes a transient last line."""
+        """Whether it shows a transient last line."""
         self.colour = self.live and not no_colour
         if not stat.S_ISREG(status.st_mode):
             self._piece_bytes_max = PIECE_BYTES_MAX
@@ -94,8 +94,8 @@ class ConsoleStream:
         self.flush()
 
     def put_prompt(self, text: bytes) -> None:
-        """On a live terminal: a question whose answer is typed after it. It stays; what comes next begins a row of
-        its own."""
+        """On a live terminal: show a question whose answer is typed after it. It stays, and the next line begins on a
+        row of its own."""
         if not self.broken:
             before = self._with_transient(self._fresh_row(), b"")
             self._pending = memoryview(bytes(self._pending) + before + text + RESET)
@@ -118,8 +118,8 @@ class ConsoleStream:
             self._pending = self._pending[count:]
 
     def _fresh_row(self) -> bytes:
-        """To the beginning of an empty row, whether the answer to a prompt has left this one (Enter) or not: blanks
-        for a whole row but one go on to the next row only from within a row."""
+        """Move to the beginning of an empty row, whether Enter has left the prompt's row or not: blanks for a whole row
+        but one move to the next row only from within a row."""
         if not self._row_is_open:
             return b""
         self._row_is_open = False
@@ -150,17 +150,17 @@ class Console:
         self.out = ConsoleStream(stdout_fd, dumb=dumb, no_colour=no_colour)
         self.err = ConsoleStream(stderr_fd, dumb=dumb, no_colour=no_colour)
         if self.out.identity is not None and self.out.identity == self.err.identity:
-            # `2>&1` or a terminal: only one queue keeps lines whole and transient lines erased.
+            # `2>&1` or a terminal: only one queue keeps lines whole and erases transient lines.
             self.err = self.out
         self._streams = {self.out, self.err}
         self._lost = self.out.broken
-        """It is known, or was so from the start, that nobody reads stdout."""
+        """The loss of stdout's reader is reported already, or there never was one."""
         self._sources: tuple[Source, ...] = ()
         self._said: deque[bytes] = deque()
         self._saying = False
         self._unsaid = 0
         self._news = threading.Condition()
-        """Guards what callers and the thread share; notified after each turn of the thread."""
+        """Guards the state that callers and the thread share; notified after each turn of the thread."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -169,7 +169,7 @@ class Console:
     def say(self, text: str, *, prefix: str = SAY_PREFIX) -> None:
         """Show lines of the launcher on stderr, each with the prefix. Never blocks; ignored after `close`.
 
-        What does not fit into the queue because the console is blocked is dropped, and the number of lines is said.
+        Lines that do not fit into the queue because the console is blocked are dropped; their number is shown later.
         """
         lines = [f"{prefix}{line}\n".encode(errors="surrogateescape") for line in text.splitlines()]
         with self._news:
@@ -191,13 +191,13 @@ class Console:
             self._wake()
 
     def wake(self) -> None:
-        """A source has news that its descriptor does not tell."""
+        """Wake the console's thread: a source has news that its descriptor does not report."""
         with self._news:
             self._wake()
 
     def wait(self, is_done: Callable[[], bool], stalled_s_max: float) -> bool:
-        """Wait until `is_done()` and all is written; False when nothing moved for `stalled_s_max`. Blocks: not for an
-        event loop."""
+        """Wait until `is_done()` and everything is written; False when nothing moved for `stalled_s_max`. Blocks: do
+        not call it on an event loop."""
 
         def all_done() -> bool:
             return is_done() and all(stream.free for stream in self._streams)
@@ -213,7 +213,7 @@ class Console:
         return True
 
     def close(self, drain_s_max: float = CLOSE_S_MAX) -> bool:
-        """Show what was said and end the thread; False when the console did not move for `drain_s_max`."""
+        """Show what is queued and end the thread; False when the console did not move for `drain_s_max`."""
         if self._closed:
             return True
         shown = self._thread is None or self.wait(lambda: not (self._said or self._saying), drain_s_max)
@@ -256,7 +256,7 @@ class Console:
             os.close(self._wake_fd)
 
     def _say_lost(self) -> None:
-        """Once: stdout's reader has gone (`| head`), and a job that seems to stand still does not."""
+        """Report once that stdout's reader is gone (`| head`), since the job itself goes on."""
         if self.out.broken and not self._lost and not self.err.broken:
             self._lost = True
             self.say("nobody reads standard output any more; the job goes on, and `holdfast logs` shows its lines")
@@ -285,7 +285,7 @@ class Console:
             self._calm_until = time.monotonic() + CALM_S
 
     def _poll(self, due: float | None, *, with_sources: bool) -> bool:
-        """Wait for a call, room in a stream that has something pending, or news; False when `due` came first."""
+        """Wait for a call, for room in a stream with pending lines, or for news; False when `due` came first."""
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         for stream in self._streams:

@@ -1,11 +1,11 @@
-"""Reports how workers ended, in the order of the ends, and what each of them left.
+"""Reports how workers ended, in the order of the ends, with the evidence that each of them left.
 
-A failure is reported at once, bare: rank and exit status. What the worker left is read while the others are being
-stopped: an error file, the end of its stderr and perhaps an out-of-memory count. All of it is untrusted: reads are
-bounded, and torn files are tolerated. Files are read in a thread, because a disk may stall. A worker whose program
-raised is reported while its process still runs its exit functions, and once more when it is gone.
+A failure is reported at once with rank and exit status. The evidence is read while the other workers are being stopped:
+an error file, the end of its stderr and perhaps an out-of-memory count. All of it is untrusted: reads are bounded, and
+torn files are tolerated. Files are read in a thread, because a disk may stall. A worker whose program raised is
+reported while its process still runs its exit functions, and again when the process has ended.
 
-Judges nothing: see core and diagnosis for verdicts.
+Judges nothing: see protocol and diagnosis for verdicts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
 MESSAGE_BYTES_MAX = 4096
 TAIL_LINES_MAX = 30
 LEFT_LINES_MAX, LEFT_CHARACTERS_MAX = 5, 1024
-"""Of what a worker printed that ended with 0: it travels with every good end."""
+"""Limits for the output of a worker that ended with 0: it is sent with every such end."""
 
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
-    """What an error file says; empty strings where it says nothing."""
+    """The content of an error file; fields are empty where the file lacks them."""
 
     error_type: str = ""
     message: str = ""
@@ -51,7 +51,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
 
 class OomWatch:
-    """Tells whether the kernel's out-of-memory killer struck in this process's cgroup since the watch began.
+    """Detects whether the kernel's out-of-memory killer struck in this process's cgroup since the watch began.
 
     Workers run in their agent's cgroup, so one watch serves them all.
     """
@@ -61,11 +61,11 @@ class OomWatch:
         self._before = self._count()
 
     def renew(self) -> None:
-        """Begin again, with a new generation."""
+        """Restart the watch, with a new generation."""
         self._before = self._count()
 
     def struck(self) -> bool:
-        """Whether it killed since; False too where no counter can be read."""
+        """Whether the killer struck since the last `renew`; also False where no counter can be read."""
         return self._count() > self._before
 
     def _count(self) -> int:
@@ -79,19 +79,21 @@ class OomWatch:
 
 
 def _counter_files(root: Path) -> list[Path]:
-    """Where the counter may be: version 2, version 1, and as seen from inside a container (the group is the root)."""
+    """Where the counter may be: cgroup version 2, version 1, and as seen from inside a container (the cgroup is the
+    root)."""
     files: list[Path] = []
     for group in own_groups(root):
         is_memory = "memory" in group.controllers.split(",")
         if is_memory or not group.controllers:
             name = "memory.oom_control" if is_memory else "memory.events"
             files += [Path(group.top, path, name) for path in (group.path, "")]
-    # With no memory group at all, the whole machine's counter is the best there is.
+    # Without a memory cgroup, the whole machine's counter is the best available.
     return [file for file in files if file.is_file()] or [root / "proc/vmstat"]
 
 
 def read_error_file(path: str) -> Recorded:
-    """torchelastic's error file in either of its forms. Missing, torn, enormous or odd: what can be had of it."""
+    """Read torchelastic's error file in either of its forms. Of a missing, torn, huge or odd file, returns what is
+    readable."""
     if not path:
         return Recorded()
     try:
@@ -119,7 +121,7 @@ def read_error_file(path: str) -> Recorded:
 
 
 def _error_type(message: str) -> str:
-    """`ValueError` of `ValueError: text`; empty when the message does not begin with a class."""
+    """`ValueError` of `ValueError: text`; empty when the message does not begin with a class name."""
     name = message.partition(":")[0]
     return name if name.replace(".", "").isidentifier() else ""
 
@@ -133,7 +135,7 @@ def _as_int(value: Any) -> int:
 
 
 def _shorten(text: str, bytes_max: int) -> str:
-    """Cut the middle out: of a traceback, the end tells most and the beginning some."""
+    """Cut the middle out: of a traceback, the end says most and the beginning some."""
     raw = text.encode(errors="replace")
     if len(raw) <= bytes_max:
         return raw.decode()
@@ -144,12 +146,12 @@ def _shorten(text: str, bytes_max: int) -> str:
 
 
 def _as_text(path: str) -> str:
-    """For people and for messages: names of files need not be text."""
+    """A printable form for people and for messages: file names need not be valid text."""
     return path.encode(errors="replace").decode()
 
 
 def read_tail(path: str) -> str:
-    """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, its last text."""
+    """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, only the last text."""
     if not path:
         return ""
     try:
@@ -168,15 +170,15 @@ def read_tail(path: str) -> str:
 
 
 def with_evidence(bare: Failure, *, error_file: str, stderr_file: str, out_of_memory: bool = False) -> Failure:
-    """The failure of a worker that ended with a code that is not 0, with what its files say.
+    """The failure of a worker that ended with a nonzero code, with the evidence from its files.
 
-    `out_of_memory`: `OomWatch.struck()`; counts only for a worker that SIGKILL ended while nobody was stopping it.
+    `out_of_memory`: `OomWatch.struck()`; counts only for a worker that SIGKILL ended before the agent stopped it.
     """
     recorded = read_error_file(error_file)
     stderr_tail = read_tail(stderr_file)
     facts: dict[str, str] = {}
     if not bare.after_stop:
-        from holdfast.supervisor.machine_facts import facts_for  # here: a job that does not fail never needs it
+        from holdfast.supervisor.machine_facts import facts_for  # lazily: a job that does not fail never needs it
 
         facts = facts_for(f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", bare.exit_code, stderr_file)
     return structs.replace(
@@ -194,7 +196,7 @@ def with_evidence(bare: Failure, *, error_file: str, stderr_file: str, out_of_me
 
 
 def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
-    """How a worker left that ended with 0: what it printed last, for the case that its peers still need it."""
+    """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
     stderr_file = str(streams.stderr_file or "")
     tail = read_tail(stderr_file) or read_tail(str(streams.stdout_file or ""))
     last = "\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:]
@@ -202,8 +204,8 @@ def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
 
 
 def failure_of_spawn(bare: Failure, *, error_number: int, text: str) -> Failure:
-    """The failure of a worker whose program could not be executed; exit codes as a shell's: 127 not found, else 126.
-    1 where the machine had no room for a process: that says nothing of the program."""
+    """The failure of a worker whose program could not be executed. Exit codes are a shell's: 127 not found, else 126; 1
+    where the machine had no room for a process, which does not concern the program."""
     code = _spawn_code(error_number)
     return structs.replace(bare, exit_code=code, message=text, started=False, lived_s=0.0)
 
@@ -215,7 +217,7 @@ def _spawn_code(error_number: int) -> int:
 
 
 def noted(failure: Failure) -> dict[str, object]:
-    """What the journal's event `worker_failed` tells of it."""
+    """The fields of the journal's event `worker_failed`."""
     return {
         "local_rank": failure.local_rank,
         "rank": failure.rank,
@@ -229,7 +231,7 @@ def noted(failure: Failure) -> dict[str, object]:
 
 
 EXIT_AFTER_EXCEPTION = 1
-"""Python's exit code after an exception that nobody caught."""
+"""Python's exit code after an uncaught exception."""
 
 
 class Worker(Struct):
@@ -262,23 +264,24 @@ class Ends:
         self._oom = oom
         self._generation = generation
         self._reading: set[asyncio.Task[None]] = set()
-        """Of failures that have been reported."""
+        """Readers for failures that have been reported."""
         self._waiting: set[asyncio.Task[None]] = set()
-        """Of ends with 0 that have not been reported, and of those that came after them."""
+        """Readers for ends with 0 that have not been reported, and for later ends."""
         oom.renew()
 
     def unstarted(self, bare: Failure, error_number: int, text: str) -> None:
-        """A worker whose program could not be executed."""
+        """Report a worker whose program could not be executed."""
         failure = failure_of_spawn(bare, error_number=error_number, text=text)
         self._journal.write("worker_failed", generation=self._generation, **noted(failure))
         self._emit(WorkerEnded(self._generation, failure.local_rank, failure))
 
     def report(self, worker: Worker, bare: Failure, *, raised: bool = False) -> None:
-        """A failure is reported at once, and FailureRead follows when what the worker left has been read. An end with 0
-        is reported when that has been read, and whatever comes after it waits its turn.
+        """Report a failure at once; FailureRead follows when the worker's files have been read. An end with 0 is
+        reported after its files have been read, and later ends wait for it.
 
-        `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; the process is
-        still there."""
+        `bare`: what is known at the moment of the end. `raised`: an exception has ended the program; its process still
+        runs.
+        """
         earlier = tuple(self._waiting)
         if bare.exit_code and not earlier:
             self._failed(worker, bare, raised=raised)
@@ -306,7 +309,7 @@ class Ends:
             self._emit(WorkerEnded(self._generation, worker.local_rank, None, left=left))
 
     def _failed(self, worker: Worker, bare: Failure, *, raised: bool) -> None:
-        read = worker.raised and not raised  # since it raised
+        read = worker.raised and not raised  # read already when it raised
         kind = WorkerRaised if raised else WorkerEnded
         self._emit(kind(self._generation, worker.local_rank, failure=bare, evidence_follows=not read))
         if not read:

@@ -1,10 +1,11 @@
 """The supervisor's side of the fork server: starts it, asks it for workers, and starts them by exec where it has none.
 
-The fork server (worker/fork_server.py) imports the heavy modules once; it is a process of its own, so that the supervisor stays
-small and nothing that an import does can end it. Workers forked there fall to the supervisor, who hears each one's pid,
-notes it, and only then lets it run: no worker runs that the supervisor does not know. Standbys are workers that are forked
-before they are wanted, for the next generation: they wait parked, known to the supervisor as services, and become workers
-within a millisecond. Standard library only."""
+The fork server (worker/fork_server.py) imports the heavy modules once. It is a separate process, so that the supervisor
+stays small and no import can end it. Workers forked there become children of the supervisor, which reads each one's
+pid, records it, and only then lets it run: no worker runs that the supervisor does not know. Standbys are workers that
+are forked ahead, for the next generation. They wait parked, recorded by the supervisor as services, and become workers
+within a millisecond. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ KEY = "fork-server"
 STANDBY = "standby"
 """The key of all parked workers."""
 STANDBY_QUIET_S = 1.0
-"""So long after the last worker was started the standbys are forked: not while the workers themselves start."""
+"""Standbys are forked this long after the last worker was started: not while the workers themselves start."""
 CONTROL_FD = 3
 REBUILDS_MAX = 10
-"""In the life of a job; one that is killed so often has no place on this machine."""
+"""Starts per job; a fork server that ends more often does not work on this machine."""
 ANSWER_BYTES_MAX = 4096
 WISH_FIELDS = ("argv", "env_set", "env_unset", "cwd", "cpus")
 
@@ -37,10 +38,10 @@ Command = dict[str, Any]
 
 
 class Fork:
-    """A worker that was asked for. Owns its descriptors, for it may have to be started by exec after all."""
+    """A requested worker. Owns its descriptors, because it may have to be started by exec."""
 
     def __init__(self, command: Command, fds: list[int], standby: Standby | None = None) -> None:
-        """Raises OSError when no descriptor is left. `standby`: who is to become it."""
+        """Raises OSError when no descriptor is left. `standby`: the standby that is to become this worker."""
         self.command = command
         self.fds = fds
         self.standby = standby
@@ -71,7 +72,7 @@ class Fork:
 
 
 class Standby:
-    """A worker that waits, forked, to be told which one it is; before it has said its pid it is on its way."""
+    """A forked worker that waits for its assignment. Until it has sent its pid, it is still being forked."""
 
     def __init__(self) -> None:
         """Raises OSError when no descriptor is left."""
@@ -90,7 +91,7 @@ class Standby:
 
 
 class ForkServerClient:
-    """At most one process at a time. All that it is asked for ends in `born`, in `spawn`, or in an `ended` event."""
+    """Runs at most one fork server at a time. Every request ends in `born`, in `spawn`, or in an `ended` event."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class ForkServerClient:
         born: Callable[[Command, int], None],
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`spawn` starts a program by exec, `born` notes a worker that was forked, `tell` passes an event on."""
+        """`spawn` starts a program by exec, `born` records a worker that was forked, `tell` passes an event on."""
         self._poller = poller
         self._spawn = spawn
         self._born = born
@@ -111,28 +112,29 @@ class ForkServerClient:
         self._unfit = False
         self._queue: deque[tuple[Command, list[int], Fork | Standby | None]] = deque()
         self._forks: dict[int, Fork] = {}
-        """By descriptor of our end of the answer."""
+        """By descriptor of our end of the answer's socket."""
         self._standbys: dict[int, Standby] = {}
-        """Likewise; parked, or on their way."""
+        """The same; parked, or still being forked."""
         self._park_at_s = inf
         """When standbys are due, by the monotonic clock."""
         self._later = 0
         """Modules that are still to be imported for restarts, and for the standbys too."""
         self._served = False
-        """Whether it was asked for a worker: there is something to stand by for."""
+        """Whether a worker was requested: only then are standbys useful."""
         self._told: set[str] = set()
 
     def begin(self, order: Command) -> None:
-        """Start the process; `order` is supervisor/preload.py's."""
+        """Start the fork server; `order` comes from supervisor/preload.py."""
         self._order = order
         self._try_start(order)
 
     def takes(self, command: Command) -> bool:
-        """Whether it is to be asked: not while it is built for a second time, exec is faster then."""
+        """Whether to send this request to it. Not while the fork server is started for the second time: exec is faster
+        then."""
         return bool(command.get("warm")) and self._control is not None and (self._ready or self._rebuilds == 0)
 
     def ask(self, command: Command, fds: list[int]) -> None:
-        """Ask for a worker; `fds` are ours from here on."""
+        """Ask for a worker; takes ownership of `fds`."""
         if not command["service"]:
             self._served = True
             self._park_at_s = time.monotonic() + STANDBY_QUIET_S
@@ -151,7 +153,7 @@ class ForkServerClient:
         self._flush()
 
     def patience_s(self) -> float:
-        """How long until `tick` is due."""
+        """Seconds until `tick` is due."""
         return self._park_at_s - time.monotonic()
 
     def tick(self) -> None:
@@ -159,7 +161,7 @@ class ForkServerClient:
         if time.monotonic() < self._park_at_s:
             return
         self._park_at_s = inf
-        # Else it is due again when the last module has been imported, or when a fork server has been built.
+        # Otherwise due again when the last module has been imported, or when a fork server has started.
         if self._ready and not self._later:
             self._park()
 
@@ -167,7 +169,7 @@ class ForkServerClient:
         return fd in self._forks or fd in self._standbys or (self._control is not None and fd == self._control.fileno())
 
     def serve(self, fd: int) -> None:
-        """One of its descriptors is ready."""
+        """Handle a descriptor that is ready."""
         if fd in self._forks:
             self._settle(self._forks[fd])
         elif fd in self._standbys:
@@ -177,16 +179,16 @@ class ForkServerClient:
             self._listen()
 
     def settle_all(self) -> None:
-        """Take notice of every answer that is there already."""
+        """Process every answer that has already arrived."""
         for fork in list(self._forks.values()):
             self._settle(fork)
         for standby in list(self._standbys.values()):
             self._hear_standby(standby)
 
     def cancel(self, key: str | None, signum: int) -> None:
-        """A signal for workers that are not there yet ends them as it would end a Python that is starting.
+        """A signal ends workers that are still being forked, as it would end a Python that is starting.
 
-        `key`: that one; None: all but services.
+        `key`: that worker; None: all but services.
         """
         self.settle_all()
         for fork in list(self._forks.values()):
@@ -196,7 +198,7 @@ class ForkServerClient:
                 self._tell({"is": "ended", "key": fork.command["key"], "pid": 0, "exit_code": -signum})
 
     def ended(self, exit_code: int) -> None:
-        """The process has ended: build another one, unless that would end in the same way."""
+        """The process has ended: start another one, unless that would end in the same way."""
         self._listen()
         self._close()
         assert self._order is not None
@@ -235,7 +237,7 @@ class ForkServerClient:
         fds: list[int] = []
         try:
             fds.append(os.open(os.devnull, os.O_RDWR))
-            # What is printed while modules are imported belongs to the workers, each of which repeats it.
+            # Output of the imports belongs to the workers: each of them repeats it.
             fds += (os.memfd_create(name) for name in ("stdout", "stderr"))
             self._spawn(program, [*fds, theirs.fileno()])
         finally:
@@ -255,7 +257,7 @@ class ForkServerClient:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._queue.popleft()  # its end is on the way as an event
+                self._queue.popleft()  # its end will arrive as an event
                 if fork is not None:
                     self._give_up(fork, os.strerror(error.errno or 0))
                 continue
@@ -266,7 +268,7 @@ class ForkServerClient:
             self._poller.modify(self._control, select.POLLIN | (select.POLLOUT if self._queue else 0))
 
     def _listen(self) -> None:
-        """Take what the process tells of itself."""
+        """Read what the process reports about itself."""
         while self._control is not None:
             try:
                 received = seqpacket.receive(self._control)
@@ -303,7 +305,7 @@ class ForkServerClient:
         self._tell({"is": "preload", "text": f"{why}; {then or 'workers are started by exec'}", "trouble": True})
 
     def _close(self) -> None:
-        """Whoever waits in the queue is started by exec; those it knew of find the end of their answers."""
+        """Queued requests fall back to exec; requests already sent see end-of-file."""
         if self._control is None:
             return
         self._poller.unregister(self._control)
@@ -331,11 +333,11 @@ class ForkServerClient:
         fork.close()
 
     def _give_up(self, fork: Fork | Standby, why: str) -> None:
-        """It will not be forked: a worker is started by exec, a standby is done without."""
+        """It will not be forked: a worker is started by exec, a standby is dropped."""
         if isinstance(fork, Standby):
             self._dismiss(fork)
             return
-        if fork.standby is not None and not why and self.takes(fork.command):  # it was killed: another one, then
+        if fork.standby is not None and not why and self.takes(fork.command):  # it was killed: fork another one
             fds, fork.fds = fork.fds, []
             self._forget(fork)
             fork.close()
@@ -379,7 +381,7 @@ class ForkServerClient:
             self._tell({"is": "standby", "pids": [each.pid for each in self._standbys.values()], "own_bytes": sum(own)})
 
     def _promote(self, command: Command, fds: list[int]) -> bool:
-        """Make a worker of a standby, if one is parked. `fds` are ours then."""
+        """Turn a parked standby into a worker, if there is one; then takes ownership of `fds`."""
         for standby in [each for each in self._standbys.values() if each.pid]:
             fork = Fork(command, fds, standby)
             packet, given = fork.packet(os.getpid())
@@ -395,7 +397,7 @@ class ForkServerClient:
         return False
 
     def _dismiss(self, standby: Standby) -> None:
-        """It ends, if it lives."""
+        """End this standby, if it lives."""
         del self._standbys[standby.ours.fileno()]
         self._poller.unregister(standby.ours)
         self._queue = deque(item for item in self._queue if item[2] is not standby)
@@ -408,7 +410,7 @@ class ForkServerClient:
 
 
 def _heard(sock: socket.socket) -> tuple[str, str] | None:
-    """The first word of an answer, and the rest; empty when whoever was to answer is gone. None: nothing yet."""
+    """The first word of an answer, and the rest; empty when the sender is gone. None: no answer yet."""
     try:
         answer = sock.recv(ANSWER_BYTES_MAX)
     except BlockingIOError:

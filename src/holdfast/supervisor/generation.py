@@ -1,6 +1,6 @@
 """The workers of one generation on one node, from the order to start until no process of it is alive.
 
-Executes; decides nothing. Which phase the generation is in is known by the agent's machine alone: it is asked (`work`).
+Executes; decides nothing. Only the agent's machine knows the phase of the generation: `work` returns it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from holdfast.supervisor.observer import Phases
 from holdfast.supervisor.preload import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)
-"""A worker that ends in these was stopped."""
+"""A worker that ends in one of these states was stopped."""
 
 
 class RunningGeneration:
-    """Holds the generation's board and workers, and reports what becomes of each of them."""
+    """Holds the generation's board and workers, and reports the end of each worker."""
 
     def __init__(
         self,
@@ -78,9 +78,8 @@ class RunningGeneration:
         cpus: Mapping[int, Sequence[int]],
         started: Callable[[int], None],
     ) -> None:
-        """Order all workers. `parent`: the environment that they inherit. `cpus`: by local rank, with --numa-binding.
-        `started` is called with each local rank.
-        """
+        """Order all workers to start. `parent`: the environment that they inherit. `cpus`: by local rank, with
+        --numa-binding. `started` is called with each local rank."""
         for key, worker in self._workers.items():
             rank, streams = worker.local_rank, worker.streams
             error_file = str(streams.error_file) if streams.error_file is not None else ""
@@ -102,23 +101,22 @@ class RunningGeneration:
             started(rank)
 
     def signal(self, supervisor: SupervisorClient, signum: int, *, to_end: bool) -> None:
-        """To the leaders, not to their children. A worker that has raised is ending: a signal to end would cut its exit
-        functions short.
-        """
+        """Signal the worker processes, not their children. A worker that has raised is already ending: a signal to end
+        would interrupt its exit functions."""
         for key, worker in self._workers.items():
             if not (to_end and worker.raised):
                 supervisor.signal(key, signum)
 
-    # ---------------------------------------------------------------- what is seen of the workers
+    # ---------------------------------------------------------------- observing workers
 
     def pids(self) -> dict[int, int]:
         return {worker.local_rank: worker.pid for worker in self._workers.values() if worker.pid}
 
     def progress(self) -> tuple[RankProgress, ...]:
-        """How far the workers are, as they wrote on the board."""
+        """The workers' progress, as they wrote it on the board."""
         return self.board.progress(time.monotonic_ns())
 
-    # ---------------------------------------------------------------- what becomes of them
+    # ---------------------------------------------------------------- ends of workers
 
     def started(self, event: ProcessStarted) -> None:
         worker = self._workers.get(event.key)
@@ -137,15 +135,15 @@ class RunningGeneration:
         if worker is not None:
             worker.pid = event.pid
             work = self._work()
-            # Being stopped is SIGTERM: a SIGKILL that is not ours is a reason of its own, even when it is seen late.
+            # A stop sends SIGTERM: a SIGKILL that we did not send is a cause of its own, even when it is seen late.
             others = event.exit_code == -signal.SIGKILL and work is not Work.KILLING
             self._report(worker, event.exit_code, stopped=work in ENDING and not others)
 
     def lost(self) -> Callable[[], None] | None:
-        """The supervisor was killed, and the workers with it. Returns what reports their ends; None: there were
-        none."""
+        """Call this when the supervisor was killed, and the workers with it. Returns a function that reports their
+        ends; None: there were no workers."""
         lost, self._workers = list(self._workers.values()), {}
-        stopped = self._work() in ENDING  # what is ordered from now on hastens no worker's end
+        stopped = self._work() in ENDING  # orders given from now on must not affect how these ends are recorded
 
         def report() -> None:
             for worker in lost:
@@ -154,7 +152,7 @@ class RunningGeneration:
         return report if lost else None
 
     def _on_raised(self) -> None:
-        """Reported at once: what a process still does after its exception can take seconds."""
+        """Report at once: exit functions after an exception can take seconds."""
         for local_rank in self.board.raised():
             worker = self._workers.get(self._key(local_rank))
             if worker is not None and worker.pid and not worker.raised:
@@ -196,10 +194,10 @@ class RunningGeneration:
         return {"generation": self.number, "local_rank": worker.local_rank, "rank": rank}
 
     async def all_reported(self) -> None:
-        """The last WorkerEnded was emitted."""
+        """Wait until the last WorkerEnded was emitted."""
         await self._ends.all_reported()
 
     def close(self) -> None:
-        """The board is closed: another generation starts, or none ever."""
+        """Close the board: another generation starts, or the job is over."""
         self._loop.remove_reader(self.board.raised_fd)
         self.board.close()

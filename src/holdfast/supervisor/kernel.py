@@ -1,7 +1,7 @@
-"""What the kernel says of processes: states, processor time, signals, children (/proc), TCP traffic (netlink).
+"""Facts from the kernel about processes: states, processor time, signals, children (/proc), TCP traffic (netlink).
 
-Bounded reads; knows nothing of workers. Traffic is asked for by netlink because recv() and send() are not counted as
-input and output in /proc/PID/io: a download into memory shows there alone.
+Bounded reads; knows nothing of workers. Traffic is read by netlink because recv() and send() are not counted as input
+and output in /proc/PID/io: a download into memory appears only there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.linux import process_stat
 NETLINK_SOCK_DIAG = 4
 SOCK_DIAG_BY_FAMILY = 20
 REQUEST_OF_ALL = 0x301
-"""NLM_F_REQUEST | NLM_F_DUMP"""
+"""NLM_F_REQUEST | NLM_F_DUMP."""
 NLMSG_ERROR, NLMSG_DONE = 2, 3
 INET_DIAG_INFO = 2
 CONNECTED = 1 << 1
@@ -30,23 +30,23 @@ HEAD = struct.Struct("=IHHII")
 QUESTION = struct.Struct("=BBBBI48x")
 """inet_diag_req_v2: family, protocol, what else is wanted, padding, states; any address."""
 INODE_AT, ANSWER_BYTES = 68, 72
-"""In inet_diag_msg."""
+"""Offset of the inode in inet_diag_msg, and the length of that structure."""
 ATTRIBUTE = struct.Struct("=HH")
 MOVED = struct.Struct("=QQ")
 MOVED_AT = 120
-"""In tcp_info: bytes that the other side has acknowledged, and that were received."""
+"""Offset in tcp_info of two counters: bytes that the peer has acknowledged, and bytes received."""
 
 NETLINK_PACKETS_MAX = 1024
-"""Packets, each of some dozens of sockets."""
+"""Packets, each with some dozens of sockets."""
 ANSWER_BYTES_MAX = 1 << 16
 WAIT_S_MAX = 0.2
 FILES_MAX = 4096
-"""Open files of one process."""
+"""Open files of one process that are read."""
 
 
 def tcp_moved_bytes() -> dict[int, int]:
-    """Sent and received by each connection of this machine, by the inode of its socket. Empty where that may not be
-    known."""
+    """Bytes sent and received by each connection of this machine, by the inode of its socket. Empty where this cannot
+    be read."""
     found: dict[int, int] = {}
     with (
         contextlib.suppress(OSError, struct.error),
@@ -88,7 +88,7 @@ def _aligned(length: int) -> int:
 
 
 def of_connections(pids: Iterable[int], moved: Mapping[int, int]) -> dict[int, float]:
-    """What each connection of these processes has moved, of what all have."""
+    """The bytes that each connection of these processes has moved; `moved` covers all connections."""
     inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ TASKS_MAX = 256
 FIRST_PID = 1
 ENVIRONMENT_BYTES_MAX = 1 << 20
 SECTOR_BYTES = 512
-"""In /proc/diskstats, whatever the disk's own are."""
+"""The unit of /proc/diskstats, whatever the disk's own sectors are."""
 
 
 class Child(NamedTuple):
@@ -114,11 +114,11 @@ class Child(NamedTuple):
     state: str
     parent: int
     cpu_s: float
-    """With that of its own children that have ended."""
+    """Includes its own children that have ended."""
 
 
 class Signals(NamedTuple):
-    """Masks of a process, and of its main thread."""
+    """Signal masks of a process and of its main thread."""
 
     caught: int = 0
     blocked: int = 0
@@ -128,7 +128,7 @@ class Signals(NamedTuple):
         return bool(self.caught >> (signum - 1) & 1)
 
     def blocks(self, signum: int) -> bool:
-        """The main thread does; also while its handler runs."""
+        """Whether the main thread blocks this signal; also true while its handler runs."""
         return bool(self.blocked >> (signum - 1) & 1)
 
     def pending(self, signum: int) -> bool:
@@ -136,8 +136,8 @@ class Signals(NamedTuple):
 
 
 def wanted_s(pid: int, *, all_threads: bool) -> float:
-    """Processor time that a process, or its main thread, has used so far, and time for which it waited for a
-    processor: on a machine that has too much to do the second is most of it. 0 where that is not known."""
+    """Processor time that a process, or its main thread, has used so far, plus the time for which it waited for a
+    processor: on an overloaded machine the second is most of it. 0 where that is unknown."""
     tasks = [str(pid)]
     if all_threads:
         with contextlib.suppress(OSError):
@@ -150,8 +150,8 @@ def wanted_s(pid: int, *, all_threads: bool) -> float:
 
 
 def moved_bytes(pid: int) -> int:
-    """What a process has read and written so far, as system calls count it and as disks do: one of them grows while it
-    copies. 0 where that may not be known."""
+    """Bytes that a process has read and written so far, as system calls and as disks count them: one of the two grows
+    while it copies. 0 where this cannot be read."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             told = dict(line.split(b":") for line in file)
@@ -161,7 +161,7 @@ def moved_bytes(pid: int) -> int:
 
 
 def signals(pid: int | str) -> Signals:
-    """Of a process, or of a thread given as `PID/task/TID`. All empty when there is none."""
+    """Signal masks of a process, or of a thread given as `PID/task/TID`. All empty when there is none."""
     found = {}
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
@@ -176,8 +176,8 @@ def signals(pid: int | str) -> Signals:
 
 
 def switches(pid: int) -> int:
-    """How often the main thread has gone to sleep or had to give way: the same number twice, and it slept all the
-    while or ran. -1 when there is no such process."""
+    """How often the main thread went to sleep or was preempted. Twice the same number: it slept all the time or ran all
+    the time. -1 when there is no such process."""
     found = 0
     try:
         with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
@@ -190,10 +190,9 @@ def switches(pid: int) -> int:
 
 
 def idle_thread(pid: int, signum: int) -> int:
-    """A thread of this process that waits for another one's word and takes this signal; the main thread if there is
-    none.
+    """A thread of this process that waits for another thread and accepts this signal; the main thread if there is none.
 
-    Its wait is taken up again after the signal. A sleep of C code in the main thread would end.
+    Its wait continues after the signal. A sleep of C code in the main thread would end.
     """
     try:
         tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
@@ -206,18 +205,18 @@ def idle_thread(pid: int, signum: int) -> int:
 
 
 def signal_thread(pid: int, task: int, signum: int) -> None:
-    """Send a signal to one thread. ProcessLookupError, PermissionError."""
+    """Send a signal to one thread. Raises ProcessLookupError, PermissionError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.tgkill(pid, task, signum):
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))  # of the kind that belongs to the number
+        raise OSError(number, os.strerror(number))  # the subclass that belongs to the number
 
 
 def descendants(roots: Mapping[int, bytes]) -> dict[int, list[Child]]:
-    """The processes below each of these, the dead that nobody has waited for among them; in order of their pids.
+    """The processes below each of these roots, including zombies, in order of their pids.
 
-    With them those whose parent is gone, and that belong to a root by their session or by what the root maps to: a
-    variable as the environment has it, which its processes inherit.
+    Includes processes whose parent is gone and that belong to a root by their session, or by the root's value in the
+    mapping: an environment variable that its processes inherit.
     """
     below: dict[int, list[Child]] = {}
     orphans: dict[int, list[Child]] = {}
@@ -238,7 +237,7 @@ def descendants(roots: Mapping[int, bytes]) -> dict[int, list[Child]]:
 
 
 def _family(of: list[Child], below: Mapping[int, list[Child]]) -> list[Child]:
-    """These and all that are below them, each once."""
+    """These processes and all that are below them, each once."""
     found: dict[int, Child] = {}
     todo = list(of)
     while todo:
@@ -250,7 +249,8 @@ def _family(of: list[Child], below: Mapping[int, list[Child]]) -> list[Child]:
 
 
 def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
-    """To which of these it belongs by its environment. Reading that of a process that a disk holds may last."""
+    """The root to which this process belongs by its environment. Reading the environment may block while a disk stalls
+    the process."""
     if child.state == "D":
         return None
     try:
@@ -262,8 +262,8 @@ def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
 
 
 def disk_bytes(proc: str = "/proc") -> int:
-    """What all disks and network file systems of this machine have read and written so far. It grows while a file is
-    being brought to one of them, when the process that waits for it has nothing else to show."""
+    """Bytes that all disks and network file systems of this machine have read and written so far. It grows while a file
+    is being written, when the waiting process itself shows no other activity."""
     found = 0
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"{proc}/diskstats", "rb") as file:
         found = sum((int(fields[5]) + int(fields[9])) * SECTOR_BYTES for fields in map(bytes.split, file))
@@ -273,8 +273,8 @@ def disk_bytes(proc: str = "/proc") -> int:
 
 
 def describe_tasks(pid: int) -> list[str]:
-    """One line for each thread: number, name, state, and in which of the kernel's functions it sleeps, where that may
-    be known."""
+    """One line for each thread: number, name, state, and the kernel function in which it sleeps, where that is
+    readable."""
     try:
         tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
     except OSError:
@@ -297,7 +297,7 @@ def _wchan(pid: int, task: int) -> str:
 
 
 def has_open(pid: int, fd: int) -> bool:
-    """Whether this very file is open in that process: it may have closed it, and be another program by now."""
+    """Whether this very file is open in that process: it may have closed the file, or be another program by now."""
     ours = os.fstat(fd)
     folder = f"/proc/{pid}/fd"
     try:

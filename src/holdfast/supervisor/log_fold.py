@@ -1,4 +1,4 @@
-"""Console lines: cut from bytes, prefixed, filtered, and shown once where once is enough. PURE.
+"""Console lines: cut from bytes, prefixed, filtered, and shown once where several ranks print the same. PURE.
 
 Knows lines and ranks. Must not know files, sinks or what a prefix means. Files are never touched: they hold everything.
 
@@ -20,20 +20,19 @@ LINE_BYTES_MAX = 1024 * 1024
 _TRAILING_RETURNS = re.compile(rb"\r+\n")
 _OVERWRITTEN = re.compile(rb"(?m)^[^\n]*\r")
 _CURSOR_CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
-"""Every control sequence but colours (final byte m)."""
+"""Every control sequence except colours (final byte m)."""
 _ESCAPE = b"\x1b["
 _COLOUR_RESET = b"\x1b[0m"
 
 
 class LineCutter:
-    """Bytes in, whole lines out; of a line that overwrites itself only the last state."""
+    """Turns bytes into whole lines; of a line that overwrites itself, keeps only the last state."""
 
     __slots__ = ("partial",)
 
     def __init__(self) -> None:
         self.partial = b""
-        """The unfinished line; when it overwrote itself: its last complete state, a carriage return, the coming
-        state."""
+        """The unfinished line; when it overwrote itself: its last complete state, a carriage return, the next state."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The lines that are complete now, each ending with a newline and without carriage returns."""
@@ -57,12 +56,12 @@ class LineCutter:
 
     @property
     def progress(self) -> bytes:
-        """The last state that was completed by a carriage return."""
+        """The last state that a carriage return completed."""
         return self.partial.partition(b"\r")[0] if b"\r" in self.partial else b""
 
     @property
     def newest(self) -> bytes:
-        """What a terminal would show in the unfinished line."""
+        """The text that a terminal would show in the unfinished line."""
         return _last_state(self.partial)
 
 
@@ -79,14 +78,15 @@ def add_prefix(lines: bytes, prefix: bytes) -> bytes:
 
 
 def keep_matching(lines: bytes, needles: Sequence[bytes]) -> bytes:
-    """Only the lines that contain any of the needles."""
+    """Keep only the lines that contain any of the needles."""
     if not any(needle in lines for needle in needles):
         return b""
     return b"".join(line for line in lines.splitlines(keepends=True) if any(needle in line for needle in needles))
 
 
 def tame(text: bytes) -> bytes:
-    """Text of one worker on a terminal shared by many: colours stay and end with the line, cursor movements go."""
+    """Make one worker's text safe for a shared terminal: colours stay and end with the line, cursor movements are
+    removed."""
     if _ESCAPE not in text:
         return text
     text = _CURSOR_CONTROL.sub(b"", text)
@@ -94,22 +94,23 @@ def tame(text: bytes) -> bytes:
 
 
 FOLD_S = 0.2
-"""A line waits so long for its like from other ranks."""
+"""A line waits this long for an equal line of other ranks."""
 FOLD_LINES_MAX = 200
 FOLD_BYTES_MAX = 16 * 1024
-"""More than this at once is shown as it comes: nobody reads along."""
+"""Larger output is shown at once: nobody reads along at that rate."""
 HOLD_S = 2.0
-"""A worker that still lives so long after a traceback has caught the exception, or is slow to end."""
+"""A worker that still lives this long after a traceback has caught the exception, or ends slowly."""
 HELD_BYTES_MAX = 64 * 1024
 
 _OWN_STAMP = re.compile(rb"^(?:\[rank\d+\]: ?)?(?:\[?[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+(?: +\d+)? )?")
-"""What torch puts before a line, and differs from rank to rank: `[rank3]:[W1122 10:03:24.117 socket.cpp:767]`."""
+"""The prefix that torch puts before a line, which differs between ranks: `[rank3]:[W1122 10:03:24.117
+socket.cpp:767]`."""
 _TORCH_RANK = re.compile(rb"^\[rank\d+\]: ?")
 _TRACEBACK = re.compile(rb"(?m)^(?:\[rank\d+\]: ?)?(?:  \+ Exception Group )?Traceback \(most recent call last\):")
 
 
 class _Stream:
-    """Lines of one stream of one rank, not shown yet."""
+    """Lines of one stream of one rank that are not shown yet."""
 
     __slots__ = ("keys", "next", "rank", "texts")
 
@@ -117,7 +118,7 @@ class _Stream:
         self.rank = rank
         self.texts: list[bytes] = []
         self.keys: list[bytes] = []
-        """What makes two lines the same."""
+        """The part of each line that must be equal in two equal lines."""
         self.next = 0
 
     def find(self, key: bytes) -> int | None:
@@ -128,24 +129,24 @@ class _Stream:
 
 
 class LineFold:
-    """The lines of several ranks on their way to one sink."""
+    """Collects the lines of several ranks for one sink."""
 
     def __init__(self, prefix: Callable[[Sequence[int]], bytes]) -> None:
-        """`prefix` of a line that these ranks have printed."""
+        """`prefix` returns the prefix of a line that these ranks have printed."""
         self._prefix = prefix
         self._streams: dict[int, _Stream] = {}
         self._arrived: list[_Stream] = []
-        """Whose line each is, in order of arrival."""
+        """The stream of each line, in order of arrival."""
         self._bytes = 0
         self.due: float | None = None
-        """When all that is kept has to be taken."""
+        """When all kept lines have to be taken."""
 
     @property
     def full(self) -> bool:
         return self._bytes > FOLD_BYTES_MAX or len(self._arrived) > FOLD_LINES_MAX
 
     def add(self, stream: int, rank: int, lines: bytes, now: float) -> None:
-        """Whole lines of one stream (any number that tells it from others) of one rank."""
+        """Add whole lines of one stream of one rank; `stream` is any number that identifies it."""
         self._bytes += len(lines)
         self.due = self.due if self.due is not None else now + FOLD_S
         kept = self._streams.setdefault(stream, _Stream(rank))
@@ -155,18 +156,18 @@ class LineFold:
             self._arrived.append(kept)
 
     def take(self) -> bytes:
-        """All lines, with their prefixes: as they arrived, but that like ones are drawn together."""
+        """All lines with their prefixes, in order of arrival; equal lines are merged."""
         shown: list[bytes] = []
         places: dict[int, int] = {}
         for stream in self._arrived:
             place = places[id(stream)] = places.get(id(stream), -1) + 1
-            if place >= stream.next:  # else it was shown with one that arrived before
+            if place >= stream.next:  # else it was shown together with an earlier one
                 self._show(stream, shown, ())
         self._streams, self._arrived, self._bytes, self.due = {}, [], 0, None
         return b"".join(shown)
 
     def _show(self, stream: _Stream, shown: list[bytes], busy: tuple[_Stream, ...]) -> None:
-        """The next line of this stream, after what others have said before they said the same."""
+        """Show the next line of this stream, after the lines that other streams printed before the same line."""
         text, key = stream.texts[stream.next], stream.keys[stream.next]
         busy = (*busy, stream)
         ranks = [stream.rank]
@@ -184,15 +185,15 @@ class LineFold:
 
 
 class HeldTraceback:
-    """The end of one worker's stderr, from the first traceback that may be its last."""
+    """Holds the end of one worker's stderr, from the first traceback that may be its last."""
 
     def __init__(self) -> None:
         self._held = b""
         self.due: float | None = None
-        """When it is shown if nobody has said what to do with it; None: nothing is held."""
+        """When it is shown if there is no decision about it; None: nothing is held."""
 
     def feed(self, lines: bytes, now: float) -> bytes:
-        """What can be shown of these lines."""
+        """The part of these lines that can be shown now."""
         if self._held:
             self._held += lines
             return self.release() if len(self._held) > HELD_BYTES_MAX else b""
@@ -203,13 +204,13 @@ class HeldTraceback:
         return lines[: found.start()]
 
     def release(self, without: str = "") -> bytes:
-        """All that is held, but for this text where it is in there: whoever asks shows it in another place."""
+        """All held lines, without this text if they contain it: the caller shows it elsewhere."""
         held, self._held, self.due = self._held, b"", None
         return without_text(held, without) if without else held
 
 
 def without_text(lines: bytes, text: str) -> bytes:
-    """These lines less one run of lines that are the text's, whatever torch has put before them.
+    """These lines without one run of lines that equal the text, whatever prefix torch has put before them.
 
     >>> without_text(b"a\\n[rank1]: b\\n[rank1]: c\\nd\\n", "b\\nc\\n")
     b'a\\nd\\n'

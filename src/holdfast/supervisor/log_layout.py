@@ -1,10 +1,10 @@
-"""Where the logs of a run lie on disk: one folder per run and agent, one below it per attempt, one below that per
+"""The places of a run's logs on disk: one folder per run and agent, one below it per attempt, one below that per
 worker.
 
 Knows names, modes and the file descriptors handed to a worker. Must not know who reads the files or where lines are
 shown.
 
-    <log_dir>/<run_id>_<8 random>/               mode 0700, kept; a job that nobody has named: brave-otter_<8 random>
+    <log_dir>/<run_id>_<8 random>/               mode 0700, kept; a job without a run id: brave-otter_<8 random>
       attempt_<restart_count>/                   attempt_<restart_count>_generation_<g> when the first name is taken
         <local_rank>/stdout.log stderr.log error.json
         filtered_stdout.log filtered_stderr.log
@@ -34,21 +34,21 @@ TEMPORARY_NAME = "holdfast-runs-"
 
 
 class WorkerSlot(NamedTuple):
-    """One worker of this node in the coming attempt."""
+    """One worker of this node in the next attempt."""
 
     local_rank: int
     rank: int
 
 
 class StreamFds(NamedTuple):
-    """What the worker gets as its descriptors 1 and 2; None: it inherits the agent's own."""
+    """The worker's descriptors 1 and 2; None: it inherits the agent's own."""
 
     stdout: int | None
     stderr: int | None
 
 
 class WorkerStreams(NamedTuple):
-    """Where one worker's output and error report go. Files are None with `--log-dir /dev/null`."""
+    """Paths of one worker's output and error file. Files are None with `--log-dir /dev/null`."""
 
     fds: StreamFds
     stdout_file: Path | None
@@ -57,11 +57,11 @@ class WorkerStreams(NamedTuple):
 
 
 class RunFolder:
-    """The folder of one run on this node. Nothing in it is ever deleted or reused by holdfast."""
+    """The folder of one run on this node. holdfast never deletes or reuses anything in it."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        """None: `--log-dir /dev/null`, there are no files at all."""
+        """None with `--log-dir /dev/null`: there are no files at all."""
         self._attempts: dict[int, Path] = {}
 
     @classmethod
@@ -97,15 +97,15 @@ class RunFolder:
 
 
 KERNEL_FOLDERS = ("/proc", "/sys")
-"""Root has every permission there, and still nothing can be made."""
+"""Root has every permission there, but no folder can be created."""
 
 
 def default_log_dir() -> str:
-    """Where runs are kept without --log-dir: the user's state folder; where that cannot be written the current
-    folder, and where that cannot be either, one of this user in the temporary folder."""
+    """The folder for runs without --log-dir: the user's state folder; if that is not writable, the current folder; else
+    a folder of this user in the temporary folder."""
     candidates = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"))
     for base in candidates:
-        # The XDG standard says that a relative path is to be ignored; expanduser leaves "~" when nobody knows the home.
+        # The XDG standard says to ignore a relative path; expanduser leaves "~" when the home folder is unknown.
         if os.path.isabs(base) and _can_be_made(base):
             return os.path.join(base, "holdfast", "runs")
     with contextlib.suppress(OSError):  # the current folder was deleted
@@ -116,7 +116,7 @@ def default_log_dir() -> str:
 
 
 def temporary_log_dir() -> str:
-    """In the temporary folder; others can put things there, so nobody else may own it."""
+    """A folder in the temporary folder. Other users can create files there, so this user must own it."""
     temporary = os.environ.get("TMPDIR", "")
     folder = os.path.join(temporary if os.path.isdir(temporary) else "/tmp", f"{TEMPORARY_NAME}{os.geteuid()}")
     with contextlib.suppress(FileNotFoundError):
@@ -137,8 +137,8 @@ def safe_name(run_id: str) -> str:
 
 
 def open_log(path: Path) -> int:
-    """A worker's log for writing. O_APPEND: whoever shares it (children, a truncating worker) never overwrites.
-    Raises OSError."""
+    """Open a worker's log for writing. O_APPEND: processes that share it (children, a truncating worker) never
+    overwrite. Raises OSError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 

@@ -1,10 +1,10 @@
-"""Which worker stream goes where: to a file, to the console, under which prefix, as -r, -t and the filters say.
+"""Routes each worker stream to a file, to the console, and under a prefix, as -r, -t and the filters say.
 
 Knows the log options. Must not read, cut or write lines itself: `log_tail` does, in the console's thread.
 
-A worker writes straight into its file, so neither a blocked console nor a stopped or killed agent loses a byte or makes
-a worker wait. Where the agent has a terminal the worker gets a pseudo-terminal, so that progress bars and colours work;
-a thread that waits for the disk alone copies it into the file.
+A worker writes directly into its file, so neither a blocked console nor a stopped or killed agent loses a byte or makes
+a worker wait. Where the agent has a terminal, the worker gets a pseudo-terminal, so that progress bars and colours
+work; a thread that can block on the disk copies it into the file.
 
 | stream named by       | run folder | console                         |
 |-----------------------|------------|---------------------------------|
@@ -45,8 +45,8 @@ class Terminal:
     """One worker stream's pseudo-terminal and the log file behind it."""
 
     def __init__(self, model_fd: int, file_fd: int, *, columns_taken: int = 0) -> None:
-        """`model_fd` is the agent's terminal, whose size is taken over less the columns of our prefix. Owns
-        `file_fd`. Raises OSError."""
+        """`model_fd` is the agent's terminal: its size is used, less the columns of our prefix. Owns `file_fd`. Raises
+        OSError."""
         self.master_fd, self.worker_fd = os.openpty()
         self.file_fd = file_fd
         self._model_fd = model_fd
@@ -60,18 +60,18 @@ class Terminal:
         self.resize()
 
     def resize(self) -> None:
-        """Take over the agent's terminal size, so that a progress bar and our prefix fit into one row together."""
+        """Apply the size of the agent's terminal, so that a progress bar and our prefix fit into one row together."""
         try:
             size = fcntl.ioctl(self._model_fd, termios.TIOCGWINSZ, bytes(8))
             rows, columns, *pixels = struct.unpack("HHHH", size)
             if columns:
                 columns = max(COLUMNS_MIN, columns - self._columns_taken)
             fcntl.ioctl(self.master_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, *pixels))
-        except OSError:  # the agent's terminal is gone: nobody sees the size
+        except OSError:  # the agent's terminal is gone: the size no longer matters
             pass
 
     def copy(self) -> bool:
-        """Move what is there into the file; False at the end."""
+        """Copy the available bytes into the file; False at the end."""
         try:
             while data := os.read(self.master_fd, COPY_BYTES_MAX):
                 self._store(data)
@@ -94,7 +94,7 @@ class Terminal:
 
 
 class TerminalPump:
-    """The one thread that copies from all pseudo-terminals of this agent. Starts with the first terminal."""
+    """The one thread that copies from all pseudo-terminals of this agent. It starts with the first terminal."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class TerminalPump:
             self._terminals.update({terminal.master_fd: terminal for terminal in terminals})
             if self._wake_fd < 0:
                 self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                # A daemon: a disk that stalls must not hold up the agent's exit.
+                # A daemon: a disk that stalls must not delay the agent's exit.
                 threading.Thread(target=self._run, name="holdfast-terminals", daemon=True).start()
             os.eventfd_write(self._wake_fd, 1)
 
@@ -123,7 +123,7 @@ class TerminalPump:
         with self._lock:
             for terminal in terminals:
                 terminal.hangup_due = due
-            # One that was closed at its end of file is done already.
+            # A terminal that was closed at end-of-file is done already.
             open_fds = {each.master_fd for each in terminals if self._terminals.get(each.master_fd) is each}
             self._finishing.append((open_fds, then))
             os.eventfd_write(self._wake_fd, 1)
@@ -134,7 +134,7 @@ class TerminalPump:
                 terminal.resize()
 
     def close(self) -> None:
-        """End the thread; what was not finished is not copied."""
+        """End the thread; unfinished terminals are not copied."""
         with self._lock:
             if self._wake_fd >= 0 and not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
@@ -208,14 +208,14 @@ class FilteredFile:
             self.broken = True
 
     def put_prompt(self, text: bytes) -> None:
-        """Nobody is asked in a file."""
+        """A file shows no prompts."""
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 class LogRouter:
-    """The log files and console lines of one agent's workers, attempt after attempt. For one thread at a time."""
+    """The log files and console lines of one agent's workers, over all attempts. Use it in one thread at a time."""
 
     def __init__(self, options: LogOptions, folder: RunFolder, *, node: str, role: str, console: Console) -> None:
         """`node` is this host's short name, for the prefix."""
@@ -227,12 +227,12 @@ class LogRouter:
         self._attached = False
         self._pump = TerminalPump()
         self._fds: dict[int, list[int]] = {}
-        """What `started` has to close, by local rank."""
+        """The descriptors that `started` has to close, by local rank."""
         self._groups: list[TailGroup] = []
         self._last_groups: list[TailGroup] = []
-        """Those of the newest attempt, which may have ended."""
+        """The groups of the newest attempt, which may have ended."""
         self._tracebacks: dict[int, str] = {}
-        """What a worker of the newest attempt ended with, by rank."""
+        """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
         if folder.path is None and _wants_files(options):
             console.say(
@@ -241,8 +241,8 @@ class LogRouter:
             )
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
-        """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then
-        nothing is left open."""
+        """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing
+        stays open."""
         self.end_attempt()
         self.tell_elsewhere(())
         self._last_groups, self._tracebacks = [], {}
@@ -269,12 +269,12 @@ class LogRouter:
         return streams
 
     def failed(self, rank: int, traceback: str) -> None:
-        """What a worker of the newest attempt ended with."""
+        """Record the traceback with which a worker of the newest attempt ended."""
         self._tracebacks[rank] = traceback
 
     def tell_elsewhere(self, ranks: Iterable[int]) -> None:
-        """How the newest attempt ended is known: the tracebacks of these ranks are not shown among their lines, for the
-        verdict shows them or says where they are. All others are."""
+        """The end of the newest attempt is known: hide the tracebacks of these ranks, because the verdict shows them or
+        says where they are. Show all others."""
         told = {rank: self._tracebacks[rank] for rank in ranks if self._tracebacks.get(rank)}
         for group in self._last_groups:
             group.told_elsewhere = told
@@ -282,7 +282,7 @@ class LogRouter:
             self._console.wake()
 
     def say(self, text: str) -> None:
-        """A line of the launcher about the logs."""
+        """Show a line of the launcher about the logs."""
         self._console.say(text)
 
     def started(self, local_rank: int) -> None:
@@ -291,7 +291,8 @@ class LogRouter:
             os.close(fd)
 
     def resized(self) -> None:
-        """The agent's terminal changed its size: the workers' follow. (The signal is for the caller to pass on.)"""
+        """The agent's terminal changed its size: apply it to the workers' terminals. (The caller passes the signal
+        on.)"""
         self._pump.resize()
 
     def end_attempt(self) -> None:
@@ -311,10 +312,10 @@ class LogRouter:
             self._pump.finish(terminals, end)
 
     def close(self, drain_s_max: float) -> bool:
-        """Wait until all is shown; False if the console did not move for `drain_s_max` (files are complete in any
-        case).
+        """Wait until everything is shown; False if the console did not move for `drain_s_max` (files are complete in
+        any case).
 
-        True also when nobody reads the console any more: then nothing is left that could be shown.
+        Also True when the console has no reader any more: then nothing can be shown.
         """
         self.end_attempt()
         if any(group.told_elsewhere is None for group in self._last_groups):
@@ -323,15 +324,15 @@ class LogRouter:
         self._pump.close()
         self._tail.abandoned = True
         if self._attached:
-            # The console's thread closes what it follows as soon as it can; it is not waited for where it is stuck.
+            # The console's thread closes its tails as soon as it can; `close` does not wait for it where it is stuck.
             if shown and self._console.wait(lambda: self._tail.closed, drain_s_max):
                 self._console.detach(self._tail)
             self._console.wake()
         return shown
 
     def _inherited(self, worker: WorkerSlot) -> WorkerStreams:
-        """No files at all: as in torchrun, ranks outside the filter are lost and the others write to the agent's own
-        streams."""
+        """Streams without files. As in torchrun, ranks outside the filter are discarded and the others write to the
+        agent's own streams."""
         if self._passes(worker):
             return WorkerStreams(StreamFds(None, None), None, None, None)
         fds = [os.open(os.devnull, os.O_WRONLY) for _ in range(2)]
@@ -389,7 +390,7 @@ class LogRouter:
         return terminal.worker_fd
 
     def _open_filtered(self, attempt: Path, workers: Sequence[WorkerSlot]) -> None:
-        """The files exist when the option is given; only tee'd streams get into them, as in torchrun."""
+        """The files exist when the option is given; only tee'd streams are written to them, as in torchrun."""
         for std, name, needles in (
             (Std.OUT, "stdout", self._options.duplicate_stdout_filters),
             (Std.ERR, "stderr", self._options.duplicate_stderr_filters),
@@ -412,7 +413,7 @@ class LogRouter:
         self._tail.add(sink, group)
 
     def _release(self) -> None:
-        """Close what a failed `open` left."""
+        """Close what a failed `open` left open."""
         for terminal in self._terminals:
             terminal.close()
         self._terminals = []
@@ -423,14 +424,14 @@ class LogRouter:
         return not wanted or worker.local_rank in wanted
 
     def _prefix_of(self, sink: ConsoleStream, ranks: Sequence[int]) -> bytes:
-        """Of a line that these ranks have printed alike."""
+        """The prefix of a line that these ranks have printed."""
         prefix = f"{self._node}:{spans(ranks).replace(', ', ',')}| ".encode(errors="surrogateescape")
         return _coloured(prefix, ranks[0]) if sink.colour else prefix
 
     def _prefix(self, worker: WorkerSlot, *, teed: bool) -> bytes:
         template = self._options.prefix_template
         if template is not None:
-            import socket  # lazily, both: rarely used
+            import socket  # both lazily: rarely used
             from string import Template
 
             names = {"role_name": self._role, "rank": worker.rank, "local_rank": worker.local_rank}

@@ -1,7 +1,7 @@
-"""From growing log files to whole console lines.
+"""Follows growing log files and turns them into whole console lines.
 
-Knows how to follow files with inotify, and how to share one destination fairly; log_fold.py knows what a line is. Must
-not know options, roles or what a prefix means.
+Follows files with inotify, and shares one destination fairly; log_fold.py knows what a line is. Must not know options,
+roles or what a prefix means.
 
 Reading happens only when the destination has room, so a blocked console costs no memory: the files are the queue.
 """
@@ -27,7 +27,8 @@ from holdfast.supervisor.log_fold import (
 
 
 class ChangeWatch:
-    """One inotify descriptor for all files. It tells that something changed, not what: asking each file is cheap."""
+    """One inotify descriptor for all files. It reports that something changed, not what: checking each file is
+    cheap."""
 
     def __init__(self) -> None:
         import ctypes  # lazily: only an agent that shows logs needs it
@@ -55,7 +56,7 @@ class ChangeWatch:
                 self._libc.inotify_rm_watch(self.fd, handle)
 
     def drain(self) -> None:
-        """Forget the news that came so far; to be called before the files are asked."""
+        """Discard the pending notifications; call it before the files are checked."""
         try:
             while self.fd >= 0:
                 os.read(self.fd, 65_536)
@@ -69,7 +70,7 @@ class ChangeWatch:
 
 
 CHUNK_BYTES_MAX = 256 * 1024
-"""Read from one file before it is the next one's turn; fits a core's cache."""
+"""Bytes read from one file before the next file's turn; fits a core's cache."""
 PROGRESS_S = 1.0
 """Not a terminal: a line that overwrites itself is shown at most this often, and at its end."""
 TRANSIENT_S = 0.1
@@ -78,16 +79,16 @@ PROMPT_S = 0.2
 """Terminal: an unfinished line that stays this long is shown: it may be a prompt."""
 PROMPT_ENDS = (b"?", b":", b">", b"]", b")", b"$", b"#")
 POLL_S = 0.05
-"""Only where the kernel refuses inotify."""
+"""The polling interval where the kernel refuses inotify."""
 AT_ONCE = 0.0
 
 
 class Sink(Protocol):
-    """Where lines go."""
+    """A destination for lines."""
 
     @property
     def free(self) -> bool:
-        """Takes the next lines now."""
+        """Whether it takes the next lines now."""
 
     broken: bool
     live: bool
@@ -111,15 +112,15 @@ class StreamTail:
         rank: int | None = None,
         held: HeldTraceback | None = None,
     ) -> None:
-        """`asks`: somebody at the terminal can answer. `rank`: its lines may be folded with those of other ranks.
-        `held`: a traceback at its end is kept back."""
+        """`asks`: the terminal is interactive, so prompts are shown. `rank`: its lines may be folded with those of
+        other ranks. `held`: a traceback at its end is kept back."""
         self.path = path
         self.rank = rank
         self.held = held
         self.read_bytes = 0
         self.changed_at = 0.0
         self.drawn = b""
-        """What was drawn of the unfinished line last."""
+        """The part of the unfinished line that was drawn last."""
         self._prefix = prefix
         self._live = live
         self._asks = asks
@@ -132,7 +133,7 @@ class StreamTail:
         self._progress_due = 0.0
 
     def open(self, watch: ChangeWatch) -> None:
-        """Begin to follow it. A file that is gone is shown as an empty one."""
+        """Begin to follow the file. A missing file is shown as an empty one."""
         if os.path.exists(self.path):
             self._watch_handle = watch.add(self.path)
 
@@ -145,7 +146,7 @@ class StreamTail:
             self._fd = -1
 
     def take(self, now: float) -> tuple[bytes, bool]:
-        """The next lines, not yet dressed, and whether there may be more at once."""
+        """The next lines, not yet prefixed, and whether more may be available at once."""
         chunk = self._read()
         if not chunk:
             return b"", False
@@ -163,7 +164,7 @@ class StreamTail:
         return self.held.feed(lines, now) if self.held is not None else lines
 
     def take_progress(self, now: float) -> tuple[bytes, float | None]:
-        """Not a terminal: the state of a line that overwrites itself, as a line, or when to ask again."""
+        """Not a terminal: the state of a line that overwrites itself, as a line, or the time of the next check."""
         state = self._cutter.progress
         if not state or state == self._progress_shown:
             return b"", None
@@ -180,11 +181,11 @@ class StreamTail:
         return text, self.changed_at if b"\r" in self._cutter.partial else self.changed_at + PROMPT_S
 
     def is_prompt(self, text: bytes) -> bool:
-        """Looks like a question, to which somebody types an answer."""
+        """Whether the text looks like a question that waits for typed input."""
         return self._asks and b"\r" not in self._cutter.partial and text.rstrip(b" ").endswith(PROMPT_ENDS)
 
     def give_prompt(self, text: bytes) -> bytes:
-        """The prompt, which is then no part of the line to come: on the screen the answer stands after it."""
+        """The prompt. It is removed from the line to come, because the typed answer follows it on the screen."""
         self._cutter.partial = b""
         self.drawn = b""
         return self._prefix + tame(text)
@@ -202,15 +203,15 @@ class StreamTail:
                 self._offset = 0
             wanted = min(size - self._offset, CHUNK_BYTES_MAX)
             chunk = os.pread(self._fd, wanted, self._offset) if wanted else b""
-        except OSError:  # the disk fails: what cannot be read cannot be shown
+        except OSError:  # the disk fails: unreadable output cannot be shown
             return b""
         self._offset += len(chunk)
         self.read_bytes += len(chunk)
         return chunk
 
     def _open_written(self) -> bool:
-        """Once something is in it: by then our copies of what the worker writes to are closed, and descriptors are
-        scarce."""
+        """Open the file once it has content: by then the agent's copies of the worker's descriptors are closed, so
+        descriptors are available."""
         try:
             if self._watch_handle is not None and os.stat(self.path).st_size:
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -228,13 +229,13 @@ class StreamTail:
         return lines
 
     def dress(self, lines: bytes) -> bytes:
-        """As the sink is to get them."""
+        """The lines in the form for the sink."""
         if self._needles:
             lines = keep_matching(lines, self._needles)
         return add_prefix(self.plain(lines), self._prefix)
 
     def plain(self, lines: bytes) -> bytes:
-        """Without what would disturb a terminal that is shared."""
+        """The lines without control sequences that would disturb a shared terminal."""
         return tame(lines) if self._live else lines
 
 
@@ -244,14 +245,14 @@ class TailGroup:
     def __init__(
         self, tails: Sequence[StreamTail], done: Callable[[], None] | None = None, fold: LineFold | None = None
     ) -> None:
-        """`done` is called in the console's thread when all was put into the sink, or given up."""
+        """`done` is called in the console's thread when everything was put into the sink, or abandoned."""
         self.tails = tuple(tails)
         self.fold = fold
         self._done = done
         self.ended = False
-        """Set from any thread: nothing will be written any more."""
+        """Set from any thread: no more will be written."""
         self.told_elsewhere: dict[int, str] | None = None
-        """Set from any thread: tracebacks that are shown in another place, by rank. None: nobody knows yet."""
+        """Set from any thread: tracebacks that are shown elsewhere, by rank. None: not known yet."""
         self.turn = 0
         self._opened = False
 
@@ -269,7 +270,7 @@ class TailGroup:
 
 
 class Lane:
-    """All that goes to one sink, attempt after attempt."""
+    """All output that goes to one sink, attempt after attempt."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -277,9 +278,9 @@ class Lane:
         self._groups: deque[TailGroup] = deque()
         self._drawn_at = 0.0
         self._owner: StreamTail | None = None
-        """Whose unfinished line is the transient last line."""
+        """The tail whose unfinished line is the transient last line."""
         self._prompt = b""
-        """To be shown after the lines that came before it."""
+        """A prompt to show after the lines that came before it."""
 
     @property
     def idle(self) -> bool:
@@ -289,12 +290,12 @@ class Lane:
         self._groups.append(group)
 
     def pump(self, now: float, watch: ChangeWatch) -> float | None:
-        """Show what there is while the sink has room; when to come again, None: at news."""
+        """Show available lines while the sink has room. Returns the time of the next call; None: call at news."""
         while self._groups and self.sink.free:
             group = self._groups[0]
-            over = group.ended  # asked before reading: what is read afterwards is all there will ever be
+            over = group.ended  # read before the files: what is read afterwards is the final content
             group.open(watch)
-            told = group.told_elsewhere  # this one too
+            told = group.told_elsewhere  # also read before the files
             due = None if self.sink.broken else self._show(group, now, over=over)
             if over and due is None and not self.sink.broken:
                 due = self._show_held(group, now, told)
@@ -356,7 +357,7 @@ class Lane:
         return min(dues, default=None)
 
     def _put(self, group: TailGroup, tail: StreamTail, lines: bytes, now: float, blocks: list[bytes]) -> None:
-        """On their way to the sink, at once or with those of other ranks."""
+        """Put these lines into the sink, at once or folded with those of other ranks."""
         if not lines:
             return
         if group.fold is None or tail.rank is None:
@@ -370,7 +371,7 @@ class Lane:
             group.fold.add(id(tail), tail.rank, tail.plain(lines), now)
 
     def _release_late(self, group: TailGroup, now: float, blocks: list[bytes]) -> list[float]:
-        """Tracebacks that were held long enough go on; when the others are due."""
+        """Release tracebacks that were held long enough; returns when the others are due."""
         dues = []
         for tail in group.tails:
             if tail.held is None or tail.held.due is None:
@@ -382,8 +383,7 @@ class Lane:
         return dues
 
     def _show_held(self, group: TailGroup, now: float, told: dict[int, str] | None) -> float | None:
-        """No worker of this group lives: show what they ended with, but for what is told elsewhere, once it is
-        known."""
+        """No worker of this group lives: show the held tracebacks, except those shown elsewhere, once that is known."""
         held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
         late = [each.due for _, each in held if each.due is not None and each.due > now]
         if told is None and late:
@@ -410,7 +410,7 @@ class Lane:
     def _next_transient(
         self, group: TailGroup, now: float, transient: bytes | None
     ) -> tuple[float | None, bytes | None]:
-        """When the transient line is to change next, and what it is to become now (None: it stays)."""
+        """When the transient line changes next, and its new text now (None: it stays)."""
         waiting: list[tuple[float, StreamTail, bytes]] = []
         for tail in group.tails:
             text, due = tail.transient()
@@ -438,14 +438,14 @@ class LogTail:
         self._lock = threading.Lock()  # groups are added from the agent's thread
         self._lanes: tuple[Lane, ...] = ()
         self._left_bytes = 0
-        """Read by lanes that are gone."""
+        """Bytes read by lanes that have ended."""
         self._watch: ChangeWatch | None = None
         self.abandoned = False
         """Set from any thread: show nothing more."""
         self.closed = False  # nothing is open any more
 
     def add(self, sink: Sink, group: TailGroup) -> None:
-        """Show the group after all earlier ones of this sink. The console is to be woken afterwards."""
+        """Show the group after all earlier ones of this sink. The caller must wake the console afterwards."""
         with self._lock:
             lane = next((lane for lane in self._lanes if lane.sink is sink), None)
             if lane is None:
@@ -455,7 +455,7 @@ class LogTail:
 
     @property
     def idle(self) -> bool:
-        """Every group has ended and was shown to its end."""
+        """Whether every group has ended and was shown to its end."""
         return all(lane.idle for lane in self._lanes)
 
     @property

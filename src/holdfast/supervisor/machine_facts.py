@@ -1,8 +1,7 @@
-"""What about this machine explains a worker's last words: interfaces, room in /dev/shm and on disks, limits, a port's
-holder.
+"""Machine facts that explain a worker's last output: interfaces, room in /dev/shm and on disks, limits, a port's owner.
 
-Asked only when a worker has failed and only for what its words speak of. Reads /proc and a few counters; blocks: call
-it in a thread. Never raises for something that cannot be found out. Judges nothing.
+Collected only when a worker has failed, and only for what its output mentions. Reads /proc and a few counters; blocks:
+call it in a thread. Never raises for a fact that cannot be read. Judges nothing.
 """
 
 from __future__ import annotations
@@ -81,12 +80,12 @@ _WORDS = {
     "port": ("address already in use", "eaddrinuse"),
     "hides": ("error: module '", "initialized module '", "cannot import name ", "no module named "),
 }
-"""Words, small, that ask for a fact. Not every lost connection does: what is gathered delays the report of a failure.
-"""
+"""Words, in lower case, that ask for a fact. Not every lost connection does: collecting facts delays the report of a
+failure."""
 
 
 def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
-    """By name, each a few words; empty where nothing was asked for. `log_file`: names the disk that logs go to."""
+    """Facts by name, each a few words; empty where the words need none. `log_file`: names the disk that logs go to."""
     told: dict[str, Callable[[], str]] = {
         "interfaces": interfaces,
         "shm": shm,
@@ -106,7 +105,7 @@ def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
 
 
 def _told(fact: Callable[[], str]) -> str:
-    with contextlib.suppress(Exception):  # whatever it is: the failure that it would explain has to be reported
+    with contextlib.suppress(Exception):  # on any error here, the failure itself must still be reported
         return fact()
     return ""
 
@@ -128,7 +127,7 @@ def interfaces() -> str:
 
 
 def _address(name: str) -> str:
-    """The IPv4 address of an interface that is up; empty otherwise. psutil would tell IPv6 too, and cost a tenth of a
+    """The IPv4 address of an interface that is up; empty otherwise. psutil would list IPv6 too, and cost a tenth of a
     second."""
     request = struct.pack("256s", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -144,8 +143,8 @@ def shm() -> str:
 
 
 def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -> str:
-    """Those that may be meant, the fullest first: of the paths that the words name, of our own folders, and any that
-    is full."""
+    """The disks that the failure may concern, the fullest first: of the paths that the words name, of our own folders,
+    and any full disk."""
     import tempfile
 
     named = [os.path.dirname(path) for path in PATH.findall(words)[-PATHS_MAX:]]
@@ -163,7 +162,7 @@ def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -
 
 
 def _fullness(place: str) -> tuple[float, str]:
-    """Of a disk, as a share, and `/data 98% full`."""
+    """The used share of a disk, and a text such as `/data 98% full`."""
     room = os.statvfs(place)
     used = 1 - room.f_bavail / room.f_blocks if room.f_blocks else 0.0
     inodes = 1 - room.f_favail / room.f_files if room.f_files else 0.0
@@ -171,7 +170,7 @@ def _fullness(place: str) -> tuple[float, str]:
 
 
 def mounted(mounts: str) -> list[str]:
-    """Where something can be written and asked about without waiting."""
+    """Writable mounts that can be queried without blocking."""
     places = []
     with contextlib.suppress(OSError), open(mounts, errors="replace") as file:
         for line in file:
@@ -202,7 +201,7 @@ def memory() -> str:
 
 
 def port(words: str) -> str:
-    """Who holds the port that the words name, if it still does."""
+    """The process that holds the port that the words name, if there still is one."""
     from holdfast.rendezvous.bind import who_holds
 
     for found in PORT.finditer(words):
@@ -214,7 +213,7 @@ def port(words: str) -> str:
 
 
 def hides(words: str) -> str:
-    """The script's own file that has the name of a library, of the modules and the files that the words name."""
+    """A script file that has the name of a library, among the modules and files that the words name."""
     found = MODULE.findall(words)
     names = dict.fromkeys((one or other or third).partition(".")[0] for one, other, third in found)
     folders = dict.fromkeys(os.path.dirname(file) for file in FILE.findall(words) if not LIBRARY.search(file))

@@ -1,7 +1,7 @@
-"""Which CPUs a worker is bound to (--numa-binding), read from /sys.
+"""Selects the CPUs to which a worker is bound (--numa-binding), read from /sys.
 
-Pure over a folder that looks like /sys, so that tests bring their own. As torchrun, the local rank is taken as the
-index of the accelerator; unlike torchrun, variables that hide some by index are honoured, neither numactl nor torch is
+Reads any folder that looks like /sys, so that tests bring their own. As in torchrun, the local rank is the index of the
+accelerator. Unlike torchrun, variables that hide accelerators by index are honoured, neither numactl nor torch is
 needed, and without accelerators the local ranks are dealt evenly over the NUMA nodes.
 """
 
@@ -22,13 +22,13 @@ PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 DEV = Path("/dev")
 INTEL = "0x8086"
 DISPLAY, ACCELERATOR = "0x03", "0x12"
-"""PCI base classes: GPUs of all makers are of the first, other devices that compute (Gaudi, Ascend) of the second."""
+"""PCI base classes: GPUs of all vendors have the first, other compute devices (Gaudi, Ascend) the second."""
 NOT_FOR_TRAINING = frozenset(["intel_vpu", "amdxdna"])
-"""Drivers of what lies inside processors for inference; torch has no device for it."""
+"""Drivers of inference units inside processors; torch has no device for them."""
 
 
 class NumaTopology(Struct, frozen=True, kw_only=True):
-    """What binding has to know of a machine."""
+    """The machine's facts that binding needs."""
 
     sys: Path
     allowed: frozenset[int]
@@ -38,13 +38,13 @@ class NumaTopology(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def this(cls, environment: Mapping[str, str] = os.environ) -> NumaTopology:
-        """The machine we run on, with the accelerators that its environment lets workers see."""
+        """The topology of this machine, with the accelerators that its environment lets workers see."""
         gpus = accelerators(environment, sys=SYS, proc_gpus=PROC_GPUS, dev=DEV)
         return cls(sys=SYS, allowed=frozenset(os.sched_getaffinity(0)), gpus=gpus)
 
 
 def accelerators(environment: Mapping[str, str], *, sys: Path, proc_gpus: Path, dev: Path) -> tuple[str, ...]:
-    """PCI addresses by the index that workers use, of one maker: torch, too, is built for one."""
+    """PCI addresses by the index that workers use, of one vendor: torch, too, is built for one."""
     if nvidia := nvidia_gpus(proc_gpus, dev):
         return visible_gpus(nvidia, environment.get("CUDA_VISIBLE_DEVICES"))
     if amd := amd_gpus(sys):
@@ -68,7 +68,7 @@ def nvidia_gpus(folder: Path, dev: Path) -> tuple[str, ...]:
 
 
 def amd_gpus(sys: Path) -> tuple[str, ...]:
-    """PCI addresses of AMD's accelerators, in the order of the driver's topology, which is ROCm's."""
+    """PCI addresses of AMD's accelerators, in the order of the driver's topology, which is also ROCm's."""
     nodes = sys / "class" / "kfd" / "kfd" / "topology" / "nodes"
     found: list[str] = []
     try:
@@ -85,9 +85,8 @@ def amd_gpus(sys: Path) -> tuple[str, ...]:
 
 
 def intel_gpus(sys: Path, dev: Path, *, by_card: bool) -> tuple[str, ...]:
-    """PCI addresses as torch.xpu counts: cards alone where there are any, else what is inside the processor; a card
-    comes once for each of its tiles, unless `by_card`. A container sees all of them, but device files for its own
-    only."""
+    """PCI addresses in the order of torch.xpu: discrete cards where there are any, else integrated GPUs. A card appears
+    once for each of its tiles, unless `by_card`. A container sees all of them, but device files for its own only."""
     found = [
         device
         for device in _pci_devices(sys, DISPLAY)
@@ -101,12 +100,12 @@ def intel_gpus(sys: Path, dev: Path, *, by_card: bool) -> tuple[str, ...]:
 
 
 def _tiles(card: Path) -> int:
-    """By the driver xe, or by i915."""
+    """The number of tiles of a card, for the driver xe or i915."""
     return len(list(card.glob("tile[0-9]*"))) or len(list(card.glob("drm/card*/gt/gt[0-9]*"))) or 1
 
 
 def in_affinity_mask(gpus: Sequence[str], mask: str | None) -> tuple[str, ...]:
-    """Those that ZE_AFFINITY_MASK names by index, in their own order; of `1.0`, a part of a card, the card."""
+    """The GPUs that ZE_AFFINITY_MASK names by index, in their own order; for `1.0`, a part of a card, the card."""
     items = [] if mask is None else [item.strip().partition(".")[0] for item in mask.split(",") if item.strip()]
     if not items or not all(item.isdecimal() for item in items):
         return tuple(gpus)
@@ -114,7 +113,7 @@ def in_affinity_mask(gpus: Sequence[str], mask: str | None) -> tuple[str, ...]:
 
 
 def other_accelerators(sys: Path) -> tuple[str, ...]:
-    """PCI addresses of devices that compute and that a driver has taken, in PCI order."""
+    """PCI addresses of other compute devices that have a driver, in PCI order."""
     drivers = ((device.name, device / "driver") for device in _pci_devices(sys, ACCELERATOR))
     return tuple(name for name, driver in drivers if driver.exists() and driver.resolve().name not in NOT_FOR_TRAINING)
 
@@ -140,7 +139,7 @@ def _has_device_file(gpu: Path, dev: Path) -> bool:
 
 
 def visible_gpus(gpus: Sequence[str], visible: str | None) -> tuple[str, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names by index, in its order; CUDA ends the list at the first bad entry."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names by index, in its order; CUDA ends the list at the first bad entry."""
     if visible is None:
         return tuple(gpus)
     chosen: list[str] = []
@@ -184,7 +183,7 @@ def cpus_for(mode: str, local_rank: int, nproc: int, machine: NumaTopology) -> l
 
 
 class _Layout:
-    """The questions that the modes ask of /sys. Raises OSError and ValueError where it is not as expected."""
+    """Reads from /sys what the modes need. Raises OSError and ValueError where it is not as expected."""
 
     def __init__(self, machine: NumaTopology, nproc: int) -> None:
         self._machine = machine
@@ -227,7 +226,7 @@ class _Layout:
         return int((self._cpu(min(cpus)) / "topology" / "physical_package_id").read_text())
 
     def share_of_cores(self, node: int, local_rank: int) -> set[int]:
-        """The node's physical cores split evenly among its ranks; the lowest ranks get what is over."""
+        """The node's physical cores split evenly among its ranks; the lowest ranks get the remainder."""
         cores = [cpus for _, cpus in sorted(_grouped(self.cpus_of(node), self._core_of).items())]
         sharers = self._sharers(node)
         each, over = divmod(len(cores), len(sharers))
@@ -242,7 +241,7 @@ class _Layout:
         return {cpu for core in cores[first : first + each + (index < over)] for cpu in core}
 
     def core_complex(self, node: int, local_rank: int) -> set[int]:
-        """One group of CPUs that share the top cache, the largest first, in turn."""
+        """One group of CPUs that share the last-level cache; ranks take the groups in turn, the largest first."""
         groups = sorted(
             _grouped(self.cpus_of(node), self._cache_of).items(), key=lambda group: (-len(group[1]), group[0])
         )
@@ -275,7 +274,7 @@ def _grouped(cpus: Iterable[int], key: Callable[[int], int]) -> dict[int, set[in
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The kernel's list format.
+    """Parse the kernel's list format.
 
     >>> sorted(parse_cpu_list("0-2,7"))
     [0, 1, 2, 7]

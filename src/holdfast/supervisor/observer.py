@@ -1,9 +1,7 @@
-"""What the agent sees of its workers: their progress, the phases of their start, and where they are when the machine
-asks.
+"""The agent's observation of its workers: their progress, the phases of their start, and samples of their stacks.
 
-Three readers of one board, each with a timer of its own: `Observer` reports to the machine, `Phases` and
-`ProgressNotes` write events into the journal. They execute, and decide nothing. What a look at the workers is, is
-stack_sampler.py's.
+Three readers of one board, each with its own timer: `Observer` reports to the machine, `Phases` and `ProgressNotes`
+write events into the journal. They execute, and decide nothing. stack_sampler.py takes the samples.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from holdfast.supervisor.stack_sampler import StackSampler
 
 PHASE_DIGITS = 4
 LOOK_FIRST_S, LOOK_AGAIN_S_MAX, LOOK_BACKOFF = 0.25, 10.0, 1.5
-"""Between two looks at the board, until the first step is there; each look costs some microseconds."""
+"""Between two reads of the board, until the first step is done; each read costs some microseconds."""
 
 MARKS = {
     "import": layout.MEETING,
@@ -36,10 +34,10 @@ class Phases:
     """How long each part of a generation's start took on this node: the event `phases`, once per generation.
 
         detect          a worker of the one before has ended in failure  →  its end is ordered
-        stop            → nothing of it lives
+        stop            → no process of it is alive
         form            → (or: the agent begins) the order to start: the nodes meet, are assigned and prepared
         spawn           → all workers run
-        import          → they ask for their process group: imports, the fork server's too if they had to wait for them,
+        import          → they ask for their process group: imports (the fork server's too if they waited for it)
                         and whatever else the script does first
         store           → they are connected to the store
         process_group   → they have their process group
@@ -54,7 +52,7 @@ class Phases:
         self._told: dict[str, float] = {}
         """The phases of the generation that starts or runs, seconds."""
         self._generation: dict[str, int] = {}
-        """Its numbers, once it has been ordered to start."""
+        """The generation's numbers, once it has been ordered to start."""
         self._last_s = self._loop.time()
         """The end of the last phase."""
         self._trouble_s: float | None = None
@@ -65,12 +63,12 @@ class Phases:
         self._timer: asyncio.TimerHandle | None = None
 
     def trouble(self) -> None:
-        """A worker has ended in failure, and the generation still stands."""
+        """A worker has failed, and the generation still runs."""
         if self._trouble_s is None and not self._stopping:
             self._trouble_s = self._loop.time()
 
     def stop(self) -> None:
-        """The generation's end is ordered."""
+        """The end of the generation was ordered."""
         if self._stopping:
             return
         self.close()
@@ -80,24 +78,25 @@ class Phases:
             self._passed("detect")
 
     def gone(self) -> None:
-        """Nothing of the generation lives."""
+        """No process of the generation is alive."""
         if self._stopping:
             self._passed("stop")
 
     def start(self, generation: int, restart_count: int, nproc: int, board: Board) -> None:
-        """The workers are ordered to start."""
+        """The workers were ordered to start."""
         self._passed("form")
         self._stopping, self._trouble_s = False, None
         self._generation = {"generation": generation, "restart_count": restart_count}
         self._awaited, self._board = nproc, board
 
     def imported(self) -> None:
-        """The fork server has imported what the workers need; those that are due have waited for it."""
+        """The fork server has imported the modules that the workers need; workers that were requested have waited for
+        it."""
         if self._awaited:
             self._passed("import")
 
     def spawned(self) -> None:
-        """One more worker runs. Of a generation whose end has been ordered meanwhile it does not matter."""
+        """One more worker runs. Ignored when the end of its generation has been ordered meanwhile."""
         if not self._awaited:
             return
         self._awaited -= 1
@@ -106,7 +105,7 @@ class Phases:
             self._look(LOOK_FIRST_S)
 
     def close(self) -> None:
-        """The generation is over: tell of it what there is."""
+        """The generation is over: write the phases that were measured."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -139,25 +138,25 @@ class Phases:
 
 
 FIRST_S, EVERY_S, GROWTH = 1.0, 10.0, 2.0
-"""Between two events: soon after the start, so that short runs have a picture too, then rarely."""
+"""Between two events: soon after the start, so that short runs have events too, then rarely."""
 PROGRESS_DIGITS = 3
 
 
 class ProgressNotes:
-    """Of one node, generation after generation. `write` gets the journal's event."""
+    """Writes the progress of one node's workers, generation after generation. `write` gets the journal's event."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
         self._loop = asyncio.get_running_loop()
         self._note: Callable[[], None] | None = None
-        """Writes one event of the generation that runs."""
+        """Writes one event of the running generation."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(
         self, generation: int, rank_base: int, board: Board, look: Callable[[], tuple[RankProgress, ...]]
     ) -> None:
-        """The workers of this generation are ordered to start."""
-        self._note = None  # of an older one whose board is closed
+        """The workers of this generation were ordered to start."""
+        self._note = None  # it belongs to an older generation, whose board is closed
         self.close()
 
         def note() -> None:
@@ -179,7 +178,7 @@ class ProgressNotes:
         self._again(FIRST_S)
 
     def close(self) -> None:
-        """The generation is over; its board is still there."""
+        """The generation is over; its board is still open."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -197,11 +196,11 @@ class ProgressNotes:
 
 
 REACH_S_MAX = 3.0
-"""For the test connection to the generation's store."""
+"""Limit for the test connection to the generation's store."""
 
 
 class Observer:
-    """Of one node, generation after generation. `emit` gets the machine's events, on the loop."""
+    """Reports the workers of one node, generation after generation. `emit` gets the machine's events, on the loop."""
 
     def __init__(
         self,
@@ -213,9 +212,8 @@ class Observer:
         interval_s: float,
         fault: Callable[[str, Exception], None],
     ) -> None:
-        """`folder`: the run's, where evidence is kept; None: nowhere. `fault`: gets what goes wrong with a look,
-        which shows nothing then.
-        """
+        """`folder`: the run's, where evidence is kept; None: no evidence is kept. `fault`: gets the error of a failed
+        sample, whose result is then empty."""
         self._fault = fault
         self._tasks = tasks
         self._emit = emit
@@ -231,7 +229,8 @@ class Observer:
     def start(
         self, assign: Assign, start: Start, board: Board, progress: Callable[[], tuple[RankProgress, ...]]
     ) -> None:
-        """The workers of this generation are ordered to start. The board may be closed once another one starts."""
+        """The workers of this generation were ordered to start. The board may be closed once another generation
+        starts."""
         self._retire()
         self._generation = assign.generation
         self._stack_sampler = StackSampler(board, generation=assign.generation, rank_base=assign.rank_base)
@@ -250,7 +249,7 @@ class Observer:
             await self._stack_sampler.close()
 
     def look(self, generation: int, number: int, pids: Mapping[int, int], *, store: bool) -> None:
-        """Take a sample of each of these workers (local rank -> pid), and try to reach the store if asked. Answers with
+        """Sample each of these workers (local rank -> pid), and try to reach the store if asked. Answers with
         WorkersSeen."""
         self._tasks.create_task(self._look(generation, number, pids, store=store))
 
@@ -259,19 +258,19 @@ class Observer:
         self._emit(WorkersSeen(generation, number, samples, reach))
 
     async def samples(self, generation: int, pids: Mapping[int, int]) -> tuple[RankSample, ...]:
-        """Of each of these workers, one; of none when the generation is over."""
+        """One sample of each of these workers; none when the generation is over."""
         if self._stack_sampler is None or generation != self._generation:
             return ()
         try:
             return await self._stack_sampler.look(pids, self._folder)
-        except OSError:  # no descriptor left, or the generation is over meanwhile: nobody to be seen
+        except OSError:  # no descriptor left, or the generation is over meanwhile: no samples
             return ()
         except Exception as error:  # noqa: BLE001 - no thread left, or a fault of ours: what only looks ends no job
             self._fault("look", error)
             return ()
 
     async def _reach(self, wanted: bool) -> tuple[str, ...]:
-        """What is wrong with the way to the store, in words."""
+        """The problems with the connection to the store, in words."""
         if not wanted:
             return ()
         address, port = self._store

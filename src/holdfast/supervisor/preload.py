@@ -1,6 +1,6 @@
-"""How a worker is started: its command line, and what is imported ahead for it.
+"""Defines how a worker is started: its command line, and the modules that are imported ahead for it.
 
-Knows the options and where the bootstrap lies; starts nothing. Light, because it is used before the agent's own heavy
+Knows the options and the bootstrap's path; starts nothing. Light, because it is used before the agent's own heavy
 modules are imported: modules that are ordered early are imported while the nodes still meet.
 """
 
@@ -24,7 +24,7 @@ BOOTSTRAP = str(Path(__file__).resolve().parents[1] / "worker" / "bootstrap.py")
 """Run by its path, so that it works under any Python, with or without holdfast installed."""
 
 CALL_FD, RESULT_FD = 3, 4
-"""Where a worker that runs a function finds it, and where it writes what became of it."""
+"""Descriptors of the call and of its result, in a worker that runs a function."""
 
 
 def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
@@ -42,7 +42,7 @@ def worker_argv(options: RunOptions, local_rank: int) -> list[str]:
 
 
 def bootstrap_argv(options: RunOptions) -> list[str]:
-    """The interpreter and the bootstrap: what every Python program of this job begins with."""
+    """The interpreter and the bootstrap, with which the command line of every Python program of this job begins."""
     command = options.command
     python = command.python or sys.executable
     unbuffered = [] if command.kind is CommandKind.RUN_PATH else ["-u"]
@@ -50,20 +50,20 @@ def bootstrap_argv(options: RunOptions) -> list[str]:
 
 
 def bootstrap_for(python: str) -> str:
-    """The bootstrap to run under this interpreter: its bytecode where it is our own interpreter's.
+    """The bootstrap to run under this interpreter: its bytecode when it is our own interpreter.
 
-    A program that is run by its path is compiled at every start; that is several milliseconds of every restart.
+    A program that is run by its path is compiled at every start, which costs several milliseconds of every restart.
     """
     if python != sys.executable:
         return BOOTSTRAP
-    # The loader checks the cache against the source, and writes it anew where it is stale and can be written.
+    # The loader checks the cache against the source, and rewrites it where it is stale and writable.
     SourceFileLoader("holdfast.worker.bootstrap", BOOTSTRAP).get_code("holdfast.worker.bootstrap")
     cached = cache_from_source(BOOTSTRAP)
     return cached if os.path.isfile(cached) and not sys.dont_write_bytecode else BOOTSTRAP
 
 
 def worker_fds(options: RunOptions, local_rank: int) -> dict[int, int]:
-    """Number in the worker -> descriptor of ours, beside its standard streams."""
+    """Number in the worker -> descriptor of ours, in addition to its standard streams."""
     fds = options.call_fds
     return {} if fds is None else {CALL_FD: fds.call, RESULT_FD: fds.results[local_rank]}
 
@@ -73,13 +73,13 @@ def _fill_in(argument: str, local_rank: int) -> str:
 
 
 FOLDER = str(Path(__file__).resolve().parents[1] / "worker")
-"""Where the fork server's program lies."""
+"""The folder of the fork server's program."""
 
 
 def begin(supervisor: SupervisorHandle, options: RunOptions) -> None:
-    """Tell the supervisor what holds for all workers, and send the order if there is one.
+    """Send the supervisor the settings of all workers, and the order for the fork server if there is one.
 
-    Nobody else uses its socket yet. Blocks for as long as that takes.
+    No other thread uses its socket yet. Blocks until both are sent.
     """
     out = seqpacket.Outbox()
     if options.preempt_signal is not None:
@@ -87,14 +87,14 @@ def begin(supervisor: SupervisorHandle, options: RunOptions) -> None:
     order = order_for(options, os.environ)
     if order is not None:
         out.add(order)
-    # Where it is gone the agent will notice, and start another one.
+    # If the supervisor is gone, the agent will notice and start another one.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         out.flush(supervisor.sock)
     out.clear()
 
 
 def order_for(options: RunOptions, environ: Mapping[str, str]) -> seqpacket.Message | None:
-    """None when workers are to be started by exec."""
+    """The order for the fork server; None when workers are to be started by exec."""
     if not options.preload.modules:
         return None
     return {
@@ -109,12 +109,12 @@ def order_for(options: RunOptions, environ: Mapping[str, str]) -> seqpacket.Mess
 
 
 def script_argv(options: RunOptions) -> list[str]:
-    """What comes before a script of ours that is to be forked from the same fork server as the workers."""
+    """The command line before a script of ours that is forked from the same fork server as the workers."""
     return [*bootstrap_argv(options), CommandKind.SCRIPT.value]
 
 
 def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that all workers get and that libraries read while they are loaded (see protocol/worker_env.py)."""
+    """Variables that all workers get and that libraries read at import (see protocol/worker_env.py)."""
     common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
     if options.omp_num_threads is not None:
         common["OMP_NUM_THREADS"] = str(options.omp_num_threads)
@@ -122,7 +122,7 @@ def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[
 
 
 def first_path(options: RunOptions) -> str:
-    """The program's sys.path[0]: modules beside the program come before all others, for the fork server too."""
+    """The program's sys.path[0]: modules beside the program come before all others, in the fork server too."""
     if options.command.kind is CommandKind.MODULE:
         return os.getcwd()
     path = os.path.abspath(options.command.target)

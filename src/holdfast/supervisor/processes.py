@@ -1,8 +1,8 @@
 """Finding and ending whole process trees through /proc.
 
-Shared by the supervisor (which is every worker's parent) and the agent (which sweeps what a dead supervisor left behind).
-Standard library only: the supervisor is forked before anything else is imported. Knows nothing of workers or ranks.
-"""
+Shared by the supervisor (which is every worker's parent) and the agent (which sweeps what a dead supervisor left
+behind). Standard library only: the supervisor is forked before anything else is imported. Knows nothing of workers or
+ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Collection
 from holdfast.linux import process_stat
 
 RESCAN_S = 0.05
-"""While a tree is being killed: look again at least this often, for children born between a scan and its signals."""
+"""While a tree is being killed: scan again at least this often, for children forked between a scan and its signals."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -25,7 +25,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def prctl(option: int, argument: int | bytes) -> None:
     """prctl(2) for the options that take one argument. Raises OSError."""
-    import ctypes  # milliseconds that nobody pays before the fork
+    import ctypes  # it costs milliseconds, so not before the fork
 
     libc = ctypes.CDLL(None, use_errno=True)
     value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
@@ -35,7 +35,7 @@ def prctl(option: int, argument: int | bytes) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphans among our descendants become our children instead of init's."""
+    """Make orphans among our descendants our children instead of init's."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
 
 
 def own_bytes(pid: int) -> int:
-    """Memory that only this process holds (its private pages); 0 when the kernel does not tell."""
+    """Memory that only this process holds (its private pages); 0 when the kernel does not report it."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             lines = [line.split() for line in file if line.startswith(b"Private_")]
@@ -56,7 +56,7 @@ def own_bytes(pid: int) -> int:
 
 
 def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
-    """All living processes below `root`, sessions and process groups notwithstanding; zombies do not count.
+    """All living processes below `root`, in any session or process group; zombies do not count.
 
     Processes in `spare` and everything below them are left out.
     """
@@ -77,14 +77,14 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
 
 
 def kill_each(pids: Collection[int]) -> None:
-    """SIGKILL to each, whether stopped or not; those already gone do not matter."""
+    """Send SIGKILL to each, also to stopped ones; ignores processes that are already gone."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _wait_for_ends(pids: Collection[int], limit_s: float) -> None:
-    """Until all have ended, at most `limit_s`."""
+    """Wait until all have ended, at most `limit_s`."""
     deadline = time.monotonic() + limit_s
     poller = select.poll()
     watched: set[int] = set()
@@ -105,10 +105,10 @@ def _wait_for_ends(pids: Collection[int], limit_s: float) -> None:
 
 
 def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10.0) -> list[int]:
-    """SIGKILL everything below `root` but `spare`, until nothing is left; blocks.
+    """SIGKILL everything below `root` except `spare`, until nothing is left; blocks.
 
-    When `root` is the caller, the dead among its children are reaped too. Returns what still lived after `limit_s`
-    (processes stuck in the kernel), usually nothing.
+    When `root` is the caller, its dead children are reaped too. Returns the processes still alive after `limit_s`
+    (stuck in the kernel), usually none.
     """
     deadline = time.monotonic() + limit_s
     killed: set[int] = set()
@@ -120,7 +120,7 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10
         killed.update(living)
         _wait_for_ends(living, min(left_s, RESCAN_S))
     if root == os.getpid():
-        _reap(killed)  # not before: one that was still dying when it was waited for is a zombie by now
+        _reap(killed)  # only now: a process that was still dying during the wait is a zombie by now
     return []
 
 

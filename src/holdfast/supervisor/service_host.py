@@ -1,19 +1,19 @@
 """The node's two services: the process that serves a generation's TCPStore, and the saver, which writes snapshots.
 
-A service is a process below the supervisor that outlives generations. It starts when it is needed, has one SOCK_SEQPACKET
-socket to this agent, and ends when the other end of it is closed.
+A service is a process below the supervisor that outlives generations. It starts when it is needed, has one
+SOCK_SEQPACKET socket to this agent, and ends when the other end of that socket is closed.
 
 The store: the agent binds the listening socket first and publishes its port after, so that no other process can take
 it. The server (train/store_server.py) is started when the first client connects: that connection waits in the socket's
-backlog and is handed over with it. It is forked from the fork server where torch is preloaded. Where it has to load torch
-for itself it is started at once if the script is seen to import torch. Each generation gets a fresh store: no key of an
-earlier one can be read.
+backlog and is handed over with it. The server is forked from the fork server where torch is preloaded. Otherwise it has
+to load torch itself, so it is started at once if the script imports torch. Each generation gets a new store: no key of
+an earlier one can be read.
 
-The saver (snapshots/saver.py) writes what workers leave in memory slots to disk. The agent makes a folder in /dev/shm
-and listens there; the connection that starts the saver waits in the backlog and is the saver's to accept. When the
-saver dies, the next connection starts another one. The agent's end waits for saves in flight, at most FINISH_LIMIT_S. A
-killed agent's saver is killed with it and its folder removed by the supervisor, or by the next start when the supervisor was
-killed too.
+The saver (snapshots/saver.py) writes to disk what workers leave in memory slots. The agent makes a folder in /dev/shm
+and listens there; the connection that starts the saver waits in the backlog, and the saver accepts it. When the saver
+dies, the next connection starts another one. When the agent ends, it waits for saves in flight, at most FINISH_LIMIT_S.
+When the agent is killed, the supervisor kills the saver and removes its folder; if the supervisor was killed too, the
+next start removes the folder.
 
 Knows sockets and the supervisor; must not know torch, nor what a snapshot is.
 """
@@ -41,15 +41,15 @@ SAVER_LISTENING_FD = 4
 BACKLOG = 16_384
 """Connections that may wait for the store's server: all ranks of a large job. The kernel has its own maximum."""
 SAY_AFTER_S = 2.0
-"""A wait for the saver that is longer is reported on the console."""
+"""A longer wait for the saver is reported on the console."""
 ENOUGH_FAILURES = 3
-"""Savers in a row that ended before they had reported that they are up: it is not tried again."""
+"""After so many savers in a row that ended before they reported their start, no other one is started."""
 
 LostCallback = Callable[[int, str], None]
 
 
 class ServiceProcess:
-    """One service, started as often as its user wants. Pass every event of the supervisor to `why_ended`."""
+    """One service, started as often as needed. Pass every event of the supervisor to `why_ended`."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class ServiceProcess:
 
     @property
     def running(self) -> bool:
-        """Started, and not dropped."""
+        """Whether it was started and not dropped."""
         return self._control is not None
 
     @property
     def _key(self) -> str:
-        """At the supervisor. Each process has its own, so that a late event about a dead one is ignored."""
+        """The key at the supervisor. Each process has its own, so that a late event about a dead one is ignored."""
         return f"{self._name}#{self._started}"
 
     def start(self, argv: Sequence[str], fds: Mapping[int, int] | None = None, *, warm: bool = False) -> None:
-        """`fds`: number in the process -> descriptor of ours, beside CONTROL_FD."""
+        """Start the process. `fds`: number in the process -> descriptor of ours, beside CONTROL_FD."""
         self._started += 1
         ours, theirs = seqpacket.pair()
         with theirs, open("/dev/null", "r+b", buffering=0) as null:
@@ -94,7 +94,7 @@ class ServiceProcess:
         seqpacket.send(self._control, packet, fds)
 
     def why_ended(self, event: SupervisorEvent) -> str:
-        """Of an event about the running process; empty for all others."""
+        """The reason, if this event says that the running process ended; empty for all other events."""
         if self._control is None:
             return ""
         if isinstance(event, ProcessEnded) and event.key == self._key:
@@ -124,7 +124,7 @@ class ServiceProcess:
 
 
 class StoreHost:
-    """The store of one node, over all generations. Every event of the supervisor has to be passed to `handle`."""
+    """The store of one node, over all generations. Pass every event of the supervisor to `handle`."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class StoreHost:
         eager: bool = False,
         warm_argv: Sequence[str] = (),
     ) -> None:
-        """`python`: interpreter that has torch; empty: ours. `on_lost(generation, why)`: its store is gone.
+        """`python`: interpreter that has torch; empty: ours. `on_lost(generation, why)` is called when a store is lost.
 
-        `eager`: start the server with the first `open`, not with the first client. `warm_argv`: how the fork server runs a
-        script of a worker's Python; empty: there is no fork server.
+        `eager`: start the server with the first `open`, not with the first client. `warm_argv`: the command line with
+        which the fork server runs a script under a worker's Python; empty: there is no fork server.
         """
         self._server = ServiceProcess(
             supervisor, STORE, self._answered, lambda: self._lose("the store's server has gone")
@@ -188,7 +188,7 @@ class StoreHost:
             program = self._warm_argv or [self._python, "-u"]
             self._server.start([*program, SERVER, str(CONTROL_FD)], warm=bool(self._warm_argv))
         self._send(self._generation, [self._listening.fileno()])
-        # The server's copy is the only one left: when it dies, clients are refused and not left waiting.
+        # The server's copy is the only one left: when the server dies, clients are refused at once.
         self._close_listening()
 
     def _send(self, generation: int, fds: Sequence[int]) -> None:
@@ -219,11 +219,11 @@ class StoreHost:
 
 
 class SaverHost:
-    """The saver of one node, over all generations. Every event of the supervisor has to be passed to `handle`."""
+    """The saver of one node, over all generations. Pass every event of the supervisor to `handle`."""
 
     def __init__(self, supervisor: SupervisorClient, run_id: str, on_notice: Callable[[str], None]) -> None:
-        """`on_notice` gets what the user should know."""
-        self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108 - set below
+        """`on_notice` gets messages for the user."""
+        self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
         self._loop = asyncio.get_running_loop()
@@ -235,7 +235,7 @@ class SaverHost:
         self._opened = False
 
     def environment(self, generation: int, local_rank: int) -> dict[str, str]:
-        """What a worker finds in its environment: nothing where there is no memory to keep anything in."""
+        """Variables for a worker's environment; none where there is no memory folder."""
         if not self._opened:
             self._opened = True
             self._open()
@@ -251,7 +251,7 @@ class SaverHost:
             self._ended(why)
 
     def renew(self, supervisor: SupervisorClient) -> None:
-        """Another supervisor; the saver died with the one before."""
+        """Use another supervisor; the saver died with the previous one."""
         self._saver.supervisor = supervisor
         if self._memory_folder is not None:
             supervisor.remove_at_end(str(self._memory_folder.path))
@@ -261,12 +261,12 @@ class SaverHost:
             self._loop.add_reader(self._listening, self._start)
 
     async def close(self) -> None:
-        """Have saves in flight finished, then end the saver and remove the shared-memory folder."""
+        """Wait for saves in flight, then end the saver and remove the shared-memory folder."""
         if self._memory_folder is None:
             return
         assert self._listening is not None
         if not self._saver.running and self._failures < ENOUGH_FAILURES and _is_readable(self._listening):
-            self._start()  # somebody has left a save, and died, a moment ago
+            self._start()  # a worker left a save a moment ago, and died
         if self._saver.running:
             await self._finish()
         self._loop.remove_reader(self._listening)
@@ -300,7 +300,7 @@ class SaverHost:
         try:
             opened = MemoryFolder.make(self._run_id)
             self._listening = memory_folder.listen(opened.path / SOCKET)
-        except OSError:  # no /dev/shm to write to: a worker that wants one hears of it
+        except OSError:  # /dev/shm is not writable: a worker that needs it gets an error
             if opened is not None:
                 _remove(opened)
             return
@@ -315,7 +315,7 @@ class SaverHost:
         assert self._memory_folder is not None
         self._loop.remove_reader(self._listening)
         if not self._saver.supervisor.alive:
-            return  # `renew` comes
+            return  # `renew` follows
         self._gone.clear()
         argv = memory_folder.saver_argv(self._memory_folder.path, listening=SAVER_LISTENING_FD, control=CONTROL_FD)
         self._saver.start(argv, {SAVER_LISTENING_FD: self._listening.fileno()})
@@ -373,9 +373,9 @@ def _bound(family: socket.AddressFamily, address: str) -> socket.socket:
 
 
 def free_port(loopback_only: bool) -> int:
-    """A port that is free now, for rank 0's worker to serve its own store at (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+    """A port that is free now, at which rank 0's worker serves its own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
 
-    Racy by nature: that is why the agent's own store is the default.
+    Another process may take the port first: that is why the agent's own store is the default.
     """
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as sock:
         sock.bind(("127.0.0.1" if loopback_only else "", 0))

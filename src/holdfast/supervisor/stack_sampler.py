@@ -1,13 +1,13 @@
 """Samples the stacks of one generation's workers on this node, and keeps the evidence in the run folder.
 
-A look ends within LOOK_S_MAX whatever state the workers are in. It asks a worker for its stacks only when it is sure
-that the worker catches the signal and that what it writes comes to us: nothing else about the worker changes. Judges
-nothing: see diagnosis/hangs.py for what the samples mean.
+A look at the workers ends within LOOK_S_MAX, whatever state they are in. It asks a worker for its stacks only when the
+worker surely catches the signal and writes to our file; it changes nothing else about the worker. Judges nothing: see
+diagnosis/hangs.py for the meaning of the samples.
 
     <run folder>/stacks/gen<G>_<n>_rank<R>.txt           one look at one worker: all its threads
     <run folder>/stacks/gen<G>_nccl_trace_rank<R>        NCCL's flight recorder, if it has dumped
 
-Where py-spy is installed its native stacks are appended between two looks. Functions that touch files block.
+Where py-spy is installed, its native stacks are appended between two looks. Functions that touch files block.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from holdfast.supervisor.board import Board
 from holdfast.supervisor.processes import is_alive
 
 FIRST_LOOKS_MAX = 10
-"""The first looks of a generation stay; of later ones the newest."""
+"""The evidence of the first looks of a generation is kept; of later looks only the newest."""
 LATER_LOOKS_MAX = 30
 TRACE_BYTES_MAX = 64 * 1024 * 1024
 SPY_S_MAX = 20.0
 SPY_AGAIN_S = 300.0
-"""A worker is shown to py-spy at most this often."""
+"""py-spy attaches to a worker at most this often."""
 SPY_BYTES_MAX = 1_000_000
 
 TRACE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 TRACE_DEFAULT = "/tmp/nccl_trace_rank_"
-"""torch's own."""
+"""torch's default."""
 
 
 class StackFiles:
-    """Of one generation."""
+    """The evidence files of one generation."""
 
     def __init__(self, generation: int, rank_base: int) -> None:
         self._generation = generation
@@ -64,13 +64,13 @@ class StackFiles:
         self._looks = 0
         self._began_epoch_s = time.time()
         self._traces: dict[int, float] = {}
-        """When the trace that is kept of a rank was written."""
+        """When the kept trace of each rank was written."""
         self._spied_s: dict[int, float] = {}
         self._spying: asyncio.Task[None] | None = None
 
     def keep(self, folder: Path, samples: Sequence[RankSample], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
-        """Write one look down, and say in each sample where. `texts`: all threads of each local rank. Raises
-        OSError."""
+        """Write the evidence of one look, and enter its path in each sample. `texts`: all threads of each local rank.
+        Raises OSError."""
         at = folder / "stacks"
         at.mkdir(exist_ok=True)
         number = self._looks
@@ -82,7 +82,7 @@ class StackFiles:
             rank = self._rank_base + sample.local_rank
             path = at / f"gen{self._generation}_{number + 1}_rank{rank}.txt"
             path.write_text(self._describe(sample, texts.get(sample.local_rank, "")), errors="replace")
-            kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # for people
+            kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # printable
             with contextlib.suppress(OSError):
                 self._keep_trace(at, rank)
         return tuple(kept)
@@ -104,9 +104,9 @@ class StackFiles:
         return "\n".join(lines) + "\n"
 
     def _keep_trace(self, at: Path, rank: int) -> None:
-        """What NCCL's flight recorder has written about this rank in this generation."""
+        """Copy what NCCL's flight recorder has written about this rank in this generation."""
         path = (os.environ.get(TRACE_VARIABLE) or TRACE_DEFAULT) + str(rank)
-        # In /tmp anybody may have put a pipe, or a link, under that name.
+        # In /tmp any user may have put a pipe, or a link, under that name.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -131,7 +131,7 @@ class StackFiles:
             self._spying = asyncio.create_task(self._spy(program, due))
 
     async def pause(self) -> None:
-        """Let nobody be in a tracer's hands: a look would find it stopped."""
+        """Stop py-spy: a look would find the process stopped that py-spy traces."""
         task, self._spying = self._spying, None
         if task is not None:
             task.cancel()
@@ -152,7 +152,7 @@ def _append(path: str, text: bytes) -> None:
 
 
 async def _native_stacks(program: str, pid: int) -> bytes:
-    """Empty when it could not look, or did not end."""
+    """The native stacks; empty when py-spy could not attach, or did not end."""
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
         process = await asyncio.create_subprocess_exec(
@@ -174,7 +174,7 @@ async def _native_stacks(program: str, pid: int) -> bytes:
 
 
 def _py_spy() -> str | None:
-    """Beside our Python, or in PATH."""
+    """The path of py-spy: beside our Python, or in PATH."""
     for folder in (os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)):
         path = os.path.join(folder, "py-spy")
         if os.path.isabs(path) and os.access(path, os.X_OK):
@@ -183,37 +183,37 @@ def _py_spy() -> str | None:
 
 
 ANSWER_S_MAX = 1.0
-"""For the workers to write their stacks; they do so in milliseconds."""
+"""Limit for the workers to write their stacks; they do so in milliseconds."""
 KEEP_S_MAX = 0.5
-"""For the evidence to reach the disk; after that it goes on without us, and samples name no file."""
+"""Limit for the evidence to reach the disk; after that writing continues without us, and samples name no file."""
 LOOK_S_MAX = 2.0
 QUIET_S = 0.2
-"""A worker whose main thread has slept for so long is taken for one that goes on sleeping while its stacks are
-written."""
+"""A worker whose main thread has slept for this long is assumed to sleep on while its stacks are written."""
 READ_S_MAX = 0.2
-"""For the program's own lines to be read from its files."""
+"""Limit for reading the program's source lines."""
 SOURCE_CHARS_MAX = 80
 SOURCE_BYTES_MAX = 4 * 1024 * 1024
 PARSED_BYTES_MAX = 512 * 1024
-"""Of a program that waits for a lock: it is parsed to find who holds it."""
+"""Bytes of a program that waits for a lock: it is parsed to find the thread that holds the lock."""
 STILL_S = 0.01
-"""A dump that has not grown for so long, by a worker that handles no signal, is whole."""
+"""A dump that has not grown for this long, by a worker that handles no signal, is complete."""
 
 MEASURED_MAX = 256
-"""Processes below one worker whose input and output is counted."""
+"""Processes below one worker whose input and output are counted."""
 NOTES_MAX = 4
-"""Processes of one worker that are named."""
+"""Processes of one worker that are listed."""
 
 _STOPPED = ("T", "t")
 _DEAD = ("Z", "X", "x")
 
 
 class Tally(Struct, frozen=True):
-    """What several have done together, of which some end and some are new: their numbers alone may fall."""
+    """Counters of several processes or connections, some of which end and some of which are new: a plain sum may
+    decrease."""
 
     total: float = 0
     of_each: dict[int, float] = {}
-    """What each had done when it was last seen: one that is missed in one look is not counted twice."""
+    """The count of each when it was last seen: one that is missed in one look is not counted twice."""
 
     def and_now(self, of_each: dict[int, float]) -> Tally:
         grown = sum(max(0, done - self.of_each.get(one, 0)) for one, done in of_each.items())
@@ -221,18 +221,18 @@ class Tally(Struct, frozen=True):
 
 
 class _RankLook(Struct):
-    """One worker, while it is looked at."""
+    """One worker during a look."""
 
     local_rank: int
     pid: int
     fd: int
-    """Of the file into which it writes; a duplicate of ours."""
+    """The file into which it writes; a duplicate of our descriptor."""
     variable: bytes
-    """In its environment, and in no other worker's."""
+    """A variable in its environment, and in no other worker's."""
     stat: ProcessStat | None = None
     main_cpu_s: float = 0.0
     dumped_bytes: int = 0
-    """That it wrote for earlier looks."""
+    """Bytes that it wrote for earlier looks."""
     talked: Tally = Tally()
     """Bytes of its connections, by socket."""
     wanted: Tally = Tally()
@@ -244,11 +244,11 @@ class _RankLook(Struct):
     disk_bytes: int = 0
     at_s: float = 0.0
     switches: int = 0
-    """Of its main thread, when the look began."""
+    """Switches of its main thread, when the look began."""
     asked: bool = False
     signum: int = LOOK_SIGNAL
     task: int = 0
-    """The thread that was asked."""
+    """The thread that got the signal."""
     size: int = 0
     still_since_s: float = 0.0
     text: str = ""
@@ -256,7 +256,7 @@ class _RankLook(Struct):
 
 
 class StackSampler:
-    """One per generation."""
+    """Samples the workers of one generation."""
 
     def __init__(self, board: Board, *, generation: int, rank_base: int) -> None:
         """`rank_base`: the rank of local rank 0."""
@@ -266,14 +266,14 @@ class StackSampler:
         self._dumped: dict[int, int] = {}
         """By process: bytes that it wrote because we asked for its stacks."""
         self._tallies: dict[int, tuple[Tally, Tally]] = {}
-        """By process: what is tallied of it."""
+        """By process: its counters."""
         self._at_disk = False
-        """Files are being read or written for a look, perhaps for longer than anybody waits."""
+        """Files are being read or written for a look, perhaps longer than the look waits."""
 
     async def look(self, pids: Mapping[int, int], folder: Path | None) -> tuple[RankSample, ...]:
         """A sample of each worker, given as local rank -> pid. `folder`: the run's; None: no evidence is kept.
 
-        Bounded by LOOK_S_MAX once it is its turn: one look at a time.
+        Takes at most LOOK_S_MAX once it starts: looks run one at a time.
         """
         async with self._one_at_a_time:
             await self._files.pause()
@@ -302,7 +302,7 @@ class StackSampler:
         return _RankLook(
             local_rank,
             pid,
-            # A duplicate: the board may be closed meanwhile, and its number used for something else.
+            # A duplicate: the board may be closed meanwhile, and its number reused.
             os.dup(self._board.stacks(local_rank)),
             f"{BOARD_VARIABLE}={self._board.address(local_rank)}".encode(),
             dumped_bytes=self._dumped.get(pid, 0),
@@ -320,7 +320,7 @@ class StackSampler:
 
     @contextlib.contextmanager
     def _disk(self) -> Iterator[None]:
-        """Around what touches disks, in a thread. While one stalls, one thread waits for it and not one for each
+        """Guards disk access in a thread. While a disk stalls, only one thread waits for it and not one for each
         look."""
         self._at_disk = True
         try:
@@ -329,12 +329,12 @@ class StackSampler:
             self._at_disk = False
 
     async def close(self) -> None:
-        """Whatever still writes evidence of this generation is ended."""
+        """End everything that still writes evidence of this generation."""
         await self._files.pause()
 
 
 def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
-    """Blocks; closes the looks' files."""
+    """Read the stacks that workers write. Blocks; closes the looks' files."""
     try:
         below = kernel.descendants({look.pid: look.variable for look in looks})
         disk_bytes, moved_bytes = kernel.disk_bytes(), kernel.tcp_moved_bytes()
@@ -345,7 +345,7 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
         for look in looks:
             _ask(look)
         deadline = time.monotonic() + ANSWER_S_MAX
-        # Looked at again and again: nothing tells us that somebody's handler has returned.
+        # Poll: no event reports that a worker's signal handler has returned.
         while not all(_answered(look) for look in looks if look.asked) and time.monotonic() < deadline:
             time.sleep(STILL_S / 2)
         for look in looks:
@@ -358,7 +358,7 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
 
 
 def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
-    """What it and the processes below it have done so far."""
+    """Measure the work that it and the processes below it have done so far."""
     look.at_s = time.monotonic()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
@@ -378,7 +378,7 @@ def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mappin
 def _ask(look: _RankLook) -> None:
     """Send the signal to a worker that will answer it."""
     if look.stat is None or look.stat.state in _STOPPED + _DEAD:
-        return  # it would answer when it goes on, once for each time that it was asked
+        return  # it would answer when it continues, once for each signal
     signals = kernel.signals(look.pid)
     look.signum, look.task = LOOK_MAIN_SIGNAL, look.pid
     if _sleeps(look):
@@ -386,9 +386,9 @@ def _ask(look: _RankLook) -> None:
     elif signals.blocks(LOOK_MAIN_SIGNAL):
         return
     if not signals.catches(look.signum) or signals.pending(look.signum) or not kernel.has_open(look.pid, look.fd):
-        return  # the signal would kill it, or it would write somewhere else
+        return  # the signal would kill it, or its handler would write elsewhere
     os.truncate(look.fd, 0)
-    with contextlib.suppress(OSError):  # it is gone, or has as many signals waiting as its user may have
+    with contextlib.suppress(OSError):  # it is gone, or its user's signal queue is full
         kernel.signal_thread(look.pid, look.task, look.signum)
         look.asked = True
 
@@ -400,7 +400,7 @@ def _sleeps(look: _RankLook) -> bool:
 
 
 def _answered(look: _RankLook) -> bool:
-    """Whether all that this worker will write has been written."""
+    """Whether this worker has written everything that it will write."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
     signals = kernel.signals(f"{look.pid}/task/{look.task}")
     if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
@@ -435,8 +435,7 @@ def _sample(look: _RankLook) -> RankSample:
 
 
 def _with_source(sample: RankSample) -> RankSample:
-    """With the text of the line that the program executes, and which of its threads may hold the lock that it waits
-    for."""
+    """Add the source line that the program executes, and the thread that may hold the lock for which it waits."""
     index = program_frame(sample.frames)
     if index is None:
         return sample
@@ -448,15 +447,14 @@ def _with_source(sample: RankSample) -> RankSample:
             content = file.read(SOURCE_BYTES_MAX)
         text = content.split(b"\n")[frame.line - 1].decode(errors="replace").strip()
     except (OSError, ValueError, IndexError):
-        return sample  # not a file, or of another machine
+        return sample  # not a file, or on another machine
     holder = _holder(frame, sample.threads, content) if "with " in text or ".acquire(" in text else ""
     note = "; ".join(each for each in (sample.note, holder) if each)
     return structs.replace(sample, source=text[:SOURCE_CHARS_MAX], note=note)
 
 
 def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) -> str:
-    """Which other thread is inside the lock that this line of the program takes, in words; empty: none is to be
-    seen."""
+    """The other thread that is inside the lock that this line of the program takes, in words; empty: none found."""
     if len(content) > PARSED_BYTES_MAX:
         return ""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
@@ -470,7 +468,7 @@ def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) 
 
 
 def _notes(children: Iterable[kernel.Child]) -> list[str]:
-    """What is wrong with the processes that a worker has started; those of a data loader even when all is well."""
+    """Problems of the processes that a worker has started; those of a data loader even without problems."""
     notes = []
     idle = []
     for child in children:

@@ -1,25 +1,26 @@
-"""The supervisor: parent of every worker, small and single-threaded, forked from the agent before anything heavy is loaded.
+"""The supervisor: parent of every worker, small and single-threaded, forked from the agent before heavy imports.
 
-Whatever a worker leaves behind (own sessions and double forks too) falls to the supervisor, because it is a subreaper;
-when the agent is gone, however it ended, the supervisor channel reads end-of-file and the supervisor kills all it has.
+Every process that a worker leaves behind (own sessions and double forks too) becomes a child of the supervisor, because
+it is a subreaper. When the agent is gone, however it ended, the supervisor channel reads end-of-file and the supervisor
+kills all its processes.
 
 Standard library only. Knows processes, signals and descriptors; knows nothing of ranks, generations or torch.
 
-Commands that come over the supervisor channel (messages of seqpacket.py); a spawn brings one descriptor for each number:
+Commands on the supervisor channel (messages of seqpacket.py); a spawn brings one descriptor for each number:
 
-    {"do": "start_fork_server", …}                     start the fork server (preload.py); from then on it is asked for "warm" workers
+    {"do": "start_fork_server", …}         start the fork server (preload.py); it forks every later "warm" worker
     {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus",
      "warm"}
-    {"do": "signal", "key", "signum"}      to the leader alone
-    {"do": "kill_tree", "limit_s"}         everything but services; answered by tree_gone
-    {"do": "ignore", "signum"}             whatever is spawned from here on ignores it
-    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; the next fence takes its place
-    {"do": "remove", "path"}               at the supervisor's end, when all is dead: a folder of plain files in memory
+    {"do": "signal", "key", "signum"}      to the process itself, not to its children
+    {"do": "kill_tree", "limit_s"}         kill everything but services; answered by tree_gone
+    {"do": "ignore", "signum"}             processes spawned from now on ignore it
+    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; the next fence replaces it
+    {"do": "remove", "path"}               remove this in-memory folder of plain files when the supervisor ends
     {"do": "exit"}                         as if the agent were gone
 
 Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
 {"is": "ended", key, pid, exit_code}, {"is": "fenced"}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble},
-{"is": "standby", pids, own_bytes}: workers of the next generation stand parked.
+{"is": "standby", pids, own_bytes}: workers of the next generation are parked.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ NAME = b"hf-supervisor"
 PROC = "/proc/self/fd"
 NO_PROCESS_ADVICE = " (`ulimit -u`, or the container's limit of processes)"
 FENCE_KILL_LIMIT_S = 10.0
-"""At the fence: how long processes stuck in the kernel are waited for."""
+"""At the fence: how long to wait for processes stuck in the kernel."""
 END_LIMIT_S = 10.0
 """After the agent is gone: how long the supervisor waits for processes stuck in the kernel before it gives up."""
 
 _TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _BROADCAST = (signal.SIGUSR1, signal.SIGUSR2)
-"""Schedulers send these to every process of a job, and they are meant for the agent and its workers."""
+"""Schedulers send these to every process of a job; they are meant for the agent and its workers."""
 _NOT_OURS = (*_TERMINAL, *_BROADCAST)
 _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 _HARMLESS = (signal.SIGCONT, signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH)
-"""Signals that do nothing to a process that has not asked for them."""
+"""Signals whose default action does nothing."""
 _EXEC_FAILED = 127
 
 
@@ -79,9 +80,9 @@ class Kept(NamedTuple):
 
 
 def fork_supervisor() -> SupervisorHandle:
-    """Fork the supervisor. To be called once, by the agent, before it starts a thread or installs a signal handler.
+    """Fork the supervisor. The agent calls this once, before it starts a thread or installs a signal handler.
 
-    Raises PlatformError where the machine lacks what it takes.
+    Raises PlatformError where the machine lacks a needed feature.
     """
     if not os.path.isdir(PROC):
         raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
@@ -90,7 +91,7 @@ def fork_supervisor() -> SupervisorHandle:
     limit = descriptors.soft_limit()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent = os.getpid()
-    # Ctrl-C must not hit the child before it ignores it.
+    # Ctrl-C must not reach the child before it ignores it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
     try:
         pid = os.fork()
@@ -108,14 +109,14 @@ def fork_supervisor() -> SupervisorHandle:
 
 
 def exec_supervisor(ignored: Sequence[int], limit: int | None = None) -> SupervisorHandle:
-    """Start a supervisor by exec, for when the forked one died and the agent has threads by now. Raises OSError.
+    """Start a supervisor by exec, when the forked one died and the agent already has threads. Raises OSError.
 
-    `limit`: of open files, soft, for what it starts; None: as it is here.
+    `limit`: soft limit of open files for its processes; None: the present one.
     """
-    import subprocess  # a rare road, and the supervisor must stay light
+    import subprocess  # rarely needed, and the supervisor must stay light
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Our package is found by its place: no PYTHONPATH that the workers would inherit.
+    # The path of our package is passed directly: the workers must not inherit a PYTHONPATH.
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
     program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.supervisor.supervisor import main; main()"
     limit = descriptors.soft_limit() if limit is None else limit
@@ -127,12 +128,12 @@ def exec_supervisor(ignored: Sequence[int], limit: int | None = None) -> Supervi
         except OSError:
             ours.close()
             raise
-    process.returncode = os.EX_OK  # reaped by its pid, by whoever holds the handle, and not by subprocess
+    process.returncode = os.EX_OK  # the owner of the handle reaps it by its pid, not subprocess
     return SupervisorHandle(process.pid, ours, tuple(ignored), limit)
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """Signals that this process was started with as ignored (Python's own two excepted)."""
+    """Signals that were ignored when this process was started (Python's own two excepted)."""
     return tuple(
         signum
         for signum in sorted(signal.valid_signals())
@@ -141,7 +142,7 @@ def ignored_signals() -> tuple[int, ...]:
 
 
 def _fill_standard_descriptors() -> None:
-    """An agent started with closed descriptors must not give a log file or socket the number of stdout."""
+    """Open the standard descriptors that are closed, so that no log file or socket gets the number of stdout."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -151,10 +152,10 @@ def _fill_standard_descriptors() -> None:
 
 
 def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> NoReturn:
-    """The supervisor's life, in the child. Never returns to the agent's code above it."""
+    """Run the supervisor in the child. Never returns to the agent's code above it."""
     status = os.EX_OK
     try:
-        gc.freeze()  # what the agent made stays as it is: no page is copied to collect it
+        gc.freeze()  # the agent's objects stay unchanged: collecting them would copy pages
         with contextlib.suppress(PermissionError):
             os.setsid()  # an exec'd supervisor leads its session already
         for signum in _NOT_OURS:
@@ -188,27 +189,27 @@ def _close_all_but(kept: int) -> None:
 
 
 class Supervisor:
-    """Event loop of the supervisor: one poll over the supervisor channel, the SIGCHLD pipe and the pipes of pending execs."""
+    """Event loop of the supervisor: polls the supervisor channel, the SIGCHLD pipe and the pipes of pending execs."""
 
     def __init__(self, sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) -> None:
         self._sock = sock
         self._ignored = tuple(ignored)
         self._limit = limit
-        """Of open files, soft, for whatever is started."""
+        """Soft limit of open files for every started process."""
         self._pid = os.getpid()
         self._out = seqpacket.Outbox()
         self._kept: dict[int, Kept] = {}
         self._execs: dict[int, int] = {}
-        """Pipe that tells whether exec worked -> pid."""
+        """Pipe that reports whether exec worked -> pid."""
         self._kill_deadline: float | None = None
         self._kill_asked = False
-        """By the agent, and not by the fence."""
+        """The agent asked for the kill, not the fence."""
         self._rescan_at = 0.0
         self._victims: set[int] = set()
         self._fence_at_s = inf
-        """When the workers die unless the agent says something else before; by the clock that all processes share."""
+        """When the workers are killed unless the agent moves the fence; by the machine's monotonic clock."""
         self._doomed: list[str] = []
-        """Folders that go with us."""
+        """Folders to remove when the supervisor ends."""
         self._leaving = False
         self._poller = select.poll()
         sock.setblocking(False)
@@ -227,20 +228,20 @@ class Supervisor:
         return wake_read
 
     def _watch_agent(self, agent: int) -> int:
-        """A second way to learn of the agent's end, should a stray child of it hold the other end of the supervisor channel."""
+        """Watch the agent's pid too, because a stray child of it may hold the other end of the supervisor channel."""
         try:
             agent_end = os.pidfd_open(agent)
         except ProcessLookupError:
             self._leaving = True
             return -1
         except OSError:
-            return -1  # a kernel without pidfd: end-of-file on the supervisor channel has to do
+            return -1  # a kernel without pidfd: end-of-file on the supervisor channel must suffice
         self._leaving = os.getppid() != agent
         self._poller.register(agent_end, select.POLLIN)
         return agent_end
 
     def run(self) -> None:
-        """Serve until the agent is gone or asks to end."""
+        """Serve until the agent is gone or asks for the end."""
         while not self._leaving:
             for fd, mask in self._poller.poll(self._patience_ms()):
                 self._ready(fd, mask)
@@ -255,9 +256,9 @@ class Supervisor:
             self._flush()
 
     def remove_folders(self) -> None:
-        """What the agent would have removed, had it not been killed."""
+        """Remove the folders that a killed agent could not remove."""
         for folder in self._doomed:
-            with contextlib.suppress(OSError):  # mostly: it is gone already
+            with contextlib.suppress(OSError):  # usually it is gone already
                 for name in os.listdir(folder):
                     os.unlink(os.path.join(folder, name))
                 os.rmdir(folder)
@@ -325,7 +326,8 @@ class Supervisor:
         except OSError as error:  # no descriptors left
             self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"pipe: {error.strerror}"})
             return
-        # The child ignores these as we do until it restores them: blocked, an early one waits and is not lost.
+        # The child ignores these signals as we do until it restores them: while blocked, an early one waits and is not
+        # lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
         try:
             pid = os.fork()
@@ -344,19 +346,19 @@ class Supervisor:
         self._poller.register(read_end, select.POLLIN)
 
     def _born(self, command: dict[str, Any], pid: int) -> None:
-        """A worker was forked by the fork server, fell to us, and waits for leave to run."""
+        """A worker was forked by the fork server, became our child, and waits for permission to run."""
         self._kept[pid] = Kept(command["key"], bool(command["service"]))
-        if command["key"] != fork_server.STANDBY:  # our own affair
+        if command["key"] != fork_server.STANDBY:  # a standby is internal: no event
             self._out.add({"is": "started", "key": command["key"], "pid": pid})
 
     def _become(self, command: dict[str, Any], fds: list[int], report: int) -> NoReturn:
-        """In the child: turn into the program, or report why not. Every other descriptor closes itself at exec."""
+        """In the child: execute the program, or report why not. Every other descriptor closes itself at exec."""
         try:
             signal.set_wakeup_fd(-1)
             os.setsid()
             processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._pid:
-                os._exit(_EXEC_FAILED)  # the supervisor died in between, so nobody would kill us
+                os._exit(_EXEC_FAILED)  # the supervisor died in between, so nothing would kill this process
             self._restore_signals()
             descriptors.restore_limit(self._limit)
             if command["cpus"]:
@@ -384,13 +386,13 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _settle_exec(self, fd: int) -> None:
-        """The pipe closed (exec worked) or holds the reason why not."""
+        """The pipe is closed (exec worked) or holds the reason why exec failed."""
         pid = self._execs.pop(fd)
         self._poller.unregister(fd)
         told = os.read(fd, 4096)
         os.close(fd)
         if not told:
-            if self._kept[pid].key != fork_server.KEY:  # our own affair
+            if self._kept[pid].key != fork_server.KEY:  # the fork server is internal: no event
                 self._out.add({"is": "started", "key": self._kept[pid].key, "pid": pid})
             return
         number, _, text = told.decode(errors="replace").partition(" ")
@@ -420,7 +422,7 @@ class Supervisor:
         for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
             self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
         if pid not in self._kept or self._kept[pid].key == fork_server.STANDBY:
-            self._fork_server.settle_all()  # it may have become a worker that we have not heard of yet
+            self._fork_server.settle_all()  # a requested worker may already run, with its answer unread
         kept = self._kept.pop(pid, None)
         if kept is not None:
             code = os.waitstatus_to_exitcode(status)
@@ -431,7 +433,7 @@ class Supervisor:
                 self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})
 
     def _kill_pass(self, deadline: float) -> None:
-        """Look and volley, again when the volley's victims are reaped: children born in between are found then."""
+        """Find and kill, again after the victims are reaped: children forked in between are found then."""
         now = time.monotonic()
         if self._victims and now < self._rescan_at:
             return
@@ -444,13 +446,14 @@ class Supervisor:
             return
         self._kill_deadline = None
         self._victims.clear()
-        self._reap()  # so that every "ended" stands before "tree_gone"
+        self._reap()  # so that every "ended" comes before "tree_gone"
         if self._kill_asked:
             self._kill_asked = False
             self._out.add({"is": "tree_gone", "leftover": living})
 
     def _flush(self) -> None:
-        """Write what the socket takes now; the rest waits for POLLOUT, so a stalled agent never stalls us."""
+        """Write what the socket takes now; the rest waits for POLLOUT, so a stalled agent never stalls the
+        supervisor."""
         try:
             self._out.flush(self._sock)
         except OSError:
@@ -459,10 +462,10 @@ class Supervisor:
 
 
 def _place_descriptors(wanted: dict[int, int], report: int) -> int:
-    """Put each source at its number. Returns where `report` is now (still closed by exec)."""
+    """Move each source descriptor to its number. Returns where `report` is now (still closed by exec)."""
     above = max(wanted, default=2) + 1
     report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, above)
-    # First out of the way of one another, then into place.
+    # First move them out of each other's way, then to their numbers.
     high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
     for number, fd in high.items():
         os.dup2(fd, number, inheritable=True)
@@ -470,7 +473,8 @@ def _place_descriptors(wanted: dict[int, int], report: int) -> int:
 
 
 def main() -> NoReturn:
-    """A supervisor by exec. Arguments: the socket's descriptor, the agent's pid, signals to ignore, soft limit of files."""
+    """Run a supervisor by exec. Arguments: the socket's descriptor, the agent's pid, ignored signals, soft limit of
+    files."""
     fd, agent, ignored, limit = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)

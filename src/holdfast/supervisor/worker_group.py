@@ -1,6 +1,6 @@
-"""What serves all generations of workers on one node: their supervisor, store, saver, log files and observers.
+"""Serves all generations of workers on one node: owns their supervisor, store, saver, log files and observers.
 
-Executes what the agent's machine asks for and reports each answer as an event of the machine; decides nothing. The
+Executes the commands of the agent's machine and reports each answer as an event of the machine; decides nothing. The
 workers of one generation are in generation.py, one worker in ends.py.
 """
 
@@ -39,11 +39,12 @@ from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
 
 GUARD_S = 0.25
-"""The supervisor kills so long after the agent's own fence: an agent that is awake does it itself, and says why."""
+"""The supervisor kills this long after the agent's own fence: an agent that runs kills the workers itself, and reports
+why."""
 
 
 class WorkerGroup:
-    """One per agent. `emit` gets the agent machine's events, in order, on the loop."""
+    """The worker group of one agent. `emit` gets the agent machine's events, in order, on the loop."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class WorkerGroup:
         on_store: Callable[[int], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        """`work`: the machine's. `on_store` gets the port of each generation's store that is hosted here,
-        `on_notice` what the user should know."""
+        """`work`: the machine's state of work. `on_store` gets the port of each generation's store that is hosted here,
+        `on_notice` messages for the user."""
         self._options = options
         self._folder = folder
         self._router = router
@@ -78,9 +79,9 @@ class WorkerGroup:
         self._supervisor_ready = asyncio.Event()
         self._supervisor_ready.set()
         self._revivals = Revivals()
-        """When a supervisor was last started in the place of a dead one."""
+        """When dead supervisors were replaced."""
         self._guard_s: float | None = None
-        """When the supervisor kills the workers, as it was last told."""
+        """The fence that was last sent to the supervisor."""
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
@@ -99,9 +100,9 @@ class WorkerGroup:
         """CPUs by local rank, with --numa-binding."""
         self._logs_in_hand = asyncio.Lock()
         self._prepared: dict[int, WorkerStreams] = {}
-        """Of the generation that is prepared, by local rank."""
+        """Streams of the prepared generation, by local rank."""
         self._running: RunningGeneration | None = None
-        """The newest generation that was started; its workers may be gone."""
+        """The newest generation that was started; its workers may have ended."""
         self._hold_timer: asyncio.TimerHandle | None = None
 
     # ---------------------------------------------------------------- commands of the machine
@@ -110,7 +111,7 @@ class WorkerGroup:
         self._tasks.create_task(self._prepare(assign))
 
     def start(self, assign: Assign, start: Start) -> None:
-        """At once where that is possible: an order to stop may be next, and has to find the workers."""
+        """Start the workers, at once where possible: a stop order may follow directly and must find the workers."""
         running = self._begin(assign, start)
         if self._supervisor_ready.is_set():
             self._spawn(running, start)
@@ -118,7 +119,7 @@ class WorkerGroup:
             self._tasks.create_task(self._spawn_later(running, start))
 
     def signal(self, signum: int, *, to_end: bool) -> None:
-        """`to_end`: what the workers fail with from now on is a consequence."""
+        """Signal the workers. `to_end`: their failures from now on are consequences of the stop."""
         if to_end:
             self._phases.stop()
         if self._running is not None:
@@ -136,7 +137,7 @@ class WorkerGroup:
         self._emit(WorkersHeld(generation, running.board.reached() if running is not None else 0))
 
     def release(self, generation: int, safe_point: int) -> None:
-        """Let them go on to this safe point, where they stop; 0: let them go on."""
+        """Let them continue to this safe point, where they stop; 0: continue without a stop."""
         running = self._if_running(generation)
         if running is not None:
             running.board.release(safe_point)
@@ -146,20 +147,21 @@ class WorkerGroup:
         return running if running is not None and running.number == generation else None
 
     def look(self, generation: int, number: int, *, store: bool) -> None:
-        """See where the workers are, and whether the store can be reached; answers with WorkersSeen."""
+        """Sample the workers' stacks, and check whether the store can be reached; answers with WorkersSeen."""
         self._observer.look(generation, number, self._running.pids() if self._running is not None else {}, store=store)
 
     async def samples(self) -> tuple[RankSample, ...]:
-        """Where the workers are now, for a command on this node."""
+        """Sample the workers' stacks, for a command on this node."""
         running = self._running
         return await self._observer.samples(running.number, running.pids()) if running is not None else ()
 
     def progress(self) -> tuple[RankProgress, ...]:
-        """How far the workers of this generation are."""
+        """The progress of this generation's workers."""
         return self._running.progress() if self._running is not None else ()
 
     def fence(self, at_s: float | None) -> None:
-        """The supervisor kills the workers then, should this process be stopped or starved; None: it does not."""
+        """Have the supervisor kill the workers at this time, in case this process is stopped or starved; None: remove
+        the fence."""
         guard_s = None if at_s is None else at_s + GUARD_S
         if guard_s != self._guard_s:
             self._guard_s = guard_s
@@ -171,7 +173,7 @@ class WorkerGroup:
             self._supervisor.kill_tree()
 
     async def close(self) -> None:
-        """Nothing of ours is alive afterwards."""
+        """End everything: no process of this group is alive afterwards."""
         if self._store is not None:
             self._store.close()
         await self._saver.close()
@@ -208,9 +210,9 @@ class WorkerGroup:
             self._emit(NodePrepared(generation, port))
 
     def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
-        """In a thread, and before the workers are due: a disk that stalls must not silence this node.
+        """Open the log files, in a thread and before the workers start: a stalled disk must not silence this node.
 
-        Raises LogDirError for the first generation; a later one goes on without files rather than end the job.
+        Raises LogDirError for the first generation; a later one continues without files rather than end the job.
         """
         slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in range(self._options.nproc)]
         try:
@@ -229,7 +231,7 @@ class WorkerGroup:
         if self._store is None:
             python = self._options.command.python
             warm = script_argv(self._options) if "torch" in self._options.preload.modules else []
-            eager = not warm and bool(self._options.preload.torch)  # else it starts when a client connects
+            eager = not warm and bool(self._options.preload.torch)  # otherwise it starts when a client connects
             await self._supervisor_ready.wait()
             self._store = StoreHost(self._supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
         port = self._store.open(assign.generation, loopback_only=assign.local_world)
@@ -283,7 +285,7 @@ class WorkerGroup:
         self._observer.start(assign, start, running.board, self.progress)
         return running
 
-    # ---------------------------------------------------------------- what the supervisor tells
+    # ---------------------------------------------------------------- events of the supervisor
 
     def _on_supervisor(self, event: kept.SupervisorEvent) -> None:
         self._saver.handle(event)
@@ -321,12 +323,12 @@ class WorkerGroup:
             self._tasks.create_task(self._tell_gone(self._running))
 
     async def _tell_gone(self, running: RunningGeneration) -> None:
-        """TreeGone comes after the last WorkerEnded, and those come after what was read for them."""
+        """Emit TreeGone after the last WorkerEnded; those wait until the workers' files have been read."""
         await running.all_reported()
         self._emit(TreeGone(running.number))
 
     async def _revive(self) -> None:
-        """The supervisor was killed, and the workers with it (they carry a parent-death signal): start another one.
+        """The supervisor was killed, and the workers with it (by their parent-death signal): start another one.
 
         Raises SupervisorLostError when that does not help.
         """
@@ -338,7 +340,7 @@ class WorkerGroup:
         if self._store is not None:
             self._store.close()
             self._store = None
-            if running is not None and report is None:  # else the workers' ends say it, and more
+            if running is not None and report is None:  # else the ends of the workers report more
                 self._emit(StoreDied(running.number))
         try:
             handle = await asyncio.to_thread(revive_supervisor, self._supervisor.handle)

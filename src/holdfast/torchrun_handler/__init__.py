@@ -1,11 +1,11 @@
 """holdfast's coordinator for plain torchrun: `torchrun --rdzv-backend=holdfast …`.
 
-torch imports this module at every start of torchrun, whatever backend is asked for, because it loads every entry point of its
-group `torchrun.handlers`. So nothing is imported here, and nothing can fail, before a handler is really wanted.
+torch imports this module at every start of torchrun, whatever the backend, because it loads every entry point of its
+group `torchrun.handlers`. So nothing is imported here, and nothing can fail, before a handler is requested.
 
     handler.py      torch's interface: stores, errors. The only file here that imports torch
-    membership.py   the thread beside torchrun's, and what the two say to each other
-    member.py       the agent's machine and the meeting, with torchrun in the place of our worker group
+    members.py      the thread beside torchrun's, and the requests between the two
+    member.py       the agent's machine and its link, with torchrun instead of our worker group
     settings.py     torchrun's parameters as ours
 """
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What the entry point names: torch calls it on import, and what it returns when `--rdzv-backend=holdfast` is given."""
+    """The entry point: torch calls it on import, and calls the result when `--rdzv-backend=holdfast` is given."""
     return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Raises HoldfastError when the parameters cannot be meant."""
+    """Make the handler. Raises HoldfastError for invalid parameters."""
     from holdfast.torchrun_handler.handler import HoldfastRendezvous
 
     return HoldfastRendezvous(params)

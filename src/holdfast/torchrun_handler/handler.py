@@ -1,4 +1,4 @@
-"""torch's rendezvous interface over a Membership: real stores, fresh for each generation, and torch's own errors.
+"""torch's rendezvous interface over a Membership: real stores, new for each generation, and torch's own errors.
 
 Knows torch; knows nothing of asyncio, sockets' protocols or the coordinator.
 """
@@ -30,7 +30,7 @@ from holdfast.torchrun_handler.members import HandlerMembership
 from holdfast.torchrun_handler.settings import BACKEND, options_from
 
 CONNECT_S = 3.0
-"""One attempt to reach a generation's store; between two we look whether the generation is still wanted."""
+"""One attempt to reach a generation's store; between attempts it checks whether the generation is still wanted."""
 CONNECT_S_MAX = 60.0
 STORE_S_MAX = 300.0
 """One operation on the store; torch's own default."""
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's types are skipped
-    """One per torchrun agent."""
+    """The rendezvous handler of one torchrun agent."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         options = options_from(params)
@@ -56,7 +56,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
 
     @property
     def use_agent_store(self) -> bool:
-        """The store of each generation is the workers' too, as with c10d; torch's own switch turns it off."""
+        """Whether workers use each generation's store too, as with c10d; torch's own switch turns it off."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -68,7 +68,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
                 return self._info(formed, store)
 
     def num_nodes_waiting(self) -> int:
-        """1 when this generation is to be stopped, whatever the reason: torchrun knows no other way to be told."""
+        """1 when this generation must be stopped, for any reason: torchrun has no other signal for it."""
         return 1 if self._membership.regroup else 0
 
     def is_closed(self) -> bool:
@@ -78,7 +78,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
         self._membership.end("the rendezvous was closed")
 
     def shutdown(self) -> bool:
-        """torchrun calls this after success and after failure alike: what tells them apart is the exception under way."""
+        """torchrun calls this after success and after failure: only the exception in flight distinguishes them."""
         error = sys.exception()
         return self._membership.end("" if error is None else f"{type(error).__name__}")
 
@@ -89,7 +89,8 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
             raise _as_torchs(error) from None
 
     def _open(self, formed: Formed, deadline_s: float) -> Store | None:
-        """The generation's store. None when the generation was given up meanwhile. Raises RendezvousConnectionError."""
+        """The generation's store. None when the generation was abandoned meanwhile. Raises
+        RendezvousConnectionError."""
         if formed.listening is not None:
             return TCPStore(
                 "127.0.0.1",

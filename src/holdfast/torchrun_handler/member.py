@@ -1,11 +1,11 @@
-"""One torchrun agent as a member of a job: our agent's machine and meeting, with torchrun in the place of our worker group.
+"""One torchrun agent as a member of a job: our agent's machine and link, with torchrun instead of our worker group.
 
     StartWorkers    ─►  what next_rendezvous returns
     SignalWorkers   ─►  `regroup` is True, which torchrun asks for ten times a second; it then stops its workers
     KillTree        ─►  the same; answered with TreeGone when torchrun has stopped them
     next_rendezvous ─►  torchrun has no worker alive: WorkerEnded, a failure unless the machine had ordered the stop
 
-Lives on a loop in a thread of its own (membership.py); imports no torch. Decides nothing.
+Runs on a loop in its own thread (members.py); imports no torch. Decides nothing.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ INCARNATION_BYTES = 4
 BACKLOG = 4096
 """Workers that may connect to the store before torchrun serves it; the kernel has its own maximum."""
 END_S_MAX = 5.0
-"""At the end: how long to wait for the others' ends when the coordinator is elsewhere."""
+"""At the end: how long to wait for the others' ends when the coordinator is on another node."""
 HOST_END_S_MAX = 300.0
-"""The same where the coordinator is here, and would go with us. torchrun's own exit barrier is as patient."""
+"""The same where the coordinator is here, and would end with us. torchrun's own exit barrier is as patient."""
 
 
 class Formed(NamedTuple):
@@ -63,11 +63,11 @@ class Formed(NamedTuple):
     master_addr: str
     master_port: int
     listening: socket.socket | None
-    """On the node that hosts the store: already listens at master_port; belongs to whoever gets this."""
+    """On the node that hosts the store: already listens at master_port; belongs to the receiver."""
 
 
 class OverError(HoldfastError):
-    """There will be no further generation for this node; says how the job, or its part in it, ended."""
+    """There will be no further generation for this node; the text says how the job, or its part in it, ended."""
 
     code = "HF300"
 
@@ -78,7 +78,7 @@ class OverError(HoldfastError):
 
 
 class HandlerMember:
-    """All methods but `regroup` and `over` belong to the loop's thread."""
+    """All methods except `regroup` and `over` belong to the loop's thread."""
 
     def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -92,19 +92,19 @@ class HandlerMember:
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
         self._listening: socket.socket | None = None
         self._assign: Assign | None = None
-        """Of the generation whose workers torchrun may have alive; None: it has none."""
+        """The generation of which torchrun may have living workers; None: it has none."""
         self._kill_asked = False
         self._waiter: Future[Formed] | None = None
         self._ending = False
         self._last_stop = ""
         self.regroup = False
-        """torchrun is to stop its workers and ask for the next generation. May be read by any thread."""
+        """torchrun must stop its workers and ask for the next generation. Any thread may read it."""
         self._driver: Driver[Event, do.Command] = Driver(
             AgentMachine(self._node(), options.limits, self._loop.time()), Tick(), self._execute
         )
 
     async def live(self) -> None:
-        """Until this node's part is over."""
+        """Run until this node's part is over."""
         self._loop.set_exception_handler(self._crashed)
         try:
             self._feed(Tick())
@@ -123,7 +123,7 @@ class HandlerMember:
         return self._ended.done()
 
     def want(self, waiter: Future[Formed]) -> None:
-        """torchrun has no worker alive and asks for the next generation. The waiter gets OverError when there is none."""
+        """torchrun has no worker alive and asks for the next generation. The waiter gets OverError if there is none."""
         self._waiter = waiter
         if self._ended.done():
             self._refuse_waiter()
@@ -131,7 +131,7 @@ class HandlerMember:
         self._workers_gone(EXIT_FAILURE, "its torchrun starts its workers again")
 
     def end(self, failure: str) -> None:
-        """torchrun has no worker alive and will not ask again: they have done their work, or (`failure`) the job is to end."""
+        """torchrun has no worker alive and will not ask again: they succeeded, or (`failure`) the job must end."""
         if self._ended.done() or self._ending:
             return
         self._ending = True
@@ -144,7 +144,7 @@ class HandlerMember:
         self._loop.call_later(HOST_END_S_MAX if here else END_S_MAX, self.leave)
 
     def leave(self) -> None:
-        """Go, and let the others form without us."""
+        """Leave, and let the others form a generation without us."""
         if not self._ended.done():
             self._ending = True
             # As Ctrl-C: at once. There is no safe point to wait for.
@@ -156,7 +156,7 @@ class HandlerMember:
     def _feed(self, event: Event) -> None:
         try:
             self._driver.feed(event)
-        except Exception as error:  # noqa: BLE001 - a fault of ours, which torchrun has to hear of
+        except Exception as error:  # noqa: BLE001 - a fault of ours, which torchrun must get
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -171,7 +171,7 @@ class HandlerMember:
             self._troubles.met(context)
 
     def _workers_gone(self, exit_code: int, text: str) -> None:
-        """No worker of torchrun's is alive. `exit_code` 0: they have done their work."""
+        """No worker of torchrun is alive. `exit_code` 0: they succeeded."""
         assign, self._assign = self._assign, None
         if assign is None:
             return

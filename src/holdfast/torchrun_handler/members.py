@@ -1,6 +1,6 @@
-"""The thread beside torchrun's in which a Member lives, and what the two say to each other.
+"""Runs a member in a thread beside torchrun's, and passes requests between the two.
 
-torchrun's thread blocks in `next` and asks `regroup`; signals that torchrun handles still interrupt it. Imports no torch.
+torchrun's thread blocks in `next` and reads `regroup`; signals that torchrun handles still interrupt it. No torch here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from holdfast.protocol.options import RunOptions
 from holdfast.torchrun_handler.member import HOST_END_S_MAX, Formed, HandlerMember
 
 LEAVE_S_MAX = 2.0
-"""At the exit of the interpreter: so long for a word to the others."""
+"""At the exit of the interpreter: the time limit for a message to the others."""
 JOIN_S_MAX = HOST_END_S_MAX + 15.0
-"""Above every wait of the member's own."""
+"""Longer than every wait of the member."""
 
 
 class HandlerMembership:
-    """Begins with the first `next`."""
+    """Starts with the first `next`."""
 
     def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
         self._options = options
@@ -32,12 +32,12 @@ class HandlerMembership:
         self._ready = threading.Event()
         self._lock = threading.Lock()
         self._gone = False
-        """The loop takes nothing more: what is asked of the member now, it can answer in any thread."""
+        """The loop takes no more calls: the member can answer from any thread now."""
         self._closed = False
 
     @property
     def regroup(self) -> bool:
-        """torchrun is to stop its workers and ask for the next generation."""
+        """torchrun must stop its workers and ask for the next generation."""
         return self._member is not None and self._member.regroup
 
     @property
@@ -46,7 +46,7 @@ class HandlerMembership:
         return self._closed or (self._member is not None and self._member.over)
 
     def next(self) -> Formed:
-        """Blocks until this node has its place in a new generation. Tells the others that it has no worker alive.
+        """Block until this node has its place in a new generation. Reports to the others that it has no worker alive.
 
         Raises OverError when there will be none, or InternalError.
         """
@@ -57,14 +57,14 @@ class HandlerMembership:
             self._post(lambda member: member.want(waiter), otherwise=waiter.cancel)
         try:
             return waiter.result()
-        except BaseException:  # a signal: nobody will take what still comes
+        except BaseException:  # a signal: nothing will use the result
             waiter.cancel()
             raise
 
     def end(self, failure: str = "") -> bool:
-        """torchrun will not ask again: its workers have done their work, or (`failure`) the job is to end for all.
+        """torchrun will not ask again: its workers succeeded, or (`failure`) the job must end for all.
 
-        Blocks while the others are told. False: some of it is still going on.
+        Blocks while the others are informed. False: some of the work is still going on.
         """
         self._closed = True
         if self._thread is None:
@@ -73,12 +73,12 @@ class HandlerMembership:
         return self._join(JOIN_S_MAX)
 
     def _leave(self) -> None:
-        """torchrun was ended by a signal and says nothing more."""
+        """torchrun was ended by a signal and does nothing more."""
         self._post(lambda member: member.leave())
         self._join(LEAVE_S_MAX)
 
     def _begin(self, waiter: Future[Formed]) -> None:
-        # A daemon: where torchrun just ends, nobody waits for us longer than LEAVE_S_MAX.
+        # A daemon: where torchrun just ends, its end waits at most LEAVE_S_MAX.
         self._thread = threading.Thread(target=self._run, args=(waiter,), name="holdfast-member", daemon=True)
         self._thread.start()
         self._ready.wait()

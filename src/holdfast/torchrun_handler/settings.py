@@ -17,13 +17,13 @@ BACKEND = "holdfast"
 LIKE = "c10d"
 """Endpoint and --rdzv-conf keys are those of `holdfast run` with this backend."""
 NEVER = UNBOUNDED
-"""torchrun's agents count restarts themselves, each its own: the coordinator's budget must not end the job before."""
+"""torchrun's agents count restarts themselves, each its own: the coordinator's budget must not end the job earlier."""
 INJECTED = frozenset({"timeout", "rank"})
 """torchrun adds these to every configuration; as with its own c10d, `join_timeout` counts."""
 
 
 class Parameters(Protocol):
-    """As much of torch's RendezvousParameters as is read here."""
+    """The part of torch's RendezvousParameters that is read here."""
 
     endpoint: str
     run_id: str

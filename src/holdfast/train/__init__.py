@@ -1,9 +1,9 @@
-"""What a training script needs to survive, in plain PyTorch: parts, each usable alone, none of them a trainer.
+"""Parts that make a plain PyTorch script survive failures: each is usable alone, none of them is a trainer.
 
     import holdfast.train as ht
 
 Importing the package costs nothing: the public names load what they need on first use (PEP 562). docs/train.md shows
-them at work. This is the only package of holdfast that imports torch, and nobody else of holdfast imports it.
+them at work. This is the only package of holdfast that imports torch, and no other package of holdfast imports it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _HOMES = {
     "steps": "agreement",
     "watch": "guards",
 }
-"""Where each name is. No module has the name of a function here: importing it would hide the function."""
+"""The module of each name. No module has the name of a function: importing it would hide the function."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Gradient accumulation: one optimizer step made of several micro-batches, with one exchange of gradients.
 
-Knows DDP, FSDP2 and plain modules, and what a loader says of its batch (batch.Share). Knows no loader and no snapshot.
+Knows DDP, FSDP2 and plain modules, and a loader's share of its batch (batch.Share). Knows no loader and no snapshot.
 
 The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
 micro-batches. In a loop over a loader of ours each micro-batch weighs what it holds, and a step ends with the epoch.
@@ -26,16 +26,16 @@ from holdfast.train.guards import watch
 
 
 class MicroBatch:
-    """One micro-batch of an optimizer step: what `accumulate` hands out."""
+    """One micro-batch of an optimizer step, yielded by `accumulate`."""
 
     def __init__(self, accumulation: _Accumulation, number: int, every: int, scale: float) -> None:
         self._accumulation = accumulation
         self.number = number
-        """Within its optimizer step, from 0."""
+        """Its number within its optimizer step, from 0."""
         self.every = every
         """Micro-batches in this optimizer step."""
         self.scale = scale
-        """What `backward` multiplies the loss by: the batch's part of the step's samples, times the number of ranks."""
+        """The factor of the loss in `backward`: the batch's part of the step's samples, times the number of ranks."""
         self.last = number == every - 1
         """Whether the optimizer steps after this one."""
 
@@ -58,11 +58,11 @@ class MicroBatch:
 
 
 class _Accumulation:
-    """One model's optimizer step in the making."""
+    """The unfinished optimizer step of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.done = 0
-        """Micro-batches trained of the optimizer step in the making."""
+        """Micro-batches of this optimizer step that are done."""
         plain = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         # Weakly: this object must not keep alive the model whose life it shares.
         self._ddp = [weakref.ref(each) for each in _outermost(plain, DistributedDataParallel)]
@@ -73,17 +73,16 @@ class _Accumulation:
         self._weight = 0.0
         self._exchange: Any = None
         self._every = 1
-        """Micro-batches of the optimizer step in the making."""
+        """Micro-batches in this optimizer step."""
         self._samples = 0
-        """Of all ranks, in it."""
+        """Samples of all ranks in it."""
         self._last_share: Share | None = None
         self._cut = False
-        """The loop's body makes several micro-batches of one batch, so the loader's batches are none."""
+        """The loop's body splits a batch into several micro-batches, so the loader's batches are not micro-batches."""
 
     def next_of(self, loader: Ahead, every: int) -> tuple[int, int, float] | None:
-        """Number, of how many, and scale of the next micro-batch, when so many batches of the loader make a step or,
-        at the epoch's end, fewer. None: batches are not micro-batches.
-        """
+        """Number, count and scale of the next micro-batch, when `every` batches of the loader make a step or, at the
+        epoch's end, fewer. None: batches are not micro-batches."""
         share = loader.share
         if share is None or self._cut:
             return None
@@ -99,7 +98,7 @@ class _Accumulation:
         return min(number, self._every - 1), self._every, scale
 
     def _group(self) -> Any:
-        """That over which the gradients' mean is taken."""
+        """The group over which the gradients' mean is computed."""
         module = self._ddp[0]() if self._ddp else None
         return dist.group.WORLD if module is None else module.process_group
 
@@ -159,8 +158,8 @@ def _outermost(module: nn.Module, kind: type) -> list[Any]:
 
 
 _accumulations: weakref.WeakKeyDictionary[nn.Module, _Accumulation] = weakref.WeakKeyDictionary()
-"""Each model's, as long as the model lives: so that a loop needs no object of ours and no attribute is put on the
-model."""
+"""The unfinished step of each model, for the model's life: a loop needs no object of ours, and the model gets no
+attribute."""
 
 
 @contextlib.contextmanager
@@ -191,7 +190,7 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
 
 
 def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[int, int, float]:
-    """Of the next micro-batch: its number, of how many, and what to multiply its loss by."""
+    """Number, count and loss factor of the next micro-batch."""
     loader = in_hand()
     if every is None:
         every = 1 if loader is None or loader.share is None else loader

@@ -1,15 +1,15 @@
-"""What the ranks of a job agree on while they save: small messages, when to save, and which failed saves end the job.
+"""The agreement of a job's ranks during saves: small messages, when to save, and which failed saves end the job.
 
 `Peers` sends messages over the process group's store. The main thread of every rank makes every call, in the same
-order; rank 0 gathers and answers. No collective of the process group is used, so nothing here depends on a device or
-a backend, and nothing that comes over the network is unpickled. A process without a group is a world of one.
+order; rank 0 gathers and answers. No collective of the process group is used, so nothing here depends on a device or a
+backend, and no data from the network is unpickled. A process without a group is a world of one.
 
-`Schedule` and `Timekeeper` decide when to save. Each rank counts steps for itself. Time is rank 0's alone: at a few
-steps that all ranks know ahead (`look_at`) the others ask rank 0. From one look to the next half of the time passes
-that is left until the next save, so a period of two minutes takes about ten looks, however fast the steps are.
+`Schedule` and `Timekeeper` decide when to save. Each rank counts steps by itself. Only rank 0 measures time: at a few
+steps that all ranks know in advance (`look_at`) the others ask rank 0. Each such step comes after about half of the
+time that is left until the next save, so a period of two minutes takes about ten of them, however fast the steps are.
 
 `FailedSaves` counts saves that failed in the background, so that all ranks raise at the same step. A full disk must not
-end a training whose state is in memory: only so many failures in a row do. Another job in the folder ends it at once.
+end a training whose state is in memory: only several failures in a row do. Another job in the folder ends it at once.
 """
 
 from __future__ import annotations
@@ -33,42 +33,43 @@ from holdfast.text import seconds_of
 from holdfast.train.guards import GuardWarning, enabled
 
 Reports = Sequence[Sequence[str]]
-"""Of one rank: code and text of each failure."""
+"""The failures of one rank: code and text of each."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """As it is reported to all ranks."""
+    """A failure as it is reported to all ranks."""
 
     code: str
     text: str
     fatal: bool
-    """All raise it; otherwise it is a warning."""
+    """All ranks raise it; otherwise it is a warning."""
     row: str = ""
-    """How many that makes in a row, for the message."""
+    """The number of failures in a row, for the message."""
 
     @property
     def message(self) -> str:
-        """For a person."""
+        """The message for a person."""
         return f"{self.text}\n{self.row}" if self.row else self.text
 
 
 class FailedSaves:
-    """Rank 0's count."""
+    """Rank 0's count of failed saves."""
 
     def __init__(self, failures_max: int) -> None:
-        """`failures_max`: in a row, which is too many."""
+        """`failures_max`: the number of failures in a row that is fatal."""
         self._max = failures_max
         self._in_row = 0
         self._open = False
-        """A save was handed over, and nothing is known of its end."""
+        """A save was handed over, and its result is unknown."""
 
     def handed_over(self) -> None:
-        """Another save goes to the disk."""
+        """Another save was handed over."""
         self._open = True
 
     def reported(self, said: Sequence[Reports], *, busy: bool) -> RankFailure | None:
-        """What the ranks report, by rank; `busy`: rank 0 still writes, or waits for the others' parts."""
+        """The failure in the ranks' reports, which are in order of rank; `busy`: rank 0 still writes, or waits for
+        other parts."""
         reports = [
             (code, text if rank == 0 else f"rank {rank}: {text}")
             for rank, each in enumerate(said)
@@ -89,7 +90,7 @@ class FailedSaves:
         return RankFailure(*causes[0], fatal=False) if causes else None
 
     def not_begun(self, error: SnapshotError) -> RankFailure:
-        """A save could not even begin."""
+        """A save could not begin."""
         self._open = False
         if isinstance(error, SnapshotBusyError):
             return RankFailure(error.code, str(error), fatal=True)
@@ -109,7 +110,7 @@ LOOK_STEPS_MAX = 1_000_000
 
 @dataclass(frozen=True)
 class Steps:
-    """So many calls of `Snapshots.step()`."""
+    """A number of calls of `Snapshots.step()`."""
 
     count: int
 
@@ -119,7 +120,7 @@ class Steps:
 
 
 def steps(count: int) -> Steps:
-    """`every=steps(500)`: by the number of steps, not by time."""
+    """`every=steps(500)`: an interval in steps, not in time."""
     return Steps(count)
 
 
@@ -132,12 +133,12 @@ def seconds(text: str | float) -> float:
 
 
 def crossed(step: int, last: int, every: int | None) -> bool:
-    """Whether a multiple of `every` lies in (last, step]: a save that had to wait is not forgotten."""
+    """Whether a multiple of `every` lies in (last, step], so that a delayed save is not forgotten."""
     return bool(every) and step // every != last // every if every else False
 
 
 class Schedule:
-    """One rank's knowledge of what is due. `step` and `last` count calls of Snapshots.step()."""
+    """One rank's schedule of saves. `step` and `last` count calls of Snapshots.step()."""
 
     def __init__(self, every: Steps | float | None, memory_every: int | None) -> None:
         """`every`: steps, seconds, or None for never; `memory_every`: steps, or None without a memory tier."""
@@ -150,19 +151,19 @@ class Schedule:
         self.saved_step = 0
 
     def start(self, step: int) -> None:
-        """Training begins, or goes on, after this step."""
+        """Training begins, or continues, after this step."""
         self.durable_step = self.saved_step = step
         self.look_at = step + 1
 
     def durable_due(self, step: int) -> bool:
-        """A save to the disk is due by the number of steps."""
+        """Whether a save to the disk is due by the number of steps."""
         return crossed(step, self.durable_step, self._every_steps)
 
     def memory_due(self, step: int) -> bool:
         return crossed(step, self.saved_step, self._memory_every)
 
     def look_due(self, step: int) -> bool:
-        """Rank 0 has to be asked whether it is time."""
+        """Whether rank 0 must be asked if a save is due."""
         return self._timed and step >= self.look_at
 
     def saved(self, step: int, durable: bool) -> None:
@@ -172,7 +173,7 @@ class Schedule:
 
 
 class Timekeeper:
-    """Rank 0's watch over `every=` seconds."""
+    """Rank 0's clock for `every=` seconds."""
 
     def __init__(self, every_s: float | None) -> None:
         self._every_s = every_s
@@ -190,7 +191,7 @@ class Timekeeper:
         self._saved_s = now_s
 
     def next_look(self, step: int, now_s: float) -> int:
-        """The step at which about half of what is left will have passed."""
+        """The step at which about half of the remaining time will have passed."""
         if self._every_s is None:
             return step + LOOK_STEPS_MAX
         took = max(step - self._looked_step, 1)
@@ -202,29 +203,30 @@ class Timekeeper:
 
 
 PATIENCE_S = 600.0
-"""So long the ranks wait for each other: the slowest one may be reading a data set."""
+"""The ranks wait this long for each other: the slowest one may be reading a data set."""
 
 RANK_0_FIRST_S = 5.0
-"""So much longer the others wait for rank 0, which may have been waiting for one of them, and then says for whom."""
+"""The others wait this much longer for rank 0, which may itself wait for one of them, and then reports for which
+one."""
 SILENT = "silent"
-"""Key under which it does."""
+"""The key of that report."""
 GUARD_S = 5.0
-"""A rank that has waited so long in a named call warns which ranks are missing; other ranks than 0 wait twice as
+"""A rank that has waited this long in a named call warns which ranks are missing; ranks other than 0 wait twice as
 long."""
 MEETING_GUARD_S = 30.0
-"""As GUARD_S, when the ranks meet: before that one of them may have had a data set to prepare."""
+"""The same as GUARD_S, while the ranks meet: before that, one of them may have had a data set to prepare."""
 LOOK_AGAIN_S = 0.005
-"""While ranks meet."""
+"""Between two reads while ranks meet."""
 
 _numbers = itertools.count()
-"""One for each object: all ranks make theirs in the same order, as they do process groups."""
+"""One number for each object: all ranks create theirs in the same order, as they do process groups."""
 
 
 class Peers:
-    """The ranks of this job, and what they say to each other."""
+    """The ranks of this job, and the messages between them."""
 
     def __init__(self, rank: int, world: int, store: Any = None, patience_s: float = PATIENCE_S) -> None:
-        """`store`: torch's, with a prefix of its own; None only in a world of one."""
+        """`store`: torch's, with its own prefix; None only in a world of one."""
         self.rank, self.world = rank, world
         self._store = store
         self._patience_s = patience_s
@@ -234,12 +236,12 @@ class Peers:
 
     @property
     def store(self) -> Any:
-        """torch's, with a prefix that nobody before these ranks has used."""
+        """torch's store, with a prefix that was never used before."""
         return self._store
 
     @classmethod
     def of_this_process(cls, patience_s: float = PATIENCE_S) -> Peers:
-        """Those of the default process group; a world of one when there is none."""
+        """The peers of the default process group; a world of one when there is none."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(0, 1, None, patience_s)
         store = dist.PrefixStore(f"holdfast.snapshots/{next(_numbers)}", dist.distributed_c10d._get_default_store())
@@ -249,8 +251,8 @@ class Peers:
     def meeting(cls, store: Any, rank: int, world: int, patience_s: float = PATIENCE_S) -> Peers:
         """Ranks that meet in this store, under a prefix that no earlier life of the job has used.
 
-        torchrun keeps one store over its restarts; what the dead have said in it would be taken for answers. So each
-        rank greets with a word of its own and waits for an answer to that word: the prefix, which is rank 0's word.
+        torchrun keeps one store over its restarts, so messages of dead processes could be taken for answers. So each
+        rank sends a random word and waits for an answer to that word: the prefix, which is rank 0's word.
         """
         word = os.urandom(8).hex()
         peers = cls(rank, world, store, patience_s)
@@ -265,7 +267,7 @@ class Peers:
         return peers
 
     def _greet(self, word: str) -> None:
-        """Rank 0: answer every hello, also one that replaces a dead process's, until all are here."""
+        """Rank 0: answer every hello, also one that replaces a dead process's, until all ranks are present."""
         hellos = [f"hello/{rank}" for rank in range(1, self.world)]
         here = [f"{word}/{rank}" for rank in range(1, self.world)]
         answered: set[str] = set()
@@ -281,12 +283,12 @@ class Peers:
             if time.monotonic() > warn_s:
                 self._warn(here, self._guard_s)
                 warn_s = deadline_s
-            time.sleep(LOOK_AGAIN_S)  # a store tells that there is a value, not that there is another one
+            time.sleep(LOOK_AGAIN_S)  # a store reports that there is a value, not that the value has changed
         for each in (*hellos, *here, *answered):
             self._store.delete_key(each)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank said, by rank: at rank 0; elsewhere an empty list, at once."""
+        """Every rank's value, by rank: at rank 0; the other ranks get an empty list, at once."""
         if self._store is None:
             return [value]
         self._turn += 1
@@ -297,12 +299,12 @@ class Peers:
         keys = [f"{key}{rank}" for rank in range(1, self.world)]
         texts = self._take(keys)
         for each in (*keys, *self._told):
-            self._store.delete_key(each)  # whoever has spoken now has read what it was told before
+            self._store.delete_key(each)  # a rank that has answered has read the earlier message
         self._told.clear()
         return [value, *map(json.loads, texts)]
 
     def tell(self, value: Any = None) -> Any:
-        """What rank 0 says, at every rank; the others' `value` is ignored."""
+        """Rank 0's value, at every rank; the others' `value` is ignored."""
         if self._store is None:
             return value
         self._turn += 1
@@ -314,7 +316,7 @@ class Peers:
         return value
 
     def tell_each(self, values: list[Any]) -> Any:
-        """What rank 0 says to each rank: the element at its place."""
+        """Rank 0's value for each rank: the element at its index."""
         if self._store is None:
             return values[0]
         self._turn += 1
@@ -327,13 +329,13 @@ class Peers:
         return values[0]
 
     def share(self, value: Any) -> list[Any]:
-        """What every rank said, by rank, at every rank."""
+        """Every rank's value, by rank, at every rank."""
         said: list[Any] = self.tell(self.gather(value))
         return said
 
     @contextlib.contextmanager
     def calling(self, call: str, guard_s: float | None = None) -> Iterator[None]:
-        """What is said meanwhile belongs to this call of the script: a rank that waits in it for long warns."""
+        """Messages inside the block belong to this call of the script: a rank that waits in it for long warns."""
         self._call, self._guard_s = call, GUARD_S if guard_s is None else guard_s
         try:
             yield
@@ -385,7 +387,7 @@ class Peers:
 
 
 def node_key() -> str:
-    """Equal for processes that see the same /dev/shm."""
+    """A key that is equal for processes with the same /dev/shm."""
     boot = boot_id()
     try:
         place = os.stat("/dev/shm")

@@ -1,11 +1,11 @@
-"""Copy many tensors at once, as fast as the memory is.
+"""Copies many tensors at once, as fast as the memory is.
 
-What is nothing but bytes is copied by the compiled part (_stream.c): its threads take pieces of all tensors until
-none is left, and meet once; what they write goes past the caches. torch's own threads meet after every tensor, which
-takes 3 ms for 588 of them, or seconds when one of the threads has to wait for a core, and an ordinary store reads
-what it overwrites. Measured with 473 MB on 2 cores: 23 ms, torch's 39, one copy of a single tensor as large 37.
+Tensors of plain bytes are copied by the compiled part (_stream.c): its threads take pieces of all tensors until none is
+left, and synchronize once; their writes bypass the caches. torch's own threads synchronize after every tensor, which
+takes 3 ms for 588 tensors, or seconds when one of the threads has to wait for a core, and an ordinary store reads the
+memory that it overwrites. Measured with 473 MB on 2 cores: 23 ms, torch's 39, one copy of a single tensor as large 37.
 
-torch copies the rest, and everything where the compiled part was not built: the installation found no compiler.
+torch copies the rest, and everything where the compiled part was not built because the installation found no compiler.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ THREADS_MAX = 16
 """More do not make memory any faster."""
 
 PAGES_BYTES = 512 << 10
-"""Copied at once: whoever waits for the last ones waits for so many."""
+"""Copied at once: an access to the last of these pages waits for all of them."""
 NICENESS = 19
 _NO_OVERLAP, _OVERLAP = 0, 1
-"""Of torch's own look at a tensor; it says 2 where it cannot tell."""
+"""Results of torch's own overlap check; it returns 2 where it cannot tell."""
 _SHARED = "a tensor whose items share memory (expanded?) cannot hold what was saved: give the model a copy, .clone()"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PrivateMapping:
-    """A file's pages as memory of this process, each copied when it is first written to: a copy that costs nothing yet.
+    """A file's pages as memory of this process. Each is copied when it is first written to: the mapping itself costs
+    nothing.
 
-    A page that was not copied yet shows what others write to the file, hence `copy_pages`.
+    A page that was not copied yet shows writes of other processes to the file, hence `copy_pages`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,12 +54,12 @@ class PrivateMapping:
         self._taken: list[slice] = []
 
     def take(self, span: slice) -> memoryview:
-        """These bytes, for the taker alone."""
+        """These bytes, for the caller alone."""
         self._taken.append(span)
         return self._memory[span]
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Where the pages are that hold what was taken: begin and size in bytes, at most PAGES_BYTES each."""
+        """The pages that hold the taken bytes: begin and size in bytes, at most PAGES_BYTES each."""
         return [
             (at, min(PAGES_BYTES, end - at))
             for begin, end in _page_runs(self._taken)
@@ -69,16 +70,15 @@ class PrivateMapping:
         """Copy those of these pages that are not copied yet; others may write to them meanwhile.
         SnapshotMemoryError."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + begin
-        # By ctypes, which lets go of the interpreter's lock.
+        # By ctypes, which releases the interpreter's lock.
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _POPULATE_WRITE) != 0:
             number = ctypes.get_errno()
             raise SnapshotMemoryError(f"no memory to take over the state: {os.strerror(number)}")
 
 
 def step_back() -> None:
-    """This thread runs when training leaves a core free. torch's threads wait for each other at every operation: one
-    that loses its core to us holds up all of them.
-    """
+    """Run this thread only when training leaves a core free. torch's threads synchronize at every operation: one that
+    loses its core to us delays all of them."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 

@@ -1,10 +1,11 @@
-"""The process group: made for whatever launched this process, bound to its device, and left without hanging.
+"""The process group: made for any launcher, bound to this process's device, and left without a hang.
 
 Knows torch.distributed, the launchers' variables and nothing else of holdfast.train but the guards, which it switches
 on.
 
-Leaving. While all are well the ranks leave together: each tells the store that it is done and waits for the others, so
-that nobody takes its end of a connection away from a peer that still uses it. After an exception nobody is waited for.
+Leaving. Without a failure the ranks leave together: each reports to the store that it is done and waits for the others,
+so that nobody takes its end of a connection away from a peer that still uses it. After an exception nobody is waited
+for.
 
 What is destroyed then is torch's registration. A gloo group itself is left to the end of the process on purpose: its
 destructor joins threads, and DDP's reducer may be the last to hold it and run it with the interpreter's lock in hand,
@@ -63,7 +64,7 @@ _groups = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """This process's place in the job."""
+    """This process's rank and the job's ranks."""
 
     rank: int
     world: int
@@ -122,7 +123,7 @@ def process_group(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a launcher tells a process."""
+    """The variables that a launcher sets for a process."""
 
     rank: int
     world: int
@@ -153,7 +154,7 @@ def _number(name: str, default: str) -> int:
 
 
 def _choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """Makes it the current device as well: whatever says just "cuda" afterwards means this one."""
+    """Also makes it the current device, so that a plain "cuda" means this one."""
     device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda":
         return device
@@ -194,8 +195,8 @@ def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: f
 
 
 def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any:
-    """Keys of an earlier group in the same store would be taken for this one's: gloo hangs on the addresses of the
-    dead.
+    """Hide keys of an earlier group in the same store, which would be taken for this one's: gloo hangs on the addresses
+    of dead processes.
 
     torchrun keeps one store over its restarts. It counts them per node, so only with one node do all ranks know the
     same number; on several they agree on a word. Under holdfast run every attempt has a fresh store.
@@ -219,7 +220,7 @@ def _leave(group: ProcessGroup, *, clean: bool) -> None:
         _wait_for_others(group) if clean else _release_others(group)
     if "nccl" in dist.get_backend():
         if not clean:
-            # The exception that brought us here is the one to see.
+            # Show the exception that caused this end.
             with contextlib.suppress(RuntimeError, AttributeError):
                 dist.distributed_c10d._abort_process_group()
             return
@@ -230,7 +231,7 @@ def _leave(group: ProcessGroup, *, clean: bool) -> None:
 
 
 def _wait_for_others(group: ProcessGroup) -> None:
-    """Returns when all ranks are done, or some are gone: then there is nothing to wait for."""
+    """Return when all ranks are done, or some are gone: then waiting is useless."""
     patience = timedelta(seconds=EXIT_PATIENCE_S)
     with contextlib.suppress(RuntimeError):  # all of torch's: time-outs, and a store whose host has left
         if group.store.add("done", 1) == group.world:
@@ -246,6 +247,6 @@ def _wait_for_others(group: ProcessGroup) -> None:
 
 
 def _release_others(group: ProcessGroup) -> None:
-    """Whoever waits for us at its exit need not. Nothing is waited for here: a store's `set` has no answer."""
+    """Release ranks that wait for us at their exit. Does not wait: a store's `set` has no answer."""
     with contextlib.suppress(RuntimeError):
         group.store.set("all_done", b"0")

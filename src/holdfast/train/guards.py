@@ -1,4 +1,4 @@
-"""Guards: warn once, with the fix, about mistakes that every tutorial's readers make. They never change a result.
+"""Guards: warn once, with the fix, about common mistakes. They never change a result.
 
 What each guard looks for is in mistakes.py; this module connects them to torch while a process group is open, and takes
 everything off again at its end. The connections, and why these:
@@ -35,7 +35,7 @@ VARIABLE = "HOLDFAST_GUARDS"
 
 
 class GuardWarning(UserWarning):
-    """Probably a mistake; the message says how to mend it."""
+    """Probably a mistake; the message says how to fix it."""
 
 
 def enabled() -> bool:
@@ -59,7 +59,7 @@ class Guards:
         self._losses = LossDiffers(self._warn, board)
 
     def _warn(self, mistake: str, text: str) -> None:
-        """Once for each kind of mistake."""
+        """Warn once for each kind of mistake."""
         if mistake in self._said:
             return
         self._said.add(mistake)
@@ -67,7 +67,7 @@ class Guards:
         warnings.warn(text, GuardWarning, stacklevel=2)
 
     def _warn_for_all(self, mistake: str, text: str) -> None:
-        """What every rank sees alike is said by rank 0."""
+        """Warn on rank 0 about a mistake that every rank sees alike."""
         if self._board.rank == 0:
             self._warn(mistake, text)
 
@@ -193,13 +193,14 @@ def _of_torch() -> Guards:
 
 
 def watch(model: nn.Module) -> None:
-    """Let the guards that are on see a DDP or FSDP2 model's passes. `ht.ddp` and `ht.accumulate` do it themselves."""
+    """Let active guards see a DDP or FSDP2 model's passes. `ht.ddp` and `ht.accumulate` call this themselves."""
     if _current is not None:
         _current.watch(model)
 
 
 def same_loss(value: Any) -> None:
-    """Say a loss that all ranks should have alike; every rank has to, equally often. Warns when they differ."""
+    """Report a loss that should be equal on all ranks; every rank must call it equally often. Warns when they
+    differ."""
     if _current is not None:
         _current.loss(value)
 

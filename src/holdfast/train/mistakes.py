@@ -1,8 +1,8 @@
-"""The mistakes that guards know: one class each, told what happens, saying what is wrong.
+"""The mistakes that guards detect: one class each, which receives events and reports what is wrong.
 
-They observe only: no tensor is changed, nothing is raised, no collective is used. What ranks have to know of each other
-they write on a board (the group's store) and rank 0 reads it a step later without waiting for anybody. Between
-occasions a guard costs a few attribute look-ups per step. guards.py connects them to torch.
+They observe only: no tensor is changed, nothing is raised, no collective is used. Ranks share facts through a board
+(the group's store), which rank 0 reads a step later without waiting. Between events a guard costs a few attribute
+look-ups per step. guards.py connects them to torch.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 Warn = Callable[[str, str], None]
-"""(which mistake, what is wrong and how to mend it)"""
+"""(which mistake, what is wrong and how to fix it)."""
 
 UNUSED_STEPS = 10
-"""Optimizer steps in which find_unused_parameters has to prove itself."""
+"""Optimizer steps in which find_unused_parameters must turn out to be needed."""
 UNSYNCED_STEPS = 3
 """Optimizer steps in a row with a needless all-reduce. Fewer may be a GradScaler's skipped steps."""
 LOSS_DIFFERENCE_MAX = 1e-5
-"""Relative; larger is no rounding."""
+"""Relative; a larger difference is no rounding."""
 
 
 class SharedFacts:
-    """Small facts for each other, through a store. Whatever goes wrong with it, training goes on."""
+    """Small facts that ranks share through a store. When the store fails, training continues."""
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
         self.rank, self.world = rank, world
         self._store = store
 
     def count(self, name: str, more: int = 0) -> int:
-        """How often a thing was counted, all ranks together; 0 when the store does not answer."""
+        """How often an event was counted on all ranks together; 0 when the store does not answer."""
         with contextlib.suppress(RuntimeError):
             return int(self._store.add(f"guard/{name}", more))
         return 0
@@ -48,7 +48,7 @@ class SharedFacts:
             self._store.set(f"guard/{name}/{self.rank}", json.dumps(value))
 
     def posted(self, name: str) -> list[Any] | None:
-        """What every rank posted; None while somebody has not."""
+        """The values that every rank posted; None while some rank has not."""
         keys = [f"guard/{name}/{rank}" for rank in range(self.world)]
         with contextlib.suppress(RuntimeError):
             if self._store.check(keys):

@@ -1,4 +1,4 @@
-"""What was saved, put together again from the ranks' images by torch's planner, for any world and any sharding.
+"""Rebuilds a saved state from the ranks' images with torch's planner, for any world and any sharding.
 
 An image lies in a memory slot or in a file of a committed snapshot; both are read alike.
 """
@@ -106,19 +106,19 @@ class ReadPlan:
 
     saved: Saved
     matching: Sequence[tuple[torch.Tensor, _Found]]
-    """What is held now as it was held then."""
+    """Tensors that this process held in the same form when they were saved."""
     planner: LoadPlanner
     plan: LoadPlan
-    """For everything else."""
+    """The plan for all other tensors."""
 
     def load(self) -> None:
-        """Fill them. SnapshotDamagedError."""
+        """Fill the tensors. SnapshotDamagedError."""
         self.saved.copy_whole(self.matching)
         self.saved.read_data(self.plan, self.planner)
 
 
 class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
-    """A saved state, of all ranks that are at hand."""
+    """A saved state, from all ranks' images that are available."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -208,7 +208,8 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         return torch.frombuffer(view, dtype=piece.dtype).view(piece.sizes)
 
     def settling(self) -> list[Callable[[], None]]:
-        """What copies the adopted pages, piece by piece, in any order, while they are in use. SnapshotMemoryError."""
+        """Functions that copy the adopted pages, piece by piece, in any order, while they are in use.
+        SnapshotMemoryError."""
         return [partial(mapping.copy_pages, *piece) for mapping in self._mapped.values() for piece in mapping.pieces()]
 
     def copy_whole(self, matching: Sequence[tuple[torch.Tensor, _Found]]) -> None:

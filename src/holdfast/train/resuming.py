@@ -1,7 +1,7 @@
 """Resuming: all ranks agree on the newest state that every one of them can load, and load it.
 
-Memory first, when it is at least as new as the disk and every rank finds on its own node all that it needs. Otherwise
-the newest snapshot on the disk whose bytes are all good; damaged ones are set aside and named. Rank 0 decides, the
+Memory first, when it is at least as new as the disk and every rank finds all that it needs on its own node. Otherwise
+the newest snapshot on the disk whose bytes are all valid; damaged ones are renamed and reported. Rank 0 decides, the
 others follow (agreement.py); a failure of one rank is reported to all, so that no rank waits for it.
 """
 
@@ -37,15 +37,15 @@ from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
 _T = TypeVar("_T")
 
 STANDSTILL_S = 2.0
-"""An unfinished save in which nothing moves for so long is nobody's: its writer has died."""
+"""The writer of an unfinished save that has not changed for this long is assumed dead."""
 AT_WORK_S_MAX = 300.0
-"""Unless its writer is seen at it; so long at most, and less than the other ranks wait for us."""
+"""Except when its writer is seen at work; at most this long, and less than the other ranks wait for us."""
 LOOK_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training goes on."""
+    """The state from which training continues."""
 
     step: int
     source: Literal["memory", "disk"]
@@ -58,9 +58,8 @@ class Resumed:
 
 
 Inventory = tuple[int, int, int]
-"""Of a state in memory: its step, which life of the job left it (the number of its attempt), and which save of that
-life.
-"""
+"""A state in memory: its step, the life of the job that left it (the number of its attempt), and its save of that
+life."""
 
 
 @dataclass
@@ -216,7 +215,8 @@ class Resumer:
         }
 
     def _await_previous_leader(self) -> None:
-        """Its saves may be about to become the newest: the saver of this node knows, or the folder still changes."""
+        """Wait for saves of the previous workers, which may become the newest: the node's saver knows, or the folder
+        changes."""
         self.tier.await_previous_leader()
         if self.peers.rank:
             return

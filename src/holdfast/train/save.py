@@ -1,6 +1,6 @@
-"""One save: plan if need be, copy into the tier's memory, a word with rank 0, hand over.
+"""One save: plan if needed, copy into the tier's memory, exchange a message with rank 0, hand over.
 
-The copy is made before the ranks talk, so that they wait for each other while they have nothing better to do.
+The copy is made before the ranks exchange messages, so that they wait for each other only afterwards.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
 
 TEXT_ROOM = 1.25
-"""The text's entry is so much larger than the text, which changes its length from save to save."""
+"""The text's entry is this much larger than the text, whose length changes from save to save."""
 TEXT_BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a save."""
+    """The result of a save."""
 
     durable: bool
     """It goes to the disk; otherwise it is in memory alone."""
@@ -56,7 +56,7 @@ class _Said(NamedTuple):
 
 
 class Saving:
-    """Saves of one rank."""
+    """The saves of one rank."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which rank saves which part of which tensor, and which saved parts a rank needs: torch's planner, our files.
+"""Plans which rank saves which part of each tensor, and which saved parts a rank needs: torch's planner, our files.
 
 Saving: every rank's local plan meets at rank 0, where torch.distributed.checkpoint's planner deals what is replicated
 evenly over the ranks and checks that nothing is missing. The plan holds until the names, shapes or placements change.
@@ -135,12 +135,12 @@ def _dtype(name: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Layout:
-    """What this rank writes, and where in the slot."""
+    """The entries that this rank writes, and their places in the slot."""
 
     file: Image
-    """What goes to the disk."""
+    """The image that goes to the disk."""
     beside: Image | None
-    """What only this node's memory needs, because another node writes it to the disk."""
+    """The image that only this node's memory needs, because another node writes it to the disk."""
     keys: tuple[tuple[str, str], ...]
     """Name of the entry and key of the tensor, of all entries but the text."""
 
@@ -324,7 +324,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Places:
-    """Where the entries of a layout are in a slot."""
+    """The places of a layout's entries in a slot."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self._views = views

@@ -6,12 +6,12 @@
     ...
         snaps.step(loss=loss)
 
-What a save costs the training is one copy of this rank's part into a slot, and a word with rank 0 over the store
-while nothing else is to be done: the plan is made once, the disk is the saver's business
+A save costs the training one copy of this rank's part into a slot, and a message to rank 0 over the store
+while it has no other work: the plan is made once, and the saver writes to the disk
 (snapshots/saver_client.py). Only the main thread talks to other ranks, and only in these methods, which every rank
 calls equally often.
 
-Knows when, what and where; how is in state.py, sharding.py, saving.py and resuming.py.
+Knows when, what and where to save; state.py, sharding.py, save.py and resuming.py know how.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from holdfast.train.tracked import Choice
 
 
 class Pruner:
-    """Rank 0's. Methods are called by one thread."""
+    """Rank 0's retention. Methods are called by one thread."""
 
     def __init__(self, path: Path, keep: Keep) -> None:
         self._path, self._keep = path, keep
@@ -76,7 +76,7 @@ class Pruner:
             self._thread.start()
 
     def finish(self) -> None:
-        """Whatever is due, now."""
+        """Delete now what is due."""
         if self._thread is not None:
             self._thread.join()
         if self._due:

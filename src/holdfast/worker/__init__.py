@@ -1,4 +1,4 @@
-"""What runs inside a worker process; standard library only."""
+"""Code that runs inside a worker process; standard library only."""
 
 from holdfast.worker.drain import at_step, beat, on_stop, should_stop
 

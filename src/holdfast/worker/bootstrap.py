@@ -1,14 +1,14 @@
-"""Runs a user's Python program as `python` itself would, and writes down the exception that ends it.
+"""Runs a user's Python program as `python` itself would, and records the exception that ends it.
 
     python -u bootstrap.py script|module|run_path TARGET [arguments…]
-    python -u bootstrap.py fork server …       the process that others of these are forked from, see fork_server.py
+    python -u bootstrap.py fork-server …       the process from which workers are forked, see fork_server.py
 
-Standard library only and nothing of holdfast: it is run by its path, by whatever Python the user chose. The program
-must not be able to tell: `__main__`, `sys.argv`, `sys.path[0]`, tracebacks and exit codes are those of a plain
-`python -u TARGET` or `python -u -m TARGET`. Nothing but `sys` and `os` is imported before `sys.path` is the program's,
-and everything else as late as possible, for the program pays for it.
+Standard library only and nothing of holdfast: it is run by its path, by any Python that the user chose. The program
+must not see a difference: `__main__`, `sys.argv`, `sys.path[0]`, tracebacks and exit codes are those of a plain `python
+-u TARGET` or `python -u -m TARGET`. Only `sys` and `os` are imported before `sys.path` is the program's, and everything
+else as late as possible, because imports delay the program.
 
-The error file is torchelastic's: see `write_error_file`.
+The error file has torchelastic's format: see `write_error_file`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 BOARD = "HOLDFAST_BOARD"
 STACKS_FD = 600
-"""Where the file for stacks is open, if nothing else is there: above what forking.py uses while a worker is forked."""
+"""The descriptor of the file for stacks, if the number is free: above those that forking.py uses during a fork."""
 
 
 # --- the error file ---------------------------------------------------------------------------------------------------
 
 
 def write_error_file(path: str, error: BaseException, traceback_text: str) -> None:
-    """Write what torchelastic's `record` writes, whole or not at all (to a device or pipe: as it comes). Raises
+    """Write the error file of torchelastic's `record`, whole or not at all (to a device or pipe: directly). Raises
     OSError."""
     import json
     import time
@@ -59,11 +59,12 @@ def write_error_file(path: str, error: BaseException, traceback_text: str) -> No
 
 
 RECORD_ATTEMPTS = 3
-"""A program's signal handler may raise in the middle of it: torch's does when a process of a DataLoader has died."""
+"""A program's signal handler may raise while the file is written: torch's does when a process of a DataLoader has
+died."""
 
 
 class _Recorder:
-    """Writes the error file of this process, once, unless somebody else (torch's own @record) already has."""
+    """Writes the error file of this process, once, unless other code (torch's own @record) already has."""
 
     def __init__(self) -> None:
         # Made absolute before the program can change its folder.
@@ -71,7 +72,8 @@ class _Recorder:
         self._pid = os.getpid()
 
     def record(self, error: BaseException) -> None:
-        """Never raises: nothing may hide the program's own error, be the disk full or its __str__ broken."""
+        """Write the file; never raises, so that a full disk or a broken __str__ does not hide the program's own
+        error."""
         if not self._path or os.getpid() != self._pid:
             return
         for _ in range(RECORD_ATTEMPTS):
@@ -94,7 +96,7 @@ class _Recorder:
 
 
 def _fresh_main() -> ModuleType:
-    """A `__main__` as the interpreter makes it, in place of ours."""
+    """Replace our `__main__` by one as the interpreter makes it."""
     import builtins
 
     main = type(sys)("__main__")
@@ -104,8 +106,8 @@ def _fresh_main() -> ModuleType:
 
 
 def _importer_for(path: str) -> object:
-    """The importer of a folder or archive; None for anything else. What the interpreter asks before it opens a
-    script."""
+    """The importer of a folder or archive; None for anything else. The interpreter does the same check before it opens
+    a script."""
     for hook in sys.path_hooks:
         try:
             return hook(path)
@@ -115,7 +117,7 @@ def _importer_for(path: str) -> object:
 
 
 def _absolute(path: str) -> str:
-    """As the interpreter does it: joined to the current folder, not tidied up."""
+    """An absolute path as the interpreter makes it: joined to the current folder, not normalised."""
     return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
@@ -127,7 +129,8 @@ def _set_first_path(entry: str) -> None:
 
 
 def _code_of(path: str) -> CodeType:
-    """Compile a script. SyntaxError is the program's; OSError is told as the interpreter tells it, with exit code 2."""
+    """Compile a script. SyntaxError is the program's; OSError is printed as the interpreter prints it, with exit code
+    2."""
     try:
         with open(path, "rb") as file:
             source = file.read()
@@ -137,7 +140,7 @@ def _code_of(path: str) -> CodeType:
     try:
         return compile(source, path, "exec", dont_inherit=True)
     except SyntaxError as error:
-        if error.filename is None:  # bytes that are no text at all
+        if error.filename is None:  # the bytes are not text
             error.filename, error.lineno = path, 1
         raise
 
@@ -146,7 +149,7 @@ def _prepare_script(target: str) -> Callable[[], Any]:
     path = _absolute(target)
     main = _fresh_main()
     if _importer_for(path) is not None:
-        # Inserted even in safe-path mode, for the program lies in it.
+        # Inserted even in safe-path mode, because the program lies in it.
         if not getattr(sys.flags, "safe_path", False):
             del sys.path[0]
         sys.path.insert(0, path)
@@ -179,11 +182,11 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
 
 
-# --- telling of its end -----------------------------------------------------------------------------------------------
+# --- reporting the end ------------------------------------------------------------------------------------------------
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    # By the code's own word: __file__ is the cached file where the program was started from that.
+    # By the code object: __file__ is the cached file where the program was started from that.
     own = _without_own_frames.__code__.co_filename
     while trace is not None and trace.tb_frame.f_code.co_filename == own:
         trace = trace.tb_next
@@ -191,11 +194,11 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
-    """Let the interpreter report the exception that is on its way, without our frames; then report it to the agent.
+    """Let the interpreter report the exception in flight, without our frames; then report it to the agent.
 
-    It has to be the interpreter: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty sys.excepthook are its own
-    affair. Our hook stands in for the program's from here, where no code of the program runs any more, to the report.
-    After that, the program leaves as one that has ended well does.
+    Only the interpreter does this exactly: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty sys.excepthook. Our
+    hook replaces the program's from here, where no code of the program runs any more, until the report. After that, the
+    program exits as a successful one does.
     """
     programs_hook = getattr(sys, "excepthook", sys.__excepthook__)
 
@@ -203,15 +206,14 @@ def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
         sys.excepthook = programs_hook
         trace = _without_own_frames(trace)
         error.__traceback__ = sys.last_traceback = trace
-        ends = isinstance(error, Exception)  # KeyboardInterrupt has an end of its own
+        ends = isinstance(error, Exception)  # KeyboardInterrupt ends in its own way
         try:
             programs_hook(kind, error, trace)
         except BaseException as fault:
             fault.__traceback__ = _without_own_frames(fault.__traceback__)
             raise
         finally:
-            # After the traceback is on stderr, which is evidence; before threads and exit functions, which take their
-            # time.
+            # After the traceback is on stderr, which is evidence; before threads and exit functions, which may be slow.
             if ends:
                 tell_agent()
         if ends:
@@ -224,18 +226,18 @@ def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
 
 
 def _ends_abruptly() -> bool:
-    """Whether the program is to leave without the interpreter's last phase.
+    """Whether the program is to exit without the interpreter's last phase.
 
     In that phase Python ends every thread that asks for its lock, and a thread of torch's C++ side (autograd, DDP's
-    reducer, gloo) that happens to ask takes the whole process down: "terminate called without an active exception",
-    SIGABRT. Measured: 3 of 50 jobs that had finished their training on two cores "failed" so. After an exception the
-    phase costs a rank with DDP more than a second of processor time, and nobody hears of the exception before.
+    reducer, gloo) that asks for it aborts the whole process: "terminate called without an active exception", SIGABRT.
+    Measured: 3 of 50 jobs that had finished their training on two cores "failed" in this way. After an exception the
+    phase costs a rank with DDP more than a second of processor time, and delays the report of the exception.
     """
     return "torch" in sys.modules
 
 
 def _exit_code(end: SystemExit) -> int:
-    """What the interpreter would make of it, its message on stderr included."""
+    """The exit code that the interpreter would use; prints its message on stderr too."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -248,19 +250,19 @@ def _exit_code(end: SystemExit) -> int:
 
 
 UNENDED_S = 5.0
-"""After an exception, threads and exit functions that take longer are told of."""
+"""After an exception, threads and exit functions that take longer are reported."""
 LEAVE_S = 15.0
-"""So long they may take: all other ranks wait."""
+"""The longest time that they may take: all other ranks wait."""
 
 
 def _leave_soon() -> None:
-    """After an exception that was reported. Returns where the interpreter's last phase is to follow."""
+    """Exit after an exception that was reported. Returns where the interpreter's last phase is to follow."""
     try:
         import threading
 
         threading.Thread(target=_limit_the_end, daemon=True, name="holdfast-end").start()
     except (ImportError, AttributeError, RuntimeError):
-        return  # no thread can be started, or the program has a module of that name: it ends as ever
+        return  # no thread can be started, or the program has a module of that name: end as usual
     if _ends_abruptly():
         _leave(1)
 
@@ -277,21 +279,22 @@ def _limit_the_end() -> None:
         f"holdfast: process {os.getpid()} raised an exception {UNENDED_S:g} s ago and has not ended: it is in {place} "
     )
     text += f"(a thread or an exit function); it is ended in {LEAVE_S - UNENDED_S:g} s\n"
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # the reader is gone
         os.write(2, text.encode(errors="replace"))
     time.sleep(LEAVE_S - UNENDED_S)
     os._exit(1)
 
 
 def _unfreeze() -> None:
-    """Let the interpreter's last phase free what the fork server has frozen: some libraries print what is left then."""
+    """Let the interpreter's last phase free the objects that the fork server froze: some libraries then print what is
+    left."""
     import gc
 
     gc.unfreeze()
 
 
 def _leave(code: int) -> None:
-    """Do what the interpreter does before its last phase, in its order, then end: threads, atexit, buffers."""
+    """Do what the interpreter does before its last phase, in its order (threads, atexit, buffers), then end."""
     import atexit
     import threading
 
@@ -308,9 +311,10 @@ def _leave(code: int) -> None:
 
 
 def _serve_as_fork_server() -> None:
-    """Returns in each worker that is forked, where everything is as after its own start.
+    """Run the fork server. Returns in each forked worker, where everything is as after its own start.
 
-    Here, so that workers have the same frames below them however they were started."""
+    It is called here, so that workers have the same frames below them however they were started.
+    """
     folder, control_fd = sys.argv[2:4]
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
@@ -321,9 +325,9 @@ def _serve_as_fork_server() -> None:
 
 
 def _serve_agent() -> Callable[[], None]:
-    """Show our progress on the agent's board, and our stacks when it looks; without an agent, nothing.
+    """Show our progress on the agent's board, and our stacks when the agent samples them; without an agent, nothing.
 
-    Returns what tells the agent that the program raised an exception.
+    Returns a function that reports to the agent that the program raised an exception.
     """
     address = os.environ.get(BOARD, "")
     if address:
@@ -347,12 +351,11 @@ def _tell_of_exception(address: str, board: Any) -> None:
         finally:
             os.close(pipe)
     except (OSError, ValueError, OverflowError):
-        return  # the agent is gone, or cannot be reached: it sees the process end
+        return  # the agent is gone, or unreachable: it sees the process end
 
 
 def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
-    """Open for writing what the agent has open under the descriptor that this word of its board names. Raises
-    OSError, ValueError."""
+    """Open for writing the agent's file whose descriptor this word of its board holds. Raises OSError, ValueError."""
     path = address.rpartition("@")[0]
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -365,7 +368,8 @@ def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
 
 
 def _answer_looks(address: str, board: Any) -> None:
-    """Have all stacks written into the agent's file on its signal: in C, whoever holds the interpreter's lock."""
+    """Write all stacks into the agent's file on its signal: in C, so it works whichever thread holds the interpreter's
+    lock."""
     try:
         import faulthandler
 
@@ -374,12 +378,11 @@ def _answer_looks(address: str, board: Any) -> None:
         faulthandler.register(board.LOOK_SIGNAL, stacks, all_threads=True)
         faulthandler.register(board.LOOK_MAIN_SIGNAL, stacks, all_threads=False)
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
-        return  # the agent is gone, or this Python cannot do it
+        return  # the agent is gone, or this Python lacks the function
 
 
 def _out_of_the_way(fd: int) -> int:
-    """The same file under a number that no program comes upon; it is open in no other program that this one
-    executes."""
+    """The same file under a number that programs do not use; it is closed in other programs that this one executes."""
     for number in range(min(STACKS_FD, os.sysconf("SC_OPEN_MAX") - 1), 2, -1):
         try:
             os.fstat(number)
@@ -391,7 +394,7 @@ def _out_of_the_way(fd: int) -> int:
 
 
 def _load(path: str, **given: Any) -> Any:
-    """A module of ours by its path, which no other module can find."""
+    """Load a module of ours by its path, so that no other module can find it."""
     machinery: Any = sys.modules["_frozen_importlib_external"]
     name = os.path.basename(path).removesuffix(".py")
     module = type(sys)(name)
@@ -401,7 +404,7 @@ def _load(path: str, **given: Any) -> Any:
 
 
 def main() -> None:
-    """Turn into the program that the arguments name."""
+    """Run the program that the arguments name, in this process."""
     forked = sys.argv[1] == "fork-server"
     if forked:
         _serve_as_fork_server()

@@ -1,12 +1,12 @@
-"""The program of a worker that runs a function: reads the call, makes it, writes what became of it.
+"""The program of a worker that runs a function: reads the call, makes it, writes its result.
 
     bootstrap.py script call.py        descriptor 3: the call, 4: the answer, both memory files of the launching process
 
-Run by its path under the bootstrap, so the standard library only, and nothing of holdfast. What is unpickled comes from
-the process that launched us, through inherited memory: never from a network or a named file.
+Run by its path under the bootstrap, so it uses the standard library only, and nothing of holdfast. The pickled call
+comes from the process that launched us, through inherited memory: never from a network or a named file.
 
-The answer is a header (HEADER), which is written last, and then, by its kind: NOTHING; VALUE: the pickled value; ERROR:
-4 bytes of length, that many of the traceback in UTF-8, then the pickled exception, or nothing if it does not pickle.
+The answer is a header (HEADER), which is written last, and a body by its kind: NOTHING; VALUE: the pickled value;
+ERROR: 4 bytes of length, then the traceback in UTF-8, then the pickled exception, or nothing if it does not pickle.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 CALL_FD, RESULT_FD = 3, 4
 HEADER = struct.Struct(">cIIQ")
-"""Kind, rank, process id, bytes that follow."""
+"""Kind, rank, process id, length of the body."""
 TEXT_LENGTH = struct.Struct(">I")
 NOTHING, VALUE, ERROR = b"N", b"V", b"E"
 
 
 class ResultFile:
-    """The memory file of this worker. A restarted worker gets the same one, hence it is emptied first."""
+    """The result file of this worker, in memory. A restarted worker gets the same file, so it is emptied first."""
 
     def __init__(self, fd: int) -> None:
-        # Opened anew, for an offset of our own and so that the function's own children do not inherit it.
+        # Opened again, for an own offset and so that the function's children do not inherit it.
         self._file: BinaryIO = open(f"/proc/self/fd/{fd}", "r+b")  # noqa: SIM115 - until the process ends
         os.close(fd)
         self._file.truncate(0)
         self._seal(NOTHING)
 
     def value(self, value: Any) -> None:
-        """Raises TypeError, naming the value's type, when it cannot be pickled."""
+        """Write the function's result. Raises TypeError, naming the value's type, when it cannot be pickled."""
         import cloudpickle
 
         self._file.seek(HEADER.size)
@@ -51,20 +51,20 @@ class ResultFile:
         self._seal(VALUE)
 
     def error(self, error: BaseException, text: str) -> None:
-        """Never raises: an exception that does not pickle is told by its text alone."""
+        """Write an exception. Never raises: an exception that does not pickle is written as its text alone."""
         import cloudpickle
 
         told = text.encode(errors="backslashreplace")
         try:
             pickled = cloudpickle.dumps(error, protocol=5)
-        except Exception:  # noqa: BLE001 - whatever the exception's own __reduce__ raises
+        except Exception:  # noqa: BLE001 - the exception's own __reduce__ may raise anything
             pickled = b""
         self._file.seek(HEADER.size)
         self._file.write(TEXT_LENGTH.pack(len(told)) + told + pickled)
         self._seal(ERROR)
 
     def _seal(self, kind: bytes) -> None:
-        """The header counts only when all that it announces is there."""
+        """Write the header, after everything that it announces."""
         self._file.flush()
         length = max(self._file.tell() - HEADER.size, 0)
         os.pwrite(self._file.fileno(), HEADER.pack(kind, int(os.environ["RANK"]), os.getpid(), length), 0)
@@ -78,7 +78,7 @@ def read_call(fd: int) -> tuple[Any, tuple[Any, ...]]:
     """Take over the launching process's module path and arguments, then load its function and theirs."""
     import pickle
 
-    with open(f"/proc/self/fd/{fd}", "rb") as file:  # opened anew: the other workers share the inherited offset
+    with open(f"/proc/self/fd/{fd}", "rb") as file:  # opened again: the other workers share the inherited offset
         os.close(fd)
         sys.path[:], sys.argv[:] = pickle.load(file)
         function, arguments = pickle.load(file)
@@ -86,7 +86,7 @@ def read_call(fd: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def main() -> None:
-    """Make the call. Its exception goes on to the bootstrap, which records and shows it as any script's."""
+    """Make the call. The bootstrap records and shows its exception as any script's."""
     answer = ResultFile(RESULT_FD)
     try:
         function, arguments = read_call(CALL_FD)

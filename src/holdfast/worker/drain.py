@@ -1,10 +1,10 @@
-"""A training script's side of the board: where all ranks can stop together, and signs of life.
+"""A training script's side of the board: safe points where all ranks can stop together, and signs of progress.
 
-`should_stop()` marks a safe point, at which all ranks of a job can stop together. `beat()` is a sign of life from a
+`should_stop()` marks a safe point, at which all ranks of a job can stop together. `beat()` is a sign of progress from a
 program that has no optimizer, or whose optimizer makes no steps for a long time.
 
-Knows the environment variable and the board's layout. Standard library only; without a launcher none of it does
-anything."""
+Knows the environment variable and the board's layout. Standard library only; without a launcher it does nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.protocol import board_layout as layout
 
 
 class _Beats:
-    """This process's beats on the board, if it is a worker."""
+    """Writes this process's beats to the board, if it is a worker."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -24,7 +24,7 @@ class _Beats:
 
     def _open(self, address: str) -> memoryview | None:
         path, _, slot = address.rpartition("@")
-        # A worker leads its session: what it starts has the variable too, but no say.
+        # A worker leads its session: its children inherit the variable, but must not write.
         if not path or os.getsid(0) != self._pid:
             return None
         import mmap
@@ -58,11 +58,11 @@ _beats: _Beats | None = None
 
 
 def beat() -> None:
-    """Say that the program goes on: once in every turn of a loop in which no optimizer makes steps.
+    """Report that the program makes progress: call it once in every turn of a loop in which no optimizer makes steps.
 
-    Steps of torch's optimizers are counted without it. A rank whose steps and beats stop for long is looked at, and
-    reported as hung when the others wait for it. A call costs about a microsecond; it never raises. Without holdfast,
-    and in a child process of a worker, it does nothing.
+    Steps of torch's optimizers are counted without it. When a rank's steps and beats stop for long, holdfast samples
+    its stack, and reports it as hung when the others wait for it. A call costs about a microsecond; it never raises.
+    Without holdfast, and in a child process of a worker, it does nothing.
 
         for batch in loader:
             evaluate(batch)
@@ -72,11 +72,10 @@ def beat() -> None:
 
 
 def at_step(step: int) -> None:
-    """Say how many steps of the whole job are done, counted over all restarts: once after resuming, then after each
-    step.
+    """Report how many steps of the whole job are done, over all restarts: once after resuming, then after each step.
 
-    From it `holdfast report` knows how many steps a restart cost. `holdfast.train.Snapshots` calls it. Like beat() it
-    costs about a microsecond, never raises for a number of 0 or more, and does nothing without holdfast.
+    `holdfast report` uses it to compute how many steps a restart cost. `holdfast.train.Snapshots` calls it. Like beat()
+    it costs about a microsecond, never raises for a number of 0 or more, and does nothing without holdfast.
     """
     _this_process().at_step(step)
 
@@ -96,7 +95,7 @@ if TYPE_CHECKING:
     Callback = TypeVar("Callback", bound=Callable[[], object])
 
 LOOK_AGAIN_S = 0.001
-"""While held at a safe point: between two looks at the board. A hold lasts as long as the agents need to agree."""
+"""While held at a safe point: between two reads of the board. A hold lasts until the agents agree."""
 
 
 class _Slot:
@@ -111,17 +110,17 @@ class _Slot:
 
     @property
     def own(self) -> bool:
-        """A child of the worker has the memory too, but no say."""
+        """Whether this process owns the slot. A child of the worker maps the memory too, but must not write."""
         return os.getpid() == self._pid
 
     def reach(self) -> bool:
-        """One more safe point; True: stop here."""
+        """Count one more safe point; True: stop here."""
         if self._told:
             return True
         words = self._words
         self._reached += 1
         words[self._slot + layout.REACHED] = self._reached
-        # In this order: whoever still finds HELD unset is counted as having passed.
+        # In this order: a worker that still reads HELD as unset is counted as having passed.
         if words[layout.HELD]:
             self._wait()
         if 0 < words[layout.SAFE_POINT] <= self._reached:
@@ -138,10 +137,10 @@ class _Slot:
 
 
 class SafePoints:
-    """The safe points of one process. A program uses the functions below, which share one of these."""
+    """The safe points of one process. A program uses the functions below, which share one object of this class."""
 
     def __init__(self, address: str) -> None:
-        """`address`: the value of HOLDFAST_BOARD; empty: nobody will ever ask to stop."""
+        """`address`: the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop."""
         self._address = address
         self._slot_of_mine: _Slot | None = None
         self._callbacks: list[Callable[[], object]] = []
@@ -168,7 +167,7 @@ class SafePoints:
 
 
 def _open(address: str) -> _Slot | None:
-    """None when the agent is gone, or another process of this worker has the slot."""
+    """Map this worker's slot. None when the agent is gone, or another process of this worker has the slot."""
     import mmap
 
     path, _, slot = address.rpartition("@")
@@ -218,9 +217,9 @@ def should_stop() -> bool:
 
 
 def on_stop(callback: Callback) -> Callback:
-    """Have `callback()` called in the `should_stop()` that returns True, before it does, in order of registration.
+    """Call `callback()` in the `should_stop()` that returns True, before it returns, in order of registration.
 
-    Works as a decorator. What it raises comes out of `should_stop()`.
+    Works as a decorator. An exception of a callback leaves `should_stop()`.
     """
     _of_this_process().on_stop(callback)
     return callback

@@ -1,24 +1,24 @@
-"""The fork server: imports a node's heavy modules once and forks workers, which cannot tell it from a start of their own.
+"""The fork server: imports a node's heavy modules once and forks workers, which run as if they were started by exec.
 
-    bootstrap.py fork server THIS_FOLDER CONTROL_FD
+    bootstrap.py fork-server THIS_FOLDER CONTROL_FD
 
-CONTROL_FD is one end of a socket pair, the supervisor has the other (supervisor/fork_server_client.py). Messages of seqpacket.py:
+CONTROL_FD is one end of a socket pair; supervisor/fork_server_client.py has the other. Messages of seqpacket.py:
 
     first     {"modules", "later", "served", "first_path", "argv"}: what to import, whether workers run already, and a
               worker's command line
-    then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "supervisor"}: a worker is wanted; descriptors: its
+    then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "supervisor"}: fork a worker; descriptors: its
               answer's socket, then one for each number in "fds"
-              {"park", "supervisor"}: a standby is wanted, which hears over its answer's socket (its only descriptor) what
-              worker it is to be, in a message as above
-    to supervisor {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}, after which it ends
+              {"park", "supervisor"}: fork a standby, which reads from its answer's socket (its only descriptor) which
+              worker it is to become, in a message as above
+    to supervisor {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}; then it ends
 
-On its answer's socket a worker sends `pid N`, once it is the supervisor's own child, and runs when it receives `go`; or
-`no WHY` is sent in its place. End of file from the supervisor means that it is not wanted any more. A standby sends `pid N`
-when it is parked, and once more when it is a worker.
+On its answer's socket a worker sends `pid N` when it is the supervisor's own child, and runs when it receives `go`. For
+a worker that could not be forked, `no WHY` is sent. End of file from the supervisor means that the worker is no longer
+wanted. A standby sends `pid N` when it is parked, and again when it becomes a worker.
 
-Workers are forked twice, so that they fall to the supervisor, which is a subreaper: it stays everybody's parent.
-Standard library only and nothing of holdfast: it is run by any Python the user chose. What a fork has to mend is in
-forking.py; the tests compare a forked worker with one that was started by exec."""
+Workers are forked twice, so that they become children of the supervisor (a subreaper), which is every worker's parent.
+Standard library only and nothing of holdfast: it runs under any Python that the user chose. forking.py removes the
+differences that a fork makes; the tests compare a forked worker with one that was started by exec."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ if TYPE_CHECKING:
     from holdfast.worker import forking  # noqa: TC004
 
 LATER_QUIET_S = 1.0
-"""So long after the last worker was forked, what only restarts need is imported: not while the workers start."""
+"""Modules that only restarts need are imported this long after the last worker was forked: not while workers start."""
 TEXT_MAX = 500
-"""Of what is told to people; the error of an import may be longer."""
+"""Characters of a text for people; the error of an import may be longer."""
 BATCH_MAX = 64
-"""Workers that share one process between; their descriptors are open at once."""
+"""Workers that share one intermediate process; their descriptors are open at once."""
 THREADS_END_S_MAX = 0.1
-"""A thread that was joined may be listed for a moment still."""
+"""A thread that was joined may still be listed for a moment."""
 NAME = b"hf-fork-server"
 
 READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_")
-"""Variables that libraries read when they are loaded, and not through os.environ."""
+"""Variables that libraries read when they are loaded, without os.environ."""
 
 
 class UnfitError(Exception):
-    """This process must not be forked into workers; the text says why."""
+    """This process must not be forked into workers; the text gives the reason."""
 
 
 def serve(control_fd: int) -> None:
-    """Import and serve. Returns in each worker, as the process that its command line describes; never in this one."""
+    """Import and serve. Returns only in the workers, each of which is then the process that its command line
+    describes."""
     control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, forking.FD_MIN))
     os.close(control_fd)
     fork_server = ForkServer(control)
@@ -71,7 +72,7 @@ def serve(control_fd: int) -> None:
 
 
 class Watched(dict):  # type: ignore[type-arg]
-    """Stands in for the data of os.environ and notes which variables were asked for."""
+    """Replaces the data of os.environ and notes which variables were read."""
 
     def __init__(self, data: dict[bytes, bytes], asked: set[str]) -> None:
         super().__init__(data)
@@ -89,17 +90,18 @@ class Watched(dict):  # type: ignore[type-arg]
 
 
 class Importer:
-    """Imports modules, and knows what that changed and asked for in the environment."""
+    """Imports modules, and notes which environment variables the imports changed and read."""
 
     def __init__(self) -> None:
         self.asked: set[str] = set()
         self.given = dict(os.environ)
         self.changed: dict[str, str | None] = {}
         self._tracers = tracers()
-        """What watches this process from its start, as a coverage tool does, watches a worker that is started, too."""
+        """A tool that traces this process from its start, such as a coverage tool, traces workers that are started,
+        too."""
 
     def load(self, module: str) -> str:
-        """Import one module; returns why it could not be. Raises UnfitError when what it did cannot be forked."""
+        """Import one module; returns why it failed. Raises UnfitError when its effects cannot be forked."""
         before = dict(os.environ)
         data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
         watched = Watched(data, self.asked)
@@ -107,7 +109,7 @@ class Importer:
         try:
             __import__(module)
             trouble = ""
-        except BaseException as error:  # noqa: BLE001 - whatever a module raises, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
             trouble = f"{module} cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
         finally:
             data.clear()
@@ -121,7 +123,8 @@ class Importer:
         return trouble
 
     def environment(self, wanted: dict[str, str]) -> dict[str, str]:
-        """What becomes of an environment by the same imports. Raises UnfitError when they would have gone otherwise."""
+        """The environment after the same imports. Raises UnfitError when the imports would have behaved differently in
+        it."""
         differing = {name for name in wanted.keys() | self.given.keys() if wanted.get(name) != self.given.get(name)}
         for name in sorted(differing):
             if name in self.asked or name.startswith(READ_BY_LIBRARIES):
@@ -136,9 +139,9 @@ class Importer:
 
 
 def check_forkable() -> None:
-    """Raises UnfitError for threads, children and devices, none of which a fork takes along."""
+    """Raises UnfitError for threads, children and devices, which a fork does not copy."""
     if len(os.listdir("/proc/self/task")) > 1:
-        # OpenBLAS ends its threads before each fork and starts them again when they are needed; others stay.
+        # OpenBLAS ends its threads before each fork and starts them again when needed; other threads stay.
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -174,7 +177,7 @@ def tracers() -> tuple[object, object]:
 
 
 class ForkServer:
-    """One process, single-threaded: imports, then waits for requests; the rest is imported when none has come."""
+    """One single-threaded process: imports, then waits for requests; imports the remaining modules while it is idle."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -185,10 +188,10 @@ class ForkServer:
         with open("/proc/self/comm", "rb") as file:
             self._comm = file.read().rstrip(b"\n")
         self._opened: set[int] = set()
-        """Descriptors that imports have opened and kept."""
+        """Descriptors that imports have opened and kept open."""
 
     def run(self) -> None:
-        """Returns in each worker, never here."""
+        """Serve requests. Returns only in the workers."""
         forking.set_name(NAME)
         order, _ = self._receive()
         if not getattr(sys.flags, "safe_path", False):
@@ -229,17 +232,17 @@ class ForkServer:
 
     def _import(self, module: str) -> str:
         threshold = gc.get_threshold()
-        gc.set_threshold(0)  # an import makes little garbage: looking for it is a fifth of the time of torch's
+        gc.set_threshold(0)  # an import makes little garbage: collecting takes a fifth of the time of torch's
         try:
             return self._importer.load(module)
         except UnfitError as unfit:
             self._end_unfit(module, f"{module}: {unfit}")
         finally:
-            if gc.get_threshold()[0] == 0:  # else the module has set its own
+            if gc.get_threshold()[0] == 0:  # else the module has set its own threshold
                 gc.set_threshold(*threshold)
 
     def _settle(self) -> None:
-        """What lives now lives on in all workers: no page of it is copied because the collector looked at it."""
+        """Freeze all present objects, which live on in all workers: then the collector does not copy their pages."""
         gc.collect()
         gc.freeze()
         self._opened = {int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2} - {self._control.fileno()}
@@ -259,7 +262,7 @@ class ForkServer:
         return received
 
     def _requests(self, poller: select.poll) -> list[forking.ForkRequest | forking.Parking]:
-        """All that wait: they share the first of the two forks."""
+        """All pending requests: they share the first of the two forks."""
         requests = [forking.wanted(*self._receive())]
         while poller.poll(0) and len(requests) < BATCH_MAX:
             requests.append(forking.wanted(*self._receive()))
@@ -280,7 +283,7 @@ class ForkServer:
             for request, _ in ready:
                 request.refuse(f"fork failed: {error.strerror}")
         if between == 0:
-            self._control.detach()  # closed by its number in the workers
+            self._control.detach()  # the workers close it by its number
             for request, forked_worker in ready:
                 if self._fork_from(os.getpid(), request, forked_worker, self._foreign(request, requests)):
                     return True
@@ -294,11 +297,11 @@ class ForkServer:
     def _foreign(
         self, request: forking.ForkRequest | forking.Parking, requests: list[forking.ForkRequest | forking.Parking]
     ) -> list[int]:
-        """Descriptors of ours that this one has no business with."""
+        """Descriptors of this process that this request must not inherit."""
         return [self._control_fd, *(fd for other in requests if other is not request for fd in other.descriptors)]
 
     def _forked_worker(self, request: forking.ForkRequest, foreign: list[int]) -> forking.ForkedWorker | None:
-        """None when it has been refused."""
+        """The new worker; None when the request was refused."""
         if request.argv[: len(self._start)] != self._start:
             request.refuse("another interpreter is wanted")
             return None
@@ -322,7 +325,7 @@ class ForkServer:
         forked_worker: forking.ForkedWorker | None,
         foreign: list[int],
     ) -> bool:
-        """In the process between: fork one worker. True in the worker, when everything about it is its own."""
+        """In the intermediate process: fork one worker. True in the worker, once it has its own identity."""
         try:
             if os.fork() != 0:
                 return False
@@ -341,7 +344,7 @@ class ForkServer:
     def _parked(
         self, between: int, parking: forking.ForkRequest | forking.Parking, foreign: list[int]
     ) -> tuple[forking.ForkRequest, forking.ForkedWorker]:
-        """Stand by until a worker is wanted, however long that takes."""
+        """Wait parked until a worker is wanted, without a limit of time."""
         for fd in foreign:
             os.close(fd)
         answer = forking.park(parking.answer, between, parking.supervisor)

@@ -1,6 +1,6 @@
-"""What makes a process that was forked from the fork server the worker that a start of its own would have made.
+"""Turns a process that was forked from the fork server into the worker that exec would have made.
 
-Every difference that a program could see is mended here; tests compare both kinds of worker. Loaded by the bootstrap
+Every difference that a program could see is removed here; tests compare both kinds of worker. Loaded by the bootstrap
 beside fork_server.py. Standard library only and nothing of holdfast.
 """
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 FD_MIN = 500
-"""Our descriptors keep out of the way: a worker's own get the numbers that they would get after exec."""
+"""Our descriptors have high numbers: a worker's own get the numbers that they would get after exec."""
 OUTPUT_BYTES_MAX = 1_000_000
-"""What modules print when they are imported is repeated in each worker, up to here."""
+"""Output of the imports is repeated in each worker, up to this length."""
 
 STANDBY_NAME = b"hf-standby"
 
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14
 
 
 class ForkRequest:
-    """A worker that is wanted."""
+    """A request for a worker."""
 
     def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
         self.argv: list[str] = wish["argv"]
@@ -55,7 +55,7 @@ class ForkRequest:
 
 
 class Parking:
-    """A standby that is wanted: a process that will hear later what worker it is."""
+    """A request for a standby: a process that learns later which worker it is to become."""
 
     def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
         self.supervisor: int = wish["supervisor"]
@@ -76,11 +76,11 @@ def refuse(answer: int, why: str) -> None:
     try:
         os.write(answer, f"no {why}".encode(errors="backslashreplace"))
     except OSError:
-        return  # nobody wants to know
+        return  # the supervisor has closed the socket
 
 
 def park(answer: int, between: int, supervisor: int) -> socket.socket:
-    """Become a standby of the supervisor's; returns the socket over which it will say more."""
+    """Become a standby of the supervisor; returns the socket on which the request for the worker will arrive."""
     set_name(STANDBY_NAME)
     become_child_of(supervisor, between)
     sock = socket.socket(fileno=answer)
@@ -89,7 +89,7 @@ def park(answer: int, between: int, supervisor: int) -> socket.socket:
 
 
 class ForkedWorker:
-    """From a copy of the fork server to the worker that exec would have made."""
+    """Turns a copy of the fork server into the worker that exec would have made."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ForkedWorker:
         program_at: int,
         comm: bytes,
     ) -> None:
-        """`given`: the environment that exec would pass; `environment`: what imports make of it."""
+        """`given`: the environment that exec would pass; `environment`: the same after the imports."""
         self._request = request
         self._given = given
         self._environment = environment
@@ -109,7 +109,7 @@ class ForkedWorker:
         self._comm = comm
 
     def begin(self, between: int) -> None:
-        """Returns when the supervisor has said go; else the process ends."""
+        """Returns when the supervisor has sent `go`; otherwise the process ends."""
         request = self._request
         os.setsid()
         answer = self._place_descriptors()
@@ -130,7 +130,7 @@ class ForkedWorker:
         answer.close()
 
     def _place_descriptors(self) -> socket.socket:
-        """Its own at their numbers, all others of ours closed."""
+        """Put the worker's descriptors at their numbers, and close all others of the fork server."""
         printed = [printed_to(fd) for fd in (1, 2)]
         request = self._request
         for fd in self._foreign:
@@ -150,7 +150,7 @@ class ForkedWorker:
 
 
 def printed_to(fd: int) -> bytes:
-    """What imports have written there: a memory file of the fork server's."""
+    """The output of the imports: the content of a memory file of the fork server."""
     try:
         return os.pread(fd, min(os.fstat(fd).st_size, OUTPUT_BYTES_MAX), 0)
     except OSError:
@@ -158,7 +158,7 @@ def printed_to(fd: int) -> bytes:
 
 
 def renew_streams() -> None:
-    """Make sys.stdin, sys.stdout and sys.stderr anew, as the interpreter does, in place: modules may hold them."""
+    """Make new sys.stdin, sys.stdout and sys.stderr as the interpreter does, in place: modules may hold references."""
     for fd, stream in enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__)):
         if stream is not None:
             renew_stream(fd, stream)
@@ -177,16 +177,16 @@ def renew_stream(fd: int, stream: Any) -> None:
 
 
 def put_environment(environment: dict[str, str]) -> None:
-    """For os.environ, for the C library's getenv and for the children, in the order that exec would give."""
+    """Set os.environ, the C library's environment and that of children, in the order that exec would give."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 def renew_modules() -> None:
-    """State that modules drew or noted when they were imported, and that no two processes should share."""
+    """Renew state that modules drew or noted at import, and that no two processes should share."""
     modules = sys.modules
     if "numpy.random" in modules:
-        modules["numpy.random"].seed()  # `random` does it by itself
+        modules["numpy.random"].seed()  # `random` reseeds itself after a fork
     if "torch" in modules:
         modules["torch"].default_generator.seed()  # drawn from the system at the first import; CUDA's are constant
     if "multiprocessing.process" in modules:
@@ -200,7 +200,7 @@ def renew_modules() -> None:
 
 
 def become_child_of(supervisor: int, between: int) -> None:
-    """Wait until we have fallen to the supervisor, then tie our life to its."""
+    """Wait until we have become a child of the supervisor, then tie our life to it."""
     if os.getppid() == between:
         try:
             ended = os.pidfd_open(between)
@@ -213,19 +213,19 @@ def become_child_of(supervisor: int, between: int) -> None:
             os.close(ended)
     prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != supervisor:
-        os._exit(1)  # the supervisor has died in between, so nobody would kill us
+        os._exit(1)  # the supervisor died in between, so nothing would kill this process
 
 
 # --- the system -------------------------------------------------------------------------------------------------------
 
 
 def set_name(name: bytes) -> None:
-    """What /proc/self/comm shows."""
+    """Set the name in /proc/self/comm."""
     prctl(_PR_SET_NAME, ctypes.c_char_p(name))
 
 
 def prctl(option: int, *arguments: Any) -> None:
-    """Raises OSError."""
+    """Call prctl(2). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     padded = [*arguments, *[ctypes.c_ulong(0)] * (4 - len(arguments))]
     if libc.prctl(option, *padded) != 0:
@@ -243,7 +243,7 @@ _STAT_FIELDS = {
 
 
 class _Map(ctypes.Structure):
-    """struct prctl_mm_map"""
+    """struct prctl_mm_map."""
 
     _fields_ = [
         *[(name, ctypes.c_uint64) for name in _MAP_FIELDS],
@@ -253,11 +253,11 @@ class _Map(ctypes.Structure):
 
 
 _shown: list[Any] = []
-"""The kernel shows this memory as /proc/self/cmdline and environ for as long as we live."""
+"""The kernel shows this memory as /proc/self/cmdline and environ for the life of the process."""
 
 
 def show_as(argv: list[str], environment: dict[str, str]) -> None:
-    """Let ps, top and pkill see the worker's own command line. A kernel that cannot do it shows the fork server's."""
+    """Show the worker's own command line in ps, top and pkill. A kernel without this shows the fork server's."""
     with open("/proc/self/stat", "rb") as file:  # not by holdfast.linux: a worker starts without our package
         stat = file.read().rpartition(b")")[2].split()
     texts = [argv, [f"{name}={value}" for name, value in environment.items()]]

@@ -1,22 +1,20 @@
-"""A worker's moments, for the board: when it began, met the others and made its steps. No user code, nothing in its
-way.
+"""Records a worker's moments on the board: its begin, its process group and its steps. Runs no user code.
 
-Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`,
-protocol/board_layout.py, is put here by the bootstrap. Hooks torch when the program has imported it, and never imports it:
+Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`, which is
+protocol/board_layout.py, is put here by the bootstrap. Hooks torch after the program imports it, and never imports it:
 
-- `register_optimizer_step_post_hook`, torch's public global hook, counts steps; some 0.5 microseconds each.
-  Steps of an optimizer that is itself compiled (torch.compile) are not seen;
-- `torch.autograd.backward`, which Tensor.backward calls too, gets something around it that adds up the time before it:
-  what a rank did by itself, for backward is where it waits for others;
-- the handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group
-  stands: their begin, their answer and their end are the moments around the store. torch has no public hook there.
+- `register_optimizer_step_post_hook`, torch's public global hook, counts steps, at about 0.5 microseconds each.
+  Steps of an optimizer that is itself compiled (torch.compile) are not seen.
+- `torch.autograd.backward`, which Tensor.backward calls too, gets a wrapper that adds up the time before it: the work
+  of the rank alone, because in backward it waits for others.
+- The handlers of `init_process_group`'s rendezvous are generators, which are asked once and closed when the group
+  exists: their begin, their answer and their end are the moments around the store. torch has no public hook there.
   Where its table is missing there are no such moments, and nothing else changes.
 
-And one thing that is no moment: a gloo group is never destructed. Its destructor joins threads, and whoever drops the
-last reference (DDP's reducer, when the script's main function returns) may run it with the interpreter's lock in
-hand, while one of those threads waits for that lock: a finished script hangs for ever. (holdfast.train's
-process_group does the same for its own groups, with the measurements; this is for scripts that know nothing of it.)
-What stays are a few idle threads.
+One more task: gloo groups are never destructed. The destructor joins threads. The thread that drops the last reference
+(of DDP's reducer, when the script's main function returns) may run it while it holds the interpreter's lock, for which
+one of those threads waits: a finished script would hang for ever. (holdfast.train's process_group does the same for its
+own groups, with the measurements; this is for other scripts.) A few idle threads remain.
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ if TYPE_CHECKING:
 
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-"""torch.autograd.backward's arguments. Ours has the same: to take and pass on just anything costs a quarter of a
+"""torch.autograd.backward's arguments. Our wrapper has the same: generic arguments would cost a quarter of a
 microsecond."""
 
 
 def begin(address: str) -> None:
-    """Mark what comes, as it comes. `address`: the value of HOLDFAST_BOARD; never raises."""
+    """Record the moments to come. `address`: the value of HOLDFAST_BOARD; never raises."""
     missing = set(HOOKS)
     agents_store = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     if missing & sys.modules.keys():
@@ -57,7 +55,7 @@ def begin(address: str) -> None:
 
 
 def open_marks(address: str, agents_store: tuple[str, str]) -> Marks | None:
-    """None without an agent, or when it is gone. A program without torch never comes here, and sees nothing of it."""
+    """Map the board. None without an agent, or when it is gone. A program without torch never calls this."""
     import mmap
 
     path, _, slot = address.rpartition("@")
@@ -74,7 +72,7 @@ def open_marks(address: str, agents_store: tuple[str, str]) -> Marks | None:
 
 
 class _Pace:
-    """Counts steps, and the time that a rank needs for them by itself. Closures, for they run in every step."""
+    """Counts steps, and the time that a rank needs for them by itself. Closures, because they run in every step."""
 
     def __init__(self, words: memoryview, slot: int) -> None:
         steps, last, own = (slot + mark for mark in (layout.STEPS, layout.LAST_STEP, layout.OWN))
@@ -82,12 +80,12 @@ class _Pace:
         now_ns = time.monotonic_ns
         torch: Any = sys.modules["torch"]
         ours, count, own_ns = True, 0, 0
-        since_ns = 0  # the end of the newest step or backward; 0 before the first step and inside of a backward
+        since_ns = 0  # the end of the newest step or backward; 0 before the first step and inside a backward
 
         def step_is_done(*_: object) -> None:
             nonlocal count, since_ns
-            # A step that is being compiled must not have us in its graph: it does not count, and none does where
-            # torch is too old to say so.
+            # A step that is being compiled must not have our call in its graph: it does not count. Where torch is too
+            # old to report compilation, no step counts.
             try:
                 if torch.compiler.is_compiling() or not ours:
                     return
@@ -120,12 +118,12 @@ class _Pace:
                         _hide_this_frame(error)
                         raise
                 own_ns += now_ns() - since_ns
-                since_ns = 0  # a backward inside of this one (checkpointing) is part of it
+                since_ns = 0  # a backward inside this one (checkpointing) is part of it
                 try:
                     return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                 except BaseException as error:
                     _hide_this_frame(error)
-                    raise  # as it stands: only `raise error` would put this frame back
+                    raise  # unchanged: only `raise error` would put this frame back
                 finally:
                     since_ns = now_ns()
 
@@ -140,15 +138,15 @@ class _Pace:
 
 
 class Marks:
-    """The moments in this worker's slot. Its children have the memory too, but write nothing."""
+    """The moments in this worker's slot. Its children map the memory too, but write nothing."""
 
     def __init__(self, words: memoryview, slot: int, agents_store: tuple[str, str]) -> None:
-        """`agents_store`: host and port where it is served, before the program can name others."""
+        """`agents_store`: host and port of the agent's store, read before the program can change the variables."""
         self._words = words
         self._slot = slot
         self._agents_store = agents_store
         self._own = True
-        """False in a child. A call of getpid() would cost more than all the rest that is done for a step."""
+        """False in a child. A call of getpid() would cost more than all our other work for a step."""
         self._pace = _Pace(words, slot)
         os.register_at_fork(after_in_child=self._disown)
 
@@ -157,7 +155,7 @@ class Marks:
         self._pace.disown()
 
     def mark(self, which: int) -> None:
-        """The first time counts."""
+        """Record a moment; only the first time counts."""
         if self._own and not self._words[self._slot + which]:
             self._words[self._slot + which] = time.monotonic_ns()
 
@@ -167,7 +165,7 @@ class Marks:
             register(self._pace.step_is_done)
 
     def time_backward(self, autograd: ModuleType) -> None:
-        """A torch whose backward takes other arguments is left alone: then nobody knows what a rank did by itself."""
+        """A torch whose backward takes other arguments is left alone: then a rank's own work is unknown."""
         code = getattr(getattr(autograd, "backward", None), "__code__", None)
         if code is not None and code.co_varnames[: code.co_argcount] == BACKWARD_TAKES:
             autograd.backward = self._pace.around(autograd.backward)  # type: ignore[attr-defined]
@@ -200,20 +198,20 @@ class Marks:
         return rendezvous
 
     def _is_foreign(self, url: str) -> bool:
-        """Whether this address is not that of the agent's store, as from torch 2.14 on: rank 0 has to serve it
-        itself. An older torch makes every rank a client of whatever address it is given, where nobody serves."""
+        """Whether this address is not that of the agent's store. From torch 2.14 on, rank 0 then has to serve the store
+        itself. An older torch makes every rank a client of any given address, even one that has no server."""
         if os.environ.get(USE_AGENT_STORE) != "True":
             return False
         host, port = _store_of(url)
         if not port or (host, port) == self._agents_store:
             return False
-        # Where the port is taken it is the agent's, by another name of this host.
+        # If the port is taken, it is the agent's store, by another name of this host.
         return port != self._agents_store[1] or _is_free(int(port))
 
 
 def _store_of(url: str) -> tuple[str, str]:
-    """Host and port of the store that a process group asks for; the port is empty where the address has none."""
-    from urllib.parse import urlsplit  # torch has it loaded
+    """Host and port of the store that a process group requests; the port is empty where the address has none."""
+    from urllib.parse import urlsplit  # torch has loaded it
 
     try:
         parts = urlsplit(url)  # torch makes `env:?rank=0` of `env://`
@@ -238,7 +236,8 @@ def _is_free(port: int) -> bool:
 
 
 def _hide_this_frame(error: BaseException) -> None:
-    """The frame that catches it says a file that nobody can find: the traceback shall go on with the one below."""
+    """The frame that catches the error names a file that nobody can find: remove it, so that the traceback begins with
+    the next one."""
     trace = error.__traceback__
     if trace is not None and trace.tb_next is not None:
         error.__traceback__ = trace.tb_next
@@ -261,15 +260,15 @@ def keep_groups(_: Marks, c10d: ModuleType) -> None:
 
 def _never_destruct(c10d: Any, group: Any) -> None:
     backend = c10d._world.pg_map.get(group, ("",))[0]
-    if "gloo" in str(backend):  # nccl's hold memory of the GPU
-        import ctypes  # torch has it loaded
+    if "gloo" in str(backend):  # nccl's groups hold memory of the GPU
+        import ctypes  # torch has loaded it
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _leave_to_eager(function: Any, original: Any) -> None:
-    """Have torch's compiler pass this function by: it does so with what lies in torch's folder, as this one says it
-    does."""
+    """Have torch's compiler skip this function: it skips functions of torch's own folder, and this function claims to
+    be one."""
     file = os.path.join(os.path.dirname(original.__code__.co_filename), "holdfast", "worker", "progress.py")
     function.__code__ = function.__code__.replace(co_filename=file)
 
@@ -280,11 +279,11 @@ HOOKS: dict[str, Callable[[Marks, ModuleType], None]] = {
     "torch.distributed.rendezvous": Marks.watch_rendezvous,
     "torch.distributed.distributed_c10d": keep_groups,
 }
-"""What is to be done when a module has been imported."""
+"""The hook to call when a module has been imported."""
 
 
 class _WhenImported:
-    """A finder that finds nothing: it has hooks called when modules have been imported, then it is gone."""
+    """A finder that finds nothing: it calls hooks when modules have been imported, and then removes itself."""
 
     def __init__(self, address: str, names: set[str], agents_store: tuple[str, str]) -> None:
         self._address = address
@@ -297,10 +296,10 @@ class _WhenImported:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name not in self._names or os.getpid() != self._pid:
-            return None  # a child may be the first to import torch: what it does is its own affair
+            return None  # a child may be the first to import torch: it must not write to the board
         self._names.discard(name)
         if not self._names:
-            # We may be there no longer: a program can put something of its own around each finder.
+            # We may be gone from the list: a program can wrap each finder.
             sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         self._marks = self._marks or open_marks(self._address, self._agents_store)
         if self._marks is None:
@@ -316,7 +315,7 @@ class _WhenImported:
 
 
 def _call_after(loader: Any, hook: Callable[[ModuleType], None]) -> None:
-    """Have `hook` called when this loader has executed its module. Loaders that cannot be changed are left alone."""
+    """Call `hook` when this loader has executed its module. Loaders that cannot be changed are left alone."""
     try:
         execute = loader.exec_module
 

@@ -1,7 +1,7 @@
 """`record`: writes the exception that leaves a function to the launcher's error file, as torchelastic's does.
 
-Scripts do not need it under holdfast, whose bootstrap records what leaves the program; it is for programs that are
-started in other ways, and a drop-in for `torch.distributed.elastic.multiprocessing.errors.record` without torch.
+Scripts do not need it under holdfast, whose bootstrap records the exception that ends the program. It is for programs
+that are started in other ways, and replaces `torch.distributed.elastic.multiprocessing.errors.record` without torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def record() -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 def record(function: Callable[P, R] | None = None, /) -> Any:
     """Decorate a program's main function; `@record` and `@record()` are the same.
 
-    An Exception is written to $TORCHELASTIC_ERROR_FILE, if that is set and not empty, and goes on. SystemExit(0)
-    becomes a return of None; any other SystemExit and KeyboardInterrupt pass unrecorded.
+    An Exception is written to $TORCHELASTIC_ERROR_FILE, if that is set and not empty, and propagates. SystemExit(0)
+    becomes a return of None; any other SystemExit and KeyboardInterrupt propagate unrecorded.
     """
     if function is None:
         return record
@@ -70,8 +70,8 @@ def _record(path: str, error: Exception) -> None:
 
 
 def _pass_on(failure: Any, path: str) -> None:
-    """A launcher inside the program failed (torch's ChildFailedError): hand its worker's error file up, with its
-    code."""
+    """A launcher inside the program failed (torch's ChildFailedError): copy its worker's error file to ours, with its
+    exit code."""
     if not os.path.isfile(failure.error_file):
         return
     shutil.copyfile(failure.error_file, path)

@@ -1,5 +1,5 @@
-"""Which hosts there are: `a:8,user@b,[fe80::1]:4`, hostfiles, what --include and --exclude leave of them, and what the
-user's own program says (--host-discovery).
+"""Determines the hosts: `a:8,user@b,[fe80::1]:4`, hostfiles, filtered by --include and --exclude, or the output of the
+user's own program (--host-discovery).
 
 Raises HostsError with what is wrong and where. Knows the words for a host, and how to run that program; no ssh.
 """
@@ -32,13 +32,13 @@ ANSWER_BYTES_MAX = 1 << 20
 
 
 class HostSpec(Struct, frozen=True):
-    """One host as its user names it."""
+    """One host as the user names it."""
 
     name: str
     """What ssh is given: a name of ssh_config, a host name or an address (without brackets), perhaps `user@` before
     it."""
     slots: int | None = None
-    """Workers there; None: what --nproc-per-node says."""
+    """Workers there; None: as --nproc-per-node says."""
 
     @property
     def host(self) -> str:

@@ -1,4 +1,4 @@
-"""A job on several hosts, from this machine: who is started where, and when it is over.
+"""Runs a job on several hosts from this machine: starts an agent on each, and decides when the job is over.
 
 Every host that is wanted is a Place. Places are brought up together at first, because the first one decides where all
 meet; later each for itself: a host that was lost is tried again, one that appears is started, one that disappears is
@@ -33,13 +33,13 @@ from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import OutcomeKind
 
 LOGINS_MAX = 64
-"""At the same time: each costs this machine some cryptography."""
+"""Logins at the same time: each costs this machine some cryptography."""
 TURNED_AWAY_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 """Before a login is tried again that was one too many for sshd or a jump host; varied, so that not all come at once."""
 AGAIN_FIRST_S, AGAIN_MAX_S = 2.0, 60.0
 """A host that was lost is tried again after this, doubling."""
 KILL_S = 5.0
-"""After the second Ctrl-C: so long the far sides have to kill everything and say so."""
+"""After the second Ctrl-C: the far sides have this long to kill everything and report it."""
 CONSOLE_STALL_S_MAX = 10.0
 """At the end, after Ctrl-C too: for so long a console may take nothing."""
 PROBLEMS_SHOWN_MAX = 12
@@ -48,7 +48,7 @@ JOB_ENDS = (OutcomeKind.SUCCEEDED.value, OutcomeKind.FAILED.value, OutcomeKind.N
 
 
 def run(order: LaunchSpec, run_id: str) -> int:
-    """Returns the job's exit code. Raises HostsError before anything was started."""
+    """Run the job. Returns its exit code. Raises HostsError before any start."""
     return asyncio.run(_run(order, run_id))
 
 
@@ -90,7 +90,7 @@ class RemoteHost:
 
 
 class Launcher:
-    """One job."""
+    """Runs one job."""
 
     def __init__(self, order: LaunchSpec, run_id: str, screen: Screen) -> None:
         self._order = order
@@ -101,7 +101,7 @@ class Launcher:
         self._expected: Expected = order.expected
         self._endpoint = order.endpoint
         self._meets_at = ""
-        """The host whose agent hosts the coordinator, where we chose it."""
+        """The host whose agent hosts the coordinator, where this launcher chose it."""
         self._said: set[str] = set()
         """Lines of the beginning."""
         self._changed = asyncio.Event()
@@ -112,7 +112,7 @@ class Launcher:
         self._cause: AgentExit | None = None
         """The end of one agent that made us stop the others."""
         self._over = asyncio.Event()
-        """The job has ended, or is to end: no agent is started any more."""
+        """The job has ended, or must end: no further agent is started."""
         self._main: asyncio.Task[int] | None = None
 
     async def run(self) -> int:
@@ -273,7 +273,7 @@ class Launcher:
                 place.task = tasks.create_task(self._come_back(place))
 
     async def _stay(self, place: RemoteHost) -> None:
-        """Until this host's agent has ended, or the way to it."""
+        """Wait until this host's agent, or the connection to it, has ended."""
         session = place.session
         assert session is not None
         loop = asyncio.get_running_loop()
@@ -304,7 +304,7 @@ class Launcher:
         return not self._over.is_set() and not end.kind and (end.code or 0) > EXIT_SIGNAL_BASE
 
     async def _come_back(self, place: RemoteHost) -> None:
-        """Bring up one host while others run; another attempt follows."""
+        """Start one host while others run; another attempt follows a failure."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), place.again_s)
         place.again_s = min(max(place.again_s * 2, AGAIN_FIRST_S), AGAIN_MAX_S)
@@ -453,7 +453,7 @@ class Launcher:
     # ---------------------------------------------------------------- the end
 
     def _tell_end(self) -> int:
-        """Show the end once, and return its exit code."""
+        """Show the end once, and return the job's exit code."""
         chosen = chosen_end(self._ends, [spec.host for spec in self._order.hosts])
         if chosen is None:
             if self._signalled:

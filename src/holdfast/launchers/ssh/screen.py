@@ -1,11 +1,11 @@
-"""What all hosts write, on this machine's console: whole lines, in the order in which they come.
+"""Shows the output of all hosts on this machine's console: whole lines, in order of arrival.
 
     Screen ── Console (one thread)
-       └── Feed per host and stream: reads ssh's pipe only when the console has room, so a terminal that stalls holds up
-           nothing but what is shown; over there the log files are the queue
+       └── Feed per host and stream: reads ssh's pipe only when the console has room, so a stalled terminal
+           delays only what is shown; on the hosts the log files are the queue
 
-Lines with the mark of this run are far.py's messages and are not shown. What agents say of themselves
-(`holdfast: …`) is shown with the host's name; what several of them say at once is shown once.
+Lines with the mark of this run are far.py's messages and are not shown. Agents' own lines
+(`holdfast: …`) are shown with the host's name; equal lines of several agents are shown once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.supervisor.log_fold import LineCutter
 
 CHUNK_BYTES_MAX = 64 * 1024
 ONCE_S = 3.0
-"""The same words from another host within this are not shown again."""
+"""Equal lines from another host within this time are not shown again."""
 HELD_BYTES_MAX = 16 * 1024
 """Of what comes before the far side's first message: greetings, or ssh's errors."""
 
@@ -81,7 +81,7 @@ class Screen:
 
 
 class Feed:
-    """One pipe from ssh. Everything but the constructor, `held` and `show` is the console thread's."""
+    """One pipe from ssh. Everything except the constructor, `held` and `show` belongs to the console thread."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Feed:
         os.set_blocking(fd, False)
         self.progress = 0
         self.last = ""
-        """The last line that came."""
+        """The last line that was read."""
         self._fd: int | None = fd
         self._stream = stream
         self._screen = screen
@@ -108,7 +108,7 @@ class Feed:
         self._held_bytes = 0
 
     def held(self) -> str:
-        """What has come before `show`."""
+        """The output before `show`."""
         with self._lock:
             return b"".join(self._held or ()).decode(errors="replace")
 

@@ -43,13 +43,13 @@ _NOISE = re.compile(r"^(?:@+.*|Warning: Permanently added .*|\s*|\*\*.*)$")
 
 FAR = Path(__file__).with_name("far.py")
 CONNECT_S = 10
-"""Until the other machine answers (ssh's ConnectTimeout, whole seconds)."""
+"""Limit for the other machine's answer (ssh's ConnectTimeout, whole seconds)."""
 LOGIN_S = 30.0
 """Until the far side has reported its host: a login may be slow, but not without limit."""
 ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 3, 3
 """A connection that carries nothing back for so many such intervals is lost (ssh's ServerAlive…)."""
 BEAT_S = 3.0
-"""How often a sign of life is sent to the far side; well below its SILENCE_S."""
+"""Interval of the heartbeats to the far side; well below its SILENCE_S."""
 LAST_WORDS_S = 2.0
 """ssh has ended, but its pipes not: some master connection of the user's holds them open."""
 END_S = 2.0
@@ -181,7 +181,7 @@ class SshSession:
             await asyncio.wait_for(self._all_read.wait(), LAST_WORDS_S)
 
     def go(self, index: int | None, endpoint: str) -> None:
-        """Let the far side start its agent."""
+        """Order the far side to start its agent."""
         self._went = True
         message = {
             "argv": self._order.line(self.spec, index, endpoint),
@@ -195,15 +195,15 @@ class SshSession:
             self._write(b"beat\n")
 
     def signal(self, signum: int) -> None:
-        """To the agent over there, if there is one yet."""
+        """Send a signal to the agent on the host, if there is one yet."""
         self._write(f"signal {int(signum)}\n".encode())
 
     def kill(self) -> None:
-        """The agent over there and all it has, at once."""
+        """Kill the agent on the host and all its processes at once."""
         self._write(b"kill\n")
 
     async def wait(self) -> AgentExit:
-        """Until the agent has ended, or the connection."""
+        """Wait until the agent, or the connection, has ended."""
         assert self._process is not None
         code = await self._process.wait()
         await self._drained()
