@@ -26,20 +26,20 @@ PHASES = {
     "finishing": "some ranks have ended with 0, others have not",
 }
 THEN = {
-    "goes on": "training, or whatever was going on, goes on",
-    "regroup": "another generation starts with the nodes that are there; no restart is counted",
+    "goes on": "training, or the current phase, continues",
+    "regroup": "another generation starts with the remaining nodes; no restart is counted",
     "restart": "another generation, if `--max-restarts` allows it, else the job ends with a verdict; one restart is counted",
-    "wait": "the others wait, say for what, and give up at the join deadline",
-    "end": "this node's part, or the job, ends, with a message and an exit code of its own",
-    "older one": "this save does not count; the one before is whole and is taken",
+    "wait": "the others wait, report what is missing, and give up at the join deadline",
+    "end": "this agent, or the job, ends with a message and its own exit code",
+    "older one": "this save does not count; the previous one is complete and is used",
 }
 
 HEAD = """# What happens when something fails
 
-This page is made by `make fmt` from `tools/failures.toml`. Each line names the tests that show it, and a test looks whether they are there.
+This page is made by `make fmt` from `tools/failures.toml`. Each line names the tests that show it. A test checks that they exist.
 
-Look for the row of a failure, and the phase in which it strikes. An empty field: it cannot happen there, or nothing is special about it. Each field is told
-[below](#workers).
+Find the row of the failure and the phase in which it happens. An empty field means that it cannot happen there, or that nothing is special about it. Each field
+is explained [below](#workers).
 
 """
 
