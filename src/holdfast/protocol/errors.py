@@ -202,7 +202,7 @@ class DataStateError(DataError):
 
 
 class ProcessGroupError(CallerError, ValueError):
-    """holdfast.train: the environment is not valid for a process group, or a model or micro-batch does not fit to it."""
+    """holdfast.train: the environment does not make a process group, or a model or micro-batch does not fit to it."""
 
     code = "HF126"
 
@@ -360,7 +360,7 @@ class AuthenticationError(PeerError):
 
 
 class SupersededError(PeerError):
-    """The scheduler has requeued the job but could not end the processes of its earlier start: they end by themselves."""
+    """The scheduler requeued the job but could not end the processes of its earlier start: they end by themselves."""
 
     code = "HF309"
 
@@ -380,7 +380,7 @@ class SnapshotDamagedError(SnapshotError):
 
 
 class NoValidSnapshotError(SnapshotError):
-    """The folder has damaged or unfinished snapshots and no valid one: training does not silently start from scratch."""
+    """The folder has damaged or unfinished snapshots and no valid one: training does not start from scratch unasked."""
 
     code = "HF402"
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 32
 REFUSAL_MARK = b"REFUSED\n"
-"""Start of a refusal; no MessagePack array begins with it. Code, newline, text (UTF-8) follow. Fixed for all versions."""
+"""Start of a refusal; no MessagePack array begins with it. Code, newline and text follow. Fixed for all versions."""
 REFUSAL_CHARS_MAX = 1000
 SHOWN_CHARS_MAX = 64
 """Texts of a peer are cut to this length before they are shown."""
