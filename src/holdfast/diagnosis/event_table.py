@@ -93,8 +93,8 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
-    """Whether all known fields have the types of the table, so that a reader must only expect missing fields. The record
-    may have more fields and may be an event of another version."""
+    """Whether all known fields have the types of the table, so that a reader must only expect missing fields. The
+    record may have more fields and may be an event of another version."""
     if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
         return False
     kind = events().get(record["event"])

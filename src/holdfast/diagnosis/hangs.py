@@ -16,8 +16,8 @@ Pure. The coordinator gets `examine` as a parameter, like the judge of failures.
 | all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
 | all wait for others, at one place                                | STUCK  | HF241 |
 
-HUNG is `slow` while a rank loads data, and for rank 0 when the others wait in a barrier. It is `busy` when a missing rank
-computes, perhaps in native code, or, if no rank waits, when a rank uses a little CPU time.
+HUNG is `slow` while a rank loads data, and for rank 0 when the others wait in a barrier. It is `busy` when a missing
+rank computes, perhaps in native code, or, if no rank waits, when a rank uses a little CPU time.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _may_work(odd: Sequence[Where]) -> bool:
 
 
 def _may_be_slow(odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """Whether these ranks may only be slow: all wait for data of healthy loader processes, or the others wait for rank 0
-    in a barrier."""
+    """Whether these ranks may only be slow: all wait for data of healthy loader processes, or the others wait for rank
+    0 in a barrier."""
     if not odd or _is_rank_0_alone(odd, others):
         return bool(odd)
     return all(each.doing is RankActivity.LOADING and not _loader_is_broken(each.note) for each in odd)

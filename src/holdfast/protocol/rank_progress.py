@@ -1,7 +1,7 @@
-"""Observations of workers, as plain data: their progress, as agents read it from the board; the view of the job; samples
-of their stacks and of the kernel's counters; findings about hangs.
+"""Observations of workers, as plain data: their progress, as agents read it from the board; the view of the job;
+samples of their stacks and of the kernel's counters; findings about hangs.
 
-The coordinator gets the function that makes findings as a parameter, like the judge of failures: see diagnosis/hangs.py.
+The coordinator gets the function that makes findings as a parameter, like the judge of failures (diagnosis/hangs.py).
 """
 
 from __future__ import annotations
