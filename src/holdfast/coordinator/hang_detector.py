@@ -3,7 +3,7 @@
     QUIET ──► EXAMINING ──► (between examinations) ──► EXAMINING …      any progress: QUIET
 
 An examination starts when
-- a rank has made its first three steps, and then no rank made one for max(hang_report_s, hang_steps × the median step);
+- a rank has made three steps, and then no rank made one for max(hang_report_s, hang_steps × the median step);
 - a rank waits for the process group, and no rank has reached a new stage of start-up for hang_report_s;
 - the process group is ready, and no rank has made one of the first three steps for slow_report_s.
 

@@ -1,7 +1,7 @@
 """Facts of this agent for metrics and health checks, collected on its own loop once a second.
 
-Each second a new `VitalsSample` replaces the old one. Other threads read only the newest one, so that no thread waits for
-another. `health` makes the answer to a health check. Knows the journal's events; knows nothing about HTTP or Prometheus.
+Each second a new `VitalsSample` replaces the old one. Other threads read only the newest one, so that no thread waits
+for another. `health` makes the answer to a health check. Knows the journal's events; knows nothing about HTTP.
 """
 
 from __future__ import annotations
