@@ -1,1 +1,1 @@
-"""One node's agent as a pure state machine; `machine.py` is where to begin reading."""
+"""One node's agent as a pure state machine. Start reading at `agent_machine.py`."""

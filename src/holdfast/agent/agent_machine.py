@@ -3,9 +3,9 @@
     link   DOWN ──► DIALING ──► UP ──► DOWN …         retried until the join deadline
     work   IDLE ──► PREPARING ──► PREPARED ──► RUNNING ──► DRAINING ──► STOPPING ──► KILLING ──► IDLE …
 
-The agent does what the coordinator says, with two exceptions that need nobody's leave: a signal to the agent ends its
-own part, and an agent that has not been answered for `fence_s` kills its workers, because by then the others may be
-about to go on without it. A new coordinator may let them go on if it says so before that.
+The agent follows the coordinator, with two exceptions. A signal to the agent ends its own part in the job. An agent
+without any answer for `fence_s` kills its workers, because the others may continue without it from then on. A new
+coordinator may let these workers continue if it sends Resume before that.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ WORK_TRANSITIONS: dict[tuple[Work, Work], str] = {
 }
 
 KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
-"""Somebody wants an end now; every other signal that ends this node's part is a notice, with time to drain."""
+"""A user wants the end now. Every other signal that ends this node's part is a notice, with time to drain."""
 
 FAREWELL_S = 1.0
-"""A leaving node whose ranks are all done waits so long for the job's end, which may be due."""
+"""A leaving node whose ranks are all done waits this long for the end of the job, which may follow at once."""
 
 
 class AgentMachine:
-    """Joins, starts and stops this node's workers, reports, and ends. `WORK_TRANSITIONS` lists every change of work."""
+    """Joins the job, starts and stops this node's workers, reports. `WORK_TRANSITIONS` lists every change of work."""
 
     def __init__(self, node: NodeSpec, limits: Limits, now: float) -> None:
-        """`node.member` is this agent's identity; each further join appends a counter to it, so that none is used twice."""
+        """`node.member` is this agent's identity. Each later join appends a counter, so that none is used twice."""
         self.limits = limits
         self.link = Link.DOWN
         self.work = Work.IDLE
@@ -129,25 +129,25 @@ class AgentMachine:
         self._joins = 0
         self._joined = False
         self._revision = 0
-        """What the coordinator understands."""
+        """The REVISION of messages that the coordinator understands."""
         self._local = False
-        """The coordinator lives in this process: it sleeps when we sleep, and nothing can come between."""
+        """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
         self._join_sent_s: float | None = None
-        """When Join went out on the present link; None: not yet."""
+        """When Join was sent on the present link; None: not yet."""
         self._last_generation = 0
         self._led_by = ""
-        """The node that had the coordinator of that generation, with its ranks, in words."""
+        """The node that hosted the coordinator of that generation, with its ranks, in words."""
         self._unlinked_s = now
-        """When the link to the last coordinator broke; inf: it fell silent, and that one may have lived on."""
+        """When the link to the last coordinator broke; inf: it became silent, so that coordinator may live on."""
         self._leaving: Signalled | None = None
         self._leave_by_s = inf
         """When a leaving agent stops waiting for its workers to drain."""
         self._drained = False
-        """The newest generation left at a safe point, and none has begun since."""
+        """The newest generation left at a safe point, and no other one has begun since."""
         self._pending_exit: Outcome | None = None
         self._lease = Lease(limits.fence_s, limits.ping_interval_s, confirmed_s=now, ping_at_s=now)
         self._unconfirmed_fence_at_s = inf
-        """When the workers die unless a coordinator that knows their generation says otherwise."""
+        """When the workers are killed unless a coordinator that knows their generation sends Resume before."""
         self._seeking = Seeking.begin(limits, now)
         self._prepared_s = now
         self._out: list[Command] = []
@@ -160,7 +160,7 @@ class AgentMachine:
 
     @property
     def identity(self) -> str:
-        """The identity of the latest join; the next one gets another."""
+        """The identity of the latest join; the next join uses another one."""
         return self._node.member if self._joins == 0 else f"{self._node.member}.{self._joins}"
 
     # ---------------------------------------------------------------- surface
@@ -173,7 +173,7 @@ class AgentMachine:
         return out
 
     def next_deadline(self) -> float | None:
-        """When a Tick is owed; None once Exit was emitted."""
+        """When the next Tick is due; None once Exit was emitted."""
         if self.outcome is not None:
             return None
         deadlines: list[float] = []
@@ -239,7 +239,7 @@ class AgentMachine:
                 pass
 
     def _on_told(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
-        """How far the workers are, and where."""
+        """Pass on the progress and the samples of the workers."""
         match event:
             case WorkersHeld(generation, reached):
                 self._on_held(now, generation, reached)
@@ -320,7 +320,7 @@ class AgentMachine:
     def _on_stop(self, now: float, generation: int, text: str, grace_s: float) -> None:
         term = self.term
         if term is None and self._leaving is not None and generation == self._last_generation:
-            # All nodes have left at the safe point: nobody needs this one, or the coordinator it hosts, any more.
+            # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
             self._end(self._farewell(self._leaving, drained=self._drained))
         if term is None or term.generation != generation:
             return
@@ -330,7 +330,7 @@ class AgentMachine:
             self._stop(now, signal.SIGTERM)
             term.kill_at_s = min(term.kill_at_s, now + grace_s)
         elif self.work is Work.KILLING:
-            # The sweep after the last rank was done is under way: what would have been a pause becomes the end.
+            # The processes of the finished ranks are being swept: the node ends after that instead of going idle.
             term.stopped = True
 
     def _on_assign(self, assign: Assign) -> None:
@@ -349,7 +349,7 @@ class AgentMachine:
             self._out.append(StartWorkers(self._term().assign, start))
 
     def _on_resume(self, now: float, generation: int) -> None:
-        """A new coordinator knows this generation and has found it whole."""
+        """A new coordinator continues this generation: all its nodes have joined."""
         term = self.term
         if term is None or term.generation != generation or term.confirmed or now >= self._unconfirmed_fence_at_s:
             return
@@ -394,7 +394,7 @@ class AgentMachine:
             return
         match event:
             case WorkerRaised(_, local_rank, failure, evidence_follows):
-                # The generation ends now. What this process still does before it ends is waited for, as in every stop.
+                # The generation ends now. Like every stop it waits for what this process does before it ends.
                 if local_rank not in term.ended | term.raised:
                     term.raised.add(local_rank)
                     self._on_failure(term, failure, bare=evidence_follows)
@@ -417,8 +417,8 @@ class AgentMachine:
                 self._send(WorkerDone(event.generation, event.local_rank, event.left))
 
     def _on_failure(self, term: Term, failure: Failure, *, bare: bool) -> None:
-        """A worker that failed before the order to stop had come may be the culprit, also if that order has come meanwhile.
-        One that failed after it may be so if it raised an exception."""
+        """Report a failure. A worker that failed before the order to stop arrived may be the culprit. One that failed
+        after it may be the culprit only if it raised an exception."""
         if failure.after_stop and not failure.error_type:
             return
         if not bare:
@@ -431,7 +431,7 @@ class AgentMachine:
         if self.work is not Work.KILLING or term is None or term.generation != generation:
             return
         if term.all_done and not (term.cleaned or term.stopped or self._going()):
-            # The others may still be at work: this node stays in the world until the coordinator says more.
+            # Other nodes may still run workers: this node stays in the world until the coordinator decides.
             term.cleaned = True
             self._leave_by_s = min(self._leave_by_s, now + FAREWELL_S)
             self._enter(Work.RUNNING)
@@ -458,7 +458,7 @@ class AgentMachine:
             self._hold()
         elif self.work is Work.DRAINING and term.reached:
             self._leave(event.name, drain=True)
-        elif self.work is not Work.DRAINING or term.reached is not None:  # else they are being held already
+        elif self.work is not Work.DRAINING or term.reached is not None:  # else they are held already
             self._go(now)
         self._say_leaving(now, event)
 
@@ -474,7 +474,7 @@ class AgentMachine:
         self._end(self._farewell(event, drained=False))
 
     def _go(self, now: float) -> None:
-        """A leaving agent has nothing to wait for: stop what is left, and end."""
+        """A leaving agent waits for nothing any more: stop the workers that are left, and end."""
         assert self._leaving is not None
         self._leave(self._leaving.name)
         if self._at_work():
@@ -484,7 +484,7 @@ class AgentMachine:
         self._end(self._farewell(self._leaving, drained=drained))
 
     def _say_leaving(self, now: float, event: Signalled) -> None:
-        """At once: workers take their time, and somebody waits for the prompt."""
+        """Show at once that the agent ends: workers may need time to stop, and a user waits at the prompt."""
         if not event.kills:
             return
         if self.work is Work.STOPPING:
@@ -557,8 +557,8 @@ class AgentMachine:
             self._out.append(Say(text))
 
     def _advance_joining(self, now: float) -> None:
-        """The link stands but the coordinator does not know us: join with empty hands, or with workers that it may
-        let go on. Workers on their way to a safe point get there first (or to their fence)."""
+        """The link is up but this agent has not joined: join without workers, or with workers that the coordinator may
+        let continue. Workers that drain reach their safe point (or their fence) first."""
         broken = self.work is Work.RUNNING and bool(self._term().raised or self._term().ended != self._term().done)
         if self.work is Work.STOPPING or broken:
             self._kill()
@@ -571,7 +571,8 @@ class AgentMachine:
     # ---------------------------------------------------------------- fences
 
     def _stop_deadline_s(self, term: Term) -> float:
-        """The grace, but never beyond the fence: a saving worker of a node that is cut off must not meet its successors."""
+        """The end of the grace, but not after the fence: a worker that still saves on a node that is cut off must not
+        run beside the workers of the next generation."""
         return min(term.kill_at_s, self._workers_fence_at_s())
 
     def _fence_at_s(self) -> float:
@@ -582,20 +583,20 @@ class AgentMachine:
 
     @property
     def fence_at_s(self) -> float | None:
-        """When the workers die unless something is heard before; None: never, or there are none."""
+        """When the workers are killed unless an answer arrives before; None: never, or there are none."""
         if self.work not in (Work.RUNNING, Work.DRAINING, Work.STOPPING):
             return None
         at_s = self._workers_fence_at_s()
         return None if at_s == inf else at_s
 
     def _awaits_answer(self) -> bool:
-        """Joined or about to be: an answer to something we sent is outstanding at every moment."""
+        """Whether this agent has sent a Join or has joined. Then an answer is outstanding at every moment."""
         return self.link is Link.UP and self._join_sent_s is not None
 
     # ---------------------------------------------------------------- small steps
 
     def _stop(self, now: float, signum: int) -> None:
-        """Begin the ladder: the signal to the leaders now, SIGKILL to everything after the grace."""
+        """Start to stop the workers: the signal to the leaders now, SIGKILL to all processes after the grace."""
         term = self._term()
         if self.work is Work.DRAINING and term.safe_point is None:
             self._out.append(ReleaseWorkers(term.generation, 0))
@@ -613,7 +614,7 @@ class AgentMachine:
         self._out.append(HoldWorkers(self._term().generation))
 
     def _let_go(self) -> None:
-        """The drain is off."""
+        """Cancel the drain."""
         term = self._term()
         term.asked, term.reached = False, None
         self._enter(Work.RUNNING)
@@ -624,7 +625,7 @@ class AgentMachine:
             self._send(Leave(reason, drain))
 
     def _end(self, outcome: Outcome) -> None:
-        """This node's part ends with this outcome, as soon as nothing of it is alive."""
+        """End this node's part with this outcome as soon as none of its processes is alive."""
         if self._pending_exit is not None:
             return
         self._pending_exit = outcome
@@ -664,7 +665,7 @@ class AgentMachine:
         return self.term
 
     def _report(self, message: FromAgent) -> None:
-        """A fault that ends the generation. Without a coordinator that knows it there is nothing left to wait for."""
+        """Report a fault that ends the generation. If no coordinator knows the generation, kill the workers."""
         if self._term().confirmed:
             self._send(message)
         elif self._at_work():
@@ -701,7 +702,7 @@ class AgentMachine:
 
     @staticmethod
     def _farewell(event: Signalled, *, drained: bool) -> Outcome:
-        """How this node's part ends after a signal: please requeue if it was a preemption or everything is saved."""
+        """The outcome of this node after a signal: requeue if it was a preemption or if everything is saved."""
         if drained or event.preempt:
             how = "its workers stopped at a safe point" if drained else "its workers were stopped"
             text = f"preempted by {event.name}: {how}"

@@ -1,5 +1,5 @@
-"""The agent's memory: its link and its work, which are independent; its lease (how long ago the coordinator provably heard of
-us, by our own clock only); its search for the coordinator."""
+"""State of the agent: the phases of its link and of its work, which are independent; its lease (when it sent the newest
+message that the coordinator has confirmed, by the agent's own clock); its search for the coordinator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Seeking:
     said: Pauses
     pause_s: float
     error: DialFailed | None = None
-    """Why the newest attempt failed."""
+    """Why the last attempt failed."""
 
     @classmethod
     def begin(cls, limits: Limits, now: float) -> Seeking:
@@ -41,7 +41,7 @@ class Seeking:
         self.error, self.pause_s = None, self.limits.connect_retry_s
 
     def progress(self, now: float) -> str:
-        """What to tell the person at the console now; empty: nothing yet."""
+        """What to show on the console now; empty: nothing yet."""
         if not self.said.due(now):
             return ""
         why = self.error.reason if self.error is not None else "no answer yet"
@@ -49,7 +49,8 @@ class Seeking:
         return f"waiting for the coordinator: {why} (giving up in {left_s:.0f} s)"
 
     def gave_up(self, *, knew_one: bool, led_by: str = "") -> Outcome:
-        """`knew_one`: there was a coordinator once. `led_by`: on this node, with these ranks."""
+        """The outcome after the join deadline. `knew_one`: this agent had a coordinator before. `led_by`: its node and
+        ranks, in words."""
         code, exit_code = CoordinatorUnreachableError.code, CoordinatorUnreachableError.exit_code
         text = f"nobody answered within {self.limits.join_s:g} s"
         if knew_one:
@@ -72,12 +73,13 @@ PINGS_OPEN_MAX = 64
 
 @dataclass(slots=True)
 class Lease:
-    """Pings out, answers in. What was answered had been sent before the coordinator's lease on us was renewed."""
+    """The agent's side of its lease: counts pings and answers. The coordinator renewed the lease after the answered
+    message was sent."""
 
     fence_s: float
     ping_interval_s: float
     confirmed_s: float
-    """When the newest message that the coordinator provably got had been sent: its lease on us began no earlier."""
+    """When the newest confirmed message was sent. The coordinator's lease was renewed at this time or later."""
     ping_at_s: float
     _number: int = 0
     _open: dict[int, float] = field(default_factory=dict)
@@ -87,14 +89,14 @@ class Lease:
         return self.confirmed_s + self.fence_s
 
     def granted(self, fence_s: float, ping_interval_s: float, *, asked_s: float, now: float) -> None:
-        """Joined: the request of `asked_s` was heard."""
+        """The agent has joined: the coordinator received the request that was sent at `asked_s`."""
         self.fence_s, self.ping_interval_s = fence_s, ping_interval_s
         self.confirmed_s = asked_s
         self.ping_at_s = now + ping_interval_s
         self._open.clear()
 
     def confirm(self, sent_s: float) -> None:
-        """The coordinator has acted on something sent then."""
+        """The coordinator has received a message that was sent at `sent_s`."""
         self.confirmed_s = max(self.confirmed_s, sent_s)
 
     def ping(self, now: float) -> int:
@@ -126,11 +128,11 @@ class Work(Enum):
     PREPARED = "prepared"
     RUNNING = "running"
     DRAINING = "draining"
-    """The workers are held at their next safe point, or on their way to the one at which they stop."""
+    """The workers are held at their next safe point, or continue to the one at which they stop."""
     STOPPING = "stopping"
-    """The ladder is on: first signal sent, leaders may still be saving."""
+    """The first signal was sent; leaders may still be saving."""
     KILLING = "killing"
-    """SIGKILL is on its way to whatever is left; nothing but TreeGone ends this."""
+    """All remaining processes get SIGKILL; only TreeGone ends this state."""
 
 
 @dataclass(slots=True)
@@ -140,29 +142,29 @@ class Term:
     assign: Assign
     nproc: int
     ended: set[int] = field(default_factory=set)
-    """Local ranks whose leader is gone."""
+    """Local ranks whose leader process has ended."""
     done: set[int] = field(default_factory=set)
     """Local ranks that ended with 0."""
     raised: set[int] = field(default_factory=set)
     """Local ranks whose program raised an exception, which was reported before the process ended."""
     confirmed: bool = True
-    """The coordinator we are linked to knows this generation; else it has to Resume it before our fence."""
+    """The present coordinator knows this generation; else it has to Resume it before this agent's fence."""
     asked: bool = False
     """The coordinator has ordered a drain."""
     drain_text: str = ""
-    """Why, in words."""
+    """Why the coordinator drains, in words."""
     reached: int | None = None
     """The newest safe point that a worker had reached when they were held; None: not held."""
     safe_point: int | None = None
-    """Where they stop; None: not agreed."""
+    """Where they stop; None: not decided."""
     drained: set[int] = field(default_factory=set)
     """Local ranks that have left at the safe point."""
     kill_at_s: float = 0.0
     """While STOPPING: when SIGKILL is due."""
     cleaned: bool = False
-    """All ranks were done and what they left behind is gone."""
+    """All ranks were done, and their remaining processes are gone."""
     stopped: bool = False
-    """The order to stop has come."""
+    """The order to stop has arrived."""
 
     @property
     def generation(self) -> int:
@@ -174,7 +176,7 @@ class Term:
 
     @property
     def left_at_safe_point(self) -> bool:
-        """None of the workers has ended in any other way than asked for, and some did because they were asked."""
+        """All workers are done or have left at the safe point, and at least one has left there."""
         return bool(self.drained) and len(self.drained | self.done) == self.nproc
 
     @property

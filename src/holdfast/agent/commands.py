@@ -1,4 +1,4 @@
-"""What the agent wants done. Every asynchronous command ends in exactly one event, named in its docstring."""
+"""Commands of the agent's machine. Every asynchronous command ends in exactly one event, named in its docstring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.protocol.policy import NodeSpec
 
 
 class Dial(Struct, frozen=True):
-    """Reach the coordinator once. Ends in Dialed or DialFailed."""
+    """Try once to connect to the coordinator. Ends in Dialed or DialFailed."""
 
     node: NodeSpec
 
@@ -27,7 +27,7 @@ class HangUp(Struct, frozen=True):
 
 
 class Prepare(Struct, frozen=True):
-    """Phase one on this node: folders and, if asked, the store's listening socket. Ends in NodePrepared or PrepareFailed."""
+    """Phase one on this node: folders and, if asked, the store's socket. Ends in NodePrepared or PrepareFailed."""
 
     assign: Assign
 
@@ -44,7 +44,7 @@ class SignalWorkers(Struct, frozen=True):
 
     signum: int
     to_end: bool = True
-    """False: a signal that is only passed on. Whoever fails after it fails by itself."""
+    """False: the signal is only passed on, and a worker that fails after it counts as failed."""
 
 
 class HoldWorkers(Struct, frozen=True):
@@ -54,14 +54,14 @@ class HoldWorkers(Struct, frozen=True):
 
 
 class ReleaseWorkers(Struct, frozen=True):
-    """The workers pass every safe point before this one, and stop there; 0: they pass all of them."""
+    """Let the workers pass every safe point before this one, and stop there; 0: they pass all of them."""
 
     generation: int
     safe_point: int
 
 
 class LookAtWorkers(Struct, frozen=True):
-    """Take a sample of each worker; `store`: and try to reach the generation's store. Ends in WorkersSeen."""
+    """Take a sample of each worker; `store`: also try to reach the generation's store. Ends in WorkersSeen."""
 
     generation: int
     number: int
@@ -69,18 +69,18 @@ class LookAtWorkers(Struct, frozen=True):
 
 
 class KillTree(Struct, frozen=True):
-    """SIGKILL whatever this generation left alive, leaders and all. Ends in TreeGone, after the last WorkerEnded."""
+    """SIGKILL to all living processes of this generation. Ends in TreeGone, after the last WorkerEnded."""
 
     generation: int
 
 
 class Say(Struct, frozen=True):
-    """A line for the person at the console."""
+    """A line for the console."""
 
     text: str
     victims: tuple[int, ...] | None = None
-    """How the workers ended is known: what these ranks ended with is in their logs, and need not be shown. None: it is not
-    what the line is about."""
+    """If the line says how the workers ended: ranks whose failure is a consequence, so that the console need not show
+    their output. None: the line is about something else."""
 
 
 class Exit(Struct, frozen=True):

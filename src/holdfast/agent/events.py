@@ -1,4 +1,4 @@
-"""What can happen to an agent. The shell makes these; the machine never asks."""
+"""Events of the agent's machine. The shell makes them; the machine never asks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from holdfast.protocol.rank_progress import RankProgress, RankSample
 
 
 class Dialed(Struct, frozen=True):
-    """The link to the coordinator stands; the handshake is done."""
+    """The link to the coordinator is up; the handshake is done."""
 
     local: bool = False
-    """The coordinator is in this very process."""
+    """The coordinator runs in this process."""
 
 
 class DialFailed(Struct, frozen=True):
@@ -24,7 +24,7 @@ class DialFailed(Struct, frozen=True):
     exit_code: int
     reason: str
     final: bool
-    """No further attempt can help (refused, or the endpoint belongs to somebody else)."""
+    """No further attempt can help (refused, or the endpoint belongs to another service)."""
 
 
 class LinkLost(Struct, frozen=True):
@@ -58,9 +58,9 @@ class WorkerEnded(Struct, frozen=True):
     local_rank: int
     failure: Failure | None
     drained: bool = False
-    """It had been told to stop at a safe point: that it ended does not mean that its work is done."""
+    """It had the order to stop at a safe point, so its work need not be done."""
     left: Failure | None = None
-    """How it ended with 0, for the case that its peers still need it."""
+    """Details of an end with 0. Needed if the peers fail because this worker left."""
     evidence_follows: bool = False
     """`failure` is bare: rank and exit status. FailureRead follows."""
 
@@ -76,7 +76,7 @@ class WorkerRaised(Struct, frozen=True):
 
 
 class FailureRead(Struct, frozen=True):
-    """What a worker that failed has left was read: its error file, its stderr, its machine. Comes before TreeGone."""
+    """The evidence of a failed worker was read: its error file, its stderr, facts of its machine. Before TreeGone."""
 
     generation: int
     local_rank: int
@@ -92,7 +92,7 @@ class WorkersHeld(Struct, frozen=True):
 
 
 class WorkersProgress(Struct, frozen=True):
-    """How far the workers of a generation are: unasked, again and again while they run."""
+    """How far the workers of a generation are. Periodic while they run, without a command."""
 
     generation: int
     ranks: tuple[RankProgress, ...]
@@ -108,7 +108,7 @@ class WorkersSeen(Struct, frozen=True):
 
 
 class WorkersFenced(Struct, frozen=True):
-    """The supervisor has killed them at the fence, because this process stood still."""
+    """The supervisor has killed the workers at the fence, because the agent's process was stopped or stalled."""
 
 
 class TreeGone(Struct, frozen=True):
@@ -118,7 +118,7 @@ class TreeGone(Struct, frozen=True):
 
 
 class StoreDied(Struct, frozen=True):
-    """The store host of this generation ended unasked."""
+    """The store host of this generation ended unexpectedly."""
 
     generation: int
 
@@ -131,7 +131,7 @@ class Signalled(Struct, frozen=True):
     preempt: bool = False
     """The one that announces a preemption (--preempt-signal)."""
     kills: str = "again"
-    """What ends the workers at once, in the words of the console; empty: nobody waits at a console."""
+    """What ends the workers at once, as the console shows it; empty: no user waits at a console."""
 
 
 class PassSignal(Struct, frozen=True):

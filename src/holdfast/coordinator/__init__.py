@@ -1,1 +1,1 @@
-"""The job's single authority as a pure state machine; `machine.py` is where to begin reading."""
+"""The job's single authority as a pure state machine. Start reading at `coordinator_machine.py`."""

@@ -1,5 +1,5 @@
-"""Who may become a member: identities used once, fixed ranks held by one, no second job at its endpoint. And whether the
-nodes of a job have the same software and script.
+"""Decides which agents may become members: each identity is used once, each fixed rank has one holder, and a second job
+at the same endpoint is refused. Also compares the software and the script of the job's nodes.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from holdfast.protocol.policy import JobSpec, NodeSpec
 NODES_DIFFER = "HF307"
 SCRIPT = "script"
 ARGUMENTS = "arguments"
-"""Keys whose values are hashes and no versions: together, what a node was told to run."""
+"""Keys whose values are hashes and not versions. Together they identify what the node's command line runs."""
 
 
 GENERATION_MAX = 2**48
-"""No job comes near: what an agent says of its newest generation is refused above it, and every later one still fits
-into the messages."""
+"""Far above the number of any real generation. An agent that reports a larger one is refused, so that all later numbers
+still fit into the messages."""
 UNNAMED = "none"
-"""The run id of a job that was given none, as with torchrun."""
+"""The run id of a job without --rdzv-id, as with torchrun."""
 LAST_WORDS_S = 1.0
-"""So long after its end a holder may still be heard: what it sent was on its way."""
+"""Messages of a holder that has ended may still arrive for this long."""
 
 
 class Admit(Struct, frozen=True):
-    """This agent becomes a member now."""
+    """The agent becomes a member now."""
 
     link: int
     join: Join
     heard_s: float
-    """When it asked: it has not been heard since."""
+    """When its Join arrived. Nothing was received from it since."""
 
 
 class Deny(Struct, frozen=True):
-    """It never will, and why."""
+    """The agent cannot become a member; carries the reason."""
 
     link: int
     join: Join
@@ -50,15 +50,15 @@ class Deny(Struct, frozen=True):
 class Admission:
     job: JobSpec
     other_line: Callable[[NodeSpec], str] = lambda _: ""
-    """What of a node's command line is not the job's, in words; empty: nothing."""
+    """How a node's command line differs from the job's, in words; empty: it does not."""
     identities: set[str] = field(default_factory=set)
     claims: dict[int, tuple[Join, float]] = field(default_factory=dict)
-    """Joins for a place that somebody holds, and since when: the holder may be a ghost."""
+    """Joins for a place that another member holds, and since when. That member may be dead without being lost yet."""
 
     def consider(
         self, link: int, join: Join, members: Iterable[Member], now: float, *, local: bool = False
     ) -> Admit | Deny | None:
-        """None: held as a claim; `settle` will say. `local`: the agent of the coordinator's own process."""
+        """None: the join is kept as a claim, and `settle` decides it later. `local`: the agent in this process."""
         problem = self._problem(join.node) or _claims_too_much(join)
         if problem:
             return Deny(link, join, problem)
@@ -73,8 +73,8 @@ class Admission:
         self.claims.pop(link, None)
 
     def settle(self, members: Iterable[Member]) -> Admit | Deny | None:
-        """The next claim that can be decided: a holder that has spoken since makes it a duplicate, one that is gone
-        makes it a replacement."""
+        """Decide the next claim. If the holder has sent a message since, the claim is a duplicate; if the holder is
+        gone, the claim replaces it."""
         if not self.claims:
             return None
         members = list(members)
@@ -85,7 +85,7 @@ class Admission:
                 self.identities.add(join.node.member)
                 return Admit(link, join, since_s)
             if any(holder.node.agent == join.node.agent for holder in holders):
-                continue  # its own ghost: last words of the old link may still come in
+                continue  # its own earlier membership: messages of the old link may still arrive
             if all(holder.last_heard_s > since_s + LAST_WORDS_S and not holder.leaving for holder in holders):
                 del self.claims[link]
                 return Deny(link, join, self._taken(join.node, holders))
@@ -114,10 +114,9 @@ class Admission:
         return ""
 
     def _holders(self, node: NodeSpec, members: Iterable[Member]) -> list[Member]:
-        """Who has the place that this node claims: the fixed rank, or the last place of a job that takes no spares.
+        """The members that hold the place this node claims: its fixed rank, or the last place of a job without spares.
 
-        A job of one node needs no second one; and of two jobs that nobody gave a name, only their lines tell that they
-        are two.
+        A job of one node needs no second one. Two jobs without a run id can be told apart only by their command lines.
         """
         if self.job.fixed_ranks:
             return [m for m in members if (m.node.node_rank or 0) == (node.node_rank or 0)]
@@ -129,7 +128,7 @@ class Admission:
 
 
 def _claims_too_much(join: Join) -> str:
-    """What is wrong with the generation that this agent says it took part in, or still has at work; empty: nothing."""
+    """What is wrong with the generation that this agent reports as its newest or as running; empty: nothing."""
     name, newest, running = join.node.member, join.last_generation, join.running
     if not 0 <= newest <= GENERATION_MAX:
         return f"{name} says that it took part in generation {newest}, which cannot be"
@@ -147,21 +146,21 @@ def _claims_too_much(join: Join) -> str:
 class Difference(Struct, frozen=True):
     what: str
     text: str
-    """For the console: both sides are named."""
+    """For the console; names both nodes."""
 
 
 class Versions:
-    """Compares each node's software and script with those of the first node that came. A difference is reported once,
-    whatever the number of nodes that share it, and stops nothing: it may be meant."""
+    """Compares each node's software and script with those of the first node that joined. Reports each difference once,
+    however many nodes share it. A difference does not stop the job, because it may be intended."""
 
     def __init__(self) -> None:
         self.first: NodeSpec | None = None
         self._said: set[tuple[str, str]] = set()
 
     def compare(self, node: NodeSpec) -> list[Difference]:
-        """What has not been reported yet of this one."""
+        """Differences of this node that were not reported yet."""
         if not node.versions:
-            return []  # it could not look
+            return []  # the node could not read them
         if self.first is None:
             self.first = node
             return []
@@ -175,7 +174,7 @@ class Versions:
         return found
 
     def other_line(self, node: NodeSpec) -> str:
-        """What of this node's line is not the job's, in words; empty: nothing that is known."""
+        """How this node's command line differs from the job's, in words; empty: no known difference."""
         if self.first is None or not node.versions:
             return ""
         mine, theirs = self.first.versions, node.versions

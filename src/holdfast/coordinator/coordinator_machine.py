@@ -4,10 +4,10 @@
                  ▼                                                                       │
     GATHERING ──► PREPARING ──► RUNNING ──► DRAINING ──► STOPPING ──► GATHERING … (until OVER)
        ▲             │             └── failure, loss ──────▲
-       └─ a death ───┘                leave or arrival: by way of DRAINING where the workers ask for safe points
+       └─ a death ───┘                leave or arrival: through DRAINING if the workers ask for safe points
 
-A shell owes it: every LinkOpened before anything heard on that link, LinkClosed once unless the machine dropped the
-link itself, and a Tick when `next_deadline()` has passed.
+The shell must deliver: LinkOpened before any message of that link, LinkClosed once unless the machine dropped the link
+itself, and a Tick when `next_deadline()` has passed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived, or all stand still",
     (Phase.RUNNING, Phase.OVER): "every rank is done",
     (Phase.DRAINING, Phase.STOPPING): (
-        "all have left at the safe point; or no worker asks for one, one failed, a member was lost, or it takes too long"
+        "all have left at the safe point; or no worker asks for one, one failed, a member was lost, "
+        "or it takes too long"
     ),
     (Phase.DRAINING, Phase.OVER): "every rank is done",
     (Phase.STOPPING, Phase.GATHERING): "no worker of the generation is alive; another generation follows",
@@ -118,8 +119,8 @@ class CoordinatorMachine:
         fixed_master: tuple[str, int] | None = None,
         examine: Examine = cannot_tell,
     ) -> None:
-        """`fixed_master`: the address and port every generation announces (static rendezvous), else rank 0's own.
-        `judge`, `examine`: what failures and stacks mean."""
+        """`fixed_master`: the address and port that every generation announces (static rendezvous); None: rank 0's own.
+        `judge` makes a verdict of failures, `examine` a finding of stacks."""
         self.job = job
         self.limits = limits
         self._fixed_master = fixed_master
@@ -145,10 +146,10 @@ class CoordinatorMachine:
         self._phase_since_s = now
         self._waiting_said = Pauses.begin(now, limits.say_interval_s)
         self._quit: Quit | None = None
-        """Somebody wants the job to end: whoever comes now is sent home."""
+        """A user asked for the end of the job: agents that join now are told to end."""
         self._reason = ""
         self._why = ""
-        """How the newest generation that is over has ended."""
+        """Why the last generation ended."""
         self._out: list[Command] = []
 
     # ---------------------------------------------------------------- surface
@@ -172,7 +173,7 @@ class CoordinatorMachine:
         return out
 
     def next_deadline(self) -> float | None:
-        """When a Tick is owed; None once the job is over."""
+        """When the next Tick is due; None once the job is over."""
         if self.phase is Phase.OVER:
             return None
         deadlines = [self._liveness.next_look_s(), self._membership.unjoined_due_s(self._admission.claims)]
@@ -198,7 +199,7 @@ class CoordinatorMachine:
 
     @property
     def members(self) -> dict[str, Member]:
-        """By name."""
+        """All members by name."""
         return self._membership.members
 
     def is_member(self, link: int) -> bool:
@@ -207,11 +208,11 @@ class CoordinatorMachine:
 
     @property
     def knows_previous_leader(self) -> bool:
-        """Some agent has told of a generation that another coordinator formed."""
+        """Whether an agent has reported a generation that another coordinator formed."""
         return self._previous_leader.generation > 0
 
     def view(self, now: float) -> JobView:
-        """The job as it is, for people. Costs as much as it has ranks."""
+        """The state of the job for users. The cost grows with the number of ranks."""
         hang, throughput = self._monitor.hang(now), self._monitor.throughput
         return JobView(
             run_id=self.job.run_id,
@@ -229,7 +230,7 @@ class CoordinatorMachine:
         )
 
     def check_invariants(self) -> None:
-        """Cheap enough to run after every event in tests and simulations."""
+        """Raises when the state contradicts itself. Cheap enough to run after every event in tests."""
         assert self.budget.used <= self.job.max_restarts, "the restart budget is overdrawn"
         assert (self.outcome is not None) == (self.phase is Phase.OVER)
         self._membership.check_invariants()
@@ -333,7 +334,7 @@ class CoordinatorMachine:
                 pass
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
-        """It may come from a world we never formed, an earlier coordinator's, and that may even be whole."""
+        """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
         if join.last_generation > self.generation:
@@ -342,19 +343,19 @@ class CoordinatorMachine:
                 self._why = f"lost {join.led_by}, which had the coordinator"
         if self.world is None and not self.job.fixed_ranks:
             self._abandon(self._previous_leader.observe(member, join))
-        else:  # with fixed ranks the workers' store went down with the coordinator that piped them to it
+        else:  # with fixed ranks the workers reached their store through the coordinator that is gone
             self._previous_leader.generation = max(self._previous_leader.generation, join.last_generation)
             if join.running is not None:
                 self._abandon([member])
 
-    def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:  # noqa: ARG002 — an elected one asks
-        """Others of that world may not have noticed yet; they will have killed their workers a fence after it died,
-        which was before we were born and before the agent that told us lost it."""
+    def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:  # noqa: ARG002
+        """Other agents of that generation may still run its workers. They kill them one fence after that coordinator
+        died, which was before this one started and before the reporting agent lost its link."""
         gone_s = died_s + self.limits.fence_s + self.limits.kill_s
         self._gathering.not_before_s = max(self._gathering.not_before_s, gone_s)
 
     def _resume(self, now: float) -> None:
-        """All nodes of the previous leader's generation are here, their workers alive: it goes on as ours."""
+        """Every node of the previous leader's generation has joined with living workers: continue that generation."""
         world = self.world = self._previous_leader.world(now)
         self.generation = world.generation
         self.budget.used = min(self._previous_leader.restart_count, self.job.max_restarts)
@@ -397,7 +398,7 @@ class CoordinatorMachine:
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 
     def _follow(self, now: float, orders: Iterable[Command | EndGeneration]) -> None:
-        """Do what the monitor wants."""
+        """Carry out what the monitor returned."""
         for order in orders:
             if isinstance(order, EndGeneration):
                 self._stop(now, order.reason, order.text)
@@ -418,14 +419,14 @@ class CoordinatorMachine:
             self._drain(now, StopReason.MEMBER_LEFT, text)
 
     def _on_quit(self, quit_: Quit) -> None:
-        """Everybody goes, as if the scheduler had told each node: how follows from what the agents then say."""
+        """Every agent ends, as if the scheduler had sent each node a signal. The outcome follows from their reports."""
         self._quit = quit_
         self._note("quit", drain=quit_.drain, by=quit_.by)
         for member in self.members.values():
             self._tell(member, quit_)
 
     def _lose(self, now: float, member: Member, reason: str) -> None:
-        """The member is gone: link closed, lease run out, or dropped."""
+        """Remove a member whose link was closed, whose lease expired, or that was dropped."""
         in_world, was_busy = self._in_world(member), member.busy_generation != 0
         self._membership.remove(member)
         self._abandon(self._previous_leader.lost(member))
@@ -488,9 +489,7 @@ class CoordinatorMachine:
         if self.world is None and self._previous_leader.whole:
             self._resume(now)
             return
-        if (
-            self._membership.anybody_busy
-        ):  # of a previous leader's generation, and told to stop: not waited for for ever
+        if self._membership.anybody_busy:  # still ending a previous leader's generation: the wait for it is bounded
             patience_s = self._stop_patience_s()
             since_s = self._phase_since_s
             self._drop_busy(now, [m for m in self._membership.busy() if now >= max(since_s, m.joined_s) + patience_s])
@@ -574,7 +573,7 @@ class CoordinatorMachine:
                 self._stop(now, StopReason.MEMBER_JOINED, text)
 
     def _drain(self, now: float, reason: StopReason, text: str) -> None:
-        """Ask everybody how far the workers are; where they stop follows from the answers."""
+        """Ask all agents how far their workers are. The safe point to stop at follows from the answers."""
         world = self._world()
         world.drain = Draining(
             reason, text, awaited={name for name in world.order if name in self.members and not world.finished(name)}
@@ -584,7 +583,7 @@ class CoordinatorMachine:
         self._note("draining", generation=world.generation, reason=reason.value, text=text)
 
     def _forgo_answer(self, member: Member) -> None:
-        """A member whose workers are gone has nothing to say about how far they are."""
+        """Stop waiting for the drain answer of a member whose workers are gone."""
         world = self.world
         if world is None or world.drain is None or member.name not in world.nproc:
             return
@@ -604,13 +603,13 @@ class CoordinatorMachine:
         elif not drain.awaited and drain.newest == 0:
             self._stop(now, drain.reason, drain.text)
         elif not drain.awaited:
-            # Whoever has reached the newest safe point may have passed it already.
+            # A worker that has reached the newest safe point may have passed it already.
             drain.safe_point = drain.newest + 1
             self._tell_world(world, DrainTo(world.generation, drain.safe_point))
             self._note("drain_to", generation=world.generation, safe_point=drain.safe_point)
 
     def _stop(self, now: float, reason: StopReason, text: str) -> None:
-        """Begin to end the running generation."""
+        """Start to end the running generation."""
         world = self._world()
         if self.phase is Phase.STOPPING:
             return
@@ -670,7 +669,7 @@ class CoordinatorMachine:
         )
 
     def _has_room(self) -> bool:
-        """Whether the running world would take in somebody who came now."""
+        """Whether the running world would accept one more node."""
         world = self._world()
         return self.job.grow is not Grow.NEVER and len(world.order) < self.job.max_nodes and not world.done
 
@@ -686,7 +685,7 @@ class CoordinatorMachine:
         return drain
 
     def _newcomers(self) -> Collection[Member]:
-        """Candidates outside the running world."""
+        """Candidates that are not in the running world."""
         return self._membership.outsiders(self._now, self._world().nproc)
 
     def _is_current(self, member: Member, generation: int) -> bool:
@@ -706,10 +705,10 @@ class CoordinatorMachine:
     def _note(self, event: str, **fields: object) -> None:
         self._out.append(Note(event, fields))
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- notices
 
     def _compare(self, member: Member) -> None:
-        """Other software than the first node's is said to both, once."""
+        """Report software that differs from the first node's to both nodes, once."""
         for difference in self._versions.compare(member.node):
             self._note("nodes_differ", member=member.name, what=difference.what, text=difference.text)
             first = [each for each in self.members.values() if each.node is self._versions.first]
@@ -737,7 +736,8 @@ class CoordinatorMachine:
         self._out.append(Conclude(outcome))
 
     def _greet_after_end(self, link: int, join: Join, outcome: Outcome) -> Command:
-        """An agent comes when all is over. One with another line wants another job: it will find the endpoint free."""
+        """Answer an agent that joins after the end. Another command line means another job: that agent has to retry
+        until the endpoint is free."""
         if join.last_generation:
             return Tell(link, Finish(outcome))
         if self._versions.other_line(join.node):
@@ -746,7 +746,7 @@ class CoordinatorMachine:
         return Tell(link, Finish(self._end_of(join.node)))
 
     def _end_of(self, node: NodeSpec) -> Outcome:
-        """How the job, which is over, ended for a node that had no part in it."""
+        """How the job ended for a node that took no part in it."""
         assert self.outcome is not None
         return ended_without(self.outcome, self.job.run_id, self._versions.other_line(node))
 

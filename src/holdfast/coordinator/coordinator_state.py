@@ -1,7 +1,6 @@
-"""What goes into the coordinator's machine, what comes out of it, and what it remembers: events, commands, members, the
-current world, phases.
+"""Events, commands and state of the coordinator's machine: phases, members and the current world.
 
-The shell makes the events; the machine never asks. No command has an answer: what follows comes as an event of its own.
+The shell makes the events; the machine never asks. No command has an answer: its effects arrive as events.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from holdfast.text import is_loopback, listed
 
 
 class LinkOpened(Struct, frozen=True):
-    """An agent passed the handshake. A link is a number the shell never uses twice."""
+    """An agent passed the handshake. `link` is a number that the shell never uses twice."""
 
     link: int
     address: str
     """The agent's address as seen from here."""
     reached_at: str
-    """The address of ours at which it reached us."""
+    """This coordinator's address to which the agent connected."""
     local: bool = False
-    """The agent that hosts us."""
+    """The agent in the coordinator's own process."""
 
 
 class LinkClosed(Struct, frozen=True):
@@ -43,7 +42,7 @@ class Heard(Struct, frozen=True):
 
 
 class QuitAsked(Struct, frozen=True):
-    """Somebody on one of the nodes wants the job to end."""
+    """A user on one of the nodes asked for the end of the job."""
 
     drain: bool
     by: str
@@ -58,14 +57,14 @@ class Tell(Struct, frozen=True):
 
 
 class DropLink(Struct, frozen=True):
-    """Close this link. The machine has already forgotten it; no LinkClosed is owed."""
+    """Close this link. The machine has already removed it; no LinkClosed must follow."""
 
     link: int
     reason: str
 
 
 class Conclude(Struct, frozen=True):
-    """The job is over; everybody has been told. Emitted exactly once."""
+    """The job is over and all agents were informed. Emitted exactly once."""
 
     outcome: Outcome
 
@@ -74,7 +73,7 @@ Command = Tell | DropLink | Conclude | Note
 
 
 LEFT_MAX = 8
-"""Workers that ended with 0 of which is kept how: those that a verdict names."""
+"""Of this many workers that ended with 0 the details are kept: as many as a verdict names."""
 
 
 class Phase(Enum):
@@ -82,7 +81,7 @@ class Phase(Enum):
     PREPARING = "preparing"
     RUNNING = "running"
     DRAINING = "draining"
-    """The workers are on their way to the safe point at which all of them stop."""
+    """The workers continue to the safe point at which all of them stop."""
     STOPPING = "stopping"
     OVER = "over"
 
@@ -96,11 +95,11 @@ class Member:
     address: str
     reached_at: str
     arrival: int
-    """Position in the order of all arrivals."""
+    """Number in the order in which agents joined."""
     joined_s: float
     last_heard_s: float
     leaving: str = ""
-    """Why it is about to go; empty while it stays."""
+    """Why it leaves; empty while it does not."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
@@ -112,33 +111,33 @@ class Member:
 
     @property
     def began_s(self) -> float:
-        """When its part in the job began: with its first workers, or else when it joined."""
+        """When its part in the job began: when its first workers were started, else when it joined."""
         return self.joined_s if self.first_started_s is None else self.first_started_s
 
 
 @dataclass(slots=True)
 class Pending:
-    """A link whose Join has not come yet."""
+    """A link without a Join so far."""
 
     address: str
     reached_at: str
     local: bool
-    """Of the coordinator's own process."""
+    """The agent runs in the coordinator's own process."""
     opened_s: float
 
 
 @dataclass(slots=True)
 class Draining:
-    """The way of a generation to the safe point at which all its workers stop."""
+    """State of a drain: the workers of a generation continue to a common safe point and stop there."""
 
     reason: StopReason
     text: str
     awaited: set[str]
-    """Members that have not said yet how far their workers are."""
+    """Members that have not reported yet how far their workers are."""
     newest: int = 0
     """The newest safe point that any worker has reached; 0: none has asked for one."""
     safe_point: int | None = None
-    """Where they stop; None: not agreed yet."""
+    """Where all workers stop; None: not decided yet."""
 
     def heard(self, member: str, reached: int) -> None:
         self.awaited.discard(member)
@@ -147,26 +146,26 @@ class Draining:
 
 @dataclass(slots=True)
 class World:
-    """One generation: who is in it, and how far it has come."""
+    """One generation: its members and its progress."""
 
     generation: int
     order: tuple[str, ...]
     """Member names by group rank."""
     nproc: dict[str, int]
     size: int = field(init=False)
-    """Of all ranks."""
+    """Number of all ranks."""
     prepared: set[str] = field(default_factory=set)
     store_port: int | None = None
     done: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that ended with 0, per member. Outlives the member."""
+    """Local ranks that ended with 0, by member. Kept when the member is lost."""
     left: list[Failure] = field(default_factory=list)
-    """How the first of these ended."""
+    """How the first LEFT_MAX of these ended."""
     done_count: int = 0
     started_s: float | None = None
     failures: list[Failure] = field(default_factory=list)
     """In the order in which they were reported."""
     unread: set[int] = field(default_factory=set)
-    """Ranks whose failure was reported, and not yet what they left."""
+    """Ranks whose failure was reported, but not its evidence yet."""
     lost_nodes: list[str] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
     lost_ranks: list[int] = field(default_factory=list)
@@ -175,11 +174,11 @@ class World:
     stop_text: str = ""
     stop_began_s: float = 0.0
     hang: Finding | None = None
-    """It was found standing still, and has not moved since."""
+    """The hang that was found, while nothing has moved since."""
     hung: Failure | None = None
-    """The worker to blame for that."""
+    """The worker that caused the hang."""
     survivors: tuple[RankStory, ...] = ()
-    """Where the others were after a wait in vain, before they were stopped."""
+    """Where the other ranks were after a time-out, before they were stopped."""
 
     def __post_init__(self) -> None:
         self.size = sum(self.nproc.values())
@@ -193,7 +192,7 @@ class World:
                 self.left.append(left)
 
     def failed(self, failures: Sequence[Failure], *, evidence_follows: bool) -> bool:
-        """Whether any of these is new, and not the evidence of a failure that was reported before."""
+        """Add failures. True if any of them is new, and not the evidence of a failure that was reported before."""
         new = False
         for failure in failures:
             if failure.rank in self.unread and not evidence_follows:
@@ -228,21 +227,21 @@ class World:
 
     @property
     def drain_agreed(self) -> bool:
-        """Its workers were told where to stop: whatever they ended with after that is no fault of theirs."""
+        """The workers know their last safe point: no exit status after that counts as a failure."""
         return self.drain is not None and self.drain.safe_point is not None
 
     def finished(self, member: str) -> bool:
-        """All workers of this member have ended with 0."""
+        """Whether all workers of this member ended with 0."""
         return len(self.done.get(member, ())) == self.nproc[member]
 
 
 def is_local(address: str) -> bool:
-    """Loopback, or none: a member on the coordinator's own machine."""
+    """Whether the address is loopback or empty: the member is on the coordinator's own machine."""
     return not address or is_loopback(address)
 
 
 def master_address(world: Sequence[Member]) -> str:
-    """Rank 0's address as the others can reach it: loopback only if nobody is anywhere else."""
+    """Rank 0's address as the other nodes reach it; loopback only if all members are on one machine."""
     first = world[0]
     if first.node.local_addr:
         return first.node.local_addr
@@ -254,5 +253,5 @@ def master_address(world: Sequence[Member]) -> str:
 
 
 def names(members: Collection[Member], most: int = 8) -> str:
-    """Host names for a message, cut short."""
+    """Host names for a message, at most `most` of them."""
     return listed([member.node.host for member in members], most)

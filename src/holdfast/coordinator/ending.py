@@ -1,5 +1,5 @@
-"""What follows when no worker of a generation is alive any more: another generation, if the restart budget allows, or the
-end of the job and how it is told to each node.
+"""Decides what follows when no worker of a generation is alive any more: another generation, if the restart budget
+allows it, or the end of the job with its outcome for each node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.protocol.policy import JobSpec, Limits
 from holdfast.text import spans
 
 UNBOUNDED = 2**31 - 1
-"""`max_restarts` of a job whose restarts somebody else counts."""
+"""`max_restarts` of a job whose restarts are counted elsewhere."""
 
 
 class Retry(Struct, frozen=True):
@@ -31,23 +31,24 @@ class GiveUp(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Budget:
-    """The restart budget, one for the job: whether a failed generation is followed by another, and when. Worker failures cost one each, whatever the number of ranks that fell; membership changes cost nothing."""
+    """The job's restart budget: decides whether a failed generation is followed by another, and when. A generation that
+    failed costs one restart, however many ranks failed. Membership changes cost nothing."""
 
     max_restarts: int
     limits: Limits
     used: int = 0
     streak: int = 0
-    """Quick failures in a row, paid or not: they grow the back-off."""
+    """Quick failures in a row, charged or not. The back-off grows with them."""
     last_signature: str = ""
     identical: int = 0
 
     @property
     def newest(self) -> str:
-        """Which restart this is, in words."""
+        """The number of this restart, in words."""
         return f"restart {self.used}" + (f" of {self.max_restarts}" if self.max_restarts < UNBOUNDED else "")
 
     def charge(self, signature: str, lived_s: float) -> Retry | GiveUp:
-        """A generation failed by itself after running for `lived_s`."""
+        """Charge a generation that failed by its own fault after running for `lived_s`."""
         if self.used >= self.max_restarts:
             return GiveUp(_spent(self.max_restarts))
         pause = self._count(signature, lived_s)
@@ -56,7 +57,7 @@ class Budget:
         return pause
 
     def pause(self, signature: str, lived_s: float) -> Retry | GiveUp:
-        """A generation ended by no fault of the training code: free, but the back-off grows all the same."""
+        """A generation ended without a fault of the training code: charge nothing, but let the back-off grow."""
         return self._count(signature, lived_s)
 
     def _count(self, signature: str, lived_s: float) -> Retry | GiveUp:
@@ -117,7 +118,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
 
 
 def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
-    """What failed and what follows, for all consoles; empty where nothing failed."""
+    """What failed and what follows, for all consoles; empty if nothing failed."""
     verdict, lines = again.verdict, []
     if charged:
         pause = f", in {again.backoff_s:.1f} s" if again.backoff_s else ""
@@ -129,7 +130,7 @@ def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
 
 
 def plain_verdict(evidence: Evidence) -> Verdict:
-    """Without anybody who could tell causes: the first failure is to blame."""
+    """The verdict of a coordinator without a judge: the first failure is the cause."""
     culprit = next((failure for failure in evidence.failures if not failure.after_stop), None)
     cause = "the generation was ended although no worker failed"
     if culprit is not None:
@@ -138,8 +139,8 @@ def plain_verdict(evidence: Evidence) -> Verdict:
 
 
 def ended_without(outcome: Outcome, run_id: str, other_line: str) -> Outcome:
-    """How a job ended for a node that had no part in it: its own line was not run. `other_line`: what of that line is not
-    the job's, in words."""
+    """The outcome for a node that took no part in the job: its own command line was not run. `other_line`: how that
+    line differs from the job's, in words."""
     if outcome.kind is not OutcomeKind.SUCCEEDED:
         return outcome
     if other_line:
@@ -169,33 +170,33 @@ def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
 
 
 class Restart(Struct, frozen=True):
-    """Another generation follows."""
+    """Decision: another generation follows."""
 
     backoff_s: float
     notice: Notice | None
-    """What failed, for the members of the one that is over."""
+    """What failed, for the members of the generation that ended."""
     excluded: tuple[Waiting, ...]
-    """Hosts that may not take part for a while, for everybody."""
+    """Hosts that are excluded for a time, for all members."""
 
 
 class Endings:
-    """What follows each generation that is over. It asks the judge, charges the budget, counts who was to blame, and reports
-    the verdict."""
+    """Decides what follows each generation that ended: asks the judge for a verdict, charges the budget, counts the
+    blame per host, and reports the verdict."""
 
     def __init__(
         self, job: JobSpec, budget: Budget, host_backoff: HostBackoff, judge: Judge, note: Callable[..., None]
     ) -> None:
-        """`note`: for the journal."""
+        """`note` writes into the journal."""
         self._job = job
         self._budget = budget
         self._host_backoff = host_backoff
         self._judge = judge
         self._note = note
         self._newest: Verdict | None = None
-        """On the newest generation after which another one followed."""
+        """Verdict on the last generation after which another one followed."""
 
     def stopped(self, now: float, world: World) -> Restart | Outcome:
-        """No worker of this world is alive any more."""
+        """Decide, now that no worker of this world is alive any more."""
         used = self._budget.used
         end = after_stop(world, self._budget, self._judged)
         if isinstance(end, Outcome):
@@ -208,7 +209,7 @@ class Endings:
         return Restart(end.backoff_s, notice, self._excluded(now, world, verdict))
 
     def _excluded(self, now: float, world: World, verdict: Verdict) -> tuple[Waiting, ...]:
-        """Whose fault the end of a generation was is counted per host."""
+        """Count the end of this generation against the host that caused it. Returns the hosts that are excluded now."""
         culprits = set(world.lost_hosts)
         if not culprits and verdict.culprit is not None and not world.drain_agreed:
             culprits = {verdict.culprit.host}
@@ -222,7 +223,7 @@ class Endings:
         return tuple(excluded)
 
     def no_quorum(self, reason: str, text: str, generation: int) -> Outcome:
-        """Too few nodes came. If nodes were lost in the newest generation, that is the cause."""
+        """The outcome when too few nodes joined. If the last generation lost nodes, that is the cause."""
         code, exit_code = JoinTimeoutError.code, JoinTimeoutError.exit_code
         verdict = Verdict(code=code, cause=text, generation=generation, restarts=self._budget.used)
         before = self._newest
@@ -231,7 +232,7 @@ class Endings:
         return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict)
 
     def _judged(self, evidence: Evidence) -> Verdict:
-        """The judge was given to us: an error in it is noted, and decides nothing."""
+        """The judge's verdict. The judge is a parameter: an error in it goes to the journal and changes no decision."""
         try:
             return self._judge(evidence)
         except Exception as error:  # noqa: BLE001

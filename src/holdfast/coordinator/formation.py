@@ -1,4 +1,4 @@
-"""Who forms the next world, when, and in which order. Pure functions over plain values."""
+"""Decides when the next world is formed, of which candidates, and in which order. Pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Candidate(Struct, frozen=True):
 
 
 class Gathering(Struct, kw_only=True):
-    """What the decision to form looks at, kept up to date by the machine. Times are seconds on the coordinator's clock."""
+    """Input of the decision to form, kept up to date by the machine. Times are seconds on the coordinator's clock."""
 
     present: int
     began_s: float
     last_arrival_s: float
     quorum_s: float | None
-    """Since when min_nodes are present without interruption; None: they are not."""
+    """Since when at least min_nodes have been present; None: they are not."""
     not_before_s: float
     regroup: bool
-    """A world existed before and enough of it is left: nobody waits for strangers."""
+    """A world existed before and enough of its nodes are left: do not wait for new nodes."""
 
     def count(self, present: int, min_nodes: int, now: float) -> None:
-        """So many candidates are present now."""
+        """Note the number of candidates that are present now."""
         self.present = present
         if present < min_nodes:
             self.quorum_s, self.regroup = None, False
@@ -46,7 +46,7 @@ class WaitUntil(Struct, frozen=True):
     deadline_s: float
     reason: str
     gives_up: bool = False
-    """The deadline ends the job, not the wait alone."""
+    """The deadline ends the job, and not only the wait."""
 
 
 class NoQuorum(Struct, frozen=True):
@@ -91,8 +91,9 @@ def _range(job: JobSpec) -> str:
 def seat(candidates: Sequence[Candidate], previous: Sequence[str], job: JobSpec) -> list[NodeSpec]:
     """Choose at most max_nodes candidates and give each a group rank: its index in the result.
 
-    A member that stays keeps its place if the world is large enough for it; then wishes (--node-rank) are honoured,
-    then the coordinator's node takes 0 if it is free; the others fill the holes by host name (numbers by value) and arrival.
+    A member that stays keeps its place if the world is large enough for it. Then requests (--node-rank) are granted.
+    Then the coordinator's node takes 0 if that is free. The others fill the free places, sorted by host name (numbers
+    by value) and arrival.
     """
     if job.fixed_ranks:
         return sorted((c.node for c in candidates), key=lambda node: node.node_rank or 0)
@@ -164,7 +165,7 @@ def assignments(
 
 
 def _led_by(seats: Sequence[NodeSpec]) -> str:
-    """For the others, should that node be lost: nobody else could name it then."""
+    """Text for the other agents: if that node is lost, no coordinator is left that could name it."""
     first = 0
     for node in seats:
         if node.hosts_coordinator:

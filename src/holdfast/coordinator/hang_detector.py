@@ -1,21 +1,24 @@
-"""Does the job stand still? Pure: when to look at all workers, and what follows from what was seen.
+"""Detects hangs of one generation. Pure: it decides when stacks are sampled, and what follows from the finding.
 
-    QUIET ──► EXAMINING ──► (between examinations) ──► EXAMINING …      a step, or a rank that comes further: QUIET
-      nobody has made a step for max(hang_report_s, hang_steps × the median step), once a rank has made its first three;
-      nobody has come nearer to the process group for hang_report_s while somebody waits for it;
-      or the group stands, and nobody has made one of the first three steps for slow_report_s
+    QUIET ──► EXAMINING ──► (between examinations) ──► EXAMINING …      any progress: QUIET
 
-An examination is LOOKS looks at all workers, of which a function that is given makes a Finding:
+An examination starts when
+- a rank has made three steps, and then no rank made one for max(hang_report_s, hang_steps × the median step);
+- a rank waits for the process group, and no rank has reached a new stage of start-up for hang_report_s;
+- the process group is ready, and no rank has made one of the first three steps for slow_report_s.
 
-| the finding      | what follows                                                                                        |
-|------------------|-----------------------------------------------------------------------------------------------------|
-| MOVING           | another examination later                                                                           |
-| PAUSED           | the same; reported only when nobody has moved for hang_timeout_s; a rank that is left alone: as if HUNG, and slow |
-| HUNG, STUCK      | told once, then looked at again and again; if it may only be slow: after slow_report_s; if it computes: as PAUSED |
-| but MOVING, and nobody has moved for hang_timeout_s since the first look that showed the same | the generation is ended  |
+An examination takes LOOKS samples of all workers. The `examine` function makes a Finding of them:
 
-It is not ended while somebody who does not come computes, nor for a pause before the third step: nothing says then that
-the script trains at all.
+| finding          | what follows                                                                               |
+|------------------|--------------------------------------------------------------------------------------------|
+| MOVING           | another examination later                                                                  |
+| PAUSED           | the same; reported only after hang_timeout_s without any movement                          |
+| PAUSED, one rank | all other ranks have ended: as HUNG and slow                                               |
+| HUNG, STUCK      | reported once, then sampled again; slow: reported after slow_report_s; busy: as PAUSED     |
+| all but MOVING   | the generation is ended after hang_timeout_s without any movement since the same was found |
+
+The generation is not ended while a missing rank computes, nor for a pause before the third step: up to then nothing
+shows that the script trains at all.
 """
 
 from __future__ import annotations
@@ -33,36 +36,36 @@ from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankSamp
 from holdfast.text import listed
 
 LOOKS = 3
-"""Of one examination, look_gap_s apart."""
+"""Samples of one examination, look_gap_s apart."""
 LOOKS_MAX = 6
-"""Where some have answered one of them only: that tells nobody who moves from who does not."""
+"""Limit of these if some ranks answered only one: a single sample does not show whether a rank moves."""
 NO_GROUP = "HF245"
-"""The process group does not come to stand."""
+"""The process group is not formed."""
 STEPS_MIN = 3
-"""A step may take so many times the median before anybody looks, however long that is."""
+"""A step may take at least this many times the median before an examination starts."""
 REACH_SHOWN_MAX = 3
 RANKS_NAMED_MAX = 4
 
 
 class LookNow(Struct, frozen=True):
-    """Look at all workers; ends in Watch.looked. `store`: the nodes also try to reach the generation's store."""
+    """Sample all workers; ends in HangDetector.looked. `store`: the nodes also try to reach the generation's store."""
 
     store: bool
 
 
 class ReportHang(Struct, frozen=True):
-    """Tell everybody, once."""
+    """Report the hang to all nodes, once."""
 
     finding: Finding
     text: str
     still_s: float
-    """Nobody has made a step for so long."""
+    """Time without a step of any rank."""
     files: dict[int, str]
-    """By rank: where its stacks are, on its own node."""
+    """By rank: the file with its stacks, on its own node."""
 
 
 class HangOver(Struct, frozen=True):
-    """What was reported has passed."""
+    """The hang that was reported is over."""
 
     finding: Finding
     still_s: float
@@ -82,21 +85,21 @@ Order = LookNow | ReportHang | HangOver | EndHung
 @dataclass(slots=True)
 class _Suspicion:
     store: bool
-    """They wait for the process group, and not for a step."""
+    """Ranks wait for the process group, and not for a step."""
     warm_up: bool
     """No rank has made a step that counts."""
     since_s: float
     next_look_s: float
     looking: bool = False
     looks: int = 0
-    """Of the examination under way."""
+    """Samples of the current examination."""
     began_s: float = 0.0
-    """When its first look was asked for."""
+    """When its first sample was asked for."""
     samples: dict[int, deque[RankSample]] = field(default_factory=dict)
     reach: tuple[str, ...] = ()
     signature: str = ""
     same_since_s: float = 0.0
-    """Nobody has moved since, as far as was looked."""
+    """No rank has moved since, as far as the samples show."""
     reported: Finding | None = None
 
     @property
@@ -105,7 +108,7 @@ class _Suspicion:
 
 
 class HangDetector:
-    """Of one generation."""
+    """Hang detector for one generation."""
 
     def __init__(self, limits: Limits, throughput: Throughput, examine: Examine) -> None:
         self._limits = limits
@@ -113,10 +116,10 @@ class HangDetector:
         self._examine = examine
         self._suspicion: _Suspicion | None = None
         self._patience_s = limits.hang_report_s
-        """Without a step, until somebody is suspected; measured anew when it is over."""
+        """Time without a step after which an examination starts. Computed again after each step."""
 
     def standing(self, now: float) -> Finding | None:
-        """The hang that was reported and is not over, as it is now: its ages grow, its places are those of the newest look."""
+        """The hang that was reported and is not over, with its present age and the places of the newest sample."""
         suspicion = self._suspicion
         if suspicion is None or suspicion.reported is None:
             return None
@@ -124,7 +127,7 @@ class HangDetector:
         return suspicion.reported if finding.kind is HangKind.MOVING else finding
 
     def due_s(self) -> float:
-        """When `advance` has something to do."""
+        """When `advance` must run next."""
         suspicion = self._suspicion
         if suspicion is not None:
             return inf if suspicion.looking else suspicion.next_look_s
@@ -145,7 +148,7 @@ class HangDetector:
         return LookNow(suspicion.store)
 
     def moved(self, now: float) -> HangOver | None:
-        """A step was made, or a rank has come further."""
+        """A rank made a step or reached a new stage."""
         suspicion, self._suspicion = self._suspicion, None
         self._patience_s = self._limits.hang_report_s
         if suspicion is None or suspicion.reported is None:
@@ -155,7 +158,7 @@ class HangDetector:
     def looked(
         self, now: float, *, asked_s: float, samples: Mapping[int, RankSample], reach: tuple[str, ...]
     ) -> list[Order]:
-        """What the look has shown, by rank; who did not answer in time is missing."""
+        """Take the samples of one round, by rank. Ranks that did not answer in time are missing."""
         suspicion = self._suspicion
         if suspicion is None or not suspicion.looking:
             return []
@@ -227,7 +230,7 @@ class HangDetector:
         return finding
 
     def _goes_on(self, now: float, suspicion: _Suspicion) -> list[Order]:
-        """Somebody works. Where no steps are counted, that is all that can tell the end of a hang that was reported."""
+        """A rank makes progress. While no steps are counted, only this shows the end of a hang that was reported."""
         over: list[Order] = []
         if suspicion.warm_up and suspicion.reported is not None:
             over.append(HangOver(suspicion.reported, now - suspicion.since_s))
@@ -237,18 +240,18 @@ class HangDetector:
         return over
 
     def _silence_s(self, finding: Finding, suspicion: _Suspicion) -> float:
-        """How long all must have stood where they stand before it is reported."""
+        """How long all ranks must stay in place before the finding is reported."""
         limits = self._limits
         at_the_end_s = limits.hang_timeout_s or limits.pause_report_s
         if finding.kind is HangKind.PAUSED or finding.busy:
             return at_the_end_s
         if not finding.slow or suspicion.warm_up:
             return 0.0
-        # It is hang_report_s old when it is suspected.
+        # hang_report_s have passed already when the examination starts.
         return min(max(0.0, limits.slow_report_s - limits.hang_report_s), at_the_end_s)
 
     def _look_again(self, now: float, suspicion: _Suspicion, finding: Finding | None) -> None:
-        """One look more at a hang that was told; else a whole examination. `finding`: None when somebody works."""
+        """Schedule one more sample of a reported hang, else a whole examination. `finding` None: a rank works."""
         limits = self._limits
         if suspicion.reported is not None:
             suspicion.looks, suspicion.next_look_s = LOOKS - 1, now + limits.look_again_s
@@ -276,7 +279,7 @@ class HangDetector:
         ]
 
     def _about_the_group(self, finding: Finding, still_s: float, reach: tuple[str, ...]) -> Finding:
-        """The same in words about the process group: who has not come, and which node cannot reach the store."""
+        """The finding in words about the process group: which ranks are missing, which node cannot reach the store."""
         alive = self._throughput.alive()
         missing = [pace for pace in alive if pace.stage is Stage.STARTING]
         waiting = [pace.rank for pace in alive if pace.stage in GROUPING]
@@ -327,7 +330,7 @@ class HangDetector:
 
 
 def _about_the_last(finding: Finding) -> Finding:
-    """The same of a rank that stands still and that others have left alone: nobody waits for it but the job."""
+    """The finding for a rank that stays in place after all others have ended: only the job waits for it."""
     if finding.kind is not HangKind.PAUSED or not finding.culprits:
         return finding
     text = f"{finding.text}; all other ranks have ended"

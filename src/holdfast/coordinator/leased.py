@@ -1,5 +1,5 @@
-"""The coordinator under a leader lease. It ignores every event once the lease is over, and forms nothing until the workers of
-the previous leader must have been fenced. Pure: a function says whether the lease is held.
+"""The coordinator under a leader lease. It ignores every event once the lease is over, and forms nothing until the
+workers of the previous leader must have been fenced. Pure: a function says whether the lease is held.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class LeasedCoordinator(CoordinatorMachine):
         tail_s: float = 0.0,
         examine: Examine = cannot_tell,
     ) -> None:
-        """`floor`: the newest generation that the previous leader may have started. `tail_s`: its workers may live for so
-        long from now where nobody hears of them (a fence at most)."""
+        """`floor`: the newest generation that the previous leader may have started. `tail_s`: for how long from now
+        its workers may live on nodes that do not report to this coordinator (one fence at most)."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._holds = holds
         self._told = floor
-        if floor:  # as if an agent of the previous leader's came, which lost it so long ago that only the tail is left
+        if floor:  # as if an agent of the previous leader joined whose fence ends after tail_s
             self._previous_leader.generation = floor
             super()._wait_for_fence_previous_leader(now - (limits.fence_s + limits.kill_s - tail_s), floor)
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        """Without the lease nothing is decided any more: the process may have slept, and somebody else be in charge."""
+        """Decide nothing without the lease: this process may have slept, and another one may hold the lease now."""
         if not self._holds():
             return []
         return super().handle(now, event)
 
     @property
     def workers_may_live(self) -> bool:
-        """Of a member, in a generation of ours."""
+        """Whether a member may still run workers of a generation of this coordinator."""
         return self._membership.anybody_busy
 
     def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:
-        """What etcd remembers tells when the previous leader's workers are gone: an agent's broken link does not, for it
-        may have broken before that coordinator ended."""
+        """The record in etcd says when the previous leader's workers are gone. The time at which an agent lost its link
+        does not: the link may have broken before that coordinator ended."""
         if generation > self._told:
             super()._wait_for_fence_previous_leader(died_s, generation)

@@ -1,7 +1,7 @@
-"""Who is a member, by name and by link; who has been silent too long; which hosts must wait before they may take part again;
-and what is left of an earlier coordinator. Bookkeeping only: the machine decides what follows from it.
+"""Membership: members by name and by link, expired leases, hosts on back-off, and the generation of an earlier
+coordinator. Bookkeeping only: the machine decides what follows from it.
 
-Everything that is asked for at every event costs the same with ten members and with ten thousand.
+What the machine asks for at every event costs the same with ten members and with ten thousand.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from holdfast.protocol.messages import Join, Running
 from holdfast.protocol.policy import Limits, NodeSpec
 
 LINKS_PER_ADDRESS_MAX = 1024
-"""Links from one address that have not joined: one more costs the oldest of them. Many agents may share a machine."""
+"""Limit of links from one address that have not joined; one more closes the oldest. Many agents may share a machine."""
 
 
 class Membership:
-    """Links without a Join, members, and who of them may take part in the next world."""
+    """Holds the links without a Join, the members, and the candidates for the next world."""
 
     def __init__(self, host_backoff: HostBackoff, limits: Limits) -> None:
         self._limits = limits
         self._host_backoff = host_backoff
         self.members: dict[str, Member] = {}
         self.pending: dict[int, Pending] = {}
-        """In the order in which they were opened. Changed through `open_link` and `close_link`."""
+        """In the order in which they were opened. Changed by `open_link` and `close_link` only."""
         self._pending_of: Counter[str] = Counter()
-        """By address."""
+        """Number of pending links by address."""
         self._by_link: dict[int, str] = {}
         self._busy: dict[str, Member] = {}
         self._arrivals = 0
@@ -39,12 +39,12 @@ class Membership:
         self._waiting: list[tuple[Member, float]] = []
         self._outsiders: dict[str, Member] = {}
         self._outside_of: Mapping[str, object] = {}
-        """The world that the outsiders are outside of."""
+        """The world for which the outsiders were computed."""
         self._fresh_until_s = -inf
-        """The lists of candidates are true up to this time; -inf: members have changed."""
+        """The lists of candidates are valid up to this time; -inf: members have changed."""
 
     def open_link(self, link: int, pending: Pending) -> list[int]:
-        """A link was opened. Returns the oldest one from the same address when there are too many."""
+        """Add a link. Returns the oldest one from the same address when there are too many."""
         self.pending[link] = pending
         self._pending_of[pending.address] += 1
         if pending.local or self._pending_of[pending.address] <= LINKS_PER_ADDRESS_MAX:
@@ -52,7 +52,7 @@ class Membership:
         return [next(number for number, other in self.pending.items() if other.address == pending.address)]
 
     def close_link(self, link: int) -> Pending | None:
-        """It is gone, or its agent has joined."""
+        """Remove a link that was closed or whose agent has joined."""
         pending = self.pending.pop(link, None)
         if pending is not None:
             self._pending_of[pending.address] -= 1
@@ -61,8 +61,8 @@ class Membership:
         return pending
 
     def late_links(self, now: float, but: Container[int]) -> list[int]:
-        """Links that have been without a member for too long. Not the local one, and not those named: an agent that waits
-        for a rank that somebody holds has asked to join."""
+        """Links that have been without a member for too long. Not the local one, and not those in `but`: an agent that
+        waits for a rank that another one holds has sent its Join."""
         late: list[int] = []
         for link, due_s in self._unjoined(but):
             if now < due_s:
@@ -71,7 +71,7 @@ class Membership:
         return late
 
     def unjoined_due_s(self, but: Container[int]) -> float:
-        """When `late_links` has the next one."""
+        """When `late_links` will have another link."""
         return next((due_s for _, due_s in self._unjoined(but)), inf)
 
     def _unjoined(self, but: Container[int]) -> Iterator[tuple[int, float]]:
@@ -84,7 +84,7 @@ class Membership:
         return None if name is None else self.members[name]
 
     def add(self, link: int, node: NodeSpec, *, now: float, heard_s: float) -> Member:
-        """The agent behind a pending link becomes a member."""
+        """Make the agent of a pending link a member."""
         pending = self.close_link(link)
         assert pending is not None
         node = structs.replace(node, hosts_coordinator=pending.local)
@@ -118,11 +118,11 @@ class Membership:
             self.changed()
 
     def changed(self) -> None:
-        """Somebody wants to go, or was put on host back-off or taken off it."""
+        """Must be called when a member starts to leave, or when a host's back-off begins or ends."""
         self._fresh_until_s = -inf
 
     def set_busy(self, member: Member, generation: int) -> None:
-        """Worker processes of this generation may be alive there; 0: none are."""
+        """Note that worker processes of this generation may be alive on the member's node; 0: none are."""
         member.busy_generation = generation
         if generation:
             self._busy[member.name] = member
@@ -142,17 +142,17 @@ class Membership:
         return self._candidates.values()
 
     def waiting(self, now: float) -> list[tuple[Member, float]]:
-        """Members on host back-off, and from when on they may take part."""
+        """Members on host back-off, each with the time at which it ends."""
         self._refresh(now)
         return self._waiting
 
     def next_change_s(self, now: float) -> float:
-        """When somebody's host back-off ends; inf: nobody is on host back-off."""
+        """When the next host back-off ends; inf: no member is on host back-off."""
         self._refresh(now)
         return self._fresh_until_s
 
     def outsiders(self, now: float, world: Mapping[str, object]) -> Collection[Member]:
-        """Candidates whose names are not in this world. Asked about one world after the other."""
+        """Candidates whose names are not in this world. The result is kept for the newest world only."""
         self._refresh(now)
         if self._outside_of is not world:
             self._outside_of = world
@@ -187,23 +187,23 @@ class Membership:
 
 @dataclass(slots=True)
 class Liveness:
-    """Which members have been silent too long. Silence counts only while we were listening ourselves."""
+    """Finds members whose lease expired. Silence counts only while this process was able to receive."""
 
     limits: Limits
     looked_s: float
     pardoned_s: float = 0.0
-    """Nobody counts as silent since before this."""
+    """Silence before this time does not count."""
     next_expiry_s: float = inf
-    """When the first of the leases seen at the last look runs out."""
+    """When the first of the leases that `silent` saw last expires."""
 
     def next_look_s(self) -> float:
         return min(self.looked_s + self.limits.lease_s / 4, self.next_expiry_s)
 
     def silent(self, members: Iterable[Member], now: float) -> list[Member]:
-        """Members whose lease has run out.
+        """Members whose lease has expired.
 
-        If we come back from a pause of our own (stopped process, starved machine), the time of that pause is not
-        held against anybody: what they sent meanwhile may still lie unread in our sockets.
+        A pause of this process (stopped, or on a starved machine) does not count: messages that members sent
+        meanwhile may be in the sockets, still unread.
         """
         gap = now - self.looked_s
         self.looked_s = now
@@ -218,25 +218,25 @@ class Liveness:
 @dataclass(slots=True)
 class _Record:
     strikes: int = 0
-    """Quick losses in a row."""
+    """Quick losses of this host in a row."""
     blames: int = 0
     exclusions: int = 0
     stay_s: float = 0.0
-    """How long an agent of this host must have been here before the others are regrouped for it."""
+    """How long an agent of this host must be a member before the others are regrouped for it."""
     excluded_until_s: float = 0.0
 
 
 @dataclass(slots=True)
 class HostBackoff:
-    """A host whose agents join and die in a loop must stay a while first; one that is blamed too often is shut out. Knows
-    host names and times, no members."""
+    """Delays hosts whose agents join and die in a loop, and excludes hosts that are blamed too often. Knows host names
+    and times, no members."""
 
     limits: Limits
     exclude_after: int
     _records: dict[str, _Record] = field(default_factory=dict)
 
     def lost(self, host: str, *, lived_s: float) -> None:
-        """A member on this host was lost, so long after its first workers were started (or else after it joined)."""
+        """A member on this host was lost `lived_s` after its first workers were started (or else after it joined)."""
         record = self._records.setdefault(host, _Record())
         if lived_s >= self.limits.healthy_s:
             record.strikes, record.stay_s = 0, 0.0
@@ -247,7 +247,7 @@ class HostBackoff:
             record.stay_s = min(self.limits.flap_first_s * 2.0 ** (record.strikes - 2), self.limits.flap_max_s)
 
     def blamed(self, host: str, now: float) -> float:
-        """A generation ended because of this host. Returns for how many seconds it is excluded from now on; 0: not."""
+        """A generation ended because of this host. Returns for how many seconds the host is excluded; 0: it is not."""
         if not self.exclude_after:
             return 0.0
         record = self._records.setdefault(host, _Record())
@@ -261,7 +261,7 @@ class HostBackoff:
         return pause_s
 
     def until_s(self, host: str, joined_s: float) -> float:
-        """From when on an agent of this host that joined at `joined_s` may take part."""
+        """The time from which an agent of this host that joined at `joined_s` may take part."""
         record = self._records.get(host)
         if record is None:
             return joined_s
@@ -270,18 +270,18 @@ class HostBackoff:
 
 @dataclass(slots=True)
 class PreviousLeader:
-    """The newest generation that a coordinator before us formed, and the agents that still run it. It goes on only if all
-    its nodes come with living workers."""
+    """The newest generation of an earlier coordinator, and the agents that still run it. It continues only if all its
+    nodes join with living workers."""
 
     generation: int = 0
-    """The newest one anybody told us of; 0: nobody did."""
+    """The newest one that an agent reported; 0: none did."""
     broken: bool = False
-    """A part of that generation has ended: it cannot go on."""
+    """A part of that generation has ended, so it cannot continue."""
     parts: dict[int, tuple[Member, Running]] = field(default_factory=dict)
-    """Group rank -> who came with it."""
+    """Members that joined with a part of it, by group rank."""
 
     def observe(self, member: Member, join: Join) -> list[Member]:
-        """A member has joined and told of this. Returns those whose running generation has no future."""
+        """A member joined with this report. Returns members that have to stop the generation that they run."""
         hopeless: list[Member] = []
         if join.last_generation > self.generation:
             hopeless = self._drop_parts()
@@ -292,18 +292,18 @@ class PreviousLeader:
         elif running is not None:
             hopeless.append(member)
         elif join.last_generation == self.generation > 0:
-            # It took part and comes with empty hands.
+            # It took part in the generation but has no living workers.
             hopeless += self._break()
         return hopeless
 
     def lost(self, member: Member) -> list[Member]:
-        """A member is gone, or its workers are. Returns those whose running generation has no future by that."""
+        """A member or its workers are gone. Returns members that have to stop the generation that they run."""
         came = any(member is one for one, _ in self.parts.values())
         return [other for other in self._break() if other is not member] if came else []
 
     @property
     def whole(self) -> bool:
-        """Every node of the generation has come with its workers alive."""
+        """Whether every node of the generation has joined with living workers."""
         return bool(self.parts) and len(self.parts) == next(iter(self.parts.values()))[1].group_world_size
 
     @property
@@ -311,7 +311,7 @@ class PreviousLeader:
         return max(running.restart_count for _, running in self.parts.values())
 
     def world(self, now: float) -> World:
-        """That generation, as ours from now on."""
+        """That generation as a world of this coordinator."""
         parts = [part for _, part in sorted(self.parts.items())]
         world = World(
             generation=self.generation,

@@ -1,8 +1,8 @@
-"""The monitor of the generation that is at work: its throughput, stragglers, hangs, and the sample rounds in which all
-nodes are asked for the stacks of their workers. And the job as people see it (`node_views`).
+"""Monitors the running generation: throughput, stragglers, hangs, and the sample rounds that collect the stacks of all
+workers. Also builds the view of the job for users (`node_views`).
 
-An object of the coordinator: it takes what happens and returns commands. It decides one thing that changes the course of
-the job, `EndGeneration`. What it finds out for the verdict it leaves in the World.
+The coordinator owns it, passes events to it and carries out the commands it returns. Only one of them changes the state
+of the job: `EndGeneration`. What the verdict needs is stored in the World.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from holdfast.protocol.rank_progress import (
 
 SIGKILL = 9
 NOTICES_SAID_MAX = 3
-"""Stragglers that are reported on the console at a time; the journal has all."""
+"""Stragglers reported on the console at a time; the journal has all."""
 STACKS_AFTER_TIMEOUT_S = 2.0
-"""A generation in which a collective has timed out is kept for so long, until the stacks of the ranks that did not come
-have been collected and the other waiting ranks have reported."""
+"""After the time-out of a collective the stop waits at most this long, until the stacks of the missing ranks have been
+collected and the other waiting ranks have reported."""
 REASON_AFTER_CLOSED_S = 2.0
-"""A generation in which a connection was closed is kept for so long, until the rank that closed it has reported: Python
-needs a second or two to end, and `finally: destroy_process_group()` comes before the traceback."""
+"""After a closed connection the stop waits at most this long for the report of the rank that closed it: Python needs a
+second or two to end, and `finally: destroy_process_group()` comes before the traceback."""
 EVIDENCE_S = 2.0
-"""A generation is kept for so long for what a failed worker has left, where that decides whether it is kept longer."""
+"""The stop waits at most this long for a failed worker's evidence, if that decides whether it waits longer."""
 MAY_BE_CONSEQUENCE = (1, -6)
-"""Exit statuses of a Python program after an exception, and of one that torch's watchdog aborted: what such a worker has left may say that
-another one is to blame. Every other exit status is a reason of its own."""
+"""Exit statuses of a Python program after an exception, and of one that torch's watchdog aborted. The evidence of such
+a worker may name another one as the culprit. Every other exit status is a cause of its own."""
 SEARCHED_CHARACTERS = 4096
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout"
     r"|Watchdog caught collective operation timeout|timed out in monitoredBarrier|failed to pass monitoredBarrier"
 )
-"""What torch says when a collective or its store has waited for longer than the group's time-out."""
+"""Messages of torch when a collective or its store has waited for longer than the group's time-out."""
 CLOSED = re.compile(
     r"^[\w.]*(?:ConnectionResetError|ConnectionAbortedError|BrokenPipeError|EOFError)\b|ncclRemoteError"
     r"|remote process exited|received errors while waiting for send/recv from rank"
     r"|gloo/transport/[\s\S]*(?:[Cc]onnection (?:closed|reset) by|[Bb]roken pipe)"
 )
-"""What torch and Python say when the other side has closed the connection."""
+"""Messages of torch and Python when the other side has closed the connection."""
 
 
 def timed_out(failures: Iterable[Failure]) -> bool:
-    """Whether all of these are time-outs of a collective. The ranks that did not come are then still alive."""
+    """Whether all of these are time-outs of a collective. The missing ranks are then still alive."""
     return all(
         TIMED_OUT.search(f"{each.message[:SEARCHED_CHARACTERS]}\n{each.stderr_tail[-SEARCHED_CHARACTERS:]}")
         and not each.after_stop
@@ -73,7 +73,7 @@ def timed_out(failures: Iterable[Failure]) -> bool:
 
 
 def lost_a_peer(failures: Iterable[Failure]) -> bool:
-    """Whether all of these say that a peer closed the connection. That rank may only be cleaning up before it reports why."""
+    """Whether all of these report a connection that a peer closed. That peer may be cleaning up and report later."""
     return all(
         CLOSED.search(each.message[:SEARCHED_CHARACTERS]) and not each.after_stop and each.exit_code > 0
         for each in failures
@@ -81,12 +81,12 @@ def lost_a_peer(failures: Iterable[Failure]) -> bool:
 
 
 def cannot_tell(stories: object) -> Finding:  # noqa: ARG001 - it takes the place of a function that looks at them
-    """For a coordinator without a function that examines stacks: nothing is ever found."""
+    """The `examine` function of a coordinator that has none: it finds nothing."""
     return Finding(kind=HangKind.MOVING, code="", text="")
 
 
 class EndGeneration(Struct, frozen=True):
-    """The generation at work has to be stopped."""
+    """The coordinator has to stop the running generation."""
 
     reason: StopReason
     text: str
@@ -94,57 +94,57 @@ class EndGeneration(Struct, frozen=True):
 
 @dataclass(slots=True)
 class SampleRound:
-    """All nodes are asked for stacks once."""
+    """One round in which all nodes are asked for stacks."""
 
     number: int
     asked_s: float
     awaited: set[str]
     """Members that have not answered."""
     samples: dict[int, RankSample] = field(default_factory=dict)
-    """By rank."""
+    """Samples by rank."""
     reach: list[str] = field(default_factory=list)
-    """What nodes that cannot reach the store have said."""
+    """Reports of the nodes that cannot reach the store."""
 
 
 class Monitor:
-    """Watches one generation after the other. Every method that takes an event returns what is to be done."""
+    """Monitors one generation after the other. Methods that take an event return the commands that follow."""
 
     def __init__(self, limits: Limits, members: Mapping[str, Member], examine: Examine) -> None:
-        """`members`: the coordinator's, by name, as they are at any moment."""
+        """`members`: the coordinator's live table of members by name."""
         self._limits = limits
         self._members = members
         self._examine = examine
         self._at_work: World | None = None
         """The newest world that was started."""
         self._throughput: Throughput | None = None
-        """Of that world; made when they are first needed."""
+        """Throughput of that world; made when it is first needed."""
         self._watch: HangDetector | None = None
-        """None: no generation is watched."""
+        """None: no generation is monitored."""
         self._stragglers = Stragglers(limits.straggler_window_s)
         self._trained_s = 0.0
-        """In generations that are over."""
+        """Training time of the generations that ended."""
         self._looks = 0
         self._round: SampleRound | None = None
-        """The round under way."""
+        """The current round."""
         self._silent: set[str] = set()
-        """Members that have not answered a round in time: they are asked, but not waited for again."""
+        """Members that missed the end of a round: later rounds ask them but do not wait for them."""
         self._kept: EndGeneration | None = None
-        """The generation will be ended so, as soon as what is collected for the verdict has come."""
+        """How the generation will be ended once the evidence for the verdict is collected."""
         self._kept_until_s = inf
         self._unread: EndGeneration | None = None
-        """It will be ended so, unless what a failed worker has left says otherwise."""
+        """How it will be ended unless the evidence of a failed worker requires something else."""
         self._unread_until_s = inf
         self._out: list[Command | EndGeneration] = []
 
     # ---------------------------------------------------------------- events
 
     def begin(self, world: World) -> None:
-        """The workers of this world have been started."""
+        """Start to monitor this world: its workers were started."""
         self._trained_s = self.training_s
         self._at_work, self._throughput = world, None
 
     def rest(self) -> None:
-        """The generation drains, is stopped or is over: nobody hangs in it any more."""
+        """Stop looking for hangs: the generation drains, is stopped or is over."""
         self._watch = self._round = self._kept = self._unread = None
         self._unread_until_s = inf
 
@@ -186,9 +186,9 @@ class Monitor:
     def failed(
         self, now: float, failures: Sequence[Failure], text: str, *, evidence_follows: bool
     ) -> list[Command | EndGeneration]:
-        """Workers have failed. The generation is ended, or kept for a moment where these failures are consequences: of a
-        rank that did not come, whose stacks are collected before it is stopped, or of one that left and may report why.
-        Where only their evidence tells, that is waited for."""
+        """Workers have failed. End the generation now, or shortly later if these failures may be consequences: of a
+        missing rank, whose stacks are collected first, or of a rank that left and may still report why. If only the
+        evidence can tell, wait for it."""
         end = EndGeneration(StopReason.WORKER_FAILED, text)
         world = self._world()
         if evidence_follows:
@@ -203,7 +203,7 @@ class Monitor:
         if self._kept is not None and (self._round is not None or not in_vain):
             return []
         if world.hang is not None:
-            return [end]  # who is to blame is known
+            return [end]  # the culprit is known
         if in_vain:
             self._look(now, store=False)
             if self._round is None or not self._round.awaited:
@@ -216,7 +216,7 @@ class Monitor:
     # ---------------------------------------------------------------- what follows
 
     def due_s(self) -> float:
-        """When `advance` has something to do while a generation runs."""
+        """When `advance` must run next while a generation runs."""
         if self._kept is not None:
             return self._kept_until_s
         if self._unread is not None:
@@ -228,7 +228,7 @@ class Monitor:
         return self._watch.due_s()
 
     def advance(self, now: float) -> list[Command | EndGeneration]:
-        """While a generation runs, after each event."""
+        """Must be called after each event while a generation runs."""
         if self._kept is not None:
             return self._advance_kept(now, self._kept)
         if self._unread is not None:
@@ -273,7 +273,7 @@ class Monitor:
         return self._throughput
 
     def _examined(self, stories: Sequence[RankStory]) -> Finding:
-        """The function was given to us: an error in it is noted, and ends no job."""
+        """The finding of `examine`, which is a parameter: an error in it goes to the journal and ends no job."""
         try:
             return self._examine(stories)
         except Exception as error:  # noqa: BLE001
@@ -299,7 +299,7 @@ class Monitor:
             self._follow(now, order)
 
     def _follow(self, now: float, order: Order | None) -> None:
-        """Do what the hang detector says."""
+        """Carry out an order of the hang detector."""
         world = self._world()
         match order:
             case LookNow(store):
@@ -354,12 +354,12 @@ class Monitor:
 
     @property
     def throughput(self) -> Throughput | None:
-        """Of the newest world that was started; None: nothing has been reported yet."""
+        """Throughput of the newest world that was started; None: nothing was reported yet."""
         return self._throughput
 
     @property
     def training_s(self) -> float:
-        """For how long some generation was running with steps being made."""
+        """Total time in which a generation was making steps."""
         return self._trained_s + (self._throughput.training_s if self._throughput is not None else 0.0)
 
     def hang(self, now: float) -> Finding | None:
@@ -367,7 +367,7 @@ class Monitor:
         return self._watch.standing(now) if self._watch is not None else None
 
     def notices(self, hang: Finding | None) -> tuple[str, ...]:
-        """What is wrong with the generation that runs, in words."""
+        """Current hangs and stragglers of the running generation, in words."""
         stragglers = self._stragglers.standing if self._watch is not None else ()
         return (*([hang.text] if hang is not None else []), *(each.text for each in stragglers))
 
@@ -389,7 +389,7 @@ class Monitor:
 
 
 def _failure_of(story: RankStory, finding: Finding, lived_s: float) -> Failure:
-    """The culprit of a hang, as one that is about to be killed for it."""
+    """The culprit of a hang as a Failure. Its process is about to be killed for it."""
     newest = story.samples[-1] if story.samples else None
     return Failure(
         rank=story.rank,
@@ -419,7 +419,7 @@ def node_views(
     now: float,
     hang: Finding | None = None,
 ) -> tuple[NodeView, ...]:
-    """The nodes of the world by group rank, then the others in the order of their arrival. `hang`: one that was reported."""
+    """The nodes of the world by group rank, then the others in order of arrival. `hang`: the hang that was reported."""
     found = _places(hang)
     places = {name: place for place, name in enumerate(world.order)} if world is not None and phase in IN_WORLD else {}
     on_host_backoff = {member.name for member, _ in membership.waiting(now)}
@@ -458,7 +458,7 @@ def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: s
 
 
 def _places(hang: Finding | None) -> dict[int, tuple[Standing, str]]:
-    """By rank: what it does in this hang, and where."""
+    """By rank: its state in this hang, and its place in words."""
     found: dict[int, tuple[Standing, str]] = {}
     if hang is None:
         return found

@@ -1,10 +1,11 @@
-"""Ranks and nodes that make the others wait, step after step. Pure.
+"""Finds ranks and nodes that slow down the others at every step. Pure.
 
-In a job with collectives all ranks' steps last equally long, whoever is slow. What tells them apart is each rank's own part
-of a step: from the end of the step before to the beginning of backward, before anybody can be waited for.
+Collectives make the steps of all ranks equally long, whichever rank is slow. The ranks differ in their own part of a
+step: from the end of the previous step to the start of backward, before a rank can wait for another.
 
-A rank is slow in a window of at least STEPS_MIN steps when its own part exceeds FACTOR times the median of its peers', and by
-EXCESS_S or by EXCESS_SHARE of the step. IN_A_ROW slow windows make it a straggler, as many others end that.
+A rank is slow in a window of at least STEPS_MIN steps when its own part exceeds FACTOR times the median of its peers,
+and exceeds it by EXCESS_S or by EXCESS_SHARE of the step. After IN_A_ROW slow windows it is a straggler; after as many
+other windows it is not one any more.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ RANK_SLOW, NODE_SLOW = "HF250", "HF251"
 
 
 class Straggler(Struct, frozen=True, kw_only=True):
-    """Somebody has become one, or (`over`) is none any more."""
+    """A rank or a node has become a straggler or, with `over`, is not one any more."""
 
     code: str
     host: str
     ranks: tuple[int, ...]
     own_s: float
-    """Its own part of a step; of a node: the median of its ranks."""
+    """Its own part of a step; for a node: the median of its ranks."""
     peers_s: float
-    """The median of its peers'."""
+    """The median own part of its peers."""
     step_s: float
     over: bool = False
 
@@ -54,20 +55,20 @@ class Straggler(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Course:
-    """Of one rank."""
+    """The windows of one rank."""
 
     pace: RankThroughput
     since: Mark
-    """The window under way begins here."""
+    """Start of the current window."""
     step_s: float = 0.0
     own_s: float = 0.0
     peers_s: float = 0.0
     slow: int = 0
-    """Slow windows in a row; below 0: so many others in a row."""
+    """Number of slow windows in a row; negative: of other windows in a row."""
 
 
 class Stragglers:
-    """Of one generation. `heard` is cheap; once every rank has closed a window all are compared."""
+    """Straggler detector for one generation. `heard` is cheap; `news` compares once every rank has closed a window."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -81,7 +82,7 @@ class Stragglers:
         return tuple(self._standing.values())
 
     def heard(self, pace: RankThroughput) -> None:
-        """This rank has made steps."""
+        """Take the newest steps of this rank."""
         if not pace.counts:
             return
         course = self._courses.get(pace.rank)
@@ -90,7 +91,7 @@ class Stragglers:
             self._open.add(pace.rank)
             return
         mark = pace.mark
-        if mark.steps < course.since.steps:  # it began to count other things
+        if mark.steps < course.since.steps:  # it counts optimizer steps now instead of beats
             course.since = mark
         if mark.steps - course.since.steps >= STEPS_MIN and mark.at_s - course.since.at_s >= self._window_s:
             course.step_s, course.own_s = course.since.per_step(mark)
@@ -102,7 +103,7 @@ class Stragglers:
         self._open.discard(rank)
 
     def news(self) -> list[Straggler]:
-        """Compare, if everybody has closed a window since the last time."""
+        """Compare the ranks if each of them has closed a window since the last comparison."""
         if self._open or len(self._courses) < 2:
             return []
         self._open = set(self._courses)
@@ -164,7 +165,7 @@ def _is_slow(own_s: float, peers_s: float, step_s: float) -> bool:
 
 
 def _median_without(ordered: list[float], one: float) -> float:
-    """The median of all values but this one, which is among them.
+    """The median of all values except this one, which must be among them.
 
     >>> _median_without([1.0, 2.0, 9.0], 9.0), _median_without([1.0, 9.0], 9.0)
     (1.5, 1.0)

@@ -1,6 +1,6 @@
-"""How fast the ranks of a running generation are, from what their agents tell. Bookkeeping: it decides nothing.
+"""Throughput of the ranks of a running generation, from the reports of their agents. Bookkeeping: it decides nothing.
 
-A message costs as much as it has ranks. What looks at all ranks (`step_s`) is for those who ask rarely.
+The cost of a report grows with its ranks. `step_s` looks at all ranks, so it is for rare calls.
 """
 
 from __future__ import annotations
@@ -12,51 +12,51 @@ from dataclasses import dataclass, field
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
 STEPS_TO_COUNT = 3
-"""Until then a rank warms up: it compiles, fills caches, opens connections."""
+"""Earlier steps are warm-up: the rank compiles, fills caches, opens connections."""
 WINDOW_S = 5.0
 WINDOWS_MAX = 12
-"""Their median is that of the last minute, or of so many steps where a step is longer than a window."""
+"""Their median is that of the last minute, or of this many steps if a step is longer than a window."""
 GROUPING = frozenset({Stage.MEETING, Stage.GROUPING})
 
 
 @dataclass(slots=True)
 class Mark:
-    """Where a rank was at some moment: two of them tell how long its steps took in between."""
+    """Progress of a rank at one moment. Two marks give the duration of the steps in between."""
 
     steps: int
     at_s: float
     own_s: float
 
     def per_step(self, later: Mark) -> tuple[float, float]:
-        """(duration, its own part of it) in seconds."""
+        """Seconds per step between the marks, and the rank's own part of them."""
         steps = later.steps - self.steps
         return (later.at_s - self.at_s) / steps, max(0.0, later.own_s - self.own_s) / steps
 
 
 @dataclass(slots=True)
 class RankThroughput:
-    """One rank."""
+    """Throughput of one rank."""
 
     rank: int
     member: str
     host: str
     local_rank: int
     newest_s: float
-    """When its newest step or beat was done, by the coordinator's clock; before the first: when its generation began."""
+    """When its newest step or beat ended, by the coordinator's clock; before the first: when its generation began."""
     stage_since_s: float
     stage: Stage = Stage.STARTING
     steps: int = 0
     beats: int = 0
     own_s: float = 0.0
     windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOWS_MAX))
-    """(Duration, own part) of a step in each, oldest first."""
+    """Seconds per step and own part in each window, oldest first."""
     _first: Mark | None = None
-    """The first step that was heard of: all there is to go by until a step that counts has been measured."""
+    """The first step that was reported. Used until a step after the warm-up has been measured."""
     _from: Mark | None = None
-    """The window under way begins here."""
+    """Start of the current window."""
 
     def heard(self, told: RankProgress, at_s: float) -> bool:
-        """Whether it has made steps or beats since it was last heard of. `at_s`: when the newest was done."""
+        """Take a report. True if it has new steps or beats. `at_s`: when the newest of them ended."""
         if told.steps < self.steps:
             self._begin_anew()
         stepped = told.steps > self.steps
@@ -71,7 +71,7 @@ class RankThroughput:
         return False
 
     def _begin_anew(self) -> None:
-        """Beats were counted, and now an optimizer makes its first steps."""
+        """Start to count optimizer steps: up to now only beats were counted."""
         self.steps, self._first, self._from = 0, None, None
         self.windows.clear()
 
@@ -108,22 +108,22 @@ class RankThroughput:
 
 
 class Throughput:
-    """Of all ranks of one generation."""
+    """Throughput of all ranks of one generation."""
 
     def __init__(self, nodes: Iterable[tuple[str, str, int]], began_s: float, gap_s_max: float) -> None:
-        """`nodes`: (member, host, number of workers) by group rank. `gap_s_max`: training stands still where there is no
-        step for longer."""
+        """`nodes`: (member, host, number of workers) by group rank. `gap_s_max`: a longer time without a step does not
+        count as training."""
         self.ranks: list[RankThroughput] = []
         self._first: dict[str, int] = {}
         """The first rank of each member."""
         self._began_s = began_s
         self._gap_s_max = gap_s_max
         self.newest_s: float | None = None
-        """When the newest step of any rank that counts was done; None: none counts yet."""
+        """When the newest step of any rank after its warm-up ended; None: all ranks warm up."""
         self.warm_up_newest_s = began_s
-        """When the newest step or beat of any rank was done that does not count."""
+        """When the newest warm-up step or beat of any rank ended."""
         self.stage_newest_s = began_s
-        """When a rank has last come to another stage."""
+        """When a rank last reached a new stage."""
         self.training_s = 0.0
         self.in_stage: dict[Stage, int] = dict.fromkeys(Stage, 0)
         for member, host, nproc in nodes:
@@ -133,7 +133,7 @@ class Throughput:
         self.in_stage[Stage.STARTING] = len(self.ranks)
 
     def heard(self, member: str, ranks: Iterable[RankProgress], now: float) -> bool:
-        """What an agent tells; whether something has moved: a step was made, or a rank has come to another stage."""
+        """Take an agent's report. True if a rank made a step or reached a new stage."""
         moved = False
         for told in ranks:
             pace = self.of(member, told.local_rank)
@@ -171,12 +171,12 @@ class Throughput:
 
     @property
     def grouping(self) -> bool:
-        """Somebody waits for the process group."""
+        """Whether a rank waits for the process group."""
         return any(self.in_stage[stage] for stage in GROUPING)
 
     @property
     def warms_up(self) -> bool:
-        """The process group stands where it was asked for, and no rank has made a step that counts."""
+        """The process group is ready if one was asked for, and all ranks are in their warm-up."""
         ready = self.in_stage[Stage.READY] + self.in_stage[Stage.STEPPING]
         return self.newest_s is None and ready > 0 and not self.grouping
 
@@ -197,7 +197,7 @@ class Throughput:
 
 
 def median(values: Collection[float]) -> float:
-    """0 of none. (The standard library's loads decimal and fractions.)
+    """The median; 0 for no values. (The standard library's imports decimal and fractions.)
 
     >>> median([3.0, 1.0, 2.0]), median([1.0, 2.0]), median([])
     (2.0, 1.5, 0.0)
@@ -210,5 +210,5 @@ def median(values: Collection[float]) -> float:
 
 
 def of_world(order: Iterable[str], nproc: Mapping[str, int], hosts: Mapping[str, str]) -> list[tuple[str, str, int]]:
-    """A world's nodes as Throughput wants them; a member whose host is not known is called by its own name."""
+    """The `nodes` argument of Throughput for a world. A member of unknown host is listed under its own name."""
     return [(member, hosts.get(member, member.partition("#")[0]), nproc[member]) for member in order]

@@ -1,1 +1,1 @@
-"""From evidence to verdicts."""
+"""Turns evidence into verdicts, findings and texts for users."""

@@ -1,4 +1,4 @@
-"""The table of events (events.toml), read when it is asked for, and a check of records against it. Pure."""
+"""The table of events (events.toml), read on first use, and a check of records against it. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.diagnosis.tables import read_table
 
 
 class ValueKind(Enum):
-    """What a value is in JSON, in the words of the page."""
+    """Type of a value in JSON, as docs/events.md names it."""
 
     TEXT = "text"
     WHOLE = "whole number"
@@ -31,11 +31,11 @@ class Field(Struct, frozen=True, array_like=True):
     name: str
     kind: ValueKind
     words: str
-    """What the value is, with its unit."""
+    """Meaning of the value, with its unit."""
     optional: bool = False
-    """Some of these events do not have it."""
+    """The field may be missing."""
     null: bool = False
-    """It may be null."""
+    """The value may be null."""
 
 
 class EventKind(Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class EventKind(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventGroup(Struct, frozen=True, forbid_unknown_fields=True):
-    """Events that one part of holdfast writes."""
+    """The events that one part of holdfast writes."""
 
     title: str
     event: tuple[EventKind, ...]
@@ -75,7 +75,7 @@ def events() -> dict[str, EventKind]:
 
 
 def problems(record: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with one record of events.jsonl, in words; nothing when it is as the table says."""
+    """How a record of events.jsonl differs from the table, in words; nothing if it does not."""
     kind = events().get(record.get("event", ""))
     if kind is None:
         yield f"unknown event {record.get('event')!r}"
@@ -93,8 +93,8 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
-    """Whether all its fields have the types of the table, so that a reader has to expect missing fields only. It may
-    have more fields, and be an event of another version."""
+    """Whether all known fields have the types of the table, so that a reader must only expect missing fields. The
+    record may have more fields and may be an event of another version."""
     if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
         return False
     kind = events().get(record["event"])
@@ -105,7 +105,7 @@ def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
 
 
 def fits(value: object, kind: ValueKind) -> bool:
-    """JSON's true is no number."""
+    """Whether the value has this type. JSON's true is not a number."""
     match kind:
         case ValueKind.TEXT:
             return isinstance(value, str)

@@ -1,4 +1,4 @@
-"""Every code that holdfast prints, and what is to be said about it: errors, verdicts, hangs, the doctor's findings.
+"""Explanations of every code that holdfast prints: errors, verdicts, hangs, the doctor's findings.
 
 Pure and offline. Brings together protocol/errors.py, causes/texts.toml and the doctor's table.
 """
@@ -49,7 +49,7 @@ EMPTY_WORDS = frozenset(
         "with",
     ]
 )
-"""Say nothing in a search."""
+"""Words that a search ignores."""
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
@@ -58,10 +58,10 @@ class Explanation(Struct, frozen=True, kw_only=True):
     """A few words."""
     cause: str
     evidence: str
-    """What holdfast saw to say so."""
+    """The observation behind the code."""
     fix: str
     exit_code: int | None = None
-    """Of the command that prints it; None: the worker's own, or none at all."""
+    """Exit code of the command that prints it; None: the worker's own, or none at all."""
 
 
 def everything() -> dict[str, Explanation]:
@@ -76,13 +76,13 @@ def everything() -> dict[str, Explanation]:
 
 
 def headings() -> dict[str, str]:
-    """What codes are about, by how they begin."""
+    """Headings of groups of codes, by their first characters."""
     found: dict[str, str] = explanations()["headings"]
     return found
 
 
 def nearest(code: str) -> list[str]:
-    """Similar codes: the same number with another hundred, a digit exchanged, words of a name."""
+    """Similar codes: the same number in another series, a different digit, words of a name."""
     known = everything()
     word = code.strip().lower()
     named = [each.code for each in known.values() if len(word) > 3 and word in f"{each.name} {each.cause}".lower()]
@@ -93,7 +93,7 @@ def nearest(code: str) -> list[str]:
 
 
 def search(text: str) -> list[Explanation]:
-    """Those that speak of all these words, the likeliest first. An exit code means its signal too: 137 is SIGKILL."""
+    """Explanations with all these words, best match first. An exit code also means its signal: 137 is SIGKILL."""
     words = {word for word in re.findall(r"[a-z0-9_]+", text.lower()) if word not in EMPTY_WORDS}
     number = re.search(r"(?:exit code|exit status|code|status|signal)\W*(-?\d+)|^\W*(-?\d+)\W*$", text.lower())
     exit_code = None
@@ -114,7 +114,7 @@ def search(text: str) -> list[Explanation]:
 
 
 def _signal_of(number: int, text: str) -> str:
-    """`SIGKILL` of 137, -9 and `signal 9`."""
+    """`SIGKILL` for 137, -9 and `signal 9`."""
     number = number - 128 if number > 128 else -number if number < 0 else number if "signal" in text.lower() else 0
     try:
         return signal.Signals(number).name
@@ -123,13 +123,13 @@ def _signal_of(number: int, text: str) -> str:
 
 
 def normal(code: str) -> str:
-    """`HF211` of `hf211`, `211` and `HF211:`."""
+    """`HF211` for `hf211`, `211` and `HF211:`."""
     digits = re.fullmatch(r"(?:hf)?(\d{3}):?", code.strip().lower())
     return f"HF{digits[1]}" if digits else code
 
 
 def all_errors(root: type[HoldfastError] = HoldfastError) -> Iterator[type[HoldfastError]]:
-    """All classes of protocol/errors.py, the root first. Subclasses made elsewhere keep their parent's code."""
+    """All classes of protocol/errors.py, the root first. Subclasses in other modules have their parent's code."""
     yield root
     for child in root.__subclasses__():
         if child.__module__ == errors.__name__:

@@ -1,23 +1,23 @@
-"""What the samples of all ranks say about a job that seems to hang: which ranks keep the others waiting, and where.
+"""Finds out, from samples of all ranks, whether a job hangs, which ranks the others wait for, and where.
 
-Pure. `examine` is given to the coordinator by the command line, as the judge of failures is.
+Pure. The coordinator gets `examine` as a parameter, like the judge of failures.
 
 | found                                                            | kind   | code  |
 |------------------------------------------------------------------|--------|-------|
 | a rank is stopped by a signal                                    | HUNG   | HF242 |
 | a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |
-| somebody works, is gone, or is in a debugger's hands             | MOVING |       |
+| a rank works, is gone, or is held by a debugger                  | MOVING |       |
 | rank 0 computes in one call, and the others wait in a barrier    | MOVING |       |
-| the only rank that is left stands still                          | PAUSED | HF246 |
-| nobody waits for other ranks                                     | PAUSED |       |
-| the others wait for somebody who uses a little processor time    | PAUSED | HF240 |
-| the others wait for data that is being loaded                    | PAUSED | HF243 |
+| the only rank that is left does not move                         | PAUSED | HF246 |
+| no rank waits for other ranks                                    | PAUSED |       |
+| the others wait for a rank that uses a little CPU time           | PAUSED | HF240 |
+| the others wait for a rank that is loading data                  | PAUSED | HF243 |
 | some wait for others, and some do not: those are named           | HUNG   | HF240, HF243 for data |
 | all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
 | all wait for others, at one place                                | STUCK  | HF241 |
 
-HUNG is `slow` for data, and for rank 0 when the others wait in a barrier; `busy` when somebody of those who do not come
-computes in what may be native code, or, where nobody waits, somebody uses a little processor time.
+HUNG is `slow` while a rank loads data, and for rank 0 when the others wait in a barrier. It is `busy` when a missing
+rank computes, perhaps in native code, or, if no rank waits, when a rank uses a little CPU time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNSETTLED = (RankActivity.WORKING, RankActivity.GONE, RankActivity.HELD)
 
 
 def examine(stories: Sequence[RankStory]) -> Finding:
-    """The finding of these stories, one of each rank that has not ended."""
+    """The finding for these stories, one of each rank that has not ended."""
     all_of_them = [where_is(story) for story in sorted(stories, key=lambda story: story.rank)]
     kind, code, odd = _judge(all_of_them)
     missing = odd or [each for each in all_of_them if each.doing is not RankActivity.COMMUNICATING]
@@ -59,7 +59,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
 
 
 def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
-    """Kind, code, and the ranks to name first."""
+    """Kind, code and culprits."""
     stopped = [each for each in ranks if each.doing is RankActivity.STOPPED]
     if stopped:
         return HangKind.HUNG, STOPPED, stopped
@@ -89,23 +89,23 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
 
 
 def _may_work(odd: Sequence[Where]) -> bool:
-    """Work with sleeps in between is met in its sleep each time; it uses some processor time. So do the processes that
-    load data."""
+    """Whether these ranks may be working with sleeps in between. Samples show them asleep, but they or the processes
+    that load their data use some CPU time."""
     loads = all(each.doing is RankActivity.LOADING for each in odd) and any(each.computes for each in odd)
     return loads or all(each.stirs for each in odd)
 
 
 def _may_be_slow(odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """Whether all of them wait for data, of processes with which nothing is wrong, or the others wait for rank 0 in a
-    barrier."""
+    """Whether these ranks may only be slow: all wait for data of healthy loader processes, or the others wait for rank
+    0 in a barrier."""
     if not odd or _is_rank_0_alone(odd, others):
         return bool(odd)
     return all(each.doing is RankActivity.LOADING and not _loader_is_broken(each.note) for each in odd)
 
 
 def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """Whether all others wait for rank 0 in a barrier: by that line a program says that it will take long, for rank 0
-    evaluates, or writes a file."""
+    """Whether all others wait for rank 0 in a barrier. Programs do that when rank 0 does something long, such as an
+    evaluation or writing a file."""
     runs = all(each.doing is RankActivity.STANDING for each in odd)
     return runs and [each.story.rank for each in odd] == [0] and all(each.in_barrier for each in others)
 
@@ -115,7 +115,7 @@ def _loader_is_broken(note: str) -> bool:
 
 
 def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """As many ranks in one collective as in another: which of them are wrong cannot be known."""
+    """Whether as many ranks are in one collective as in another, so that the culprits are unknown."""
     return code == MISMATCH and any(len(group) == len(odd) for group in _by_place(others).values())
 
 
@@ -130,7 +130,7 @@ def _by_place(ranks: Sequence[Where]) -> dict[tuple[bool, str], list[Where]]:
 
 
 def _by_size(ranks: Sequence[Where]) -> list[list[Where]]:
-    """Those at one place together, the most first."""
+    """The ranks grouped by place, the largest group first."""
     return sorted(_by_place(ranks).values(), key=len, reverse=True)
 
 
@@ -148,7 +148,7 @@ def _verb(where: Where, count: int) -> str:
 
 
 def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
-    """Which ranks are odd, for how long, and what the others do; where none is odd, what all do."""
+    """Text about the culprits, the duration, and the other ranks; without culprits, about all ranks."""
     first, second = (_by_size(odd), _by_size(others)) if odd else (_by_size(others), [])
     first, second = first[:FIRST_PLACES_MAX], second[:OTHER_PLACES_MAX]
     together = kind is HangKind.STUCK and len(others) > 1

@@ -1,8 +1,8 @@
-"""A run as the journals of its nodes tell it: its generations and why each began (timeline), where its time went
-(history), and what happened in the order of time (incidents).
+"""Reconstructs a run from the journals of its nodes: its generations and why each began (timeline), how its time was
+spent (history), and its events in order of time (incidents).
 
-Pure: parsed lines of events.jsonl in, rows and stretches of time out. Times of different nodes are compared by their
-own clocks. Knows the events' names; reads no files.
+Pure: parsed lines of events.jsonl in, rows and time intervals out. Times of different nodes are compared by the nodes'
+own clocks. Knows the names of events; reads no files.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from holdfast.protocol.errors import EXIT_REQUEUE, UsageError
 Event = Mapping[str, Any]
 
 PHASES = ("detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step")
-"""In their order; docs/report.md explains each."""
+"""Phases in their order; docs/report.md explains each."""
 
 NOBODY_FAILED = "HF200"
-"""A generation was ended on request: a signal, `holdfast stop`, a node that came or left."""
+"""A generation was ended on request: by a signal, by `holdfast stop`, or because a node joined or left."""
 
 
 class Generation(Struct):
-    """One numbered formation of the worker group, as far as these journals show."""
+    """One generation, as far as these journals show it."""
 
     number: int
     restart_count: int = 0
     world_size: int = 0
-    """0: no journal of the coordinator's is here."""
+    """0: the coordinator's journal is missing."""
     began_epoch_s: float = 0.0
-    """When the first of these nodes had its workers ordered to start, or the coordinator had assigned them."""
+    """When the first of these nodes ordered the start of its workers, or when the coordinator assigned them."""
     why: str = ""
-    """Why the one before ended; empty for the first and where no journal of the coordinator's is here."""
+    """Why the previous generation ended; empty for the first one, and if the coordinator's journal is missing."""
     phases_s: dict[str, float] = {}
-    """By name, of the slowest of these nodes; those that were not there are missing."""
+    """Duration by phase, on the slowest of these nodes; phases that did not occur are missing."""
     slowest_s: float = 0.0
-    """All phases of the node that needed longest: one may be slow at one thing and another one at the next."""
+    """All phases together on the node with the largest sum. Not the sum of phases_s: each may be of another node."""
 
     @property
     def total_s(self) -> float:
@@ -53,17 +53,17 @@ class Timeline(Struct):
     nodes: list[str]
     generations: list[Generation]
     end: str
-    """In one word, with the exit code; empty when these nodes have not ended."""
+    """The end in one word, with the exit code; empty: these nodes have not ended."""
     preloaded: list[str]
-    """What the fork servers reported."""
+    """Reports of the fork servers."""
     standbys: int
-    """Standby workers at the end, on all nodes together."""
+    """Number of standby workers at the end, on all nodes together."""
     standby_own_bytes: int
-    """Memory that was theirs alone."""
+    """Private memory of these workers."""
 
 
 def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
-    """From one journal per node. Raises UsageError when they are of different runs."""
+    """The timeline, from one journal per node. Raises UsageError if they belong to different runs."""
     told = Timeline("", [], [], "", [], 0, 0)
     found: dict[int, Generation] = {}
     for journal in journals:
@@ -92,7 +92,7 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
                 case "coordinator.stopping" | "coordinator.draining":
                     why = event.get("text", "")
                     if event.get("reason") == "member_lost":
-                        # What the survivors could not see: how long the lost node had been silent.
+                        # The journals of the other nodes do not show how long the lost node had been silent.
                         detect_s = silent_s
                 case "coordinator.assigned":
                     generation = _generation(found, event["generation"])
@@ -123,19 +123,19 @@ def _generation(found: dict[int, Generation], number: int) -> Generation:
 
 
 class Activity(Enum):
-    """What a stretch of time was spent on."""
+    """How an interval of time was spent."""
 
     STARTUP = "start-up"
-    """Until the first step of the run."""
+    """Up to the first step of the run."""
     TRAINING = "training"
     LOST = "lost work"
-    """Training whose steps were done again after a restart."""
+    """Training steps that were repeated after a restart."""
     HUNG = "standing still"
-    """Until a generation was ended, or ended itself, in which nothing moved any more."""
+    """From the begin of a hang to the end of its generation."""
     DOWN = "down"
     """From the end of a generation to the first step of the next."""
     END = "end"
-    """After the last generation: saving, and the end of the agents."""
+    """After the last generation: saving and the end of the agents."""
 
 
 class Stretch(Struct, frozen=True):
@@ -147,30 +147,30 @@ class Stretch(Struct, frozen=True):
 
 
 class Life(Struct):
-    """One generation."""
+    """The course of one generation."""
 
     number: int
     ordered_s: float
-    """Its workers were ordered to start."""
+    """When its workers were ordered to start."""
     over_s: float
-    """It ended: its first failure, or its last worker; of one that runs, the last word of it."""
+    """When it ended: its first failure, or the end of its last worker; while it runs, its newest event."""
     ready_s: float | None = None
-    """The first step was done; where no generation has steps, all workers ran; None: it did not come so far."""
+    """When the first step was done or, if no generation has steps, all workers ran; None: it did not get that far."""
     stepped: bool = False
     alive: int = 0
-    """Workers that have not ended yet."""
+    """Number of workers that have not ended yet."""
     hung_s: float | None = None
-    """Since when it hangs; None: it does not, or that was not seen."""
+    """Start of its hang; None: it does not hang, or no hang was found."""
     broken: bool = False
-    """A worker failed, or was asked to end."""
+    """Whether a worker failed or was asked to end."""
     world_size: int = 0
     steps: int = 0
-    """Made in this generation, of the rank that has most."""
+    """Steps made in this generation by the rank with the most."""
     began_at: int = -1
-    """The step of the whole job; -1: the script does not say. So is `ended_at`."""
+    """Step of the whole job at its start; -1: the script does not report steps. `ended_at` is the same for its end."""
     ended_at: int = -1
     again: int | None = None
-    """Steps of it that a later generation did again; None: unknown."""
+    """Steps of it that a later generation repeated; None: unknown."""
 
     @property
     def lost_s(self) -> float:
@@ -181,11 +181,11 @@ class Life(Struct):
 
 
 class Point(Struct, frozen=True):
-    """How far a node's slowest rank was."""
+    """Progress of a node's slowest rank at one time."""
 
     at_s: float
     steps: int
-    """Of the whole job where the script says it, else of the generation."""
+    """Steps of the whole job if the script reports them, else of the generation."""
     generation: int
 
 
@@ -196,17 +196,17 @@ class NodeHistory(Struct):
     lives: list[Life]
     points: list[Point]
     ended: bool = False
-    """Its journal has its end."""
+    """Whether its journal has its end."""
 
 
 class History(Struct):
     nodes: list[NodeHistory]
     lives: list[Life]
-    """Of all nodes together."""
+    """Generations of all nodes together."""
     stretches: list[Stretch]
-    """Of the job, without gaps."""
+    """Intervals of the job, without gaps."""
     lost_steps: int | None
-    """All restarts together; None: the script does not say how far it is."""
+    """Steps lost in all restarts together; None: the script does not report steps."""
 
     @property
     def total_s(self) -> float:
@@ -217,17 +217,17 @@ class History(Struct):
 
     @property
     def effective(self) -> float | None:
-        """The part of the time in which training went on that was kept; None: no time has passed."""
+        """Share of the time that went into training steps that were kept; None: no time has passed."""
         return self.spent_s(Activity.TRAINING) / self.total_s if self.total_s > 0 else None
 
 
 def history(journals: Iterable[Iterable[Event]]) -> History | None:
-    """From one journal per node. None where the journals lack the start of generations: an older version wrote them."""
+    """The history, from one journal per node. None: an older version wrote them, without the starts of generations."""
     nodes = [_node(list(journal)) for journal in journals]
     if not any(node.lives for node in nodes):
         return None
     everywhere = [life for node in nodes for life in node.lives]
-    if any(life.stepped for life in everywhere):  # else it trains from the moment on which all its workers run
+    if any(life.stepped for life in everywhere):  # else it trains from the moment at which all its workers run
         for life in everywhere:
             life.ready_s = life.ready_s if life.stepped else None
     lives = [
@@ -243,12 +243,12 @@ def history(journals: Iterable[Iterable[Event]]) -> History | None:
 
 
 def stretched(lives: list[Life], began_s: float, ended_s: float) -> Iterable[Stretch]:
-    """The time from the first event to the last, cut into stretches without gaps."""
+    """The time from the first event to the last, cut into intervals without gaps."""
     at_s, waiting, number = began_s, Activity.STARTUP, 0
     for life in lives:
         number = life.number
         if life.ready_s is None:
-            continue  # its time is part of the wait for one that comes to its first step
+            continue  # its time is part of the wait for a generation that makes its first step
         ready_s = max(at_s, life.ready_s)
         over_s = max(ready_s, life.over_s)
         yield Stretch(waiting, at_s, ready_s, number)
@@ -268,7 +268,7 @@ def stretched(lives: list[Life], began_s: float, ended_s: float) -> Iterable[Str
 
 
 def _together(lives: list[Life]) -> Life:
-    """One generation of several nodes: it trains when the last is ready, until the first fails or the last is done."""
+    """One generation on several nodes: it trains from when the last is ready until the first fails or the last ends."""
     broken = [life.over_s for life in lives if life.broken]
     ready = [life.ready_s for life in lives if life.ready_s is not None]
     hung = [life.hung_s for life in lives if life.hung_s is not None]
@@ -341,16 +341,16 @@ class Incident(Struct, frozen=True, kw_only=True):
     at_s: float
     """Epoch seconds."""
     what: str
-    """One word or two."""
+    """One or two words."""
     text: str
     generation: int = 0
-    """0: of none."""
+    """0: no generation."""
     code: str = ""
     advice: str = ""
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
-    """Of a hang: ranks that are at one place, and the place in words."""
+    """For a hang: ranks at one place, and the place in words."""
     files: tuple[tuple[str, str], ...] = ()
-    """Of a hang: rank and where its stacks are."""
+    """For a hang: rank and the file with its stacks."""
 
 
 def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
@@ -359,7 +359,7 @@ def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
 
 
 def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
-    """Without the ends of agents when the job is over, and of a generation that ended at a safe point, as it should."""
+    """Events without the ends of agents after the job, and without the end of a generation that drained as planned."""
     drained: set[int] = set()
     for event in journal:
         match event["event"]:

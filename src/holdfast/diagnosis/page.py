@@ -1,8 +1,8 @@
-"""`holdfast report --html`: one page that needs nothing else: no script, no font, no picture from elsewhere.
+"""`holdfast report --html`: one self-contained page without scripts, fonts or pictures from other places.
 
-Pure: what is known of a run in, HTML out. Every text of the run's is escaped here. Pictures are plain SVG without text,
-so that they stretch to any width; words stand beside them. Colours are classes: the style says what they are, by day,
-by night, on paper.
+Pure: data about a run in, HTML out. Every text of the run is escaped here. Pictures are plain SVG without text, so that
+they scale to any width; captions are beside them. Colours are classes, and the style defines them for light mode, dark
+mode and print.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from holdfast.text import duration, plural, spans
 
 WIDE = 1000.0
 POINTS_MAX = 400
-"""Of a line; more are thinned out."""
+"""Points of a curve; with more, only some are drawn."""
 
 
 class Block(Struct, frozen=True):
-    """A part of a bar."""
+    """One block of a bar."""
 
     from_: float
     to: float
-    """In the bar's own unit."""
+    """End, in the bar's own unit."""
     colour: str
-    """A class."""
+    """Name of a class of the style."""
     words: str
-    """Shown when it is pointed at."""
+    """Shown when the pointer is over it."""
 
 
 def bar(blocks: Iterable[Block], from_: float, to: float, label: str) -> str:
-    """One bar; what is thinner than a hair is drawn as a hair."""
+    """One bar. Blocks have a minimum width, so that short ones stay visible."""
     scale = WIDE / max(to - from_, 1e-9)
     drawn = "".join(
         f'<rect class="{block.colour}" x="{(block.from_ - from_) * scale:.2f}" y="0" '
@@ -50,7 +50,7 @@ def bar(blocks: Iterable[Block], from_: float, to: float, label: str) -> str:
 
 
 Curve = tuple[int, Sequence[tuple[float, float]]]
-"""A colour, of `line0` to `line7`, and points (x, y)."""
+"""Colour (`line0` to `line7`) and points (x, y)."""
 
 
 def lines(curves: Sequence[Curve], box: tuple[float, float, float, float], label: str) -> str:
@@ -69,7 +69,7 @@ def lines(curves: Sequence[Curve], box: tuple[float, float, float, float], label
 
 
 def thinned(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Its first and last point, and not too many between."""
+    """At most POINTS_MAX points of the curve, the first and the last included."""
     if len(curve) <= POINTS_MAX:
         return list(curve)
     stride = len(curve) / (POINTS_MAX - 1)
@@ -135,23 +135,23 @@ COLOURS = {
 }
 COLOURS_OF_LINES = 8
 NODES_MAX = 64
-"""Drawn; the others are counted."""
+"""Nodes that are drawn; the others are only counted."""
 INCIDENTS_MAX = 500
 GENERATIONS_MAX = 200
-"""Rows; the newest of them."""
+"""Rows of the table; the newest generations are shown."""
 
 
 LONG, SHORT = "%Y-%m-%d %H:%M:%S", "%m-%d %H:%M:%S"
 
 
 class PageContent(Struct, frozen=True, kw_only=True):
-    """All that the page shows."""
+    """The content of the page."""
 
     told: Timeline
     history: History | None
     incidents: Sequence[Incident]
     verdict: dict[str, Any] | None
-    """verdict.json's `verdict`; None: there is none."""
+    """`verdict` of verdict.json; None: there is none."""
     made_epoch_s: float
 
 
@@ -249,7 +249,7 @@ def node_blocks(node: NodeHistory) -> Iterable[Block]:
 
 
 def steps(history: History | None) -> str:
-    """A curve for each node, broken where a generation ends."""
+    """One curve per node and generation."""
     if history is None:
         return ""
     curves: list[Curve] = []
@@ -273,7 +273,7 @@ def steps(history: History | None) -> str:
 
 
 def curve_of(node: NodeHistory, life: Life) -> list[tuple[float, float]]:
-    """From its first step on; empty where there is none."""
+    """The curve from the first step on; empty: no steps."""
     points = [(point.at_s, float(point.steps)) for point in node.points if point.generation == life.number]
     if life.ready_s is None or not points or not life.steps:
         return []
@@ -364,4 +364,4 @@ def clock(epoch_s: float, form: str = LONG) -> str:
     try:
         return time.strftime(form, time.localtime(epoch_s))
     except (OverflowError, OSError, ValueError):
-        return "at no time"  # a clock that was set to anything
+        return "at no time"  # the clock of the machine was set to an invalid time

@@ -1,9 +1,9 @@
-"""Where a rank is, in words, and whether it moves, from the samples that were taken of it: stacks, processor time,
-input and output. Pure; compares no ranks, see hangs.py for that.
+"""Determines from the samples of one rank (stacks, CPU time, input and output) where it is and whether it moves. Pure;
+hangs.py compares ranks.
 
-What a rank does is told by the library frames inside of the program's own innermost frame: that line of the program
-called them. Frames of C functions are not to be seen: `time.sleep(9)`, `work.wait()` and `loss.item()` are known by the
-text of the program's line.
+The library frames inside of the program's innermost frame show what a rank does: that line of the program called them.
+C functions have no frames, so `time.sleep(9)`, `work.wait()` and `loss.item()` are recognised by the text of the
+program's line.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from holdfast.protocol.faultdump import program_frame
 from holdfast.protocol.rank_progress import Frame, RankSample, RankStory
 
 GAP_S = 2.0
-"""The limits below are for two samples at most so far apart; where the gap is longer they grow with it."""
+"""The limits below apply to two samples at most this far apart. For a longer gap they grow in proportion."""
 BUSY_S = 0.15
-"""Processor time between two samples that is more than what a waiting rank's idle threads need."""
+"""More CPU time than this between two samples is more than the idle threads of a waiting rank need."""
 MAIN_BUSY_S = 0.06
-"""The same of the main thread alone, which has no idle work: an evaluation in short steps needs 0.1 s, a loop that looks
-for something every 10 ms needs 0.01 s."""
+"""The same for the main thread, which has no idle work: an evaluation in short steps needs 0.1 s, a loop that polls
+every 10 ms needs 0.01 s."""
 WANTED_S = 0.8
-"""The same with the time for which it waited for a processor: of one that computes, on a machine that has too much to do."""
+"""The same for CPU time plus the time of waiting for a CPU: it shows a computing rank on an overloaded machine."""
 WAITED_SHARE_MAX = 0.9
-"""Of the time between two samples: so much of it at most is taken to have been lost to others on a full machine."""
+"""At most this share of the time between two samples counts as waiting for a CPU."""
 STIRS_S = 0.025
-"""Processor time of the main thread between two samples that is more than what a loop of sleeps and looks needs."""
+"""More CPU time of the main thread than this between two samples is more than a polling loop needs."""
 COPIED_BYTES = 1 << 20
-"""Read or written between two samples, that is more than what logs, heartbeats and data loaders' messages are."""
+"""More bytes read or written than this between two samples are more than logs, heartbeats and messages of loaders."""
 SAVED_BYTES = 64 << 10
-"""The same of a rank that does not wait for others, its children included: a slow save, a slow download."""
+"""The same for a rank that does not wait for others, its children included: a slow save, a slow download."""
 TALKED_BYTES = 4 << 10
-"""Sent and received by a rank that does not wait for others, its children included: a download into memory, however
-slow. Clients' keep-alive messages are less."""
+"""Bytes sent and received by a rank that does not wait for others, its children included: a slow download into memory.
+Keep-alive messages of clients are smaller."""
 
 _MAY_CALL = re.compile(r"[(@]")
-"""In a line of Python that may spend its time in native code."""
+"""Characters in a line of Python that may run native code."""
 
 Samples = Sequence[RankSample]
 
@@ -55,7 +55,7 @@ def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float)
 
 
 def is_busy(samples: Samples) -> bool:
-    """It uses the processor, or would if others left it more of it."""
+    """Whether it uses the CPU, or would if the machine had a free one."""
     if _grows(samples, lambda sample: sample.wanted_s, WANTED_S):
         return True
     return _grows_alone(samples, lambda sample: sample.cpu_s, BUSY_S) or _grows_alone(
@@ -64,10 +64,9 @@ def is_busy(samples: Samples) -> bool:
 
 
 def _grows_alone(samples: Samples, cpu_s: Callable[[RankSample], float], limit: float) -> bool:
-    """Whether it would have used more processor time than the limit, had it never waited for a processor.
+    """Whether it would have used more CPU time than the limit if it had never waited for a CPU.
 
-    A rank that computes a little and sleeps a little, again and again, comes round less often on a machine that has too
-    much to do."""
+    A rank that computes and sleeps in turns runs less often on an overloaded machine."""
     growths = [
         (cpu_s(later) - cpu_s(earlier)) / (1 - _waited_share(earlier, later))
         > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
@@ -77,13 +76,13 @@ def _grows_alone(samples: Samples, cpu_s: Callable[[RankSample], float], limit: 
 
 
 def _waited_share(earlier: RankSample, later: RankSample) -> float:
-    """Of the time between two samples: for how much it waited for a processor."""
+    """Share of the time between two samples for which it waited for a CPU."""
     waited_s = later.wanted_s - earlier.wanted_s - (later.cpu_s - earlier.cpu_s)
     return min(max(waited_s / max(later.at_s - earlier.at_s, 1e-9), 0.0), WAITED_SHARE_MAX)
 
 
 def stirs(samples: Samples) -> bool:
-    """Its main thread uses a little of it."""
+    """Whether its main thread uses a little CPU time."""
     return _grows(samples, lambda sample: sample.main_cpu_s, STIRS_S)
 
 
@@ -94,13 +93,13 @@ def children_are_busy(samples: Samples) -> bool:
 
 
 def copies(samples: Samples) -> bool:
-    """It reads or writes a lot: a checkpoint, a download, a collective that is slow."""
+    """Whether it reads or writes a lot: a checkpoint, a download, a slow collective."""
     return _grows(samples, lambda sample: sample.moved_bytes, COPIED_BYTES)
 
 
 def saves(samples: Samples) -> bool:
-    """It or its children read or write, files or the network, or it waits for a disk that does: a file is being brought
-    to the disk."""
+    """Whether it or its children read or write files or the network, or it waits for a busy disk, as when a file is
+    flushed."""
     waits_for_disk = all(sample.state == "D" for sample in samples)
     return (
         _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES)
@@ -110,13 +109,13 @@ def saves(samples: Samples) -> bool:
 
 
 def changes_place(samples: Samples) -> bool:
-    """Whether it was seen at two places. Lines of the innermost function do not count: that may be a loop for ever."""
+    """Whether its samples show two places. Lines of the innermost function do not count: it may be an endless loop."""
     return len({_outline(sample) for sample in samples if sample.frames}) > 1
 
 
 def polls(samples: Samples) -> tuple[Frame, ...]:
-    """The frames that all samples share, where only what the innermost of these calls has changed, and that without
-    processor time: a loop of looks and sleeps over several functions. Empty when it is something else."""
+    """The frames that all samples share, if only the calls inside of the innermost one changed, without CPU time: a
+    polling loop over several functions. Empty: it is something else."""
     if is_busy(samples) or stirs(samples) or any(sample.state == "D" for sample in samples):
         return ()
     shared: list[Frame] = []  # the outermost first
@@ -126,19 +125,19 @@ def polls(samples: Samples) -> tuple[Frame, ...]:
             break
         shared.append(frames[-1])
         if len({frame.line for frame in frames}) > 1 and _called_alike(stacks, len(shared)):
-            return ()  # the same function, called from another line: it came further
+            return ()  # the same function, called from another line: the rank has moved
     return tuple(reversed(shared))
 
 
 def _called_alike(stacks: Sequence[Sequence[Frame]], depth: int) -> bool:
-    """Whether the next function inside is the same in all of these."""
+    """Whether the next inner function is the same in all stacks."""
     inside = {(stack[depth].file, stack[depth].function) if len(stack) > depth else None for stack in stacks}
     return len(inside) == 1 and None not in inside
 
 
 def may_be_outside_python(samples: Samples) -> bool:
-    """Whether the processor time of a rank that stays at one place may be native code's. It is Python's where every
-    line that was met is the program's own and calls nothing: a loop for ever."""
+    """Whether a rank that stays at one place may spend its CPU time in native code. It does not if all sampled lines
+    are the program's own and call nothing: that is an endless loop."""
     return not all(
         program_frame(sample.frames) == 0 and sample.source and not _MAY_CALL.search(sample.source)
         for sample in samples
@@ -151,38 +150,38 @@ def _outline(sample: RankSample) -> tuple[object, ...]:
 
 
 FED_S = 0.1
-"""Processor time of the main thread, in steps of which a rank that is met waiting for data is seen to have got some."""
+"""A rank that waits for its data loader counts as progressing each time its main thread has used this much CPU time."""
 
 
 class RankActivity(Enum):
     COMMUNICATING = "communicating"
-    """It waits for other ranks, or for a device that may."""
+    """It waits for other ranks, or for a device that may wait for them."""
     LOADING = "loading"
     """It waits for data."""
     WORKING = "working"
-    """It was seen to get on."""
+    """The samples show progress."""
     STOPPED = "stopped"
-    """By a signal."""
+    """It was stopped by a signal."""
     HELD = "held"
-    """By a debugger."""
+    """It is stopped by a debugger."""
     GONE = "gone"
     STANDING = "standing"
-    """Anything else."""
+    """None of the others."""
 
 
 class Where(Struct, frozen=True):
     story: RankStory
     doing: RankActivity
     place: str
-    """Behind "is" or "waits": `in all_reduce at train.py:42`."""
+    """Text after "is" or "waits": `in all_reduce at train.py:42`."""
     key: str
-    """Equal for one rank as long as it does not move."""
+    """Stays equal as long as the rank does not move."""
     busy: bool = False
-    """It uses the processor."""
+    """It uses the CPU."""
     stirs: bool = False
-    """Its main thread does, a little: it may do work and sleep in between."""
+    """Its main thread uses a little CPU time: it may work and sleep in turns."""
     computes: bool = False
-    """It, or a process that loads its data, uses the processor, in what may be native code: it may make progress."""
+    """It or its data loader uses the CPU, perhaps in native code: it may make progress."""
 
     @property
     def waits(self) -> bool:
@@ -209,7 +208,7 @@ _TRANSPARENT = re.compile(
     r"|synchronize|popen_\w+|process)\.py$"
     r"|/torch/(_ops|_tensor|_compile|utils/_contextlib|distributed/c10d_logger|multiprocessing/reductions)\.py$"
 )
-"""They say nothing about what is waited for; who called them does."""
+"""Functions that do not show what is waited for; their callers do."""
 _LOADER = re.compile(r"/torch/utils/data/|/holdfast/train/data/")
 _LOADS = re.compile(rf"/multiprocessing/(queues|pool)\.py$|{_LOADER.pattern}")
 _COMMUNICATES = re.compile(
@@ -222,7 +221,7 @@ _BARRIER = re.compile(r"in (monitored_)?barrier ")
 
 _SOURCE_SLEEPS = re.compile(r"\b((?:\w+\.)*sleep)\s*\(")
 _SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store(?:\(\))?\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
-"""In Python everything that waits has frames of its own, so these are torch's."""
+"""Calls of torch that wait in C. Functions that wait in Python have frames of their own."""
 _SOURCE_COMMUNICATES = re.compile(
     r"\b(?:dist|distributed|c10d)\.((?:all|reduce|broadcast|barrier|gather|scatter|recv|send|monitored)\w*)\s*\("
 )
@@ -250,7 +249,7 @@ def where_is(story: RankStory) -> Where:
     if doing is RankActivity.STANDING and children:
         return Where(story, RankActivity.WORKING, place, "working")
     key = _key(seen)
-    if doing is RankActivity.LOADING:  # slow data: it is waited for at one place, whatever has come in between
+    if doing is RankActivity.LOADING:  # slow data: the place stays the same, even if some batches arrived in between
         key += f"\n{newest.main_cpu_s // FED_S:.0f}"
     computes = children if doing is RankActivity.LOADING else busy and _may_be_native(samples, newest, doing)
     if computes:
@@ -259,14 +258,14 @@ def where_is(story: RankStory) -> Where:
 
 
 def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: RankActivity) -> bool:
-    """Not what waits for a device: that uses the processor all the while."""
+    """Whether its CPU time may be native code's. Waiting for a device does not count: it uses the CPU all the time."""
     on_device = program_frame(newest.frames) == 0 and _SOURCE_SYNCHRONIZES.search(newest.source)
     return doing is RankActivity.STANDING and not on_device and may_be_outside_python(samples)
 
 
 def _shared(samples: Sequence[RankSample]) -> RankSample | None:
-    """The newest sample as it is to be judged; None: the samples are of several places, it gets on. Of a loop that
-    calls several functions and needs no processor time for it: without these functions."""
+    """The newest sample, prepared for the judgement; None: the samples show several places, so the rank moves. For a
+    polling loop the functions inside of the loop are removed."""
     newest = samples[-1]
     if not changes_place(samples):
         return newest
@@ -298,7 +297,7 @@ def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Wher
 
 
 def _computes_in_torch(seen: RankSample, *, busy: bool) -> bool:
-    """The same function of torch's again and again, and processor time between: it computes, as in an evaluation."""
+    """Whether all samples are in the same function of torch with CPU time in between, as in an evaluation."""
     decisive = _decisive(seen.frames) if busy else None
     return (
         decisive is not None
@@ -309,7 +308,7 @@ def _computes_in_torch(seen: RankSample, *, busy: bool) -> bool:
 
 
 def _key(sample: RankSample) -> str:
-    """All functions, and the program's innermost line unless that is where it runs: there it may go round a loop."""
+    """Key of its place: all functions and the program's innermost line, unless the program runs there (loops)."""
     index = program_frame(sample.frames)
     line = sample.frames[index].line if index else 0
     return "\n".join([str(line), *(f"{frame.file} {frame.function}" for frame in sample.frames)])
@@ -325,7 +324,7 @@ def _called(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def _decisive(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost of them that says something."""
+    """The innermost of the called frames that shows what the rank does."""
     return next((frame for frame in _called(frames) if not _TRANSPARENT.search(frame.file)), None)
 
 
@@ -348,7 +347,7 @@ def _doing(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
 
 
 def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
-    """The program's own frame is the innermost: it runs itself, or a function in C that its line calls."""
+    """What a rank does whose innermost frame is the program's: it runs that line, or a C function called there."""
     at, source = _at(sample.frames), sample.source
     if not busy:
         for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):
@@ -360,7 +359,7 @@ def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[RankActivity, s
 
 
 def _interface(frames: Sequence[Frame]) -> str:
-    """The function of torch.distributed that was called from outside of it."""
+    """The function of torch.distributed that other code called."""
     names = [
         frame.function
         for frame in _called(frames)
@@ -378,7 +377,7 @@ def _place(sample: RankSample) -> str:
 
 
 def _at(frames: Sequence[Frame]) -> str:
-    """At which line of the program; of a program that is all library (a module run with -m), at its innermost."""
+    """The line of the program in words; for a program in an installed package (-m), the innermost line."""
     index = program_frame(frames)
     frame = frames[index or 0]
     return f"at {frame.file.rpartition('/')[2]}:{frame.line}"

@@ -1,6 +1,6 @@
-"""The last screen of a run: at most fifteen lines, then the user's own traceback, which comes last.
+"""The last screen of a run: at most fifteen lines, then the user's own traceback.
 
-Pure: outcome in, text out. The same text on every node but for the run folder and the way to the log.
+Pure: outcome in, text out. The text is the same on every node, except for the run folder and the path of the log.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.text import spans
 
 LINES_MAX = 15
-"""Of ours, the end of stderr among them where there is no traceback."""
+"""Lines of holdfast, including the end of stderr if there is no traceback."""
 LINE_CHARACTERS_MAX = 320
 VICTIMS_SHOWN_MAX = 3
 TRACEBACK = re.compile(r"^(?:Traceback \(most recent call last\):|Fatal Python error: )", re.MULTILINE)
@@ -20,14 +20,14 @@ FRAME = re.compile(r'^\s+File "[^"\n]+", line \d+', re.MULTILINE)
 BENEATH = re.compile(
     r'^  File "[^"\n]*/holdfast/worker/\w+\.py", line \d+ in .*\n?|^\nExtension modules: .*\n?', re.MULTILINE
 )
-"""In what faulthandler writes: frames of what runs the script, and a list of all that was ever imported."""
+"""Parts of faulthandler's output to leave out: frames of the code that runs the script, and the list of modules."""
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
 def render(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> str:
-    """What the console says at the end; empty after a success that this node had a part in.
+    """The text on the console at the end; empty after a success in which this node took part.
 
-    `home`: the user's; `runs`: where runs are found by name.
+    `home`: the user's home folder; `runs`: the folder in which runs are found by name.
     """
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
@@ -50,8 +50,7 @@ def how_it_ended(kind: str, exit_code: int, why: str = "") -> str:
 
 
 def render_again(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> str:
-    """The end of a run as `status` and `report` show it afterwards, below how_it_ended: also of one without a
-    verdict."""
+    """The end of a run as `status` and `report` show it later, below how_it_ended. Also for a run without a verdict."""
     if outcome.kind is OutcomeKind.FAILED and outcome.verdict is not None:
         return render(outcome, folder, home=home, runs=runs)
     at = _Folder(folder, home, runs)
@@ -60,7 +59,7 @@ def render_again(outcome: Outcome, folder: str, *, home: str = "", runs: str = "
 
 
 class _Folder(NamedTuple):
-    """The run folder on this node, in as few words as will do."""
+    """The run folder on this node, in its shortest notation."""
 
     path: str
     home: str
@@ -73,12 +72,12 @@ class _Folder(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What a command finds it by: of the runs of this name it is the newest."""
+        """The name by which commands find it, if it is the newest run of that name."""
         parent, _, name = self.path.rpartition("/")
         return name.rpartition("_")[0] if parent == self.runs else self.shown
 
     def log_of(self, culprit: Failure) -> str:
-        """How to see what it wrote, where that is here; else where it is."""
+        """How to show the culprit's log if it is on this node; else where it is."""
         if self.path and culprit.stderr_file.startswith(self.path + "/"):
             return f"holdfast logs {self.name} --rank {culprit.rank}"
         return f"{culprit.stderr_file} on {culprit.host}" if culprit.stderr_file else ""
@@ -117,7 +116,7 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
 
 
 def _apart(verdict: Verdict) -> tuple[list[Failure], list[Failure]]:
-    """Those that failed as the first one did, and those that failed because of it."""
+    """Failures with the same error as the first one, and failures that are consequences of it."""
     alike: list[Failure] = []
     victims: list[Failure] = []
     for each in verdict.collateral:
@@ -127,7 +126,7 @@ def _apart(verdict: Verdict) -> tuple[list[Failure], list[Failure]]:
 
 
 def _by_words(victims: list[Failure]) -> dict[str, list[int]]:
-    """Ranks by what they said, which is the same but for numbers; in the words of the first."""
+    """Ranks by message. Messages that differ only in numbers count as one, with the text of the first."""
     groups: dict[str, tuple[str, list[int]]] = {}
     for victim in victims:
         words = victim.message.splitlines()[0] if victim.message else _status(victim)
@@ -136,7 +135,7 @@ def _by_words(victims: list[Failure]) -> dict[str, list[int]]:
 
 
 def _same(one: Failure, other: Failure) -> bool:
-    """But for the numbers in them: a rank, an address, a size."""
+    """Whether the failures are equal except for numbers: a rank, an address, a size."""
     return re.sub(r"\d+", "0", one.message[:200]) == re.sub(r"\d+", "0", other.message[:200])
 
 
@@ -147,7 +146,7 @@ def _ranks(failures: list[Failure]) -> str:
 
 
 def _last_words(culprit: Failure, room: int) -> list[str]:
-    """The traceback if there is one, whole; else as much of stderr's end as there is room for."""
+    """The whole traceback if there is one; else the end of stderr in at most `room` lines."""
     if culprit.traceback:
         return culprit.traceback.rstrip().splitlines()
     tail = RANK_PREFIX.sub("", culprit.stderr_tail).rstrip()
@@ -165,7 +164,7 @@ def _row(name: str, text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """One line, not endless."""
+    """The text as one line of limited length."""
     flat = " ".join(text.splitlines())
     return flat if len(flat) <= LINE_CHARACTERS_MAX else flat[: LINE_CHARACTERS_MAX - 1] + "…"
 

@@ -1,5 +1,5 @@
-"""A running job in lines for people: what `holdfast status` and `holdfast stacks` show, equal stacks once, with the
-ranks that share them. PURE: from the coordinator's view to text."""
+"""Output of `holdfast status` and `holdfast stacks` about a running job. Equal stacks are shown once, with all their
+ranks. PURE: from the coordinator's view to text."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from holdfast.protocol.rank_progress import (
 from holdfast.text import duration, plural, spans
 
 NOT_RUNNING = ("T", "t", "Z", "X", "")
-"""States of the kernel's in which a stack says nothing of what a rank does."""
+"""States of the kernel in which a stack does not show what a rank does."""
 
 
 RANKS_SHOWN_MAX = 16
-"""Of larger jobs the nodes alone, unless the ranks are asked for."""
+"""For larger jobs only nodes are shown, unless ranks are asked for."""
 
 Row = tuple[str, ...]
 
 
 def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
-    """`ranks` None: a line for each rank where there are few."""
+    """The lines of `holdfast status`. `ranks` None: a line for each rank if there are few."""
     lines = [headline(view), progress_line(view)]
     if view.why:
         lines.append(f"the generation before ended: {view.why}")
@@ -110,13 +110,13 @@ def rank_row(host: str, rank: RankView) -> Row:
 
 
 def last_step(ranks: Sequence[RankView]) -> str:
-    """Of the rank that has waited longest; empty while none has made one."""
+    """Text about the oldest of the ranks' newest steps; empty: no rank has made a step."""
     ages = [rank.age_s for rank in ranks if rank.stage is Stage.STEPPING]
     return f"{duration(max(ages))} ago" if ages else ""
 
 
 def steps_per_s(ranks: Sequence[RankView]) -> float:
-    """By the median of the ranks' median steps; 0 while unknown, and in a hang."""
+    """Steps per second, from the median of the ranks' median steps; 0: unknown, or in a hang."""
     known = [rank.step_s for rank in ranks if rank.step_s > 0 and rank.standing is None]
     return 1 / median(known) if known else 0.0
 
@@ -133,7 +133,7 @@ def between(numbers: Sequence[int]) -> str:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Side by side; a column that is empty for all is left out."""
+    """The rows as aligned columns, without columns that are empty in all rows."""
     used = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
     widths = {index: max(len(row[index]) for row in rows) for index in used}
     return ["  ".join(row[index].ljust(widths[index]) for index in used).rstrip() for row in rows]
@@ -144,22 +144,22 @@ class Group(Struct, frozen=True):
 
     ranks: tuple[RankStack, ...]
     frames: tuple[Frame, ...]
-    """Innermost first; empty: they did not answer."""
+    """Innermost frame first; empty: the ranks did not answer."""
 
     @property
     def place(self) -> str:
-        """`waits in all_reduce at train.py:42`, `is in fetch at data.py:17`: of one of them."""
+        """Text about one of the ranks: `waits in all_reduce at train.py:42`, `is in fetch at data.py:17`."""
         where = self._where
         return f"{'waits' if where.waits else 'is'} {where.place}"
 
     def told(self, who: str) -> str:
-        """The same of all: `ranks 0-2 wait in all_reduce at train.py:42`."""
+        """The same about all of them: `ranks 0-2 wait in all_reduce at train.py:42`."""
         where, many = self._where, len(self.ranks) > 1
         verb = ("wait" if many else "waits") if where.waits else ("are" if many else "is")
         return f"{who} {verb} {where.place}"
 
     def order(self) -> tuple[bool, int, int]:
-        """The ranks that keep the others waiting are among the few that wait for no rank."""
+        """Sort key. Ranks that wait for no other come first, since they may be the ones that the others wait for."""
         waits, size = self._where.waits, len(self.ranks)
         return waits, -size if waits else size, self.ranks[0].rank
 
@@ -173,8 +173,8 @@ class Group(Struct, frozen=True):
 
 
 def group(view: StacksView) -> list[Group]:
-    """Those that do not wait for others first, the fewest ranks before more, then those that wait, the most first; the
-    ranks of each in order."""
+    """Groups of ranks at the same place: first those that do not wait for others, the smallest first; then those that
+    wait, the largest first."""
     together: dict[tuple[int, str], list[RankStack]] = defaultdict(list)
     for rank in view.ranks:
         together[rank.stack, rank.state if rank.stack < 0 or rank.state in NOT_RUNNING else ""].append(rank)
@@ -183,7 +183,7 @@ def group(view: StacksView) -> list[Group]:
 
 
 def stack_lines(view: StacksView, *, full: bool = False) -> list[str]:
-    """Without `full`, of each stack the innermost frame and the user's own."""
+    """The lines of `holdfast stacks`. Without `full`: of each stack only the innermost frame and the user's own."""
     groups = group(view)
     of = f" of {view.world_size}" if len(view.ranks) != view.world_size else ""
     if not groups and not view.silent:
@@ -216,7 +216,7 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
 
 
 def thread_lines(rank: RankStack) -> list[str]:
-    """Its other threads; the stack above is the main thread's."""
+    """Lines about a rank's other threads; the stack above them is the main thread's."""
     lines = []
     for number, frames in enumerate(rank.threads, 1):
         lines.append(f"    rank {rank.rank}, other thread {number}:")
@@ -225,5 +225,5 @@ def thread_lines(rank: RankStack) -> list[str]:
 
 
 def telling(frames: Sequence[Frame]) -> list[Frame]:
-    """Where it is, and how the user's own code got there."""
+    """The innermost frame and the frames of the user's own code."""
     return [frame for index, frame in enumerate(frames) if index == 0 or not is_library(frame.file)]

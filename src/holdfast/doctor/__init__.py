@@ -1,1 +1,1 @@
-"""What the doctor concludes: from facts to findings, what each code means, and how findings are shown. No shells."""
+"""The doctor: gathers facts about nodes, makes findings of them, explains their codes and renders them."""

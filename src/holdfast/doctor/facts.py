@@ -1,7 +1,7 @@
-"""All facts of this node, gathered at once. Judges nothing.
+"""Gathers all facts about this node concurrently. Judges nothing.
 
-Calls and processes may hang on a sick machine, so each has a limit. torch and nvidia-smi are asked in processes of
-their own: whatever happens there, a crash or a hang, is an answer.
+Calls and processes may hang on a faulty machine, so each has a time limit. torch and nvidia-smi run in separate
+processes, so that their crash or hang is a result, too.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ REAP_S_MAX = 2.0
 
 MATTER = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_")
 MATTER_TOO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
-"""Beginnings, and whole names, of variables that matter to a training job."""
+"""Prefixes and whole names of variables that matter to a training job."""
 
 
 class FactsRequest(NamedTuple):
-    """What the command line says that facts depend on."""
+    """Options of the command line on which facts depend."""
 
     python: str
     """The workers' interpreter."""
@@ -62,13 +62,13 @@ class FactsRequest(NamedTuple):
     log_dir: str | None
     endpoint: Endpoint | None
     try_port: bool
-    """Whether to find out whose the endpoint is."""
+    """Whether to test if the endpoint is this machine's."""
     environ: Mapping[str, str]
     torch_s_max: float
 
 
 async def gather_facts(asked: FactsRequest) -> LocalFacts:
-    """Never raises for what a sick machine does, and ends within the longest of its bounds."""
+    """All facts. Never raises because of a faulty machine, and ends within the longest of its time limits."""
     host = socket.gethostname()
     paths = [path for path in (asked.log_dir, tempfile.gettempdir()) if path]
     began = time.monotonic()
@@ -112,7 +112,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
 
 
 def machine_facts(host: str, python: str) -> LocalFacts:
-    """What needs no waiting."""
+    """Facts that are available without waiting."""
     import psutil
 
     groups, memory, swap = GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
@@ -151,7 +151,7 @@ async def folder(path: str) -> Folder:
 
 
 async def python_version(python: str) -> str:
-    """The workers' Python need not be ours."""
+    """Version of the workers' Python, which may differ from this process'."""
     if python == sys.executable:
         return platform.python_version()
     try:
@@ -169,7 +169,7 @@ async def endpoint_here(endpoint: Endpoint | None) -> tuple[bool | None, str]:
 
 
 def try_to_bind(endpoint: Endpoint) -> tuple[bool | None, str]:
-    """By binding, as a run does it; the port is free again afterwards."""
+    """Test by binding, as a run does. The port is free again afterwards."""
     from holdfast.protocol.errors import EndpointError, PortInUseError
     from holdfast.rendezvous.bind import claim
 
@@ -190,7 +190,7 @@ def those_that_matter(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 async def ask_torch(python: str, limit_s: float) -> TorchFacts:
-    """Imports it in a process of its own."""
+    """Import torch in a separate process."""
     began = time.monotonic()
     try:
         done = await run_bounded([python, CHECKUP, "facts"], limit_s)
@@ -216,7 +216,7 @@ async def ask_torch(python: str, limit_s: float) -> TorchFacts:
 
 
 def last_json(text: str) -> dict[str, Any] | None:
-    """The object in the last line that has one: a sitecustomize may print something else."""
+    """The object in the last line that has one. Other lines may come from a sitecustomize."""
     for line in reversed(text.splitlines()):
         try:
             told = json.loads(line)
@@ -228,7 +228,7 @@ def last_json(text: str) -> dict[str, Any] | None:
 
 
 async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
-    """All GPUs and their users, or why nvidia-smi does not know. Without the program: nothing, and no error."""
+    """All GPUs with their processes, or the error of nvidia-smi. Without nvidia-smi: no GPUs and no error."""
     try:
         done = await run_bounded(["nvidia-smi", f"--query-gpu={SMI_FIELDS}", *CSV], SMI_S_MAX)
     except OSError:
@@ -246,7 +246,7 @@ async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
 
 
 def read_gpus(text: str, users: str) -> tuple[Gpu, ...]:
-    """nvidia-smi's tables to GPUs. `[N/A]` and the like are None."""
+    """The GPUs in nvidia-smi's tables. `[N/A]` and similar values are None."""
     by_uuid: dict[str, list[str]] = {}
     for line in users.splitlines():
         uuid, pid, program, used = (word.strip() for word in [*line.split(","), "", "", ""][:4])
@@ -280,16 +280,16 @@ if TYPE_CHECKING:
 
 
 class ProcessResult(NamedTuple):
-    """A process that was run."""
+    """Result of a process."""
 
     code: int | None
-    """None: it did not end in time, and was killed."""
+    """None: it did not end in time and was killed."""
     out: str
     err: str
 
 
 async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Result) -> Result:
-    """What it returns; `otherwise` when that takes too long, as with a dead file system. The call is left behind."""
+    """The function's result, or `otherwise` after the limit (a dead file system). The call is not cancelled."""
     try:
         async with asyncio.timeout(limit_s):
             return await run_detached(function)
@@ -298,7 +298,7 @@ async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Res
 
 
 async def run_bounded(command: Sequence[str], limit_s: float) -> ProcessResult:
-    """Runs a program to its end. Raises OSError when it cannot be started."""
+    """Run a program to its end or the limit. Raises OSError when it cannot be started."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -317,7 +317,7 @@ async def run_bounded(command: Sequence[str], limit_s: float) -> ProcessResult:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Kills what is left of it, children too. One that cannot be killed (a dead disk) is left behind."""
+    """Kill the process and its children. Does not wait for one that cannot be killed (a dead disk)."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

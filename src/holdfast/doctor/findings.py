@@ -1,4 +1,4 @@
-"""How findings are made and shown: lines for people, data for JSON, the exit code, what each code means."""
+"""Makes and renders findings: lines for users, data for JSON, the exit code, the explanation of each code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def size(bytes_: float) -> str:
 
 
 def rate(bytes_s: float) -> str:
-    """As networks are sold: `940 Mbit/s`."""
+    """In bits per second: `940 Mbit/s`."""
     bits = bytes_s * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
@@ -63,13 +63,13 @@ def worst(findings: Sequence[DoctorFinding]) -> Level:
 
 
 def exit_code(findings: Sequence[DoctorFinding], *, strict: bool) -> int:
-    """Of `holdfast doctor`: a warning does not keep `doctor LINE && run LINE` from running, unless it is to."""
+    """Exit code of `holdfast doctor`. With `strict` a warning stops `doctor LINE && run LINE`, too."""
     level = worst(findings)
     return 0 if level is Level.WARN and not strict else level.exit_code
 
 
 def render(findings: Sequence[DoctorFinding], *, strict: bool = False) -> str:
-    """One line for what passes; problems with their fix below. This node's first, then those of the others."""
+    """One line for all passed checks, then the problems with their fixes: this node's first, then the other nodes'."""
     lines = [line for finding in findings for line in lines_of(finding)]
     return "\n".join([*lines, "", conclusion(findings, strict=strict)])
 
@@ -106,7 +106,7 @@ def as_json(findings: Sequence[DoctorFinding], *, strict: bool = False) -> dict[
 
 
 def printable(text: str) -> str:
-    """Others' words come from the network: nothing in them may upset a terminal."""
+    """The text without control characters: texts of other nodes come from the network."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -117,7 +117,7 @@ class CodeText(NamedTuple):
 
 
 def code_texts() -> dict[str, CodeText]:
-    """What each code of the doctor means, read from codes.toml."""
+    """Explanation of each code of the doctor, from codes.toml."""
     import tomllib
 
     table = tomllib.loads(Path(__file__).with_name("codes.toml").read_text())

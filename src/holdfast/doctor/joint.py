@@ -1,6 +1,6 @@
-"""Several nodes check each other: this node's part, from the rendezvous to the report that all of them get.
+"""A joint check of several nodes: this node's part, from the rendezvous to the common report.
 
-What comes of it is judged elsewhere. It ends, whatever the others do, within a few times its time-out.
+Other modules judge the result. It ends within a few times its time-out, whatever the other nodes do.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Value = TypeVar("Value")
 
 
 class JointOptions(NamedTuple):
-    """What the command line says."""
+    """Options of the command line."""
 
     endpoint: Endpoint
     run_id: str
@@ -84,7 +84,7 @@ class JointResult(NamedTuple):
     me: int = 0
     """This node's index."""
     trouble: DoctorFinding | None = None
-    """Why there is no check, or no end of it."""
+    """Why there is no check, or why it did not finish."""
 
 
 Examine = Callable[[LocalFacts], Sequence[DoctorFinding]]
@@ -93,7 +93,7 @@ Examine = Callable[[LocalFacts], Sequence[DoctorFinding]]
 async def check_together(
     asked: JointOptions, facts: asyncio.Task[LocalFacts], examine: Examine, say: Callable[[str], None]
 ) -> JointResult:
-    """Meets the others, tries every pair, and returns what all found. Network trouble is a finding, no exception."""
+    """Meet the other nodes, test every pair, and return all results. A network error is a finding, not an exception."""
     host = socket.gethostname()
     job = JobSpec(run_id=asked.run_id, min_nodes=asked.nodes[0], max_nodes=asked.nodes[1], backend=BACKEND)
     node = NodeSpec(member=f"{host}#{os.urandom(4).hex()}", host=host, nproc=1)
@@ -116,7 +116,7 @@ async def check_together(
 async def _meet(
     asked: JointOptions, job: JobSpec, node: NodeSpec, tasks: asyncio.TaskGroup, say: Callable[[str], None]
 ) -> tuple[Connection[FromServer], Claim | None] | DoctorFinding:
-    """A connection to the server, which is opened here if the endpoint is ours."""
+    """A connection to the server. The server starts here if the endpoint is this machine's."""
 
     def session() -> Session[FromServer]:
         return Session(ClientHandshake(job, node, asked.token, fresh_nonce()), decode_from_server)
@@ -215,7 +215,7 @@ class CheckClient:
         await self._channel.closed.wait()
 
     def _listen_at(self) -> tuple[str, ...]:
-        """Where the others come to: the addresses of the server, or the one from which we reached it."""
+        """Addresses for the other nodes: those of the server, or the one from which this node reached it."""
         if self._place is not None:
             return self._place.addresses
         seen = self._connection.local_address
@@ -254,7 +254,7 @@ class CheckClient:
         return await self._share(reduced, roster, timeout_s)
 
     async def _share(self, value: Kind, roster: Roster, limit_s: float) -> tuple[Kind | None, ...]:
-        """What each node says, for this of ours."""
+        """Send this node's message; returns the messages of all nodes."""
         self._connection.send(value)
         values = (await self._next(SharedMessages, limit_s)).values
         if len(values) != len(roster.peers):

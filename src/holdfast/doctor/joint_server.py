@@ -1,8 +1,8 @@
 """The messages of nodes that check each other, and the server at the endpoint that passes them on.
 
 The listener, the handshake, the token and its MACs are those of a run. `doctor` is the backend that the nodes name, so
-a check and a job at one endpoint refuse each other. All that nodes say goes through the endpoint: a check has to end well
-also where a firewall closes every other port.
+a check and a job at one endpoint refuse each other. All messages go through the endpoint, so that a check also works
+where a firewall closes every other port.
 
     node      Ready ──▶        server       I am up, others reach me at this port
               ◀── Roster | Full             who came, and how to reach each
@@ -40,7 +40,7 @@ from holdfast.runtime.connection import Connection
 from holdfast.runtime.listener import Listener
 
 BACKEND = "doctor"
-"""What the nodes of a check name as their backend: no job does."""
+"""The backend's name in a check; no job uses it."""
 REPORT_S_MIN = 60.0
 """Importing torch from a slow disk takes long, and is one of the things to find out."""
 SLACK_S = 15.0
@@ -50,7 +50,7 @@ LINKS_SHARED_MAX = 8192
 FINDINGS_SHARED_MAX = 4096
 FINDINGS_OF_ONE_MAX = 32
 TEXT_CHARS_MAX = 500
-"""Of each text of a node that is passed on to the others."""
+"""Limit of each text of a node that is sent to the others."""
 MESSAGES_WAITING_MAX = 16
 
 Kind = TypeVar("Kind", bound=Struct)
@@ -88,13 +88,13 @@ class Roster(Struct, frozen=True, tag=True):
 
 
 class Full(Struct, frozen=True, tag=True):
-    """The check goes on without this node."""
+    """The check continues without this node."""
 
     text: str
 
 
 class SharedMessages(Struct, frozen=True, tag=True):
-    """A message of each node, by index; None: it is gone, or did not send one in time."""
+    """One message of each node, by index; None: the node is gone or did not send one in time."""
 
     values: tuple[NodeReport | StorePort | Reduced | None, ...]
 
@@ -176,7 +176,7 @@ class CheckedNode(Channel[FromNode]):
 
 
 class CheckServer:
-    """Lets nodes in, introduces them to each other, and passes on what each of them says to all."""
+    """Accepts nodes, sends the roster to all of them, and passes each node's messages on to all."""
 
     def __init__(
         self, job: JobSpec, token: bytes | None, timeout_s: float, *, reduce: bool, say: Callable[[str], None]

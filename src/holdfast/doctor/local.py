@@ -16,10 +16,10 @@ SHM_FREE_BYTES_MIN = 256 * MIB
 NOFILE_MIN = 4096
 NPROC_MIN = 2048
 PIDS_LEFT_PER_WORKER = 256
-"""A worker with its threads and loader processes."""
+"""Processes and threads of one worker with its data loaders."""
 MEMLOCK_BYTES_MIN = 1 * GIB
 MEMORY_PER_WORKER_BYTES_MIN = 1 * GIB
-"""torch with a small model."""
+"""Memory of torch with a small model."""
 FOLDER_FREE_BYTES_MIN = 1 * GIB
 
 
@@ -162,11 +162,11 @@ def clock(facts: LocalFacts) -> Iterator[DoctorFinding]:
 PYTHON_MIN = (3, 11)
 IMPORT_SLOW_S = 20.0
 BUSY_SHARE = 0.6
-"""Of its time: a process that computes so much does not wait for a disk."""
+"""A process that computes for this share of its time does not wait for a disk."""
 BUSY_LOAD = 1.5
-"""Per CPU: a process waits for a processor."""
+"""At this load per CPU processes wait for a CPU."""
 GPU_BUSY_MIB = 1024
-"""Less than this is what drivers and desktops hold."""
+"""Drivers and desktops use less than this."""
 
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
@@ -181,7 +181,7 @@ SLOW = {
 HARMLESS = {"TORCH_DISTRIBUTED_DEBUG": ("", "OFF", "INFO")}
 OFF = ("", "0", "false", "FALSE", "False", "OFF", "no")
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""A launcher gives these to its workers; in a shell they are left over."""
+"""Variables that a launcher sets for its workers. In a shell they are left over."""
 
 
 def python(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -220,7 +220,7 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
-    """What the time went into, and what helps: a disk keeps a process waiting, not computing."""
+    """The cause of a slow import, and advice. A slow disk makes a process wait, not compute."""
     if found.cpu_s > BUSY_SHARE * found.seconds:
         fix = "this processor is slow, or Python's cached bytecode cannot be written"
         return f"{why}, {found.cpu_s:.0f} s of it computing", fix
@@ -230,7 +230,7 @@ def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
 
 
 def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    """Whether torch can use what is there."""
+    """Whether torch can use the GPUs of this node."""
     what, found = "CUDA", facts.torch
     seen = len(facts.gpus)
     hidden = facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -305,7 +305,7 @@ def variables(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def variables_that_hurt(given: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Why, and what helps."""
+    """For each such variable the reason and advice."""
     for name, why in SLOW.items():
         if name in given and given[name] not in HARMLESS.get(name, OFF):
             yield f"{name}={given[name]}: {why}", f"unset {name} when you are done looking"
@@ -375,7 +375,7 @@ def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    """Those that the variables name."""
+    """Checks the interfaces that variables such as NCCL_SOCKET_IFNAME name."""
     for variable in CHOOSERS:
         text = facts.variables.get(variable)
         if not text:
@@ -424,7 +424,7 @@ def endpoint_port(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def stays_here(facts: LocalFacts) -> bool:
-    """Nothing leaves this machine: one node, or several that meet on loopback."""
+    """Whether all traffic stays on this machine: one node, or several that meet on loopback."""
     host = facts.endpoint.rpartition(":")[0].strip("[]")
     return facts.nodes == 1 or host == "localhost" or is_loopback(host)
 
@@ -440,7 +440,7 @@ def proposed(facts: LocalFacts) -> str:
 
 
 def candidates(facts: LocalFacts) -> list[Interface]:
-    """Those that may lead to another node."""
+    """Interfaces that may lead to other nodes."""
     return [each for each in facts.interfaces if each.up and each.addresses and not is_local(each)]
 
 
@@ -481,7 +481,7 @@ CHECKS: tuple[Check, ...] = (
     *(shared_memory, open_files, processes, locked_memory, core_dumps, memory, cpus, overcommit, tracing, folders),
     *(threads, clock, own_name, interfaces, chosen_interfaces, ports, endpoint_port, variables),
 )
-"""In the order in which they are shown."""
+"""All checks in the order of output."""
 
 
 def examine(facts: LocalFacts) -> tuple[DoctorFinding, ...]:

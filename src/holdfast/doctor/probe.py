@@ -1,4 +1,4 @@
-"""What a node tries out with its peers: a connection to each, round trips, bandwidth, clocks, and an all-reduce.
+"""Tests a node's network to its peers: connections, round trips, bandwidth, clocks, and an all-reduce.
 
 Every node has a ProbeServer at the address by which the others see it. Everything is bounded, in bytes and in time;
 only a client that knows the key of this check gets an answer.

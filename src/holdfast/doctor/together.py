@@ -1,4 +1,4 @@
-"""Findings about several nodes: which came, every pair, versions, clocks, the all-reduce. PURE."""
+"""Findings about several nodes: missing nodes, every pair, versions, clocks, the all-reduce. PURE."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BANDWIDTH_ODD_FACTOR = 0.2
 """A link is odd that is slower than this share of what is usual among these nodes."""
 CLOCK_OFFSET_S_MAX = 1.0
 SOURCE_PLACE = re.compile(r" with \[/\S+:\d+\]|\$\d+$")
-"""Where in gloo's sources something was noticed: of no use for repairing a network."""
+"""Positions in gloo's sources in its messages, which do not help to repair a network."""
 
 
 class Way(NamedTuple):
-    """A link with both its ends."""
+    """A network path with both nodes."""
 
     start: int
     link: NodePath
@@ -69,7 +69,7 @@ def silent_nodes(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def pairs(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Each pair of which a direction fails, in both directions."""
+    """Each pair with a failed direction, with the results of both directions."""
     what = "pairs"
     by_ends = {(way.start, way.link.to): way.link for way in ways(check)}
     bad = sorted({tuple(sorted(ends)) for ends, link in by_ends.items() if link.reached is not Reached.YES})
@@ -182,7 +182,7 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Against the first node that can say something about each."""
+    """Compares each clock with the first node that measured it."""
     what = "clocks"
     offsets: dict[int, tuple[int, float]] = {}
     for way in ways(check):

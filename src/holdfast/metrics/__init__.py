@@ -1,8 +1,8 @@
-"""What this agent shows to whoever watches from outside, off unless asked for: torchelastic's events, metrics, health.
+"""Observation of this agent from outside, off by default: torchelastic's events, metrics, health checks.
 
     with observing(options, journal, say, node=…, look=…, view=…): run the job
 
-Everything that costs something is imported when it is wanted. No decision depends on anything here.
+Expensive modules are imported only when they are needed. No decision depends on this package.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ View = Callable[[], JobView | None]
 def observing(
     options: RunOptions, journal: Journal, say: Callable[..., None], *, node: str, look: Look, view: View
 ) -> Iterator[None]:
-    """For as long as the job runs. `look` tells how far this node's workers are, `view` what a coordinator here knows.
+    """Active while the job runs. `look` returns the progress of this node's workers, `view` the coordinator's view.
 
     Raises PortInUseError and MissingPackageError before it begins.
     """
@@ -57,7 +57,7 @@ def observing(
 
 
 def serve(options: RunOptions, vitals: Vitals, journal: Journal, say: Callable[..., None]) -> Server | None:
-    """The started server; None when the one port that was wanted by a variable of torchrun's is taken."""
+    """The started server; None: the only port was requested by a variable of torchrun and is in use."""
     from holdfast.metrics.server import Server, bind
 
     wanted: dict[Endpoint, Pages] = {}

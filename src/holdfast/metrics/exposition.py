@@ -1,6 +1,6 @@
-"""An agent's facts as Prometheus' text, and as the answer to a health check. Runs in the server's thread.
+"""Renders an agent's facts in Prometheus' text format and as the answer to a health check. Runs in the server's thread.
 
-Needs prometheus-client, from the extra `metrics`, for the metrics alone; docs/metrics.md lists them.
+Only the metrics need prometheus-client, from the extra `metrics`; docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics(Collector):
-    """Made anew from the newest facts at each scrape: nothing is kept between two."""
+    """Builds the metrics from the newest facts at each scrape, without state in between."""
 
     def __init__(self, facts: Callable[[], VitalsSample]) -> None:
         self._facts = facts
@@ -82,7 +82,7 @@ def _ranks(facts: VitalsSample) -> Iterator[Metric]:
 
 
 def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
-    """Of the whole job: only the agent that hosts the coordinator has it."""
+    """Metrics of the whole job, only from the agent that hosts the coordinator."""
     yield _counter("job_seconds", "The coordinator has lived so long.", job.job_s)
     yield _counter("job_training_seconds", "Of that, effective training time.", job.training_s)
     yield _gauge("job_restarts_left", "Of the restart budget.", job.restarts_max - job.restarts)

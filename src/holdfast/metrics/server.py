@@ -1,9 +1,8 @@
 """A small HTTP server in a thread of its own, for health checks and metrics: answers GET, closes, never waits long.
 
-It has its own event loop, so that neither a scraper that stalls touches the agent nor an agent that stalls keeps a
-health check waiting. Not http.server: that has a thread for each connection, a limit of time for each read and none
-for all of a request, and its own limits of size; with ours added it is no shorter than this. Sockets are bound before
-the thread starts. Knows nothing of what it serves.
+It has its own event loop, so that a stalled scraper does not affect the agent, and a stalled agent does not delay a
+health check. It does not use http.server, which has a thread per connection and no time limit for a whole request.
+Sockets are bound before the thread starts. Knows nothing about the content of the pages.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from holdfast.protocol.options import Endpoint
 
 REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX = 5.0
-"""From the connection to the last byte of the answer."""
+"""Limit from the connection to the last byte of the answer."""
 CONNECTIONS_MAX = 32
-"""At a time; more are closed at once."""
+"""Connections at the same time; further ones are closed at once."""
 CLOSE_S_MAX = 1.0
 REASONS = {
     200: "OK",
@@ -40,11 +39,11 @@ class HttpResponse(NamedTuple):
 
 
 Pages = Mapping[str, Callable[[], HttpResponse]]
-"""By path. Called in the server's thread."""
+"""Page functions by path. Called in the server's thread."""
 
 
 def bind(place: Endpoint, option: str) -> socket.socket:
-    """A listening socket. Raises PortInUseError, with the option's name, when that is not to be had."""
+    """A listening socket. Raises PortInUseError, with the option's name, if it cannot be bound."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -109,7 +108,7 @@ class Server:
 
 
 async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pages: Pages) -> None:
-    """One request, one answer."""
+    """Answer one request."""
     try:
         request = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
@@ -138,7 +137,7 @@ def _answer(request: bytes, pages: Pages) -> tuple[str, HttpResponse]:
         return method, _text(404, f"here are: {', '.join(sorted(pages))}")
     try:
         return method, page()
-    except Exception as error:  # noqa: BLE001 - told to whoever asks
+    except Exception as error:  # noqa: BLE001 - the answer reports it
         return method, _text(500, f"{type(error).__name__}: {error}")
 
 

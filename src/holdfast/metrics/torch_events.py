@@ -1,4 +1,4 @@
-"""`--event-log-handler console`: torchelastic's events, made of the journal's, as JSON lines.
+"""`--event-log-handler console`: converts events of the journal to torchelastic's events, as JSON lines.
 
 Names, sources and metadata keys are those of torch 2.13 (torch.distributed.elastic.events). Knows the journal's events.
 """
@@ -19,7 +19,7 @@ PREFIX = "torchelastic.worker.status."
 
 
 class TorchEvents:
-    """A listener of the journal. `write` gets each event as one line, without its end."""
+    """A listener of the journal. `write` gets each event as one line without the newline."""
 
     def __init__(self, options: RunOptions, write: Callable[[str], None]) -> None:
         self._options = options
@@ -29,7 +29,7 @@ class TorchEvents:
         """`_free_s`: since when this node has been without workers."""
         self._world: Mapping[str, Any] = {}
         self._total_s = 0
-        """As torchrun's total_run_time: 0 until the workers are over."""
+        """torchrun's total_run_time: 0 until the workers have ended."""
 
     def heard(self, event: str, fields: Mapping[str, Any]) -> None:
         match event:
@@ -67,7 +67,7 @@ class TorchEvents:
             "entry_point": self._entry_point(),
         }
         if worker is not None:
-            # One role on all nodes, as good as always: then a role's ranks are the job's.
+            # Nearly always all nodes have the same role, and then the ranks of the role are those of the job.
             more |= {
                 "local_rank": worker["local_rank"],
                 "role_rank": worker["rank"],
@@ -99,7 +99,7 @@ class TorchEvents:
         self._write(json.dumps(event))
 
     def _entry_point(self) -> str:
-        """torchrun's: the executable's name."""
+        """torchrun's entry_point: the name of the executable."""
         command = self._options.command
         program = command.target if command.kind is CommandKind.PROGRAM else command.python or sys.executable
         return os.path.basename(program)

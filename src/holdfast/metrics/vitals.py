@@ -1,8 +1,7 @@
-"""What this agent knows that is worth watching from outside, gathered on its own loop once a second.
+"""Facts of this agent for metrics and health checks, collected on its own loop once a second.
 
-Each second a new `VitalsSample` replaces the old one. Other threads read the newest and nothing else, so that they
-neither wait for the agent nor make it wait. `health` is what a health check is answered from it. Knows the journal's
-events; knows nothing of HTTP or of Prometheus.
+Each second a new `VitalsSample` replaces the old one. Other threads read only the newest one, so that no thread waits
+for another. `health` makes the answer to a health check. Knows the journal's events; knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -18,49 +17,49 @@ from holdfast.protocol.rank_progress import JobView, RankProgress
 
 BEAT_S = 1.0
 STALL_S = 15.0
-"""A loop that has not come round for so long stands still: a disk, a debugger, a machine without a free core."""
+"""A loop without a turn for this long counts as stalled, for example by a disk, a debugger or a lack of CPU time."""
 assert STALL_S > 5 * BEAT_S
 STEP_WINDOW_S = 30.0
-"""Over so long a step's duration is averaged."""
+"""The duration of a step is averaged over this time."""
 LOOKS_MAX = 64
 
 
 class RankFacts(Struct, frozen=True, kw_only=True):
-    """One worker of this node."""
+    """Facts about one worker of this node."""
 
     rank: int
     local_rank: int
     stage: str
     steps_total: int
-    """Of this place on the node, over all generations since the agent began."""
+    """Steps of this local rank in all generations since the start of the agent."""
     own_s_total: float
     step_s: float | None
-    """Mean duration of the steps of the last STEP_WINDOW_S; None: there were none."""
+    """Mean duration of the steps in the last STEP_WINDOW_S; None: there were none."""
     age_s: float
 
 
 class VitalsSample(Struct, frozen=True, kw_only=True):
     taken_s: float
-    """When, by the loop's clock: how long the agent has stood still since is told from it."""
+    """Time of the sample, by the loop's clock. Its age shows for how long the agent has been stalled."""
     run_id: str
     node: str
     generation: int = 0
     restart_count: int = 0
     world_size: int = 0
     wanted: int = 0
-    """Workers that this node is to run in this generation."""
+    """Number of workers of this node in this generation."""
     alive: int = 0
     phases_s: dict[str, float] = {}
-    """Of the newest start."""
+    """Durations of the phases of the newest start."""
     exits: dict[str, int] = {}
-    """Workers of this node that have ended, by exit code."""
+    """Number of workers of this node that have ended, by exit code."""
     failures: dict[str, int] = {}
-    """Generations that ended in failure, by the verdict's code: where the coordinator is."""
+    """Number of generations that failed, by code of the verdict; only on the coordinator's node."""
     ranks: tuple[RankFacts, ...] = ()
     job: JobView | None = None
-    """Where the coordinator is."""
+    """Only on the coordinator's node."""
     ended: str = ""
-    """How the job ended, in one word; empty: it has not."""
+    """How the job ended, in one word; empty: it has not ended."""
     exit_code: int = 0
 
 
@@ -75,7 +74,7 @@ class Vitals:
         view: Callable[[], JobView | None],
         fault: Callable[[str, Exception], None],
     ) -> None:
-        """`fault`: gets the first thing that goes wrong in here; the job goes on."""
+        """`fault` gets the first error in this class; the job continues."""
         self._fault = fault
         self._faulty = False
         self._loop = asyncio.get_running_loop()
@@ -86,7 +85,7 @@ class Vitals:
         self._phases_s: dict[str, float] = {}
         self._rank_base = 0
         self._carried: dict[int, tuple[int, float]] = {}
-        """Steps and own seconds of the generations before, by local rank."""
+        """Steps and own seconds of earlier generations, by local rank."""
         self._seen: dict[int, RankProgress] = {}
         self._looks: deque[tuple[float, dict[int, int]]] = deque(maxlen=LOOKS_MAX)
         self._timer: asyncio.TimerHandle | None = None
@@ -146,7 +145,7 @@ class Vitals:
                 return
 
     def _carry(self) -> None:
-        """A generation is over: what its ranks did counts on."""
+        """A generation is over: add its steps to the totals."""
         for local_rank, seen in self._seen.items():
             steps, own_s = self._carried.get(local_rank, (0, 0.0))
             self._carried[local_rank] = (steps + seen.steps, own_s + seen.own_s)
@@ -190,7 +189,7 @@ class Vitals:
 
 
 def health(facts: VitalsSample, now_s: float) -> dict[str, object]:
-    """`alive`: the agent's loop turns, and its job has not failed. `ready`: every worker of this node runs as well."""
+    """`alive`: the agent's loop is not stalled, and its job has not failed. `ready`: also every local worker runs."""
     stalled_s = max(0.0, now_s - facts.taken_s)
     failed = bool(facts.ended) and facts.exit_code != 0
     status = "stalled" if stalled_s > STALL_S else "failed" if failed else facts.ended or "ok"

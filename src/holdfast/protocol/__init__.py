@@ -1,1 +1,1 @@
-"""Pure decisions and the data they work on: no clock, socket, process or randomness in here."""
+"""Messages, options, errors and other data that the parts of holdfast exchange. Pure."""

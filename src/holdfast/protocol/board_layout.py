@@ -1,68 +1,69 @@
-"""The layout of the board: a little memory that an agent shares with its workers, one generation long.
+"""Layout of the board: a small shared memory of an agent and its workers, for one generation.
 
-Words of 8 bytes in the machine's own order, each written by one side only. A header of the agent's, then a slot for
-each local rank, of the worker's. Imports nothing: the bootstrap loads it by its path, under any Python.
+It consists of words of 8 bytes in native byte order, each written by one side only: a header, written by the agent,
+then a slot for each local rank, written by its worker. Imports nothing: the bootstrap loads it by its path, under any
+Python.
 """
 
 from __future__ import annotations
 
 BOARD_VARIABLE = "HOLDFAST_BOARD"
-"""In a worker's environment: `PATH@SLOT`, where the board is and the first word of this worker's slot."""
+"""Variable of a worker's environment: `PATH@SLOT`, the board's file and the first word of this worker's slot."""
 
 WORD_BYTES = 8
 SLOT_WORDS = 16
-"""Of the header as well; two cache lines, of which the second changes with every step."""
+"""Size of a slot and of the header: two cache lines, of which the second changes with every step."""
 
 # The header's words.
 HELD = 0
 """1: workers wait at their next safe point until SAFE_POINT is not 0 or this is 0 again."""
 SAFE_POINT = 1
-"""Where the workers stop, counted from 1; 0: nowhere. Set once."""
+"""The safe point at which the workers stop, counted from 1; 0: none. Set once."""
 RAISED = 2
-"""The agent's descriptor of a pipe. A worker whose program raised an exception writes the index of its slot there, as
-REPORT_BYTES in the machine's own order: the agent acts on it while the process is still on its way out."""
+"""The agent's descriptor of a pipe. A worker whose program raised an exception writes the index of its slot there
+(REPORT_BYTES, native byte order), so that the agent can react before the process has ended."""
 REPORT_BYTES = 4
 
 # A slot's words, relative to its first.
 PID = 0
-"""Whose slot it is; 0: nobody has asked for a safe point yet."""
+"""The process that asks for safe points; 0: it has not asked for one yet."""
 REACHED = 1
-"""The newest safe point this worker has reached, counted from 1."""
+"""The newest safe point that this worker has reached, counted from 1."""
 TOLD = 2
-"""The safe point at which it was told to stop; 0: it was not."""
+"""The safe point at which `should_stop()` returned true; 0: it has not."""
 
 
-# Moments of a worker's start and of its steps: nanoseconds of the monotonic clock, which all processes share; 0: not yet.
+# Times of a worker's start and steps: nanoseconds of the monotonic clock, which all processes share; 0: not yet.
 MEETING = 3
-"""It asks for its process group: whatever it imports and sets up first is done."""
+"""It asks for its process group: its imports and set-up are done."""
 STORE = 4
 """It is connected to the store."""
 GROUP = 5
 """It has its process group."""
 FIRST_STEP = 6
-"""The first step of an optimizer is done."""
+"""The first optimizer step is done."""
 STEPS = 7
-"""How many steps of an optimizer are done: a number, and no moment."""
+"""Number of optimizer steps that are done (a count, not a time)."""
 LAST_STEP = 8
 OWN = 9
-"""Nanoseconds of all steps together from the end of the step before to the beginning of backward: a number."""
+"""Nanoseconds of all steps together, from the end of the previous step to the start of backward (a duration)."""
 BEATS = 10
-"""How many times the program said that it goes on, holdfast.worker.beat(): a number."""
+"""Number of calls of holdfast.worker.beat()."""
 LAST_BEAT = 11
 
 STACKS = 12
-"""Of the agent's, before the worker is started: its descriptor of the file for this worker's stacks; 0: there is none."""
+"""The agent's descriptor of the file for this worker's stacks; 0: none. Written by the agent before the start."""
 BEGAN_AT = 13
-"""The step of the whole job, as the script counts it over all restarts, at which this worker began, plus 1; 0: it does not say."""
+"""The step at which this worker began, plus 1, as the script counts over all restarts; 0: the script reports none."""
 AT = 14
-"""The same of the step that it does now."""
+"""The current step, plus 1, in the same count."""
 
 LOOK_SIGNAL = 62
-"""SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For workers that
-sleep: a thread that runs meanwhile changes what is being read, and the worker may die of it."""
+"""SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For sleeping
+workers only: a running thread changes its stack while it is read, which can crash the worker."""
 LOOK_MAIN_SIGNAL = 61
-"""The same for the thread that catches it alone. Sent to the main thread of a worker that runs: nobody else touches what an
-interrupted thread has on its stack."""
+"""Writes the stack of the thread that catches it, and no other. Sent to the main thread of a running worker: the stack
+of an interrupted thread does not change."""
 
 
 def size_bytes(nproc: int) -> int:

@@ -1,7 +1,7 @@
-"""Messages of core.protocol, and of others with a decoder of their own, to bytes and back. PURE.
+"""Encodes and decodes messages: those of protocol.messages, and others with a decoder of their own. PURE.
 
-Knows msgpack and the message types. Nothing is ever unpickled or evaluated: the decoders accept exactly the
-types they are made for, with numbers within core.bounds, and anything else is a ProtocolError.
+Knows msgpack and the message types. Nothing is ever unpickled or evaluated: the decoders accept exactly the types they
+are made for, with numbers within protocol.bounds. Anything else is a ProtocolError.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.protocol.rank_progress import Frame, RankSample
 from holdfast.protocol.words import clean
 
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX - 1024
-"""Leaves room for the MAC in front of a message."""
+"""The rest of a frame is for the MAC in front of the message."""
 
 TEXT_CHARS_CUTS = (4096, 512, 64)
-"""Failure texts are cut to these, one after the other, until the message fits into a frame."""
+"""Failure texts are cut to these lengths, one after the other, until the message fits into a frame."""
 FAILURES_MAX = 4096
-"""And then so many failures are named."""
+"""If that is not enough, at most this many failures are sent."""
 CHARS_PER_FRAME = 64
-"""Stacks are cut to one frame for each so many characters."""
+"""Stacks are cut to one frame per this many characters of the limit."""
 
 Message = TypeVar("Message")
 
@@ -37,15 +37,15 @@ _coordinator_decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack
 
 
 def encode(message: Struct) -> bytes:
-    """At most MESSAGE_BYTES_MAX bytes: a message with very many failures loses the ends of their texts, one with very
-    many stacks their outer frames.
+    """The message in at most MESSAGE_BYTES_MAX bytes. A message with very many failures loses the ends of their texts,
+    one with very many stacks loses their outer frames.
 
     Raises ProtocolError when a message without either is too large.
     """
     try:
         data = _encoder.encode(message)
     except UnicodeEncodeError:
-        # A worker's words may hold bytes that were no text.
+        # Texts of a worker may contain bytes that are not valid UTF-8.
         data = _encoder.encode(_cut(message, TEXT_BYTES_MAX))
     for chars_max in TEXT_CHARS_CUTS:
         if len(data) <= MESSAGE_BYTES_MAX:
@@ -67,7 +67,7 @@ def decode_from_coordinator(data: bytes) -> FromCoordinator:
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes, sender: str) -> Message:
-    """One message, its texts fit for a console. Raises ProtocolError on anything else, and names the sender."""
+    """One message, its texts safe for a console. Raises ProtocolError, naming the sender, on anything else."""
     try:
         return clean(decoder.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -87,7 +87,7 @@ def _cut(message: Struct, chars_max: int) -> Struct:
 
 
 def _cut_outcome(outcome: Outcome, chars_max: int) -> Outcome:
-    """The culprit keeps its texts: they are what the reader came for."""
+    """Cut all texts except the culprit's, which the reader needs most."""
     if outcome.verdict is None:
         return outcome
     collateral = _cut_failures(outcome.verdict.collateral, chars_max)
@@ -99,7 +99,7 @@ def _cut_failures(failures: tuple[Failure, ...], chars_max: int) -> tuple[Failur
 
 
 def _cut_failure(failure: Failure, chars_max: int) -> Failure:
-    """Tracebacks and tails are told best by their ends, messages by their beginnings."""
+    """Keep the ends of tracebacks and stderr, and the beginnings of messages: they say the most."""
     return replace(
         failure,
         error_type=_clean(failure.error_type[:chars_max]),
@@ -110,7 +110,7 @@ def _cut_failure(failure: Failure, chars_max: int) -> Failure:
 
 
 def _cut_sample(sample: RankSample, chars_max: int) -> RankSample:
-    """The innermost frames are kept."""
+    """Keep the innermost frames."""
     frames = sample.frames[: max(1, chars_max // CHARS_PER_FRAME)]
     return replace(
         sample,

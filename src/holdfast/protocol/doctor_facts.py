@@ -1,7 +1,7 @@
-"""What `holdfast doctor` finds, and the facts that it judges: plain data.
+"""Findings of `holdfast doctor`, and the facts that they are made from: plain data.
 
-Facts are gathered by doctor, judged by doctor and shown by cli/doctor; nodes that check
-each other exchange them. None stands for "could not be found out", which is never a finding by itself.
+The doctor package gathers and judges facts, and cli/doctor shows findings. Nodes that check each other exchange both.
+None means "could not be found out", which is never a finding by itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Level(Enum):
 
     PASS = "pass"
     WARN = "warn"
-    """It will run; slower, or with less diagnosis, or until something else happens."""
+    """The job will run, but slower, with less diagnosis, or only until another problem occurs."""
     RETRY = "retry"
-    """Not now; perhaps later, with nothing changed."""
+    """The job cannot run now, but perhaps later without any change."""
     FATAL = "fatal"
-    """Not before somebody changes something."""
+    """The job cannot run until a user changes something."""
 
     @property
     def exit_code(self) -> int:
@@ -29,15 +29,15 @@ class Level(Enum):
 
 class DoctorFinding(Struct, frozen=True, kw_only=True):
     code: str
-    """HF5xx; what passes carries the code of what could have failed."""
+    """HF5xx; a check that passes has the code of its possible failure."""
     level: Level
     what: str
-    """What was looked at, in two or three words."""
+    """What was checked, in two or three words."""
     why: str
-    """What was seen, in one or two lines."""
+    """What was found, in one or two lines."""
     fix: str = ""
     node: str = ""
-    """Whose finding it is; empty: this node's, or that of all together."""
+    """The node that the finding is about; empty: this node, or all nodes together."""
 
 
 class TorchState(Enum):
@@ -49,29 +49,29 @@ class TorchState(Enum):
 
 
 class TorchFacts(Struct, frozen=True, kw_only=True):
-    """What a process of its own reported about torch."""
+    """Facts about torch, reported by a separate process."""
 
     state: TorchState
     error: str = ""
-    """The last line of its output, where it is broken."""
+    """The last line of its output if torch is broken."""
     seconds: float = 0.0
-    """The whole process, mostly the import."""
+    """Duration of the whole process, mostly of the import."""
     cpu_s: float = 0.0
-    """Processor time of it."""
+    """CPU time of the process."""
     load: float = 0.0
-    """Processes that wanted to run, per CPU of the machine, when it had ended."""
+    """Runnable processes per CPU of the machine, right after its end."""
     version: str = ""
     cuda: str = ""
-    """That it was built with; empty for a CPU build."""
+    """The CUDA version that torch was built with; empty for a CPU build."""
     nccl: str = ""
     distributed: bool = False
     gloo: bool = False
     gpus: int = 0
-    """That torch can use."""
+    """Number of GPUs that torch can use."""
     gpu_error: str = ""
-    """What CUDA said when asked for them."""
+    """CUDA's error when it was asked for them."""
     unsupported: tuple[str, ...] = ()
-    """GPUs for whose architecture this build has no code."""
+    """GPUs whose architecture this build does not support."""
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
@@ -83,9 +83,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     memory_total_mib: int | None = None
     memory_used_mib: int | None = None
     ecc_errors: int | None = None
-    """Uncorrected, since the driver was loaded; None without ECC."""
+    """Uncorrected errors since the driver was loaded; None without ECC."""
     users: tuple[str, ...] = ()
-    """`pid 17 python, 30000 MiB`."""
+    """Processes on this GPU, as `pid 17 python, 30000 MiB`."""
 
 
 class Folder(Struct, frozen=True, kw_only=True):
@@ -93,7 +93,7 @@ class Folder(Struct, frozen=True, kw_only=True):
     total_bytes: int = 0
     free_bytes: int = 0
     error: str = ""
-    """Why nothing could be written there."""
+    """Why the folder is not writable."""
 
 
 class Interface(Struct, frozen=True, kw_only=True):
@@ -105,46 +105,46 @@ class Interface(Struct, frozen=True, kw_only=True):
 
 
 class LocalFacts(Struct, frozen=True, kw_only=True):
-    """One node, as it sees itself. The defaults are a node on which all is well."""
+    """Facts of one node about itself. The defaults describe a node without problems."""
 
     host: str
     python: str
     holdfast: str
     nproc: int = 1
-    """Workers that the line asks for."""
+    """Number of workers on the command line."""
     nodes: int = 1
     torch: TorchFacts = TorchFacts(state=TorchState.ABSENT)
     driver: str = ""
-    """Of NVIDIA, by /proc; empty without one."""
+    """Version of NVIDIA's driver, from /proc; empty without one."""
     gpus: tuple[Gpu, ...] = ()
     gpu_error: str = ""
     shm: Folder = Folder(path="/dev/shm")
     folders: tuple[Folder, ...] = ()
-    """Where logs and temporary files go."""
+    """Folders for logs and temporary files."""
     limits: dict[str, int | None] = {}
-    """Soft limits by name: nofile nproc memlock core; None is unlimited."""
+    """Soft limits by name: nofile nproc memlock core; None: unlimited."""
     infiniband: tuple[str, ...] = ()
     memory_bytes: int = 0
     memory_available_bytes: int = 0
     swap_bytes: int = 0
     memory_limit_bytes: int | None = None
-    """Of the cgroups above us, the lowest."""
+    """The lowest limit of this process' cgroups."""
     pids_limit: int | None = None
     pids_used: int = 0
     cpus: int = 1
-    """Of the machine."""
+    """CPUs of the machine."""
     cpus_allowed: int = 1
-    """By affinity."""
+    """CPUs in the affinity mask."""
     cpu_quota: float | None = None
-    """CPUs' worth of time by cgroup."""
+    """CPU quota of the cgroup, in CPUs."""
     overcommit: int = 0
     ptrace_scope: int | None = None
     privileged: bool = False
-    """May trace any process: CAP_SYS_PTRACE."""
+    """Whether it may trace any process (CAP_SYS_PTRACE)."""
     core_pattern: str = ""
     clock_synchronised: bool | None = None
     own_addresses: tuple[str, ...] = ()
-    """What the own host name resolves to."""
+    """Addresses to which the own host name resolves."""
     resolve_error: str = ""
     resolve_s: float = 0.0
     interfaces: tuple[Interface, ...] = ()
@@ -152,16 +152,16 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     ephemeral_ports: tuple[int, int] | None = None
     endpoint: str = ""
     endpoint_port: int = 0
-    """0: none was given."""
+    """0: no endpoint was given."""
     endpoint_is_here: bool | None = None
     endpoint_holder: str = ""
-    """The process that holds the port on this machine; empty: none, or the port is another machine's."""
+    """The process that holds the port on this machine; empty: none, or the endpoint is on another machine."""
     variables: dict[str, str] = {}
-    """Those of the environment that matter to a training job."""
+    """Environment variables that matter to a training job."""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """What should be the same on all nodes, and what an all-reduce needs."""
+    """Facts of a node that should be the same on all nodes, or that an all-reduce needs."""
 
     host: str
     python: str = ""
@@ -170,9 +170,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     nccl: str = ""
     holdfast: str = ""
     interface: str = ""
-    """The one that holds the address by which the others reach this node."""
+    """The interface with the address at which the others reach this node."""
     has_torch: bool = False
-    """And with gloo: it can take part in an all-reduce."""
+    """Whether the node has torch with gloo, so that it can take part in an all-reduce."""
 
 
 class Reached(Enum):
@@ -184,42 +184,42 @@ class Reached(Enum):
     """No answer in time."""
     UNREACHABLE = "unreachable"
     STRANGER = "stranger"
-    """What answered is not the doctor of that node."""
+    """A program other than the doctor of that node answered."""
     BROKEN = "broken"
-    """The connection was made, and failed later."""
+    """The connection was made and failed later."""
 
 
 class NodePath(Struct, frozen=True, kw_only=True):
-    """The way from one node to another, seen from its beginning."""
+    """The network path from one node to another, measured by the first."""
 
     to: int
-    """Index of the other in the roster."""
+    """Index of the other node in the roster."""
     reached: Reached
     address: str = ""
-    """With its port."""
+    """Address and port."""
     error: str = ""
     names: tuple[str, ...] = ()
-    """What the other's host name resolves to here."""
+    """Addresses to which the other node's host name resolves here."""
     name_error: str = ""
     latency_s: float | None = None
     """Median round trip."""
     clock_offset_s: float | None = None
-    """The other's clock minus ours, within half of the shortest round trip."""
+    """The other node's clock minus this node's, accurate to half of the shortest round trip."""
     bytes_s: float | None = None
     """Bandwidth of one connection."""
 
 
 class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
-    """What one node found, for the others."""
+    """The results of one node, for the others."""
 
     summary: Summary
     links: tuple[NodePath, ...] = ()
     findings: tuple[DoctorFinding, ...] = ()
-    """Local ones that are not a pass."""
+    """Local findings that did not pass."""
 
 
 class Reduced(Struct, frozen=True, kw_only=True, tag=True):
-    """How the all-reduce went on one node."""
+    """The result of the all-reduce on one node."""
 
     ok: bool
     error: str = ""
@@ -229,15 +229,15 @@ class Reduced(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JointCheck(Struct, frozen=True, kw_only=True):
-    """All that the nodes found out together; the same on all of them."""
+    """The results of all nodes together; the same on all of them."""
 
     wanted: tuple[int, int]
-    """Fewest and most nodes of the job."""
+    """Minimum and maximum number of nodes of the job."""
     came: tuple[str, ...]
-    """Names, by index; the first is at the endpoint."""
+    """Names of the nodes that came, by index; the first is at the endpoint."""
     reports: tuple[NodeReport | None, ...] = ()
-    """By index; None: it came, and fell silent."""
+    """By index; None: the node came but sent no report."""
     reduced: tuple[Reduced | None, ...] | None = None
-    """By index; None: there was no all-reduce."""
+    """By index; None: no all-reduce was made."""
     no_reduce: str = ""
-    """Why there was none."""
+    """Why no all-reduce was made."""

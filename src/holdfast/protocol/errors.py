@@ -1,4 +1,4 @@
-"""Every error holdfast raises on purpose: whose fault it is, its code and its exit code.
+"""Every error that holdfast raises on purpose, with its fault, its code and its exit code.
 
     HoldfastError
     ├── CallerError   HF1xx  the command line, the configuration or the machine it names   exit 2
@@ -30,9 +30,9 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
 EXIT_REQUEUE = 75
-"""sysexits' EX_TEMPFAIL: the job was preempted; please put it back into the queue."""
+"""EX_TEMPFAIL of sysexits.h: the job was preempted, and the scheduler should requeue it."""
 EXIT_SIGNAL_BASE = 128
-"""A process or agent ended by signal N counts as 128+N, as in every shell."""
+"""The end by signal N has the exit status 128+N, as in every shell."""
 
 
 class HoldfastError(Exception):
@@ -106,7 +106,7 @@ class PortInUseError(CallerError):
 
 
 class NoAnswerError(PortInUseError):
-    """Somebody accepts connections at the endpoint and says nothing: another service, or a coordinator that hangs."""
+    """The endpoint accepts connections but does not answer: another service, or a coordinator that hangs."""
 
     code = "HF115"
 
@@ -184,13 +184,13 @@ class BackendError(EtcdError):
 
 
 class BackendUnreachableError(EtcdUnreachableError):
-    """What a third party's rendezvous backend meets by did not answer before the join deadline."""
+    """The storage of a third party's rendezvous backend did not answer before the join deadline."""
 
     code = "HF123"
 
 
 class DataError(CallerError, ValueError):
-    """holdfast.train: a loader or sampler was asked for what it cannot do, or a dataset is not what it says."""
+    """holdfast.train: a loader or sampler cannot do what was asked, or a dataset contradicts its own description."""
 
     code = "HF124"
 
@@ -202,7 +202,7 @@ class DataStateError(DataError):
 
 
 class ProcessGroupError(CallerError, ValueError):
-    """holdfast.train: no process group can be made of the environment, or a model or micro-batch does not fit to it."""
+    """holdfast.train: the environment does not make a process group, or a model or micro-batch does not fit to it."""
 
     code = "HF126"
 
@@ -214,7 +214,7 @@ class NoRunError(CallerError):
 
 
 class ControlRefusedError(CallerError):
-    """A job that runs may not be asked: it belongs to another user, or the question is none that its agent knows."""
+    """A running job refuses a question: the job belongs to another user, or its agent does not know the question."""
 
     code = "HF128"
 
@@ -226,31 +226,31 @@ class ControlSilentError(CallerError):
 
 
 class HostsError(CallerError):
-    """--hosts, --hostfile, --include, --exclude or --host-discovery: no host, one twice, not understood, or too few."""
+    """--hosts, --hostfile, --include, --exclude or --host-discovery: malformed, no host, a host twice, or too few."""
 
     code = "HF140"
 
 
 class HostUnreachableError(HostsError):
-    """ssh does not get to a host: its name, the network, its host key, or a login that needs a password."""
+    """ssh cannot reach a host: its name, the network, its host key, or a login that needs a password."""
 
     code = "HF141"
 
 
 class HostDiffersError(HostsError):
-    """A host is not like the others: another Python, torch, holdfast or script, a folder missing, too few cores."""
+    """A host differs from the others: another Python, torch, holdfast or script, a missing folder, too few cores."""
 
     code = "HF142"
 
 
 class SubmitError(CallerError):
-    """`holdfast submit`: what is asked for cannot be said to the scheduler, or the scheduler did not take the job."""
+    """`holdfast submit`: the request cannot be expressed for the scheduler, or the scheduler did not accept the job."""
 
     code = "HF143"
 
 
 class ConfigFileError(CallerError):
-    """holdfast.toml, or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, or an open secret."""
+    """holdfast.toml or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, a readable secret."""
 
     code = "HF144"
 
@@ -274,19 +274,19 @@ class IntervalError(CallerError):
 
 
 class ShardingError(CallerError):
-    """What is tracked and what was saved do not fit: a tensor is missing, or has another shape."""
+    """The tracked objects do not match the saved state: a tensor is missing or has another shape."""
 
     code = "HF132"
 
 
 class StateMismatchError(ShardingError):
-    """What is tracked is not what was saved: objects or tensors are missing, left over, or of another kind."""
+    """The tracked objects are not the saved ones: objects or tensors are missing, left over, or of another kind."""
 
     code = "HF134"
 
 
 class TrackingError(CallerError):
-    """An object given to `Snapshots.track` cannot be saved and restored, or the calls come in an impossible order."""
+    """An object given to `Snapshots.track` cannot be saved and restored, or the order of the calls is invalid."""
 
     code = "HF133"
 
@@ -311,18 +311,18 @@ class WorkerFailedError(WorkerError):
         super().__init__(message)
         self.exit_code = exit_code
         self.rank = rank
-        """The first failing worker's; None when it is not known."""
+        """Rank of the first worker that failed; None: unknown."""
         self.host = host
         self.verdict_code = self.code
-        """Code of the verdict: how it failed (HF201 by an exception, HF204 by a signal …)."""
+        """Code of the verdict (HF201: an exception, HF204: a signal …)."""
         self.log_file = ""
-        """The worker's stderr on its own host; empty when there is none."""
+        """The file with the worker's stderr, on its own host; empty: none."""
         self.run_folder = ""
         """The run folder of this node; empty with log_dir="/dev/null"."""
 
 
 class PeerError(HoldfastError):
-    """Another node, or the way to it."""
+    """Another node, or the network to it."""
 
     code = "HF300"
     fault = Fault.PEER
@@ -330,25 +330,25 @@ class PeerError(HoldfastError):
 
 
 class JoinTimeoutError(PeerError):
-    """Too few nodes came before the join deadline."""
+    """Too few nodes joined before the join deadline."""
 
     code = "HF301"
 
 
 class CoordinatorUnreachableError(PeerError):
-    """Nobody answered at the endpoint before the join deadline."""
+    """No coordinator answered at the endpoint before the join deadline."""
 
     code = "HF302"
 
 
 class CoordinatorLostError(PeerError):
-    """The coordinator went away and did not come back."""
+    """The coordinator was lost and did not come back."""
 
     code = "HF303"
 
 
 class ProtocolError(PeerError):
-    """A peer sent bytes that are not the protocol."""
+    """A peer sent bytes that violate the protocol."""
 
     code = "HF304"
 
@@ -360,7 +360,7 @@ class AuthenticationError(PeerError):
 
 
 class SupersededError(PeerError):
-    """The scheduler has ended this life of the job and could not end its processes: they end by themselves."""
+    """The scheduler requeued the job but could not end the processes of its earlier start: they end by themselves."""
 
     code = "HF309"
 
@@ -374,25 +374,25 @@ class SnapshotError(HoldfastError):
 
 
 class SnapshotDamagedError(SnapshotError):
-    """A snapshot is not what was saved: a file is missing, truncated, changed or exchanged. It is set aside."""
+    """A snapshot is damaged: a file is missing, truncated, changed or exchanged. The snapshot is set aside."""
 
     code = "HF401"
 
 
 class NoValidSnapshotError(SnapshotError):
-    """The folder holds damaged or unfinished snapshots and no valid one: training does not start anew unasked."""
+    """The folder has damaged or unfinished snapshots and no valid one: training does not start from scratch unasked."""
 
     code = "HF402"
 
 
 class SnapshotBusyError(SnapshotError):
-    """Another job has the snapshot folder, or took it from this one."""
+    """Another job uses the snapshot folder, or took it over from this one."""
 
     code = "HF403"
 
 
 class SnapshotWriteError(SnapshotError):
-    """A snapshot could not be written: disk full, read-only, file too large. Older ones are as they were."""
+    """A snapshot could not be written: disk full, read-only, file too large. Older snapshots are unchanged."""
 
     code = "HF404"
 
@@ -404,19 +404,19 @@ class SnapshotIncompleteError(SnapshotError):
 
 
 class SnapshotGoneError(SnapshotError):
-    """The snapshot was removed while it was read: retention of a running job, or somebody's hand."""
+    """The snapshot was removed while it was read, by the retention of a running job or by a user."""
 
     code = "HF406"
 
 
 class SnapshotVersionError(SnapshotError):
-    """The snapshot was written by a newer holdfast than this one. It is left alone."""
+    """The snapshot was written by a newer holdfast. It is not changed."""
 
     code = "HF407"
 
 
 class SnapshotFolderError(SnapshotWriteError):
-    """The snapshot folder of a running job has vanished: removed, renamed or unmounted. Nothing is made in its place."""
+    """The snapshot folder of a running job was removed, renamed or unmounted. No new folder is made."""
 
     code = "HF408"
 
@@ -434,7 +434,7 @@ class SaverLostError(SnapshotWriteError):
 
 
 class InternalError(HoldfastError):
-    """A broken invariant. Carries the story: the last events and commands."""
+    """A broken invariant. Carries the last events and commands."""
 
     code = "HF901"
 

@@ -1,4 +1,4 @@
-"""What the text of a stack dump and the text of a program tell of where a thread is. Pure: text in, frames and lines out.
+"""Reads where threads are, from the text of a stack dump and the source of the program. Pure: text in, frames out.
 
 Python's faulthandler writes for all threads:
 
@@ -8,14 +8,16 @@ Python's faulthandler writes for all threads:
     Current thread 0x00007f4117435b80 (most recent call first):
       …
 
-Threads stand newest first, so the main thread is last; of more than 100 the rest is left out (`...`), and it may be
-among them. "Current" is the one in which the signal's handler ran, and the kernel prefers the main thread for that.
-Of a thread's frames the innermost 100 are written. Python 3.13 adds the thread's name behind its number.
+Threads are listed newest first, so the main thread is last. At most 100 threads are written, then `...`; the main
+thread may be missing then. "Current" is the thread in which the signal's handler ran; the kernel prefers the main
+thread. At most 100 frames of a thread are written, the innermost ones. Python 3.13 adds the thread's name after its
+number.
 
-Of one thread alone the head is `Stack (most recent call first):`.
+A dump of a single thread begins with `Stack (most recent call first):`.
 
-Python does not say who holds a lock. What can be known: one thread is at `with LOCK:` or `LOCK.acquire()`, and another
-one is inside a `with` of the same words, or behind an `acquire()` of them in the same function.
+Python does not report which thread holds a lock. What the source shows: one thread is at `with LOCK:` or
+`LOCK.acquire()`, and another one is inside a `with` of the same text, or after an `acquire()` of it in the same
+function.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from collections.abc import Iterator, Sequence
 from holdfast.protocol.rank_progress import FRAMES_MAX, THREAD_FRAMES_MAX, THREADS_MAX, Frame
 
 DUMP_BYTES_MAX = 1_000_000
-"""Of one worker's: 100 threads of 100 frames are less."""
+"""Limit of one worker's dump; 100 threads of 100 frames need less."""
 
 _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack) \(most recent call first\):$")
 _FRAME = re.compile(r'^ {2}File (?:"(.*)"|(\?\?\?)), line (\d{1,9}|\?\?\?) in (.*)$')
 _OWN = "/holdfast/worker/"
-"""What the bootstrap puts below a program, and around torch's functions, is none of the program's."""
+"""Frames of the bootstrap and of its wrappers around torch's functions; they are not the program's."""
 _MACHINERY = re.compile(
     r"""^<(?!stdin>|string>)                # <frozen runpy>
       | /lib(64)?/python\d[\d.]*/(?!(site|dist)-packages/)
@@ -44,13 +46,13 @@ _INSTALLED = re.compile(r"/(site|dist)-packages/")
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames, innermost first, at most FRAMES_MAX; empty when it has none, or the text is none."""
+    """The main thread's frames, innermost first, at most FRAMES_MAX; empty if it has none or the text is no dump."""
     threads, main = _threads(text)
     return _own(threads[main])[:FRAMES_MAX] if main is not None else ()
 
 
 def program_threads(text: str) -> tuple[tuple[Frame, ...], ...]:
-    """The other threads that have a frame of the program's own, newest first: at most THREADS_MAX, cut to their innermost
+    """The other threads with a frame of the program, newest first: at most THREADS_MAX, each cut to its innermost
     THREAD_FRAMES_MAX frames."""
     threads, main = _threads(text)
     others = [_own(frames) for number, frames in enumerate(threads) if number != main]
@@ -59,7 +61,7 @@ def program_threads(text: str) -> tuple[tuple[Frame, ...], ...]:
 
 
 def _threads(text: str) -> tuple[list[list[Frame]], int | None]:
-    """All threads in the order of the text, and the number of the main one."""
+    """All threads in the order of the text, and the index of the main thread."""
     threads: list[list[Frame]] = []
     current, cut = None, False
     for line in text.splitlines():
@@ -68,7 +70,7 @@ def _threads(text: str) -> tuple[list[list[Frame]], int | None]:
             threads.append([])
         elif threads and (frame := _frame(line)) is not None:
             threads[-1].append(frame)
-        elif line == "...":  # of frames that are left out it is indented
+        elif line == "...":  # threads were left out; for frames that were left out it is indented
             cut = True
     if not threads:
         return threads, None
@@ -88,14 +90,14 @@ def _frame(line: str) -> Frame | None:
 
 
 def is_library(file: str) -> bool:
-    """Whether it is Python's, torch's, ours, or an installed package's, and not the program's own."""
+    """Whether the file belongs to Python, torch, holdfast or an installed package, and not to the program."""
     return _MACHINERY.search(file) is not None or _INSTALLED.search(file) is not None
 
 
 def program_frame(frames: Sequence[Frame]) -> int | None:
-    """The index of the innermost frame that is the program's own; None when there is none.
+    """The index of the innermost frame of the program; None: there is none.
 
-    Of a program that is itself an installed package: the innermost that is neither Python's nor torch's.
+    If the program itself is an installed package: of the innermost frame outside of Python and torch.
     """
     own = [index for index, frame in enumerate(frames) if not is_library(frame.file)]
     own = own or [index for index, frame in enumerate(frames) if not _MACHINERY.search(frame.file)]
@@ -103,12 +105,12 @@ def program_frame(frames: Sequence[Frame]) -> int | None:
 
 
 _NAMES = (ast.Name, ast.Attribute, ast.Subscript)
-"""What a lock is usually written as; `with open(path)` is none."""
+"""Expressions that usually name a lock; `with open(path)` does not."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def wanted_at(tree: ast.AST, line: int) -> str:
-    """The lock that is taken in this line, as the program writes it; empty: none is."""
+    """The lock that this line acquires, as the program writes it; empty: none."""
     for node in ast.walk(tree):
         taken = ""
         if isinstance(node, ast.With) and node.lineno <= line < max(node.lineno + 1, node.body[0].lineno):
@@ -121,7 +123,7 @@ def wanted_at(tree: ast.AST, line: int) -> str:
 
 
 def is_inside(tree: ast.AST, line: int, lock: str) -> bool:
-    """Whether somebody who is at this line has passed a `with` or an `acquire()` of this lock, and not left it."""
+    """Whether a thread at this line is inside a `with` of this lock, or after its `acquire()` and before its end."""
     held_since, released = 0, 0
     for node in _of_one_function(_function_at(tree, line)):
         if isinstance(node, ast.With) and node.body[0].lineno <= line <= (node.end_lineno or node.lineno):
@@ -140,13 +142,13 @@ def _locks(node: ast.With) -> Iterator[str]:
 
 
 def _called(node: ast.Call, method: str) -> str:
-    """`self.lock` of `self.lock.acquire()`; empty: it calls something else."""
+    """`self.lock` for `self.lock.acquire()`; empty: another call."""
     called = node.func
     return ast.unparse(called.value) if isinstance(called, ast.Attribute) and called.attr == method else ""
 
 
 def _function_at(tree: ast.AST, line: int) -> ast.AST:
-    """The innermost function around a line; the module where there is none."""
+    """The innermost function around a line; the module if there is none."""
     found = tree
     for node in ast.walk(tree):  # outer ones come first
         if isinstance(node, _FUNCTIONS) and node.lineno <= line <= (node.end_lineno or node.lineno):
@@ -155,7 +157,7 @@ def _function_at(tree: ast.AST, line: int) -> ast.AST:
 
 
 def _of_one_function(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs in one frame: not what is defined inside it."""
+    """The nodes that run in one frame: without the functions and classes defined inside."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, _FUNCTIONS):
             yield child

@@ -1,7 +1,7 @@
-"""Bytes to frames and back: the preamble and length-prefixed frames. PURE.
+"""Converts between bytes and frames: the preamble and length-prefixed frames. PURE.
 
-Knows nothing of what a frame holds, of sockets or of time. What this file describes never changes between
-protocol versions, so that two versions can always tell each other why they part:
+Knows nothing about the content of frames, sockets or time. This format never changes between protocol versions, so that
+two versions can always exchange the reason of a refusal:
 
     preamble   b"HOLDFAST" + uint16 version      once, first, from each side
     frame      uint32 length + payload           big-endian, from then on
@@ -17,12 +17,12 @@ PREAMBLE_BYTES = len(MAGIC) + 2
 LENGTH_BYTES = 4
 
 HELLO_BYTES_MAX = 64 * 1024
-"""A frame from a peer that is not known yet."""
+"""Limit of a frame during the handshake."""
 FRAME_BYTES_MAX = 4 * 1024 * 1024
-"""A frame from a peer whose handshake is done."""
+"""Limit of a frame after the handshake."""
 
 STORE_MAGIC = b"\x00\xce\xf7\x85\x3c"
-"""What a torch TCPStore client sends first: query VALIDATE (0), then 0x3C85F7CE in little-endian order."""
+"""First bytes of a torch TCPStore client: query VALIDATE (0), then 0x3C85F7CE in little-endian order."""
 
 _STRANGERS = (
     (STORE_MAGIC, "a torch TCPStore client"),
@@ -53,7 +53,7 @@ def read_preamble(data: bytes | bytearray) -> int | None:
 
 
 def describe_stranger(first: bytes) -> str:
-    """Names the protocol that begins with these bytes, for a log line."""
+    """The name of the protocol that begins with these bytes, for a log line."""
     for start, name in _STRANGERS:
         if first.startswith(start):
             return name
@@ -61,7 +61,7 @@ def describe_stranger(first: bytes) -> str:
 
 
 def frame(payload: bytes) -> bytes:
-    """Raises ProtocolError when the payload is larger than any peer would accept."""
+    """The payload as a frame. Raises ProtocolError when it is larger than any peer would accept."""
     if len(payload) > FRAME_BYTES_MAX:
         raise ProtocolError(f"a frame of {len(payload)} bytes cannot be sent; the limit is {FRAME_BYTES_MAX}")
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
@@ -75,11 +75,11 @@ class FrameReader:
     def __init__(self, limit_bytes_max: int) -> None:
         self._buffer = bytearray()
         self.limit_bytes_max = limit_bytes_max
-        """May be raised between two frames, when the peer is known."""
+        """May be raised between two frames, after the handshake."""
 
     @property
     def torn(self) -> bool:
-        """A frame has begun and is not complete."""
+        """Whether the newest frame is incomplete."""
         return bool(self._buffer)
 
     def push(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Who may speak: the handshake of both sides as small state machines. PURE.
+"""The handshake of both sides, as small state machines. PURE.
 
-Knows the job on our side and what the peer says of its own; knows no sockets, time or randomness (nonces are
-arguments). Payloads in, payloads out:
+Knows this side's job and the peer's claims about its own; knows no sockets, time or randomness (nonces are arguments).
+Payloads in, payloads out:
 
     agent  Hello ──▶  coordinator           without a token
            ◀── Accepted | Refusal
@@ -11,7 +11,8 @@ arguments). Payloads in, payloads out:
            Proof ──▶                        or Refusal; only now the job is compared
            ◀── Accepted | Refusal           Accepted and all that follows carry a MAC
 
-A refusal is final, names both sides' values (with a token: to nobody who does not know it), never the token, and stays readable for every protocol version.
+A refusal is final and readable for every protocol version. It names the values of both sides, but never the token. If
+the job has a token, only a peer that has proved the token gets these values.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 32
 REFUSAL_MARK = b"REFUSED\n"
-"""No MessagePack array begins with this. Then: code, newline, text (UTF-8). Fixed for all versions."""
+"""Start of a refusal; no MessagePack array begins with it. Code, newline and text follow. Fixed for all versions."""
 REFUSAL_CHARS_MAX = 1000
 SHOWN_CHARS_MAX = 64
-"""A peer's words are cut to this before they are shown."""
+"""Texts of a peer are cut to this length before they are shown."""
 
 
 class Fingerprint(Struct, frozen=True, array_like=True):
-    """What all nodes of a job must have been started with alike."""
+    """Values that must be the same on all nodes of a job."""
 
     min_nodes: int
     max_nodes: int
@@ -54,7 +55,7 @@ class Fingerprint(Struct, frozen=True, array_like=True):
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """An agent's first words; `on_connection` of the listener gets them too."""
+    """The first message of an agent; `on_connection` of the listener gets it too."""
 
     version: int
     run_id: str
@@ -87,7 +88,7 @@ _accepted_decoder = msgspec.msgpack.Decoder(Accepted)
 
 
 class Handshake(Protocol):
-    """What a Session needs of either side."""
+    """Interface of both sides for a Session."""
 
     speaks_first: bool
     done: bool
@@ -95,13 +96,13 @@ class Handshake(Protocol):
     seal: Seal | None
 
     def opening(self) -> list[bytes]:
-        """Payloads to send before anything was heard."""
+        """Payloads to send before anything was received."""
 
     def meet(self, version: int) -> list[bytes]:
-        """The peer's preamble has come."""
+        """The peer's preamble has arrived."""
 
     def receive(self, payload: bytes) -> list[bytes]:
-        """A payload has come; what to send now. Never raises: see `error`."""
+        """Take a payload; returns what to send now. Never raises: see `error`."""
 
 
 class ClientHandshake:
@@ -167,7 +168,7 @@ class ClientHandshake:
 
         said = transcript(self._hello, challenge.nonce)
         if not same(challenge.proof, prove(self._token, "coordinator", said)):
-            # The coordinator is told, for its log; a stranger learns nothing that it did not know.
+            # The coordinator gets the reason for its log. It says nothing that a stranger does not know already.
             text = _token_differs_text(self._name)
             self.error = RefusedError(text)
             return [write_refusal(AuthenticationError.code, text)]
@@ -176,7 +177,7 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """The coordinator's side. Ends with `done` (see `hello`), or with `error`, whose text is fit for the log."""
+    """The coordinator's side. Ends with `done` (see `hello`), or with `error`, whose text is safe for the log."""
 
     speaks_first = False
 
@@ -246,14 +247,14 @@ class ServerHandshake:
         return [self.seal.seal(_encoder.encode(Accepted(PROTOCOL_VERSION)))]
 
     def _unproven(self, hello: Hello) -> str | None:
-        """The same for one that has not proved yet that it knows the token: a stranger learns nothing of the job."""
+        """Why to refuse a peer that has not proved the token yet, without any value of the job; None: no reason."""
         name = _shown(hello.host)
         if hello.version != PROTOCOL_VERSION:
             return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
         return None if hello.has_token else _token_presence_text(name=name, has_token=False)
 
     def _contradiction(self, hello: Hello) -> str | None:
-        """Why this node cannot be of this job, most telling first; None when it can."""
+        """Why this node cannot belong to this job, most important first; None: it can."""
         name = _shown(hello.host)
         if hello.version != PROTOCOL_VERSION:
             return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
@@ -283,7 +284,7 @@ def write_refusal(code: str, text: str) -> bytes:
 
 
 def read_refusal(payload: bytes) -> tuple[str, str] | None:
-    """(code, text) with nothing in it that could upset a terminal; None when this is not a refusal."""
+    """(code, text) without control characters; None: the payload is not a refusal."""
     if not payload.startswith(REFUSAL_MARK):
         return None
     code, _, text = payload[len(REFUSAL_MARK) :].decode("utf-8", "replace").partition("\n")
@@ -316,10 +317,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
 
 
 def _portable(text: str) -> str:
-    """An argument of the command line may hold bytes that are no text; they travel escaped."""
+    """The text with invalid UTF-8 bytes escaped: arguments of the command line may contain some."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _shown(text: str) -> str:
-    """A peer's word for a log line: short, quoted, without control characters."""
+    """A peer's text for a log line: short, quoted, without control characters."""
     return repr(text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…")

@@ -1,4 +1,4 @@
-"""What the machines of coordinator and agent have in common: an event, a command, and growing pauses. PURE."""
+"""Shared by the machines of coordinator and agent: an event, a command, and growing pauses. PURE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Tick(Struct, frozen=True):
 
 
 class Note(Struct, frozen=True):
-    """Command: for the journal, what was decided and why."""
+    """Command: write a decision and its reason into the journal."""
 
     event: str
     fields: dict[str, object]
@@ -24,11 +24,11 @@ PAUSE_S_MAX = 60.0
 
 @dataclass(slots=True)
 class Pauses:
-    """When to report again that something is still being waited for: soon at first, then at growing pauses."""
+    """Times at which a wait is reported again: soon at first, then after growing pauses."""
 
     first_s: float
     at_s: float
-    """When to say it next."""
+    """When the next report is due."""
     pause_s: float
 
     @classmethod
@@ -36,7 +36,7 @@ class Pauses:
         return cls(first_s, now + first_s, first_s)
 
     def due(self, now: float) -> bool:
-        """Whether it is to be said now; then the next pause begins."""
+        """Whether a report is due now; if so, the next pause begins."""
         if now < self.at_s:
             return False
         self.pause_s = min(GROWTH * self.pause_s, max(PAUSE_S_MAX, self.first_s))

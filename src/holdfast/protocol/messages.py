@@ -1,4 +1,4 @@
-"""The messages between agent and coordinator, as data. `wire.codec` turns them into bytes.
+"""The messages between agent and coordinator, as data. `protocol.codec` encodes them.
 
 A formation costs every agent four messages whatever the size of the job:
 Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster.
@@ -23,8 +23,8 @@ LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
 REVISION = 1
-"""Of these messages. From 1 on, an agent reports a failure before its evidence is read, if the coordinator understands that
-(`Joined.revision`)."""
+"""Revision of these messages. From 1 on, an agent reports a failure before it has read the evidence, if the coordinator
+understands that (`Joined.revision`)."""
 
 
 class StopReason(Enum):
@@ -40,22 +40,22 @@ class StopReason(Enum):
 
 
 class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
-    """From an agent to the coordinator."""
+    """A message from an agent to the coordinator."""
 
 
 class Question(Enum):
-    """What somebody on a node may want of the whole job. A closed set."""
+    """What a command on a node may ask of the whole job. A closed set."""
 
     STATUS = "status"
     STACKS = "stacks"
     STOP = "stop"
-    """Not only asked: the workers drain, and every agent ends."""
+    """Ends the job: the workers drain, and every agent ends."""
     KILL = "kill"
-    """The same at once: nothing is saved."""
+    """Ends the job at once: nothing is saved."""
 
 
 class Running(Struct, frozen=True, array_like=True):
-    """A generation that is at work on a node whose coordinator went away."""
+    """A generation that still runs on a node that has lost its coordinator."""
 
     generation: Count
     group_rank: Rank
@@ -68,37 +68,37 @@ class Running(Struct, frozen=True, array_like=True):
 class Join(AgentMessage, frozen=True, tag="join"):
     node: NodeSpec
     last_generation: Count = 0
-    """The newest generation this agent ever took part in; numbers only grow, so the coordinator goes above it."""
+    """The newest generation in which this agent took part. The coordinator uses larger numbers."""
     unlinked_s: Seconds = 0.0
-    """How long ago, by the agent's clock, the link to the coordinator of last_generation broke. 0 also where it fell
-    silent: that says nothing of when that coordinator ended."""
+    """How long ago, by the agent's clock, the link to the coordinator of last_generation broke. 0 also if that
+    coordinator became silent, because then the agent does not know when it ended."""
     running: Running | None = None
-    """Its workers are alive. Resume lets them go on; without it they die at the agent's fence."""
+    """The generation whose workers are alive. Resume lets them continue; else the agent kills them at its fence."""
     led_by: str = ""
-    """Assign's, of last_generation: a coordinator that comes after it can say who was lost."""
+    """`led_by` of the Assign of last_generation, so that a new coordinator can report which node was lost."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
-    """Phase one is done on this node: nothing of an older generation lives, folders exist, the store is bound."""
+    """Phase one is done on this node: no process of an older generation lives, folders exist, the store is bound."""
 
     generation: Count
     store_port: Port | None = None
-    """Only from the node that was asked to host the store."""
+    """Set only by the node that hosts the store."""
 
 
 class WorkerDone(AgentMessage, frozen=True, tag="done"):
     generation: Count
     local_rank: LocalRank
     left: Failure | None = None
-    """How it left, for the case that its peers still need it."""
+    """Details of the end. Needed if the peers fail because this worker left."""
 
 
 class WorkersFailed(AgentMessage, frozen=True, tag="failed"):
     generation: Count
     failures: Annotated[tuple[Failure, ...], OF_ONE_NODE]
     evidence_follows: bool = False
-    """These failures are bare: rank and exit status. The same ranks are reported again, with all that is known, before this
-    node's Stopped."""
+    """These failures have only rank and exit status. The same ranks are reported again, with their evidence, before
+    this node's Stopped."""
 
 
 class Stopped(AgentMessage, frozen=True, tag="stopped"):
@@ -114,11 +114,11 @@ class StoreLost(AgentMessage, frozen=True, tag="store_lost"):
 
 
 class Leave(AgentMessage, frozen=True, tag="leave"):
-    """This node is about to go, on notice. Its Stopped follows when its workers are gone."""
+    """This node got notice and will leave. Its Stopped follows when its workers are gone."""
 
     reason: str
     drain: bool = False
-    """Its workers ask for safe points: everybody's are to stop at the next one, before it goes."""
+    """Its workers ask for safe points: all workers of the job stop at the next one before this node leaves."""
 
 
 class Held(AgentMessage, frozen=True, tag="held"):
@@ -126,11 +126,11 @@ class Held(AgentMessage, frozen=True, tag="held"):
 
     generation: Count
     reached: Count
-    """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one yet."""
+    """The newest safe point that any of them has reached, counted from 1; 0: none has asked for a safe point yet."""
 
 
 class Progress(AgentMessage, frozen=True, tag="progress"):
-    """How far its workers are; once in Limits.progress_interval_s while they run."""
+    """How far this node's workers are; sent every Limits.progress_interval_s while they run."""
 
     generation: Count
     ranks: Annotated[tuple[RankProgress, ...], OF_ONE_NODE]
@@ -141,10 +141,10 @@ class Looked(AgentMessage, frozen=True, tag="looked"):
 
     generation: Count
     number: Count
-    """The Look's."""
+    """The number of the Look."""
     samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
     reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
-    """What became of the test connection, in words; empty: it stood, or was not asked for."""
+    """Why the test connection failed, in words; empty: it was made, or was not asked for."""
 
 
 class Ping(AgentMessage, frozen=True, tag="ping"):
@@ -152,16 +152,16 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
 
 
 class Ask(AgentMessage, frozen=True, tag="ask"):
-    """A command on this node has a question. Ends in one Answer of the same number, or in the loss of the link."""
+    """A question of a command on this node. Ends in one Answer of the same number, or in the loss of the link."""
 
     number: Count
     question: Question
     by: str = ""
-    """Who asks, in words."""
+    """The asking user, in words."""
 
 
 class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
-    """From the coordinator to an agent."""
+    """A message from the coordinator to an agent."""
 
 
 class Joined(CoordinatorMessage, frozen=True, tag="joined"):
@@ -169,7 +169,7 @@ class Joined(CoordinatorMessage, frozen=True, tag="joined"):
     fence_s: Period
     ping_interval_s: Period
     revision: Count = 0
-    """What the coordinator understands: its REVISION."""
+    """The coordinator's REVISION."""
 
 
 class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):
@@ -191,9 +191,9 @@ class Assign(CoordinatorMessage, frozen=True, tag="assign"):
     role_world_size: Rank
     hosts_store: bool
     local_world: bool = False
-    """All nodes of this world talk over loopback: the store need not listen anywhere else."""
+    """All nodes of this world use loopback: the store need not listen on other addresses."""
     led_by: str = ""
-    """The node that has the coordinator, and its ranks, in words: `a (ranks 0-7)`. Empty: it has no rank."""
+    """The node that hosts the coordinator, and its ranks, in words: `a (ranks 0-7)`. Empty: it has no rank."""
 
 
 class Start(CoordinatorMessage, frozen=True, tag="start"):
@@ -205,27 +205,27 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
 
 
 class Drain(CoordinatorMessage, frozen=True, tag="drain"):
-    """Hold the workers at their next safe point, and tell which one they have reached."""
+    """Hold the workers at their next safe point, and report which one they have reached."""
 
     generation: Count
     text: str = ""
 
 
 class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):
-    """The workers pass all safe points before this one, and stop there."""
+    """Let the workers pass all safe points before this one, and stop there."""
 
     generation: Count
     safe_point: Count
 
 
 class Resume(CoordinatorMessage, frozen=True, tag="resume"):
-    """The coordinator is new and its previous leader's generation is whole: it goes on."""
+    """From a new coordinator: all nodes of the previous leader's generation have joined, and it continues."""
 
     generation: Count
 
 
 class Abandon(CoordinatorMessage, frozen=True, tag="abandon"):
-    """The generation this agent said to be running is not whole: kill its workers."""
+    """The generation that this agent runs has lost a node: kill its workers."""
 
     generation: Count
 
@@ -237,7 +237,7 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
 
 
 class Look(CoordinatorMessage, frozen=True, tag="look"):
-    """Where are your workers? Answered by one Looked."""
+    """Sample the workers. Answered by one Looked."""
 
     generation: Count
     number: Count
@@ -246,11 +246,11 @@ class Look(CoordinatorMessage, frozen=True, tag="look"):
 
 
 class Notice(CoordinatorMessage, frozen=True, tag="notice"):
-    """Something about the running job that people should know, for the console: a few lines."""
+    """A few lines about the running job for the console."""
 
     text: str
     victims: tuple[int, ...] | None = None
-    """How a generation ended: ranks that failed because of what the text tells. None: the text tells of something else."""
+    """If the text reports the end of a generation: ranks that failed as a consequence. None: another text."""
 
 
 class Finish(CoordinatorMessage, frozen=True, tag="finish"):
@@ -266,11 +266,11 @@ class Pong(CoordinatorMessage, frozen=True, tag="pong"):
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):
     number: Count
     body: bytes
-    """JSON, for the command that asked: no agent reads it."""
+    """JSON for the command that asked. Agents pass it on unread."""
 
 
 class Quit(CoordinatorMessage, frozen=True, tag="quit"):
-    """Somebody wants the job to end: every agent does as if it had got a signal."""
+    """A user asked for the end of the job: every agent acts as if it had received a signal."""
 
     drain: bool
     """False: kill the workers at once."""

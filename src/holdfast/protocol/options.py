@@ -1,6 +1,6 @@
-"""One launch, fully resolved: what `holdfast run` understood from flags, PET_ variables and defaults.
+"""The options of one launch, resolved from flags, PET_ variables, configuration files and defaults.
 
-Plain data, built by `cli`, read by `runtime`. Nothing below reads an option from the environment again.
+Plain data, built by `cli`, read by `runtime`. Other code does not read options from the environment.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class WorkerCommand(Struct, frozen=True, kw_only=True):
     python: str = ""
     """Interpreter for SCRIPT, MODULE and RUN_PATH (PYTHON_EXEC or sys.executable); one path, never split."""
     local_rank_argument: bool = False
-    """Legacy `launch`: `--local-rank=N` before the user's arguments."""
+    """Pass `--local-rank=N` before the user's arguments, as the legacy `launch` does."""
 
 
 class StreamChoice(Struct, frozen=True, kw_only=True):
-    """`-r`/`-t`: one value for all local ranks, or one each (ranks not named: NONE)."""
+    """Value of `-r`/`-t`: one for all local ranks, or one for each (ranks that are not listed: NONE)."""
 
     every: Std = Std.NONE
     by_local_rank: dict[int, Std] = {}
@@ -61,9 +61,9 @@ class LogOptions(Struct, frozen=True, kw_only=True):
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
-    """--log-line-prefix-template: macros ${role_name} ${rank} ${local_rank} ${hostname}, and ours ${node}."""
+    """--log-line-prefix-template; macros: ${role_name} ${rank} ${local_rank} ${hostname} ${node}."""
     dedup: bool = True
-    """A line that many ranks print alike is shown once, and a traceback that the verdict shows is not shown twice."""
+    """Show a line that many ranks print once, and do not repeat a traceback that the verdict shows."""
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class EtcdOptions(Struct, frozen=True, kw_only=True):
     """Where the coordinator's lease lives (backends etcd and etcd-v2)."""
 
     api: str
-    """`v3` (falls to v2 where the servers have none) or `v2`."""
+    """`v3` (falls back to v2 if the servers have no v3) or `v2`."""
     endpoints: tuple[Endpoint, ...]
     prefix: str = "/holdfast"
     lease_ttl_s: int = 5
@@ -94,34 +94,34 @@ class EtcdOptions(Struct, frozen=True, kw_only=True):
 
 
 class ThirdPartyOptions(Struct, frozen=True, kw_only=True):
-    """What a rendezvous backend of an installed package is opened with; its name is the job's `backend`."""
+    """Options of a rendezvous backend of an installed package; its name is the job's `backend`."""
 
     endpoint: str
-    """As given: its form is the backend's own."""
+    """As given: the backend defines its form."""
     conf: dict[str, str]
     """The backend's own keys of --rdzv-conf."""
     lease_ttl_s: int = 5
 
 
 class CallFds(Struct, frozen=True, kw_only=True):
-    """Descriptors of the agent that go on to its workers, for a function that runs instead of a script."""
+    """Descriptors of the agent that its workers inherit, for a function that runs instead of a script."""
 
     call: int
-    """What is to be called; the same for all workers."""
+    """The pickled call; the same for all workers."""
     results: tuple[int, ...]
-    """By local rank: where that worker writes what became of it."""
+    """By local rank: the descriptor to which that worker writes its result."""
 
 
 class Preload(Struct, frozen=True, kw_only=True):
-    """What a node imports once, so that its workers are forked with it (--preload)."""
+    """Modules that a node imports once, so that its workers are forked with them (--preload)."""
 
     modules: tuple[str, ...] = ()
-    """Before the first worker is forked, in this order; empty: every worker is started by exec."""
+    """Imported before the first worker is forked, in this order; empty: every worker is started by exec."""
     later: tuple[str, ...] = ()
-    """Once the workers run, for those of a restart."""
+    """Imported once the workers run, for the workers of a restart."""
     why: str = "not asked for"
     torch: str = ""
-    """The package by which the program imports torch, preloaded or not; empty: it imports none, as far as its source tells."""
+    """The package by which the program imports torch, preloaded or not; empty: its source shows no such import."""
 
 
 class RunOptions(Struct, frozen=True, kw_only=True):
@@ -132,7 +132,7 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     logs: LogOptions
     endpoint: Endpoint
     standalone: bool = False
-    """One node, no other can join: listens on nothing but loopback."""
+    """One node that no other can join: it listens on loopback only."""
     is_host: bool | None = None
     """rdzv-conf is_host: force or forbid hosting the coordinator; None: decided by binding."""
     token: bytes | None = None
@@ -160,20 +160,20 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     health: Endpoint | None = None
     """Where health checks are answered; None: nowhere."""
     health_if_free: bool = False
-    """It was torchrun's variable that asked: a port that is taken is only said."""
+    """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1
     """Accepted for compatibility; nothing polls."""
     preload: Preload = Preload()
     standby: bool = False
-    """The next generation's workers stand forked and parked while one runs (--standby)."""
+    """Keep forked workers waiting for the next generation while one runs (--standby)."""
     preempt_signal: int | None = None
     """A signal to the agent that announces a preemption; workers ignore it. None: there is none."""
     call_fds: CallFds | None = None
-    """Only from Python (holdfast.launch): no command line says it."""
+    """Set only by holdfast.launch; there is no option for it."""
     line_of_others: str = ""
-    """What a person has to type on each other node of the job; empty: nobody has to."""
+    """The command to enter on each other node of the job; empty: none is needed."""
     notices: tuple[str, ...] = ()
-    """Lines to say before the start: prefixes taken, flags without effect, nearest keys."""
+    """Lines to show before the start: abbreviations, flags without effect, nearest keys."""
 
     @property
     def meeting_point(self) -> str:

@@ -1,4 +1,4 @@
-"""How workers and jobs end: the data of failures, verdicts and outcomes."""
+"""Data about the ends of workers and jobs: failures, verdicts and outcomes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HoldfastErr
 from holdfast.protocol.rank_progress import Finding, RankStory
 
 TEXT_BYTES_MAX = 16_384
-"""Tracebacks and log tails are cut to this before they travel."""
+"""Tracebacks and log tails are cut to this size before they are sent."""
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """One worker that ended with something other than 0, or left its peers with 0, as its agent saw it."""
+    """The end of one worker, as its agent saw it: with a status other than 0, or with 0 while its peers went on."""
 
     rank: Rank
     local_rank: LocalRank
     host: str
     pid: Count
     exit_code: ExitCode
-    """As waitpid saw it: 1..255, or -N for signal N; 0 only of one that left while its peers went on."""
+    """As waitpid reports it: 1..255, or -N for signal N; 0 only if it left while its peers went on."""
     error_type: str = ""
     """Exception class as written in the error file, e.g. `ValueError`; empty when unknown."""
     message: str = ""
@@ -33,18 +33,18 @@ class Failure(Struct, frozen=True, kw_only=True):
     error_file: str = ""
     stderr_file: str = ""
     out_of_memory: bool = False
-    """The kernel's out-of-memory killer was seen at work in this worker's cgroup."""
+    """The kernel's out-of-memory killer killed processes in this worker's cgroup."""
     started: bool = True
     """False: the program could not even be executed."""
     after_stop: bool = False
-    """It ended after its agent had begun to stop it: at most a consequence, never the culprit."""
+    """It ended after its agent had started to stop it: at most a consequence, never the culprit."""
     lived_s: Seconds = 0.0
     timestamp: Count = 0
-    """Epoch seconds by this node's clock; for people only, it decides nothing."""
+    """Epoch seconds by this node's clock. For users only: no decision depends on it."""
     facts: Words = {}
-    """What its agent found out about its machine because the words asked for it: `interfaces`, `shm`, `disks` …"""
+    """Facts about its machine that its agent collected because of the error's text: `interfaces`, `shm`, `disks` …"""
     step: int = 0
-    """The step that it was in, by its script's own count or else counted from its start; 0: unknown."""
+    """Its current step, by its script's own count or else counted from its start; 0: unknown."""
 
     @property
     def status(self) -> int:
@@ -53,12 +53,12 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     @property
     def signature(self) -> str:
-        """What makes two failures the same error, whatever rank it struck."""
+        """Equal for two failures with the same error, on whatever rank."""
         return f"{self.exit_code}|{self.error_type}|{self.message[:200]}"
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What failed first and why, as against what failed because of it."""
+    """The judgement on a failed generation: its cause, the culprit, and the failures that are consequences."""
 
     code: str
     """Error code, HF2xx or HF3xx."""
@@ -67,7 +67,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     advice: str = ""
     """One line: what to do; empty when there is nothing useful to say."""
     culprit: Failure | None = None
-    """The primary failure; None when a node and not a worker was the cause."""
+    """The primary failure; None if no worker was the cause, but for example a node."""
     collateral: tuple[Failure, ...] = ()
     lost_nodes: tuple[str, ...] = ()
     generation: Count = 0
@@ -77,7 +77,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     @property
     def victims(self) -> tuple[int, ...]:
-        """Ranks that failed because of what it names; none where it names nothing."""
+        """Ranks whose failure is a consequence of the cause; none if no cause is known."""
         named = self.culprit is not None or self.lost_nodes
         return tuple(sorted(each.rank for each in self.collateral)) if named else ()
 
@@ -102,7 +102,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """All that the coordinator knows about the end of a generation, in order of arrival."""
+    """All facts of the coordinator about the end of a generation, in order of arrival."""
 
     generation: int
     restarts: int
@@ -110,22 +110,22 @@ class Evidence(Struct, frozen=True, kw_only=True):
     lost_nodes: tuple[str, ...]
     gave_up: str
     hang: Finding | None = None
-    """It stood still when it ended."""
+    """The hang that was open when it ended."""
     hung: Failure | None = None
-    """The worker to blame for that, as it was when it was last seen; None: nobody can be named."""
+    """The worker that caused the hang, with its last known state; None: unknown."""
     done: tuple[int, ...] = ()
     """Ranks that had ended with 0."""
     left: tuple[Failure, ...] = ()
-    """The first of these, as their agents saw them."""
+    """Details of the first of these, from their agents."""
     lost_ranks: tuple[int, ...] = ()
     """Ranks of the lost nodes."""
     survivors: tuple[RankStory, ...] = ()
-    """Where the others were after a wait in vain, before they were stopped."""
+    """Where the other ranks were after a time-out, before they were stopped."""
     hosts: tuple[str, ...] = ()
-    """Of all its nodes, by group rank."""
+    """Hosts of all its nodes, by group rank."""
 
     def verdict(self, code: str, cause: str, culprit: Failure | None, advice: str = "") -> Verdict:
-        """With everybody but the culprit as its victims."""
+        """A verdict in which all failures except the culprit's are consequences."""
         return Verdict(
             code=code,
             cause=cause,
@@ -140,14 +140,14 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
 
 def fault_outcome(error: HoldfastError) -> Outcome:
-    """How a job ends by a fault of an agent's or coordinator's own. The first line says it; the rest is for its node."""
+    """The outcome of a job that an error of an agent or the coordinator ends. Only the error's first line is sent."""
     cause = str(error).partition("\n")[0]
     verdict = Verdict(code=error.code, cause=cause)
     return Outcome(kind=OutcomeKind.FAILED, exit_code=error.exit_code, code=error.code, message=cause, verdict=verdict)
 
 
 def shell_status(exit_code: int) -> int:
-    """waitpid's view (negative = signal) to the status a shell shows.
+    """The status that a shell shows for waitpid's exit code (negative: a signal).
 
     >>> shell_status(3), shell_status(-9)
     (3, 137)
@@ -156,10 +156,10 @@ def shell_status(exit_code: int) -> int:
 
 
 def job_exit_code(verdict: Verdict) -> int:
-    """The first failing worker's own code; 1 when no worker was to blame.
+    """The exit code of the first worker that failed; 1 if no worker was the cause.
 
-    A culprit whose end we hastened shows our signal, and one that left its peers shows 0: then the first other one's that was
-    not stopped.
+    A culprit that holdfast killed shows that signal, and a culprit that left its peers shows 0. Then the code is that
+    of the first other worker that was not stopped.
     """
     culprit = verdict.culprit
     if culprit is None:

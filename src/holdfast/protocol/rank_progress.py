@@ -1,7 +1,7 @@
-"""What is seen of the workers, as plain data: how far they are, as their agents read it from the board, and the job as its
-coordinator sees it; where they are (stacks, and what the kernel says); what was found when the job seemed to stand still.
+"""Observations of workers, as plain data: their progress, as agents read it from the board; the view of the job;
+samples of their stacks and of the kernel's counters; findings about hangs.
 
-The function that makes a finding is given to the coordinator, as the judge of failures is: see diagnosis/hangs.py.
+The coordinator gets the function that makes findings as a parameter, like the judge of failures (diagnosis/hangs.py).
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from holdfast.protocol.bounds import Count, Line, LocalRank, Rank, Seconds
 
 
 class Stage(Enum):
-    """How far a worker has come in its generation."""
+    """Stage that a worker has reached in its generation."""
 
     STARTING = "starting"
-    """It imports, and sets up what the script sets up first."""
+    """It imports modules and runs the script's set-up."""
     MEETING = "meeting"
-    """It asks for its process group, and is not connected to the store yet."""
+    """It has asked for its process group and is not connected to the store yet."""
     GROUPING = "grouping"
-    """It is connected to the store, and the group does not stand yet."""
+    """It is connected to the store, and the group is not ready yet."""
     READY = "ready"
-    """The group stands, or it was never asked for; no step yet."""
+    """The group is ready, or was never asked for; no step yet."""
     STEPPING = "stepping"
-    """It has made a step, or a beat."""
+    """It has made a step or a beat."""
     DONE = "done"
     """It has ended with 0."""
 
 
 class Standing(Enum):
-    """What a rank does in a hang that was reported."""
+    """Role of a rank in a hang that was reported."""
 
     HUNG = "hung"
-    """The others wait for it."""
+    """The other ranks wait for it."""
     WAITING = "waiting"
     STILL = "still"
-    """Neither: it stays where it is."""
+    """Neither: it does not move."""
 
 
 class RankProgress(Struct, frozen=True, array_like=True):
-    """One worker of a generation that runs."""
+    """Progress of one worker of a running generation."""
 
     local_rank: LocalRank
     stage: Stage
     steps: Count = 0
-    """Of an optimizer; `beat()`s where there are none."""
+    """Number of optimizer steps; if there are none, of `beat()`s."""
     age_s: Seconds = 0.0
-    """Since the newest step or beat (before the first: since the worker was started), by its node's clock."""
+    """Time since the newest step or beat (before the first: since the worker's start), by its node's clock."""
     own_s: Seconds = 0.0
-    """Of all its steps together: from the end of the step before to the beginning of backward. What others make it wait
-    for is not in it."""
+    """Own part of all its steps together: from the end of the previous step to the start of backward. Does not contain
+    waits for other ranks."""
     beats: Count = 0
-    """`beat()`s, also where an optimizer makes steps: an evaluation may have nothing else to show."""
+    """Number of `beat()`s, also if there are optimizer steps: an evaluation may make beats only."""
 
 
 class RankView(Struct, frozen=True, kw_only=True):
@@ -66,28 +66,28 @@ class RankView(Struct, frozen=True, kw_only=True):
     step_s: float
     """Median duration of a step over the last minute; 0 while unknown."""
     own_s: float
-    """The same of its own part, before backward."""
+    """The same for its own part, before backward."""
     age_s: float
     standing: Standing | None = None
     """None: no hang was reported, or it is over."""
     place: str = ""
-    """With `standing`, where it is, in words."""
+    """If `standing` is set: its place, in words."""
 
 
 class NodeView(Struct, frozen=True, kw_only=True):
     member: str
     host: str
     group_rank: int | None
-    """None: not in the world (spare, on host back-off, arriving)."""
+    """None: not in the world (spare, on host back-off, joining)."""
     state: str
     """In words: `running`, `spare`, `starting`, `stopping` …"""
     heard_s: float
-    """Since its last message, by the coordinator's clock."""
+    """Time since its last message, by the coordinator's clock."""
     ranks: tuple[RankView, ...] = ()
 
 
 class JobView(Struct, frozen=True, kw_only=True):
-    """What the coordinator knows, for people."""
+    """The coordinator's knowledge about the job, for users."""
 
     run_id: str
     phase: str
@@ -96,16 +96,16 @@ class JobView(Struct, frozen=True, kw_only=True):
     restarts_max: int
     world_size: int
     since_s: float
-    """The phase has lasted so long."""
+    """Duration of the present phase."""
     job_s: float
-    """The coordinator has lived so long."""
+    """Age of the coordinator."""
     training_s: float
-    """Of that, how long some generation was running with steps being made: effective training time."""
+    """Effective training time: the part of job_s in which a generation was making steps."""
     why: str = ""
-    """Of the last end of a generation."""
+    """Why the last generation ended."""
     nodes: tuple[NodeView, ...] = ()
     notices: tuple[str, ...] = ()
-    """Hangs and stragglers that stand now, in words."""
+    """Current hangs and stragglers, in words."""
 
 
 FRAMES_MAX = 64
@@ -125,46 +125,46 @@ Threads = Annotated[tuple[Thread, ...], Meta(max_length=THREADS_MAX)]
 
 
 class RankSample(Struct, frozen=True, array_like=True):
-    """One look at one worker."""
+    """One sample of one worker."""
 
     local_rank: LocalRank
     pid: Count
     state: str
-    """Of its main thread, the kernel's letter: R runs, S sleeps, D in the kernel, T stopped, Z dead; empty: gone."""
+    """The kernel's letter for its main thread: R runs, S sleeps, D in the kernel, T stopped, Z dead; empty: gone."""
     cpu_s: Seconds
-    """Processor time that all its threads have used so far."""
+    """CPU time of all its threads so far."""
     frames: tuple[Frame, ...] = ()
-    """Of the main thread, innermost first, at most FRAMES_MAX; empty when it did not answer (stopped, no Python)."""
+    """Frames of the main thread, innermost first, at most FRAMES_MAX; empty: no answer (stopped, no Python)."""
     note: str = ""
-    """What else explains it, in words: `its data loader's process 4711 is stopped`."""
+    """Another explanation, in words: `its data loader's process 4711 is stopped`."""
     file: str = ""
-    """On its node: the whole text, all threads."""
+    """The file with the stacks of all threads, on its node."""
     source: str = ""
-    """The program's own line that it executes, as its file has it now; empty when that cannot be read."""
+    """The line of the program that it executes, as the file has it now; empty: unreadable."""
     main_cpu_s: Seconds = 0.0
-    """Processor time that its main thread has used so far."""
+    """CPU time of its main thread so far."""
     moved_bytes: Count = 0
-    """Read and written so far, by all its threads and by children that have ended: files, pipes. Without its own stacks."""
+    """Bytes of files and pipes read and written so far, by it and its ended children. Without the stacks it wrote."""
     children_cpu_s: Seconds = 0.0
-    """Processor time that the processes below it have used so far, those that have ended included."""
+    """CPU time of its descendants so far, ended ones included."""
     children_bytes: Count = 0
-    """Read and written so far by those that live."""
+    """Bytes read and written so far by its living descendants."""
     disk_bytes: Count = 0
-    """Read and written so far by all disks and network file systems of its machine."""
+    """Bytes read and written so far by all disks and network file systems of its machine."""
     at_s: Seconds = 0.0
-    """When it was taken, by its machine's monotonic clock."""
+    """Time of the sample, by its machine's monotonic clock."""
     threads: Threads = ()
-    """Its other threads in which the program's own code is at work, as far as it wrote them: innermost frame first."""
+    """Other threads that run code of the program, as far as the dump has them: innermost frame first."""
     talked_bytes: Count = 0
-    """Sent and received over TCP so far, by it and by the processes below it, as far as connections were seen."""
+    """Bytes sent and received over TCP so far, by it and its descendants, as far as their connections were seen."""
     wanted_s: Seconds = 0.0
-    """Processor time that all its threads have used so far, and time for which they waited for a processor."""
+    """CPU time of all its threads so far, plus the time for which they waited for a CPU."""
     children_wanted_s: Seconds = 0.0
-    """The same of the main threads of the processes below it, as far as they were seen."""
+    """The same for the main threads of its descendants, as far as they were seen."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
-    """Where one rank of the job is."""
+    """The place of one rank of the job."""
 
     rank: int
     host: str
@@ -173,7 +173,7 @@ class RankStack(Struct, frozen=True, kw_only=True):
     state: str
     cpu_s: float
     stack: int
-    """Its number in StacksView.stacks; -1: it did not answer."""
+    """Index in StacksView.stacks; -1: it did not answer."""
     note: str = ""
     file: str = ""
     source: str = ""
@@ -181,7 +181,7 @@ class RankStack(Struct, frozen=True, kw_only=True):
 
 
 class StacksView(Struct, frozen=True, kw_only=True):
-    """Where all ranks of a job are now. Equal stacks are told once."""
+    """The places of all ranks of a job. Equal stacks are stored once."""
 
     run_id: str
     generation: int
@@ -194,29 +194,29 @@ class StacksView(Struct, frozen=True, kw_only=True):
 
 class HangKind(Enum):
     HUNG = "hung"
-    """Somebody does not come to what the others wait for."""
+    """Some ranks do not join the call in which the others wait."""
     STUCK = "stuck"
-    """All wait in communication, at one place: nobody can be named."""
+    """All ranks wait in communication at one place: no culprit can be named."""
     PAUSED = "paused"
-    """Nobody waits for anybody, or for somebody who may well work: evaluation, saving, a sleep. No alarm by itself."""
+    """No rank waits for another, or the awaited rank may be working: evaluation, saving, a sleep. No hang by itself."""
     MOVING = "moving"
-    """Somebody for whom the others wait works: no hang while that lasts."""
+    """A rank for which the others wait is working: no hang while that lasts."""
 
 
 class RankStory(Struct, frozen=True):
-    """One rank as it was seen in a row of looks."""
+    """One rank and its samples during an examination."""
 
     rank: int
     host: str
     local_rank: int
     age_s: float
-    """Since its last step or beat, at the newest look."""
+    """Time since its last step or beat, at the newest sample."""
     samples: tuple[RankSample, ...] = ()
     """Oldest first."""
 
 
 class RanksAtPlace(Struct, frozen=True, array_like=True):
-    """Ranks that were found at one place, and the place in words."""
+    """Ranks at one place, and the place in words."""
 
     ranks: tuple[Rank, ...]
     words: str
@@ -225,19 +225,19 @@ class RanksAtPlace(Struct, frozen=True, array_like=True):
 class Finding(Struct, frozen=True, kw_only=True):
     kind: HangKind
     code: str
-    """HF240 …; empty where there is nothing to explain."""
+    """HF240 …; empty: there is nothing to explain."""
     text: str
     """One or two lines."""
     culprits: tuple[Rank, ...] = ()
-    """Ranks."""
+    """The ranks that caused it."""
     groups: tuple[RanksAtPlace, ...] = ()
-    """The odd ones first, then by size."""
+    """The culprits first, then by size."""
     signature: str = ""
-    """Equal in two findings if and only if every rank stands where it stood."""
+    """Equal in two findings if and only if no rank has moved in between."""
     busy: bool = False
-    """Somebody who does not come computes, in what may be native code: reported late, not ended while that lasts."""
+    """A missing rank computes, perhaps in native code: reported late, and not ended while that lasts."""
     slow: bool = False
-    """What keeps the others waiting may only be slow: reported late."""
+    """The awaited rank may only be slow: reported late."""
 
 
 Examine = Callable[[Sequence[RankStory]], Finding]

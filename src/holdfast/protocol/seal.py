@@ -1,4 +1,4 @@
-"""What the job token proves: keys, proofs and the MAC on every frame. PURE.
+"""Authentication with the job token: keys, proofs and the MAC on every frame. PURE.
 
 Knows the token and the transcript of the handshake; knows no messages. HMAC-SHA256 throughout. Frames are
 authenticated, not encrypted: nothing secret travels on the control plane.
@@ -19,17 +19,17 @@ SEQUENCE_BYTES = 8
 
 
 def transcript(hello: bytes, nonce: bytes) -> bytes:
-    """Binds a proof to all that was said: the agent's whole hello (with its nonce) and the coordinator's nonce."""
+    """The text that proofs cover: the agent's whole hello (with its nonce) and the coordinator's nonce."""
     return hashlib.sha256(len(hello).to_bytes(4, "big") + hello + nonce).digest()
 
 
 def prove(token: bytes, role: Role, said: bytes) -> bytes:
-    """Shows knowledge of the token. The role keeps one side's proof from being sent back as the other's."""
+    """A proof that this side knows the token. The role prevents that a peer sends one side's proof back as its own."""
     return hmac.digest(token, b"holdfast proof of " + role.encode() + b"\0" + said, "sha256")
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Compares without telling by its duration where the two differ."""
+    """Compares in constant time."""
     return hmac.compare_digest(one, other)
 
 
@@ -42,7 +42,7 @@ class Seal:
     __slots__ = ("_opened", "_receive_key", "_sealed", "_send_key")
 
     def __init__(self, token: bytes, role: Role, said: bytes) -> None:
-        """`role` is our own."""
+        """`role` is that of this side."""
         other: Role = "coordinator" if role == "agent" else "agent"
         self._send_key = _direction_key(token, role, said)
         self._receive_key = _direction_key(token, other, said)
@@ -55,7 +55,7 @@ class Seal:
         return mac + payload
 
     def open(self, payload: bytes) -> bytes:
-        """Raises AuthenticationError when this is not the next frame of the peer, unchanged."""
+        """The frame without its MAC. Raises AuthenticationError unless it is the peer's next frame, unchanged."""
         mac, content = payload[:MAC_BYTES], payload[MAC_BYTES:]
         if not same(mac, _mac(self._receive_key, self._opened, content)):
             raise AuthenticationError("a frame's MAC is wrong: it was altered on its way or is not the peer's")

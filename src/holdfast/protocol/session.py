@@ -1,7 +1,7 @@
 """One connection without its socket: preamble, handshake, seal, frames, messages. PURE.
 
-Knows the order of things on a connection. Both shells (dialling and listening) are thin around it, and the
-property tests drive it with any bytes in any chunks.
+Knows the order of events on a connection. The shells on both sides are thin, and the property tests feed it any bytes
+in any chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Received = TypeVar("Received")
 
 
 class Session(Generic[Received]):
-    """Bytes in, bytes and messages out.
+    """Turns received bytes into messages, and messages into bytes to send.
 
     After each `feed`: write what it returned, look at `error` (then the connection is over) and at
     `established`, and `take` the messages.
@@ -41,13 +41,13 @@ class Session(Generic[Received]):
         self._reader = FrameReader(HELLO_BYTES_MAX)
         self._messages: list[Received] = []
         self.met = False
-        """The peer's preamble has come: it is a holdfast, if perhaps of another version."""
+        """The peer's preamble has arrived: the peer is a holdfast, perhaps of another version."""
         self.established = False
         self.error: HoldfastError | None = None
 
     @property
     def torn(self) -> bool:
-        """The peer stopped in the middle of a preamble or a frame."""
+        """Whether the received bytes end in the middle of a preamble or a frame."""
         return self._reader.torn or bool(self._first)
 
     def opening(self) -> bytes:
@@ -73,12 +73,12 @@ class Session(Generic[Received]):
         return bytes(out)
 
     def take(self) -> list[Received]:
-        """The messages that came since the last call, in order."""
+        """The messages received since the last call, in order."""
         messages, self._messages = self._messages, []
         return messages
 
     def pack(self, message: Struct) -> bytes:
-        """The bytes that carry this message; to be sent in the order of the calls."""
+        """The bytes of this message. They must be sent in the order of the calls."""
         payload = encode(message)
         seal = self._handshake.seal
         return frame(payload if seal is None else seal.seal(payload))

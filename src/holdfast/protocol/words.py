@@ -1,7 +1,7 @@
-"""What a peer says, made fit for a console: no escape sequences, no line that it did not have to be. PURE.
+"""Makes texts of a peer safe for a console: no escape sequences, and no line breaks except where they belong. PURE.
 
-The decoders call `clean` once for everything that comes in, so that nobody further in has to think of it: a host name or
-a reason may be anything, and is shown to people, in messages of ours.
+The decoders call `clean` once for every message, so that no other module has to. Host names and reasons may contain any
+bytes, and holdfast shows them to users.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ LINE_CHARS_MAX = 4096
 
 NAMES = frozenset({"member", "host", "role"})
 SEVERAL_LINES = frozenset({"text", "message", "traceback", "stderr_tail", "cause", "advice", "facts"})
-"""Fields that may have more than one line."""
+"""Fields that may have several lines."""
 
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|\x9b[0-?]*[ -/]*[@-~]"
 )
-"""Colours, titles, movements: whole, for their ends would be left as garbage."""
+"""Escape sequences (colours, titles, cursor movements), matched as a whole so that no rest of them is shown."""
 
 T = TypeVar("T")
 
 
 def clean(value: T, field: str = "") -> T:
-    """The same value with every text in it clean. Costs little where nothing has to be changed, which is nearly always.
+    """The same value with every text in it cleaned. Cheap if nothing has to be changed, which is nearly always.
 
     >>> clean(("fine", "\\x1b[2Jholdfast: done\\n"))
     ('fine', 'holdfast: done')

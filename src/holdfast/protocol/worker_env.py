@@ -1,4 +1,4 @@
-"""The environment that a worker sees on top of its agent's: torchrun's variables in torchrun's spelling.
+"""The variables that a worker gets in addition to its agent's environment, with torchrun's names.
 
 Pure: knows the options, the node's place in the world and a local rank; reads no environment and no machine.
 """
@@ -21,7 +21,7 @@ def worker_environment(
     error_file: str,
     parent: Mapping[str, str],
 ) -> dict[str, str]:
-    """Variables to set for one worker. `parent` is the agent's own environment; `error_file` may be empty: none.
+    """Variables to set for one worker. `parent` is the agent's own environment; `error_file` empty: none.
 
     Raises BindingError when --virtual-local-rank finds too few entries in CUDA_VISIBLE_DEVICES.
     """
@@ -51,13 +51,13 @@ def worker_environment(
     if options.virtual_local_rank:
         environment["LOCAL_RANK"] = "0"
         environment["CUDA_VISIBLE_DEVICES"] = _own_device(parent, "CUDA_VISIBLE_DEVICES", local_rank)
-        if "HIP_VISIBLE_DEVICES" in parent:  # for ROCm it comes first: the one above would be ignored
+        if "HIP_VISIBLE_DEVICES" in parent:  # ROCm reads it first and would ignore the variable above
             environment["HIP_VISIBLE_DEVICES"] = _own_device(parent, "HIP_VISIBLE_DEVICES", local_rank)
     return environment
 
 
 def _own_device(parent: Mapping[str, str], variable: str, local_rank: int) -> str:
-    """The one device that a worker with virtual local rank 0 may see."""
+    """The only device that a worker with virtual local rank 0 may see."""
     visible = parent.get(variable)
     if visible is None:
         return str(local_rank)

@@ -1,1 +1,1 @@
-"""Where the coordinator is, and who may be it."""
+"""Finds the coordinator, or decides which agent hosts it."""

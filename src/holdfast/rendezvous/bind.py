@@ -1,8 +1,8 @@
-"""Who hosts the coordinator, decided by binding: the agent that gets the endpoint's address is the host.
+"""Decides by binding which agent hosts the coordinator: the one that can bind the endpoint's address.
 
-Knows sockets and names; knows nothing of the protocol. No host name is guessed and no interface listed: an
-address is this machine's when it can be bound. Blocks for as long as name resolution does. `who_holds` names the
-process that has the port instead, as /proc shows it.
+Knows sockets and names; knows nothing about the protocol. It guesses no host name and lists no interfaces: an address
+belongs to this machine if it can be bound. Blocks as long as name resolution does. `who_holds` finds in /proc the
+process that holds the port.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _LISTEN = "0A"
 COMMAND_CHARS_MAX = 80
 BACKLOG = 4096
 FREE_PORT_ATTEMPTS_MAX = 16
-"""A free port must be free on all addresses; this often another one is tried."""
+"""Number of attempts to find a port that is free on all addresses."""
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 _WILDCARD = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
 _NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV})
-"""The address is not this machine's (EINVAL: a link-local address without its interface)."""
+"""Errors of bind for addresses of other machines (EINVAL: a link-local address without its interface)."""
 IN_USE = "in use"
 Address = tuple[int, str]
 """Address family and numeric address."""
 
 
 class Claim(NamedTuple):
-    """The outcome. The sockets already listen; who holds a Claim closes them or hands them on."""
+    """The result of binding. The sockets listen already; the owner of a Claim closes them or passes them on."""
 
     sockets: tuple[socket.socket, ...]
-    """Empty: connect."""
+    """Empty: another agent hosts the coordinator; connect to it."""
     addresses: tuple[str, ...]
     """Bound numeric addresses."""
     endpoint: Endpoint
-    """Where an agent on this machine finds the coordinator, with the real port."""
+    """The coordinator's endpoint for agents on this machine, with the real port."""
     reason: str
-    """Why so, in words, for the log."""
+    """The reason of the decision, for the log."""
 
     @property
     def is_host(self) -> bool:
@@ -61,8 +61,8 @@ def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None 
     standalone: listens on loopback whatever the endpoint's host is. is_host: True forces hosting, on all
     addresses when the endpoint's is not this machine's; False forbids it.
 
-    Raises PortInUseError when hosting is a must and the port is taken, EndpointError when port 0 (a free one)
-    is asked for on another machine, OSError when the system refuses for another reason (a privileged port).
+    Raises PortInUseError when hosting is required and the port is in use, EndpointError for port 0 (a free one) on
+    another machine, OSError when the system refuses for another reason (a privileged port).
     """
     must = is_host is True or standalone or endpoint.port == 0
     if is_host is False and not standalone:
@@ -119,14 +119,14 @@ def _addresses(host: str) -> tuple[Address, ...]:
         return ()
     addresses = tuple(sorted({(int(family), str(address[0])) for family, _, _, _, address in found}))
     if host not in (address for _, address in addresses) and all(is_loopback(address) for _, address in addresses):
-        # This machine's own name, as Debian writes it into /etc/hosts: its peers come by another address.
+        # This machine's own name, which Debian maps to loopback in /etc/hosts: peers use another address.
         return _WILDCARD
     return addresses
 
 
 def _listen_somewhere(addresses: tuple[Address, ...], port: int) -> list[socket.socket] | str:
-    """Listening sockets on those of the addresses that are ours, all at one port; empty when none is ours;
-    "in use" when the first that is ours is taken (a later one is only a convenience)."""
+    """Listening sockets on the addresses of this machine, all at one port; empty: no address is this machine's;
+    "in use": the port is in use on the first of them (later ones are optional)."""
     attempts = FREE_PORT_ATTEMPTS_MAX if port == 0 else 1
     for attempt in range(1, attempts + 1):
         listening, missed = _listen_once(addresses, port)
@@ -138,7 +138,7 @@ def _listen_somewhere(addresses: tuple[Address, ...], port: int) -> list[socket.
 
 
 def _listen_once(addresses: tuple[Address, ...], port: int) -> tuple[list[socket.socket], bool]:
-    """The sockets, and whether one of our addresses was taken."""
+    """The sockets, and whether the port was in use on one of this machine's addresses."""
     listening: list[socket.socket] = []
     missed = False
     try:
@@ -158,7 +158,7 @@ def _listen_once(addresses: tuple[Address, ...], port: int) -> tuple[list[socket
 
 
 def _listen(family: int, address: str, port: int) -> socket.socket | int:
-    """A listening socket, or the errno that says that the address is not ours or is taken."""
+    """A listening socket, or the errno if the address is another machine's or in use."""
     try:
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
@@ -169,7 +169,7 @@ def _listen(family: int, address: str, port: int) -> socket.socket | int:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # Two sockets may be bound alike while none listens, so that listen decides as much as bind does.
+        # Two sockets may bind the same address while none listens, so that listen can fail as bind can.
         listening.bind((address, port))
         listening.listen(BACKLOG)
         listening.setblocking(False)
@@ -186,7 +186,7 @@ def _listen(family: int, address: str, port: int) -> socket.socket | int:
 def who_holds(port: int) -> str | None:
     """`pid 4711 (alice): python train.py` for the process that listens on this TCP port of this machine.
 
-    None when nobody does, or when it is another user's and we may not look. Never raises.
+    None: there is none, or it belongs to another user and is not readable. Never raises.
     """
     inodes = _listening_inodes(port)
     if not inodes:
@@ -217,7 +217,7 @@ def _describe(pid: str) -> str:
 
 
 def _user(pid: str) -> str:
-    import pwd  # only an error message pays for it
+    import pwd  # only for an error message
 
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
@@ -232,7 +232,7 @@ def _user(pid: str) -> str:
 def _list(path: str) -> list[str]:
     try:
         return os.listdir(path)
-    except OSError:  # gone meanwhile, or not ours to see
+    except OSError:  # it has ended, or is not readable for this user
         return []
 
 

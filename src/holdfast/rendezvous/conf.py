@@ -1,6 +1,6 @@
-"""`--rdzv-endpoint` and `--rdzv-conf`: text to typed values, by torchrun's grammar. PURE: reads no file, asks no clock.
+"""Parses `--rdzv-endpoint` and `--rdzv-conf` by torchrun's grammar into typed values. PURE.
 
-Knows which key means something for which backend, and what holdfast makes of it.
+Knows the keys of each backend and their meaning for holdfast.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """At the last colon, unless the whole is one address in brackets."""
+    """Host and port, split at the last colon unless the whole is one address in brackets."""
     if not text:
         return "localhost", None
     if text.startswith("[") and text.endswith("]"):
@@ -60,7 +60,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def _looks_like_v6(host: str) -> bool:
-    """Good enough to tell `fe80::1` from what is left of it when its last group was taken for a port."""
+    """Whether this may be the rest of an IPv6 address such as `fe80::1` whose last group was taken for a port."""
     groups = host.split(":")
     if not all(_HEX_GROUP.fullmatch(group) for group in groups):
         return False
@@ -75,12 +75,12 @@ Conf = Mapping[str, str]
 Value = int | float | bool | str
 
 STATIC_JOIN_S = 900.0
-"""torchrun's injected `timeout`."""
+"""The `timeout` that torchrun sets for the static backend."""
 FENCE_PER_LEASE = 2 / 3
-"""An agent cut off ends its workers well before the coordinator counts it as lost."""
+"""An agent that is cut off kills its workers well before the coordinator counts it as lost."""
 PINGS_PER_LEASE = 6
 LEASE_TTL_S_MIN = 2
-"""What etcd grants at least, with its default election time-out."""
+"""Minimum that etcd grants with its default election time-out."""
 LEASE_TTL_S_MAX = 60
 SECONDS_MAX = 366 * 24 * 3600.0
 
@@ -95,7 +95,7 @@ _FLAGS = {
     "max_nodes": "--nnodes",
     "local_addr": "--local-addr",
 }
-"""Keys that would say a second time what has a flag."""
+"""Keys that would repeat a flag."""
 
 
 def parse_conf(text: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ def get_seconds(conf: Conf, key: str) -> float | None:
 
 
 def get_whole_seconds(conf: Conf, key: str) -> float | None:
-    """As torchrun's keys are: an int literal, and positive."""
+    """None when the key is not there. Raises RendezvousConfigError unless it is a positive int literal."""
     value = get_int(conf, key)
     return None if value is None else get_seconds({key: str(value)}, key)
 
@@ -202,10 +202,10 @@ def get_lease_ttl(conf: Conf, key: str) -> int | None:
 Getter = Callable[[Conf, str], Value | None]
 
 THIRD_PARTY = "third-party"
-"""Stands for every backend of an installed package: what it has beside its own keys."""
+"""Name for any backend of an installed package: holdfast's keys that it has in addition to its own."""
 
 SLOW_PER_REPORT = 4
-"""What may only be slow is reported after so many times hang_report."""
+"""Ranks that may only be slow are reported after this many times hang_report."""
 
 _OURS: dict[str, Getter] = {
     "token_file": get_text,
@@ -253,14 +253,14 @@ KEYS: dict[str, dict[str, Getter]] = {
     },
     THIRD_PARTY: {**_DYNAMIC, "lease_ttl": get_lease_ttl},
 }
-"""Keys that mean something, by backend, and how to read them."""
+"""The known keys by backend, each with its parser."""
 
 _IDLE: dict[str, Getter] = {"close_timeout": get_whole_seconds, "read_timeout": get_whole_seconds}
 _IDLE_BY_BACKEND = {"c10d": _IDLE, "etcd-v2": _IDLE}
-"""torchrun's own keys for things that holdfast never waits for: checked as torchrun does, then said to be idle."""
+"""Keys of torchrun for waits that holdfast does not have: checked as torchrun does, then reported as without effect."""
 
 _SAME = {"timeout": "join_timeout", "join_timeout": "timeout"}
-"""How long to wait for the others has two names in torchrun, by backend; each is understood with all of them."""
+"""The time to wait for other nodes has two names in torchrun, by backend. holdfast accepts both with every backend."""
 
 _NEAREST = {
     "c10d": {"heartbeat": "heartbeat_timeout"},
@@ -273,9 +273,9 @@ _NEAREST = {
 
 
 def in_its_words(backend: str, conf: Conf) -> Conf:
-    """With the backend's own name for the time to wait for others, where the other one was given.
+    """The configuration with the backend's own name for the time to wait for other nodes.
 
-    A value that is not a time is left as it is: it has no effect, as under torchrun.
+    A value that is not a time is not changed: it has no effect, as with torchrun.
     """
     for other, own in _SAME.items():
         if other in conf and own not in conf and own in KEYS[backend] and other not in KEYS[backend]:
@@ -298,9 +298,9 @@ def read_conf(backend: str, conf: Conf) -> dict[str, Value]:
 
 
 def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collection[str] = ()) -> list[str]:
-    """One line for each key that does nothing under this backend, naming the nearest that does.
+    """One line for each key without effect under this backend, with the most similar known key.
 
-    `name` and `own`: what a third party's backend is called, and its own keys.
+    `name` and `own`: name and own keys of a third party's backend.
     """
     known = {*KEYS[backend], *own}
     conf = in_its_words(backend, conf)
@@ -327,14 +327,14 @@ def _nearest(backend: str, key: str, known: Collection[str]) -> str | None:
         return plain
     if plain in _NEAREST[backend]:
         return _NEAREST[backend][plain]
-    import difflib  # only a key without effect pays for it
+    import difflib  # only for a key without effect
 
     matches = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
-    """`base` with what the configuration says otherwise. Raises RendezvousConfigError on any bad value."""
+    """`base` with the values of the configuration. Raises RendezvousConfigError on any bad value."""
     conf = in_its_words(backend, conf)
     read_conf(backend, conf)
     seconds = {key: get_seconds(conf, key) for key in KEYS[backend] if key in _SECONDS}
@@ -371,8 +371,8 @@ _SECONDS = frozenset(
 
 
 def _patience(backend: str, conf: Conf, heartbeat_s: float | None, limits: Limits) -> Limits:
-    """How long silence is borne. `lease` wins over torchrun's interval times attempts; a given
-    `heartbeat_timeout` is the age at which an unanswered ping makes an agent end its workers."""
+    """The limits with lease and fence. `lease` has priority over torchrun's interval times attempts. A given
+    `heartbeat_timeout` is the age of an unanswered ping at which an agent kills its workers."""
     lease_s = get_seconds(conf, "lease") or _keep_alive_s(backend, conf)
     fence_s = limits.fence_s if lease_s is None else lease_s * FENCE_PER_LEASE
     if heartbeat_s is not None:
@@ -385,7 +385,7 @@ def _patience(backend: str, conf: Conf, heartbeat_s: float | None, limits: Limit
 
 
 def _keep_alive_s(backend: str, conf: Conf) -> float | None:
-    """torchrun's interval times attempts, when at least one of them is given."""
+    """torchrun's interval times attempts; None: neither is given."""
     if "keep_alive_interval" not in KEYS[backend]:
         return None
     interval_s = get_seconds(conf, "keep_alive_interval")

@@ -1,11 +1,11 @@
-"""The election of the coordinator, by etcd or by a third party's shared value: its records, its contract, its choice.
+"""Election of the coordinator by etcd or by a third party's shared value: records, interfaces and the choice of one.
 
-etcd's lease is etcd.py, the one made of a third party's value shared_value.py. They stay two: etcd counts a lease from
-its last renewal, before anybody looks, and renews it without writing. A lease made of a value starts to count
-when another node first looks at it, so a silent host would be replaced up to one lease later, and each renewal would be
-a write that etcd keeps in its history.
+etcd.py implements the lease in etcd, shared_value.py the lease in a third party's value. Both are needed: etcd counts a
+lease from its last renewal and renews it without a write. A lease in a value starts to count when another node first
+reads it, so a silent host is replaced up to one lease later, and each renewal is a write, which etcd would keep in its
+history.
 
-Chooses by the options; opens nothing before it is asked to.
+Opens no connection before it is asked to.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ LEASE_TTL_S = 5
 RECORD_BYTES_MAX = 4096
 SHOWN_CHARS_MAX = 60
 CALL_S_MAX = 1.0
-"""One call to one etcd server: without quorum etcd answers nothing at all."""
+"""Limit of one call to one etcd server: without quorum etcd does not answer at all."""
 _FAR_AWAY = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
-"""Addresses that nobody has: asking for the way there sends nothing."""
+"""Addresses reserved for documentation. Asking for the route to them sends no packet."""
 
 
 class Leader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who hosts the coordinator: the value of the key under the lease."""
+    """The agent that hosts the coordinator: the value of the key under the lease."""
 
     holdfast: int = 1
     run_id: str
     address: str
     port: int
     identity: str
-    """Used once: tells two leases of one agent apart."""
+    """Used once, so that two leases of one agent differ."""
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the next leader must observe."""
+    """Constraints for the next leader."""
 
     holdfast: int = 1
     run_id: str
     generation: int
-    """The newest that may have been started; 0: none."""
+    """The newest generation that may have been started; 0: none."""
     tail_s: float
-    """So long after the leader's key is gone its workers may still live somewhere."""
+    """For this long after the leader's key is gone its workers may still be alive."""
 
 
 class LeaderLease(Protocol):
-    """We hold the leader's key. Every method blocks; raises EtcdUnreachableError when no server answers."""
+    """The leader's key, held by this agent. Every method blocks; raises EtcdUnreachableError when no server answers."""
 
     previous_leader: Memory | None
-    """What the previous leader left, when we took the key."""
+    """The previous leader's record at the time when this agent took the key."""
 
     def renew(self) -> bool:
-        """False: the key is not ours any more."""
+        """Renew the lease. False: this agent does not hold the key any more."""
 
     def remember(self, memory: Memory) -> bool:
-        """False: the key is not ours any more, and nothing was written."""
+        """Write the record. False: this agent does not hold the key any more, and nothing was written."""
 
     def resign(self, memory: Memory | None) -> None:
-        """Give the key back, if it is still ours; None: the job is over, forget it altogether."""
+        """Release the key if this agent still holds it. `memory` None: the job is over, delete the record."""
 
 
 class Api(Protocol):
     """One client, for one thread at a time. Raises EtcdError, or EtcdUnreachableError when trying again may help."""
 
     notice: str
-    """Worth a line to the people at this node; empty: nothing is."""
+    """A line for the console of this node; empty: none."""
 
     def leader(self) -> Leader | None: ...
 
     def take(self, me: Leader) -> LeaderLease | None:
-        """Take the leader's key if nobody has it. None: somebody has."""
+        """Take the leader's key if it is free. None: another agent holds it."""
 
     def close(self) -> None: ...
 
@@ -88,7 +88,7 @@ Record = TypeVar("Record", bound=Struct)
 def read_record(
     kind: type[Record], where: str, value: bytes, run_id: str, fault: type[HoldfastError], remedy: str = ""
 ) -> Record:
-    """Raises `fault` when the value is not what this job writes there. `where` and `remedy` are for its message."""
+    """The record in a value. Raises `fault` if this job did not write it. `where` and `remedy` are for the message."""
     if len(value) > RECORD_BYTES_MAX:
         raise fault(f"{where} holds {len(value)} bytes that are not holdfast's{remedy}")
     try:
@@ -103,21 +103,21 @@ def read_record(
 
 
 class Election(Protocol):
-    """How an agent learns who hosts the coordinator, or becomes it."""
+    """Finds the agent that hosts the coordinator, or lets this agent acquire the lease."""
 
     lease_ttl_s: float
     by_loopback: str
-    """Why this machine may know itself by nothing but loopback; empty: because that is what was asked for."""
+    """Why this machine's own address may be loopback only; empty: because the user asked for it."""
 
     def open_api(self) -> Api:
         """A client for one thread. Raises HoldfastError."""
 
     def own_address(self) -> str:
-        """Under which the others reach this machine. Blocks; raises HoldfastError."""
+        """The address at which the others reach this machine. Blocks; raises HoldfastError."""
 
 
 def election_for(options: RunOptions) -> Election | None:
-    """None: whoever can bind the endpoint hosts the coordinator. Raises RendezvousConfigError."""
+    """The election. None: the agent that can bind the endpoint hosts the coordinator. Raises RendezvousConfigError."""
     if options.etcd is not None:
         return EtcdElection(options.etcd, options.job.run_id)
     if options.third_party is not None:
@@ -172,7 +172,7 @@ class ValueElection:
 
 
 def open_value(name: str, backend: Backend, place: Place) -> SharedValue:
-    """Raises RendezvousConfigError, or BackendError when the backend breaks its contract."""
+    """The backend's value. Raises RendezvousConfigError, or BackendError when the backend breaks its contract."""
     from holdfast.rendezvous.shared_value import ask
 
     try:
@@ -185,7 +185,7 @@ def open_value(name: str, backend: Backend, place: Place) -> SharedValue:
 
 
 def read_third_party(name: str, backend: Backend, endpoint: str, run_id: str, conf: Conf) -> ThirdPartyOptions:
-    """The options of an election by this backend, which has judged them.
+    """The options of an election by this backend, after the backend has checked them.
 
     Raises RendezvousConfigError, EndpointError or BackendError.
     """
@@ -212,7 +212,7 @@ def address_towards(endpoints: tuple[Endpoint, ...]) -> str:
 
 
 def address_of_default_route() -> str:
-    """The address that this machine would use towards the world; loopback when it knows no way there."""
+    """The address that this machine uses on its default route; loopback without one."""
     for address, family in _FAR_AWAY:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,11 +1,11 @@
-"""etcd: how it is reached (`--rdzv-conf`, TLS), and the coordinator's lease in it. Its APIs: etcd_v2.py, etcd_v3.py.
+"""etcd: its options (`--rdzv-conf`, TLS) and the coordinator's lease in it. The APIs are etcd_v2.py and etcd_v3.py.
 
-The lease is two keys with a time to live. `<prefix>/<run id>/coordinator`, which lives for a lease, says who is in
-charge and where. `<prefix>/<run id>/memory` outlives the leader and says what the next one must observe. A new leader
-writes the memory again before anything else: that changes its version, so that no previous leader can write it.
+The lease consists of two keys with a time to live. `<prefix>/<run id>/coordinator` lives for one lease and names the
+leader and its address. `<prefix>/<run id>/memory` outlives the leader and has the constraints for the next one. A new
+leader first writes the memory again. That changes its version, so that no previous leader can write it any more.
 
-Knows the keys and the order of the changes; both APIs offer the same few changes of one key. Knows what people get
-wrong about certificates, and how OpenSSL says it.
+Knows the keys and the order of the changes; both APIs offer the same operations on one key. Also explains common errors
+with certificates from OpenSSL's messages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _FILES = {
     "etcd": {"ca_file": "cacert", "cert_file": "cert", "key_file": "key"},
     "etcd-v2": {"ca_file": "ca_cert", "cert_file": "ssl_cert", "key_file": "ssl_cert_key"},
 }
-"""torchrun spells them differently for its two backends."""
+"""Names of the keys; torchrun's differ between its two backends."""
 MEMORY_TTL_S = 120
-"""The memory of a job that nobody leads any more is kept this long; its workers have ended by then."""
+"""The memory of a job without a leader is kept this long; its workers have ended by then."""
 ATTEMPTS_MAX = 8
-"""Changes of the memory by another node while we take the lease."""
+"""Limit of attempts if another node changes the memory while this one takes the lease."""
 REMEDY = "; delete it, or choose another --rdzv-id or --rdzv-conf etcd_prefix="
 
 Answer = TypeVar("Answer")
@@ -44,7 +44,7 @@ Answer = TypeVar("Answer")
 class Store(Protocol):
     """One client of one API. Raises EtcdError, or EtcdUnreachableError when trying again may help.
 
-    Each change of a key gives it a version of its own; version 0 is that of a key that is not there.
+    Each change of a key gives it a new version. A missing key has version 0.
     """
 
     notice: str
@@ -54,19 +54,19 @@ class Store(Protocol):
         """The value and its version."""
 
     def write(self, key: str, value: bytes, ttl_s: int, version: int) -> int | None:
-        """Replace the value of this version. Returns the new version; None: it has another one, nothing is changed."""
+        """Replace the value of this version. Returns the new version; None: the version differs, nothing is changed."""
 
     def refresh(self, key: str, ttl_s: int, version: int) -> int | None:
-        """Let a value of ours live for its time again. Returns its version now; None: it is gone."""
+        """Start the time to live of this agent's value again. Returns its version now; None: it is gone."""
 
     def delete(self, key: str, version: int) -> None:
-        """Nothing happens when it has another version."""
+        """Delete the key if it has this version."""
 
     def close(self) -> None: ...
 
 
 def open_api(options: EtcdOptions, run_id: str) -> Api:
-    """The client that the backend asks for. Raises MissingPackageError, EtcdError."""
+    """The client for the backend. Raises MissingPackageError, EtcdError."""
     return EtcdApi(_open_store(options, leader_key(options, run_id)), options, run_id)
 
 
@@ -93,7 +93,7 @@ def _folder(options: EtcdOptions, run_id: str) -> str:
 
 
 class EtcdApi:
-    """One client. Keeps the contract of elections.py."""
+    """One client; implements Api of elections.py."""
 
     def __init__(self, store: Store, options: EtcdOptions, run_id: str) -> None:
         self.notice = store.notice
@@ -115,7 +115,7 @@ class EtcdApi:
         self.store.close()
 
     def read(self, kind: type[Record], key: str) -> tuple[Record, int] | None:
-        """A record of ours and its version."""
+        """A record of this job and its version."""
         found = self.store.read(key)
         if found is None:
             return None
@@ -124,7 +124,7 @@ class EtcdApi:
 
 
 class EtcdLeaderLease:
-    """We hold the leader's key as long as it has our record: no other agent ever writes the same."""
+    """The leader's key, held as long as it has this agent's record: no other agent ever writes the same."""
 
     def __init__(self, api: EtcdApi, me: Leader, version: int) -> None:
         self._api = api
@@ -142,7 +142,7 @@ class EtcdLeaderLease:
     def renew(self) -> bool:
         api = self._api
         version = api.store.refresh(api.leader_key, api.ttl_s, self._version)
-        if version is None and self._is_ours():  # an earlier refresh was made, and its answer lost
+        if version is None and self._is_ours():  # an earlier refresh succeeded, but its answer was lost
             version = api.store.refresh(api.leader_key, api.ttl_s, self._version)
         if version is None:
             return False
@@ -161,7 +161,7 @@ class EtcdLeaderLease:
         self._give_back()
 
     def _take_over(self) -> None:
-        """Write the memory again: from now on its version is ours, and a leader that lost the key cannot write it."""
+        """Write the memory again: this changes its version, so that a leader that lost the key cannot write it."""
         for _ in range(ATTEMPTS_MAX):
             found = self._api.read(Memory, self._api.memory_key)
             fresh = Memory(run_id=self._api.run_id, generation=0, tail_s=0.0)
@@ -174,7 +174,7 @@ class EtcdLeaderLease:
         raise EtcdUnreachableError(f"the key {self._api.memory_key} changes all the time")
 
     def _is_ours(self) -> bool:
-        """Whether the leader's key still has our record; notes its version."""
+        """Whether the leader's key still has this agent's record; stores its version."""
         found = self._api.read(Leader, self._api.leader_key)
         if found is None or found[0] != self._me:
             return False
@@ -189,12 +189,12 @@ class EtcdLeaderLease:
         return api.store.write(api.memory_key, msgspec.json.encode(memory), MEMORY_TTL_S, version)
 
     def _change_memory(self, change: Callable[[int], int | None]) -> bool:
-        """`change` gets the version that it may replace. False: the memory is another leader's."""
+        """Change the memory. `change` gets the version that it may replace. False: it belongs to another leader."""
         version = change(self._memory_version)
         if version is None:
             found = self._api.store.read(self._api.memory_key)
-            # As long as the key is ours nobody else has written: the answer to an earlier change was lost. Should the
-            # key be taken between these calls, its new holder changes the version first.
+            # No other agent has written while this one holds the key: the answer to an earlier change was lost. If the
+            # key is taken between these calls, its new holder changes the version first.
             version = change(found[1] if found is not None else 0) if self._is_ours() else None
         if version is None:
             return False
@@ -203,13 +203,13 @@ class EtcdLeaderLease:
 
 
 class Servers:
-    """The addresses of one etcd, in the order in which they are tried: the one that answered last comes first."""
+    """The addresses of one etcd cluster in the order of attempts: the one that answered last comes first."""
 
     def __init__(self, endpoints: tuple[Endpoint, ...]) -> None:
         self._endpoints = list(endpoints)
 
     def ask(self, question: Callable[[Endpoint], Answer]) -> Answer:
-        """The first answer. Raises EtcdUnreachableError, naming why for each, when no server has one."""
+        """The first answer. Raises EtcdUnreachableError, with the reason of each server, if none answers."""
         why: list[str] = []
         for _ in range(len(self._endpoints)):
             endpoint = self._endpoints[0]
@@ -222,7 +222,7 @@ class Servers:
 
 
 def read_etcd_conf(backend: str, conf: Conf, endpoint: Endpoint) -> EtcdOptions:
-    """Raises RendezvousConfigError or EndpointError for the first value that cannot be meant."""
+    """The options of etcd. Raises RendezvousConfigError or EndpointError for the first invalid value."""
     values = read_conf(backend, conf)
     files = {field: _file(conf, key) for field, key in _FILES[backend].items()}
     tls = values.get("protocol") == "https"
@@ -280,7 +280,7 @@ def _password(conf: Conf) -> str | None:
 
 
 def open_context(options: EtcdOptions) -> ssl.SSLContext | None:
-    """None: no TLS is asked for. Raises EtcdError when the files are no certificates."""
+    """The TLS context; None: TLS is not requested. Raises EtcdError when the files are not certificates."""
     if not options.tls:
         return None
     try:
@@ -293,10 +293,10 @@ def open_context(options: EtcdOptions) -> ssl.SSLContext | None:
 
 
 def why_closed(endpoint: Endpoint, context: ssl.SSLContext | None) -> EtcdError | None:
-    """To be asked after a connection was closed or its TLS failed: what will not get better by waiting, if anything.
+    """After a closed connection or a failed TLS handshake: the permanent error, if there is one.
 
-    A connection of its own that sends no request: one that writes meanwhile may lose the server's last words, and a
-    server that refuses our certificate says so after the handshake (TLS 1.3). Blocks, a few times CALL_S_MAX at most.
+    It uses a new connection without a request: a client that writes may lose the server's last message, and with TLS
+    1.3 a server refuses a client certificate after the handshake. Blocks for a few times CALL_S_MAX at most.
     """
     try:
         with (
@@ -312,7 +312,7 @@ def why_closed(endpoint: Endpoint, context: ssl.SSLContext | None) -> EtcdError 
         return _without_tls(endpoint) if context is not None and _speaks_http(endpoint) else None
     except ssl.SSLError as error:
         return None if context is None else _refused(endpoint, error.reason or str(error))
-    except OSError:  # time-outs too: nothing was said against us
+    except OSError:  # time-outs too: the server has refused nothing
         return None
     return None
 
@@ -348,7 +348,7 @@ def _speaks_http(endpoint: Endpoint) -> bool:
 
 
 def _credulous() -> ssl.SSLContext:
-    """To learn whether TLS is spoken; nothing is sent over it."""
+    """A context without verification, to test whether the server uses TLS; no data is sent over it."""
     made = ssl.create_default_context()
     made.check_hostname = False
     made.verify_mode = ssl.CERT_NONE

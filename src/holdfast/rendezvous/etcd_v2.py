@@ -1,6 +1,6 @@
-"""etcd's HTTP API v2, as far as holdfast needs it, on the standard library alone.
+"""Client of etcd's HTTP API v2, as far as holdfast needs it, with the standard library only.
 
-A key lives by its TTL, and the index of its last change is its version: a refresh, too, is a change.
+Each key has a TTL. The index of its last change is its version; a refresh is a change, too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EXISTS = 105
 UNAUTHORIZED = 110
 """API v2's own error codes, in the body of an answer."""
 _PASSING = range(300, 500)
-"""Raft's trouble and the watcher's: no leader now, perhaps in a second."""
+"""Temporary errors of Raft and of watches, such as a missing leader."""
 
 
 class StoreV2:
-    """One client. Connections are made for each call: calls are rare, and a server may be gone by the next."""
+    """One client. Each call uses a new connection: calls are rare, and the server may be gone before the next one."""
 
     def __init__(self, options: EtcdOptions, notice: str = "") -> None:
         self.notice = notice
@@ -60,12 +60,12 @@ class StoreV2:
         return self._change(key, version, {"ttl": ttl_s, "refresh": "true"})
 
     def delete(self, key: str, version: int) -> None:
-        """With the folder, if nothing else is in it."""
+        """Delete the key, and its folder if that is empty then."""
         self._call("DELETE", key, {"prevIndex": version})
         self._call("DELETE", key.rpartition("/")[0], {"dir": "true"})
 
     def close(self) -> None:
-        """Nothing is open between two calls."""
+        """Does nothing, since no connection is open between two calls."""
 
     def _change(self, key: str, version: int, form: dict[str, Any]) -> int | None:
         condition: dict[str, Any] = {"prevIndex": version} if version else {"prevExist": "false"}
@@ -114,13 +114,13 @@ def _check(answer: dict[str, Any], key: str) -> None:
 
 
 def _code(answer: dict[str, Any]) -> int:
-    """0: no error."""
+    """The error code of an answer; 0: no error."""
     code = answer.get("errorCode", 0)
     return code if isinstance(code, int) else 0
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
-    """Raises IncompleteRead, which a read with a limit does not."""
+    """The body. Raises IncompleteRead, which a read with a limit does not."""
     text = response.read(ANSWER_BYTES_MAX)
     if response.length and len(text) < ANSWER_BYTES_MAX:
         raise http.client.IncompleteRead(text, response.length)

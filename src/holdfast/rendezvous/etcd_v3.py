@@ -1,7 +1,7 @@
-"""etcd's API v3 through etcd3gw and the JSON gateway.
+"""Client of etcd's API v3, by etcd3gw and the JSON gateway.
 
-Each key that we write has a lease of its own, and lives as long as that. The revision of a key's last change is its
-version.
+Each key that this client writes has an etcd lease of its own and lives as long as that. The revision of a key's last
+change is its version.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PASSING = (
     "server stopped",
     "unhealthy cluster",
 )
-"""What a server says when somebody has to help it, and can: it is full, or on its way down or up."""
+"""Messages of a server with a problem that an operator can solve: it is full, or it is starting or stopping."""
 
 
 class _NoSuchApiError(EtcdError):
-    """The server has no /v3/."""
+    """The server does not have the API v3."""
 
 
 def open_v3(options: EtcdOptions, key: str) -> Store:
-    """The v3 client, or the v2 client where the servers have no v3, which is tried out on this key.
+    """The v3 client, or the v2 client if the servers have no v3. A read of this key finds out which.
 
     Raises MissingPackageError, EtcdError.
     """
@@ -62,7 +62,7 @@ def open_v3(options: EtcdOptions, key: str) -> Store:
 
 
 class StoreV3:
-    """One client: an etcd3gw client for each server, made when it is needed."""
+    """One client, with an etcd3gw client for each server, made on first use."""
 
     notice = ""
 
@@ -78,7 +78,7 @@ class StoreV3:
         self._servers = Servers(options.endpoints)
         self._clients: dict[str, Any] = {}
         self._leases: dict[str, str] = {}
-        """Of the keys that we made."""
+        """etcd leases of the keys that this client wrote."""
 
     def read(self, key: str) -> tuple[bytes, int] | None:
         found = self._post("kv/range", {"key": _encode(key)}).get("kvs")
@@ -149,7 +149,7 @@ class StoreV3:
 
         options = self._options
         session = requests.Session()
-        session.trust_env = False  # no proxy between us and etcd
+        session.trust_env = False  # no proxy to etcd
         if options.ca_file is not None:
             session.verify = options.ca_file
         if options.cert_file is not None:
@@ -168,14 +168,14 @@ class StoreV3:
             try:
                 answer = self._told(endpoint, lambda: client.post(client.get_url("auth/authenticate"), json=login))
             except _NoAuthError:
-                return client  # the server asks nobody who he is
+                return client  # the server has no authentication
             except _StaleTokenError as error:
                 raise EtcdError(str(error)) from None
             session.headers["Authorization"] = str(answer.get("token", ""))
         return client
 
     def _told(self, endpoint: Endpoint, call: Callable[[], Answer]) -> Answer:
-        """The call, its failures in our words."""
+        """The result of the call, with its failures as errors of holdfast."""
         import requests
 
         errors = self._module.exceptions
@@ -198,7 +198,7 @@ class StoreV3:
         from holdfast.rendezvous.etcd import open_context, untrusted, why_closed
 
         _, failed, why = detail.partition("certificate verify failed: ")
-        if failed:  # not asked again: without a CA file requests trusts others than Python does
+        if failed:  # final: without a CA file requests trusts other certificates than Python does
             return untrusted(endpoint, why.partition(" (_ssl")[0])
         return why_closed(endpoint, open_context(self._options)) or EtcdUnreachableError(_shortened(detail))
 
@@ -208,7 +208,7 @@ class _NoAuthError(EtcdError):
 
 
 class _StaleTokenError(EtcdError):
-    """The server does not know our token any more."""
+    """The server does not accept the client's token any more."""
 
 
 def _encode(text: str | bytes) -> str:
@@ -237,7 +237,7 @@ def _translated(endpoint: Endpoint, error: Any, errors: Any) -> EtcdError:
 
 
 def _shortened(detail: str) -> str:
-    """The gateway's message out of its JSON; one line."""
+    """The message in the gateway's JSON, as one line."""
     import json
 
     with contextlib.suppress(ValueError):

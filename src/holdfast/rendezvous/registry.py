@@ -1,7 +1,7 @@
-"""The rendezvous backends by name: ours, and those that installed packages offer. Opens no socket.
+"""The rendezvous backends by name: the built-in ones and those of installed packages. Opens no socket.
 
-Packages are only looked at for a name that is not ours, or for a message that lists the names: reading the metadata of
-everything that is installed costs milliseconds.
+Packages are only searched for a name that is not built in, or for a message that lists the names, because reading the
+metadata of all installed packages takes milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKENDS = {
     "etcd": RegisteredBackend(default_port=2379),
     "etcd-v2": RegisteredBackend(default_port=2379),
 }
-"""The built-in ones. Nobody can take their names."""
+"""The built-in backends. Packages cannot use their names."""
 
 
 def is_built_in(name: str) -> bool:
@@ -38,13 +38,13 @@ def is_built_in(name: str) -> bool:
 
 
 def check_backend(name: str) -> None:
-    """Raises RendezvousConfigError for a name that neither we nor an installed package knows."""
+    """Raises RendezvousConfigError for a name that is neither built in nor known from an installed package."""
     if is_built_in(name):
         return
     installed = {entry.name for entry in _entry_points()}
     if name in installed:
         return
-    import difflib  # only a typing error pays for it
+    import difflib  # only for a mistyped name
 
     known = [*BACKENDS, *sorted(installed - BACKENDS.keys())]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -53,15 +53,15 @@ def check_backend(name: str) -> None:
 
 
 def default_port(name: str) -> int | None:
-    """The port of an endpoint that names none; None when it has to. `name` must be built in."""
+    """The default port of a built-in backend; None: the endpoint must name one."""
     return BACKENDS[name].default_port
 
 
 def load_third_party(name: str) -> ThirdPartyBackend:
     """The backend that an installed package offers under this name.
 
-    Raises RendezvousConfigError, naming the package, when there is none, when two packages claim the name, or when what
-    it offers cannot be loaded or is no Backend.
+    Raises RendezvousConfigError, naming the package, if there is none, if two packages use the name, or if the entry
+    point cannot be loaded or is not a Backend.
     """
     from holdfast.rendezvous.third_party import Backend as ThirdPartyBackend
 
@@ -72,7 +72,7 @@ def load_third_party(name: str) -> ThirdPartyBackend:
         made = offered() if callable(offered) else offered
     except HoldfastError:
         raise
-    except Exception as error:  # another's code: whatever it raises, the user has to hear whose it is
+    except Exception as error:  # foreign code may raise anything; the message names the package
         raise RendezvousConfigError(f"{who} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(made, ThirdPartyBackend):
         kind = type(made).__name__

@@ -1,10 +1,10 @@
-"""A lease made of a value that can only be read and compared-and-swapped: the election of third-party backends.
+"""The election of third-party backends: a lease in a value that can only be read and compared-and-swapped.
 
-The leader changes the value all the time (`beat`). A value that has not changed for a lease, by the stack sampler's own
-clock and counted from when the stack sampler first saw it, is nobody's any more; its holder steps down before that, by its
-own clock (runtime/etcd_service.py). No clock of another machine and no time-out of the storage is trusted.
+The leader changes the value periodically (`beat`). A value that has not changed for one lease is free. Each observing
+agent measures that by its own clock, from when it first saw the value. The holder steps down before that, by its own
+clock (runtime/etcd_service.py). No clock of another machine and no time-out of the storage is trusted.
 
-It keeps the contract of elections.py, as etcd does: what is built on a lease is the same for both.
+It implements the interfaces of elections.py, as etcd.py does.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Answer = TypeVar("Answer")
 
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value: who is in charge, and what the next leader must observe."""
+    """The value: the leader, and the constraints for the next one."""
 
     holdfast: int = 1
     run_id: str
     address: str
     port: int
     identity: str
-    """Used once: tells two leases apart."""
+    """Used once, so that two leases differ."""
     beat: int = 0
     """Grows with every change, so that no two values are alike."""
     held: bool = True
-    """False: given back."""
+    """False: the holder has released it."""
     generation: int = 0
     tail_s: float = 0.0
 
 
 class ValueWatch:
-    """Since when this agent has seen the value that is there. Shared by all its clients, in any thread."""
+    """Measures for how long this agent has seen the present value. Shared by all its clients, in any thread."""
 
     def __init__(self, lease_ttl_s: float, clock: Callable[[], float] | None = None) -> None:
         self._lease_ttl_s = lease_ttl_s
@@ -62,12 +62,12 @@ class ValueWatch:
 
 
 class ValueApi:
-    """One client; an Api as rendezvous.etcd means it. Raises BackendError or BackendUnreachableError."""
+    """One client; implements Api of elections.py. Raises BackendError or BackendUnreachableError."""
 
     notice = ""
 
     def __init__(self, name: str, value: SharedValue, run_id: str, watch: ValueWatch) -> None:
-        """`name`: of the backend, for messages."""
+        """`name` of the backend, for messages."""
         self._name = name
         self._value = value
         self._run_id = run_id
@@ -106,7 +106,7 @@ class ValueApi:
     # For the leader lease
 
     def read(self) -> bytes | None:
-        """None also for an empty value."""
+        """The value; None also for an empty one."""
         value = self._ask(self._value.read)
         if value is not None and not isinstance(value, bytes):
             raise BackendError(f"{self._who}: read() must return bytes or None, not {value!r:.60}")
@@ -140,7 +140,7 @@ class ValueApi:
 def ask(name: str, question: Callable[[], Answer], *, passing: tuple[type[Exception], ...] = ()) -> Answer:
     """Calls a third party's code.
 
-    Raises BackendUnreachableError for its OSError, what is of a `passing` class as it is, BackendError for the rest.
+    Raises BackendUnreachableError for OSError, exceptions of a `passing` class unchanged, BackendError for all others.
     """
     try:
         return question()
@@ -151,12 +151,12 @@ def ask(name: str, question: Callable[[], Answer], *, passing: tuple[type[Except
     except OSError as error:
         text = error.strerror or str(error) or type(error).__name__
         raise BackendUnreachableError(f"rendezvous backend {name}: {text}") from error
-    except Exception as error:  # another's code: whatever it raises, the user has to hear whose it is
+    except Exception as error:  # foreign code may raise anything; the message names the backend
         raise BackendError(f"rendezvous backend {name} failed: {type(error).__name__}: {error}") from error
 
 
 class ValueLeaderLease:
-    """The value is ours as long as it carries our identity."""
+    """The lease of this agent, which holds the value as long as it has this agent's identity."""
 
     def __init__(self, api: ValueApi, record: Record, previous_leader: Memory | None) -> None:
         self._api = api
@@ -185,7 +185,7 @@ class ValueLeaderLease:
     def _swap(self, new: bytes) -> bool:
         if self._api.swap(encode(self._record), new):
             return True
-        # Perhaps an earlier swap was made and only its answer was lost: nobody but us writes our identity.
+        # An earlier swap may have succeeded without its answer: only this agent writes its identity.
         value = self._api.read()
         if value is None:
             return new == b""
@@ -199,5 +199,5 @@ def encode(record: Record) -> bytes:
 
 
 def _clock_s() -> float:
-    """Goes on while the process is stopped or the machine sleeps."""
+    """A clock that continues while the process is stopped or the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

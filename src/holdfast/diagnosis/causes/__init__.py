@@ -1,8 +1,8 @@
-"""From the failures of a generation to one verdict: what failed first and why, as against what failed because of it.
+"""Makes one verdict of the failures of a generation: the primary failure with its cause, and the consequences.
 
-words (what a failure says), blame (who), rules (the table of causes and what each code means), find (what), meeting
-(what only several failures together show). Pure. The order of arrival at the coordinator is evidence, clocks of nodes
-are not; what a failure says of itself outweighs both: a rank that complains about its peers' connections is a victim.
+exception_text reads the text of a failure, blame finds the culprit, rules has the table of causes and of codes, find
+finds the cause, rendezvous compares several failures. Pure. The order of arrival at the coordinator is evidence, the
+clocks of nodes are not. The text of a failure counts more: a rank that reports broken connections to peers is a victim.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast.protocol.outcome import Evidence, Failure, Verdict
 
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on one generation. Deterministic: the same evidence gives the same words on every node."""
-    # Here and not above: a job that does not fail never needs the table of causes.
+    # Imported here because a job that does not fail never needs the table of causes.
     from holdfast.diagnosis.causes.verdict import verdict_on
 
     return verdict_on(evidence)

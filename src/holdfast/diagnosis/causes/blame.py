@@ -1,7 +1,7 @@
-"""Who is to blame: how much each failure says of itself and how much of its peers, and the order that follows.
+"""Ranks failures by blame: by whether each reports a cause of its own or a problem with its peers.
 
-Pure. A rank that complains about its peers' connections is a victim whenever somebody has another reason; between
-equals the order of arrival decides. What is quoted, or comes from a server that is no peer, is no complaint.
+Pure. A rank that reports broken connections to peers is a victim if any other rank has a cause of its own. Between
+equal failures the order of arrival decides. Quoted texts and errors of servers that are not peers are not complaints.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from holdfast.protocol.outcome import Failure
 
 
 class Blame(IntEnum):
-    """Smaller is more to blame."""
+    """Blame of a failure; a smaller value is more to blame."""
 
     OWN = 0
-    """A reason of its own, before anybody was stopped."""
+    """A cause of its own, before any worker was stopped."""
     OWN_LATE = 1
-    """A reason of its own that cannot come from being stopped, though its end was seen after others had complained."""
+    """A cause of its own that cannot come from the stop, although its end was reported after complaints of others."""
     LOOSE = 2
-    """Something about a connection or a time-out, which may or may not be about a training peer."""
+    """A connection or a time-out, perhaps to a training peer."""
     WAITED = 3
-    """It could not reach its peers, or waited for them in vain."""
+    """It could not reach its peers, or its wait for them timed out."""
     WAITED_LATE = 4
     CUT = 5
     """A peer closed the connection."""
     STOPPED = 6
-    """It was being stopped: at most a consequence."""
+    """It ended because it was stopped: at most a consequence."""
 
 
 def types_of(names: str) -> frozenset[str]:
-    """Exception classes, by their names with blanks between."""
+    """A set of exception classes from their names, separated by blanks."""
     return frozenset(names.split())
 
 
 class AnyCase:
-    """A pattern that ignores case. Three times as fast as re.IGNORECASE, which cannot skip to where a word may
-    begin: a lost node makes thousands of failures, and all are read before the job goes on."""
+    """A pattern that ignores case. Three times as fast as re.IGNORECASE, which cannot skip to possible beginnings of a
+    word. A lost node causes thousands of failures, and all are read before the job continues."""
 
     def __init__(self, pattern: str) -> None:
         self._small = re.compile(re.sub(r"(?<!\\)[A-Z]", lambda capital: capital[0].lower(), pattern), re.MULTILINE)
@@ -60,19 +60,19 @@ OWN_TROUBLE = AnyCase(
     r"|Detected mismatch between collectives|CollectiveFingerPrint|is inconsistent|appears not to match"
     r"|Expected to have finished reduction|invalid usage|Ran out of input|DataLoader (?:worker|timed)",
 )
-"""Words that name a trouble of the speaker's own, whatever else it says."""
+"""Texts that always name a problem of the failed worker itself."""
 
 TRANSPORT = AnyCase(
     r"gloo|\bNCCL|nccl\w+|\bRCCL|\bHCCL|oneCCL|ProcessGroup\w*|process group|TCPStore|HashStore|c10d|WorkNCCL"
     r"|Dist(?:Network|Store|Backend)?Error|monitored ?Barrier|recvValue|sendBytes|\bstore->|rendezvous"
     r"|collective operation|communicator|MASTER_ADDR|holdfast.{0,40}peer|pair\.cc|all_?reduce|all_?gather",
 )
-"""What training peers talk through."""
+"""Libraries and functions by which training peers communicate."""
 
 GENUINE = re.compile(
     r"\w+\.(?:cc|cpp|hpp|h):\d+|\[\d{1,3}(?:\.\d{1,3}){3}\]:\d+|\[Rank \d+\]|WorkNCCL\(|^Last error:", re.MULTILINE
 )
-"""A library's own text, and not a quotation of it."""
+"""The original text of a library, not a quotation of it."""
 
 ENDED = AnyCase(
     r"connection (?:was )?(?:likely )?(?:closed|reset|aborted|lost)|closed (?:by|the connection)|reset by peer"
@@ -82,7 +82,7 @@ ENDED = AnyCase(
     r"|was aborted|been aborted|aborted (?:due|because)|pair closure|sendBytes failed|recvValue failed"
     r"|errors? while waiting for send/recv",
 )
-"""The other side went away."""
+"""The other side closed the connection."""
 
 WAITED = AnyCase(
     r"timed? ?-?out|timeout|watchdog caught|failed to pass|failed to connect|could not connect"
@@ -90,7 +90,7 @@ WAITED = AnyCase(
     r"|no route to host|network is unreachable|(?:system|internal) error|ncclSystemError|ncclInternalError|heartbeat"
     r"|clients joined|hasn't joined|deadline exceeded",
 )
-"""The other side did not come, or cannot be reached."""
+"""The other side did not connect, or cannot be reached."""
 
 SERVER = re.compile(
     r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec|huggingface_hub|wandb|mlflow"
@@ -98,25 +98,25 @@ SERVER = re.compile(
     r"|pymongo|redis|psycopg2?|asyncpg|pymysql|MySQLdb|kafka|paramiko|grpc|google|azure|clearml|datasets)/"
     r"|/urllib/request\.py|/http/client\.py| in do_handshake$"
 )
-"""Frames of clients: the other side is a server and no training peer."""
+"""Frames of clients: the other side is a server and not a training peer."""
 SERVER_TEXT = AnyCase(
     r"\b(?:wandb|mlflow|requests|urllib3?|httpx|botocore|huggingface_hub|aiohttp|pymysql|psycopg2?|pymongo"
     r"|redis)\.\w|s3://|gs://"
     r"|HTTPS?Connection(?:Pool)?|urlopen error|HTTP Error|Max retries exceeded",
 )
 URL = AnyCase(r"https?://")
-"""Says nothing in a text of what peers talk through: their errors name pages of documentation."""
+"""URLs are ignored in errors of communication libraries, because these name pages of documentation."""
 
 OWN_CHILDREN = re.compile(
     r"/multiprocessing/|/torch/utils/data/|/concurrent/futures/|/subprocess\.py|/asyncio/subprocess"
 )
-"""Frames of what talks to one's own child processes: the other side is a data-loader worker."""
+"""Frames of communication with own child processes: the other side is a data-loader worker."""
 
 NAMES_A_WAIT = AnyCase(
     r"timed? ?-?out|timeout|failed to pass|watchdog caught|connect to .{0,80}failed|failed to connect|no route to host"
     r"|refused|unreachable",
 )
-"""A time-out that mentions closed connections too: it closed them itself."""
+"""A time-out that also mentions closed connections, because it closed them itself."""
 
 CONTROL_FLOW = types_of(
     "KeyError AttributeError IndexError StopIteration Empty NotImplementedError ImportError TypeError"
@@ -132,30 +132,30 @@ PLAIN_TYPES = types_of(
     "NotImplementedError RecursionError MemoryError UnicodeDecodeError UnicodeEncodeError FileNotFoundError "
     "PermissionError FileExistsError IsADirectoryError NotADirectoryError StopIteration JSONDecodeError"
 )
-"""No library reports a lost peer by these: such words in them are quoted."""
+"""Exceptions by which no library reports a lost peer: such texts in them are quotations."""
 
 FROM_THE_STOP = AnyCase(
     r"\bSIG(?:TERM|INT|KILL|HUP)\b|killed by signal: Terminated|signal 15|KeyboardInterrupt|\bshutdown\b"
     r"|interpreter shutdown"
     r"|preempt|received signal|signum|Terminated",
 )
-"""What a worker says because it is being stopped."""
+"""Texts of a worker that ends because it is stopped."""
 
 NATIVE_ENDS = frozenset({-signal.SIGABRT, -signal.SIGPIPE, -signal.SIGSEGV})
-"""How a communication library that loses its peers may end a process."""
+"""Exit codes of a process that a communication library ends after the loss of peers."""
 STOP_SIGNALS = frozenset({-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT})
 
 
 def ranked(failures: Sequence[Failure]) -> list[tuple[Blame, Failure]]:
-    """All failures, the most to blame first; equals in the order they came in."""
+    """All failures, the most to blame first; equal ones in the order of arrival."""
     return sorted(((blame(failure), failure) for failure in failures), key=lambda pair: pair[0])
 
 
 def first_own(failures: Sequence[Failure]) -> Failure | None:
-    """The first with a reason of its own. Mostly there is one, and what came after it need not be read.
+    """The first failure with a cause of its own. There usually is one, so that later failures need not be read.
 
-    The user's code may raise in its own words what it noticed of a peer: then any other reason comes first, since the
-    victim may have been reported before the culprit.
+    The user's code may raise an error of its own about a peer. Then any other cause comes first, because the victim may
+    have been reported before the culprit.
     """
     of_a_connection: Failure | None = None
     for each in failures:
@@ -174,7 +174,7 @@ def _may_be_of_a_peer(failure: Failure) -> bool:
 
 
 def blame(failure: Failure) -> Blame:
-    """How much one failure, by its own words and its way to end, is to blame."""
+    """The blame of one failure, from its text and its exit code."""
     words = listen(failure)
     if failure.after_stop:
         return _late(failure, words)
@@ -182,7 +182,7 @@ def blame(failure: Failure) -> Blame:
 
 
 def complaint(failure: Failure, words: ExceptionText) -> Blame:
-    """OWN, LOOSE, WAITED or CUT: what it says of its peers."""
+    """OWN, LOOSE, WAITED or CUT, from what the failure says about its peers."""
     text = unwrapped(words.text if _is_control_flow(words) else words.root)
     if not text and failure.exit_code in NATIVE_ENDS:
         text = _native_complaint(words.stderr)
@@ -201,7 +201,8 @@ def complaint(failure: Failure, words: ExceptionText) -> Blame:
         return Blame.OWN
     firm = of_peers(words, text)
     if words.raised:
-        # The user wrote these words; he may be quoting. `raise RuntimeError(str(error)) from None` is a complaint.
+        # The user's code raised this text, which may be a quotation. `raise RuntimeError(str(error)) from None` is a
+        # complaint.
         genuine = words.root_type in CONNECTION_TYPES or (firm and GENUINE.search(text))
         return Blame.LOOSE if genuine else Blame.OWN
     if not firm:
@@ -210,20 +211,20 @@ def complaint(failure: Failure, words: ExceptionText) -> Blame:
 
 
 def of_peers(words: ExceptionText, text: str) -> bool:
-    """Whether its words, its exception or the innermost frames are of what training peers talk through."""
+    """Whether its text, its exception or the innermost frames belong to communication with training peers."""
     return bool(
         TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
     )
 
 
 def speaks_of_peers(failure: Failure) -> bool:
-    """Whether what it complains about is a training peer."""
+    """Whether its complaint is about a training peer."""
     words = listen(failure)
     return of_peers(words, unwrapped(words.root) or _native_complaint(words.stderr)) or not words.text
 
 
 def is_complaint(text: str) -> bool:
-    """Whether this text alone speaks of training peers that went away or did not come."""
+    """Whether this text alone reports training peers that left or did not connect."""
     return bool(not OWN_TROUBLE.search(text) and TRANSPORT.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
@@ -242,12 +243,12 @@ def _late(failure: Failure, words: ExceptionText) -> Blame:
 
 
 def _is_control_flow(words: ExceptionText) -> bool:
-    """A library's own way through its code (`except KeyError: …`), and what went wrong then is the end of the chain."""
+    """Whether the root is only control flow of a library (`except KeyError: …`); then the end of the chain counts."""
     return words.chained and words.root_type in CONTROL_FLOW and not words.in_users_code
 
 
 def _native_complaint(stderr: str) -> str:
-    """What a communication library wrote before the process was aborted."""
+    """The text that a communication library wrote before the process was aborted."""
     if OWN_TROUBLE.search(stderr):
         return ""
     lines = [

@@ -1,7 +1,7 @@
-"""What a dead worker said: its last exception, the one at the root of it, where that was raised, and its stderr.
+"""Reads the text of a failed worker: its last exception, the root of that, where the root was raised, and stderr.
 
-Pure. Reads tracebacks as Python prints them, from the error file or out of stderr (torch puts `[rank3]: ` before each
-line there). Tolerates whatever is torn or cut; judges nothing.
+Pure. Reads Python's tracebacks from the error file or from stderr, where torch puts `[rank3]: ` before each line.
+Tolerates incomplete texts; judges nothing.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ THREAD = re.compile(r"^Exception in thread (.+):\n(?=Traceback )", re.MULTILINE)
 HANDLED = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?:\S.*\n?)?", re.MULTILINE)
 """A traceback on stderr, with the first line of its exception."""
 ASIDE = re.compile(r"^\[?[WID]\d{4} |\w*Warning: |^warnings\.warn\(|^wandb: (?!ERROR)|\b(?:INFO|DEBUG|WARNING)\b")
-"""Lines of stderr that give no reason for an end: glog's below an error, Python's warnings, what a log says
-besides."""
+"""Lines of stderr that are not a cause: glog lines below an error, Python's warnings, other lines of logs."""
 UNCAUGHT = frozenset({1, 120})
-"""Python's own exit codes after an exception that nobody caught; 120: its output could not be flushed either. With any
-other code a traceback on stderr is of an exception that was caught."""
+"""Python's exit codes after an uncaught exception; 120: its output could not be flushed either. With any other code a
+traceback on stderr belongs to an exception that was caught."""
 SAID_LINES_MAX = 8
-"""So many of its last lines may say why a program ended by an exit code of its own."""
+"""This many last lines may explain why a program ended with an exit code of its own."""
 RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)")
 FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
 FRAMES_MAX = 12
 SIGNALS_FROM = 128
-"""A shell's exit codes above it are signals."""
+"""Exit codes of a shell above this one are signals."""
 NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
 IN_WORKER = re.compile(
     r"Caught (\w+) in (?:DataLoader worker process|replica|pin memory thread)"
@@ -58,7 +57,7 @@ class ChainedException(NamedTuple):
     text: str
     in_library: bool
     explains: bool
-    """Raised `from` the one before it, or by a `raise` while that was handled: not an accident of the handling."""
+    """Raised `from` the previous one, or by a `raise` in its handler; not an error of the handler itself."""
 
     @property
     def type(self) -> str:
@@ -67,16 +66,16 @@ class ChainedException(NamedTuple):
 
 
 class ExceptionText:
-    """What one failure says of itself. Empty strings where it says nothing. Read as far as it is asked: a job that
-    loses a node has thousands of failures, and all are looked at before anything else goes on."""
+    """The text of one failure, in parts; an empty string if a part is missing. Parts are parsed when they are used: a
+    job that loses a node has thousands of failures, and all are read before it continues."""
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
 
     @cached_property
     def text(self) -> str:
-        """`Type: text` of its last exception, all lines: its error file counts most, then the last traceback on its
-        stderr, then a native end."""
+        """`Type: text` of its last exception, all lines: from its error file, else the last traceback on stderr, else a
+        native error."""
         if self._message:
             return self._message
         text = _exception(CHAINED.split(self._traceback)[-1])
@@ -90,7 +89,7 @@ class ExceptionText:
 
     @cached_property
     def root(self) -> str:
-        """The same of the exception it began with: another one only where Python chained them."""
+        """The same for the root exception, which differs only if Python chained exceptions."""
         if self._message and self._first is self._traceback:
             return self.text
         return _exception(self._first) or self.text
@@ -105,7 +104,7 @@ class ExceptionText:
 
     @cached_property
     def links(self) -> tuple[ChainedException, ...]:
-        """The chain, its root first; one link where nothing was chained."""
+        """The chain of exceptions, the root first."""
         blocks = CHAINED.split(self._traceback)
         joints = [found[0].startswith(DIRECT) for found in CHAINED.finditer(self._traceback)]
         links = [
@@ -124,8 +123,7 @@ class ExceptionText:
 
     @cached_property
     def thread(self) -> tuple[str, str]:
-        """(name, traceback) of the last thread that an exception ended before the program did; empty where there was
-        none."""
+        """(name, traceback) of the last thread that an exception ended before the program's end; empty: none."""
         found = None
         for found in THREAD.finditer(self.stderr):  # noqa: B007 - the last one
             pass
@@ -134,15 +132,14 @@ class ExceptionText:
 
     @cached_property
     def said(self) -> str:
-        """What its stderr may say about an end without an exception: no exceptions that it caught, no warnings and
-        logs."""
+        """Stderr for an end without an exception: without caught exceptions, warnings and logs."""
         lines = [line for line in HANDLED.sub("", self.stderr).splitlines() if not ASIDE.search(line)]
         own_code = 0 < self._failure.exit_code < SIGNALS_FROM
         return "\n".join(lines[-SAID_LINES_MAX:] if own_code else lines)
 
     @cached_property
     def stderr(self) -> str:
-        """The end of its stderr, without torch's prefixes."""
+        """The end of its stderr without torch's prefixes."""
         return RANK_PREFIX.sub("", self._failure.stderr_tail)
 
     @cached_property
@@ -153,7 +150,7 @@ class ExceptionText:
 
     @cached_property
     def raised(self) -> str:
-        """The user's own line that raised the root (`raise …`, `assert …`); empty when a library did."""
+        """The user's own line that raised the root (`raise …`, `assert …`); empty: a library raised it."""
         return _raised_by_user(self._first)
 
     @cached_property
@@ -161,23 +158,23 @@ class ExceptionText:
         """Where in the script the root was raised, or where it crashed: "train.py:18 `assert x.shape[0] == 5`"."""
         crash = self._failure.exit_code < 0 and not self._first
         own = _in_script(self.stderr if crash else self._first)
-        if not own and self._inner:  # made and never raised by itself: the group was
+        if not own and self._inner:  # an exception of a group may never have been raised by itself
             own = _in_script(IN_GROUP.sub("", self._failure.traceback or self.stderr))
         if not own:
             return ""
-        file, line, source = own[0 if crash else -1]  # a crash is told with its innermost frame first
+        file, line, source = own[0 if crash else -1]  # a crash dump has the innermost frame first
         place = f"{file.rpartition('/')[2]}:{line}"
         told = source.strip()[:SOURCE_CHARACTERS_MAX]
         return place if crash or not told or told.startswith("raise") else f"{place} `{told}`"
 
     @property
     def in_users_code(self) -> bool:
-        """The root was raised in a file that is no library's."""
+        """Whether the root was raised outside of libraries."""
         return bool(self.frames) and not LIBRARY.search(self.frames[-1])
 
     @cached_property
     def _inner(self) -> str:
-        """The traceback of the first exception in a group, which says what the group's own words do not."""
+        """The traceback of the first exception in a group, which explains more than the group's own text."""
         failure = self._failure
         return _first_of_group(failure.traceback or (self.stderr if failure.exit_code in UNCAUGHT else ""))
 
@@ -202,18 +199,18 @@ class ExceptionText:
 
 
 def listen(failure: Failure) -> ExceptionText:
-    """All words of a failure."""
+    """The text of a failure."""
     return ExceptionText(failure)
 
 
 def class_of(text: str) -> str:
-    """`DistNetworkError` of `torch.distributed.DistNetworkError: text`; empty when it begins with no class."""
+    """`DistNetworkError` for `torch.distributed.DistNetworkError: text`; empty if the text begins with no class."""
     found = EXCEPTION.match(text)
     return found[1].rpartition(".")[2] if found else ""
 
 
 def unwrapped(text: str) -> str:
-    """The exception inside, where a data loader, or the function that spawned it, passes on what a process raised."""
+    """The inner exception, if a data loader or a spawn function passes on the error of a child process."""
     wrapped = IN_WORKER.search(text)
     if wrapped is None:
         return text
@@ -221,7 +218,7 @@ def unwrapped(text: str) -> str:
 
 
 def native_words(stderr: str) -> str:
-    """`c10::Error: what` of an uncaught C++ exception; empty where there was none, or one without words."""
+    """`c10::Error: what` of an uncaught C++ exception; empty: there was none, or it has no text."""
     found = None
     for found in NATIVE_END.finditer(stderr):  # noqa: B007 - the last one
         pass
@@ -234,12 +231,12 @@ def native_words(stderr: str) -> str:
 
 
 def _in_script(text: str) -> list[tuple[str, str, str]]:
-    """(file, line, source) of the frames that are neither a library's nor ours."""
+    """(file, line, source) of the frames of the user's code."""
     return [each for each in PLACED.findall(text) if not (LIBRARY.search(each[0]) or OURS.search(each[0]))]
 
 
 def _first_of_group(traceback: str) -> str:
-    """As it would be printed alone; empty where there is no group."""
+    """The first exception of a group as if printed alone; empty: there is no group."""
     start = traceback.rfind(f"+ {GROUP}")
     found = FIRST_OF_GROUP.search(traceback, start) if start >= 0 else None
     while found is not None:
@@ -256,12 +253,12 @@ def _first_of_group(traceback: str) -> str:
 
 
 def _last_traceback(stderr: str) -> str:
-    """With all it is chained to; what Python ignored at its end does not count."""
+    """The last traceback with its chain. Exceptions that Python ignored at its exit do not count."""
     stderr = stderr.partition("\nException ignored ")[0]
     blocks = CHAINED.split(stderr)
     start = blocks[-1].rfind("Traceback (most recent call last):")
     if start < 0:
-        return stderr if FRAME.search(blocks[-1]) else ""  # its head was longer ago than the tail goes
+        return stderr if FRAME.search(blocks[-1]) else ""  # the head of the traceback was cut off
     if len(blocks) > 1 and blocks[-1].count("Traceback (most recent call last):") == 1:
         return stderr[stderr.find("Traceback (most recent call last):") :]
     return blocks[-1][start:]
@@ -270,7 +267,7 @@ def _last_traceback(stderr: str) -> str:
 def _exception(block: str) -> str:
     """The exception's own lines in one traceback: from the first that is not indented after its last frame.
 
-    What follows an exception on stderr looks like more of its message and is harmless.
+    Lines that follow an exception on stderr look like a part of its message. They do no harm.
     """
     last_frame = None
     for last_frame in FRAME.finditer(block):  # noqa: B007 - the last one

@@ -1,7 +1,6 @@
-"""From one failure to its cause: the first rule that fits, in words for the last screen.
+"""Finds the cause of one failure: the first rule that matches, as a text for the last screen.
 
-Exceptions without a code of their own may have a hint. Pure. Who is to blame was decided before (blame.py); here only
-what it was.
+Exceptions without a code of their own may have a hint. Pure. blame.py has decided before which failure is the culprit.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from holdfast.protocol.outcome import Failure
 SAID_CHARACTERS_MAX = 160
 LINE_CHARACTERS_MAX = 300
 TEXT_CHARACTERS_MAX = 16_384
-"""So much of a text is searched: all that travels."""
+"""Length of a text that is searched: as much as agents send."""
 ATTEMPTS = types_of(
     "KeyError AttributeError IndexError StopIteration Empty ImportError ModuleNotFoundError FileNotFoundError"
 )
-"""What scripts catch to go another way. What goes wrong on that way is the cause, if the table knows it."""
+"""Exceptions that scripts catch as control flow. An error in the handler is the cause, if the table knows it."""
 WAITS = types_of("Empty Full TimeoutError BrokenBarrierError CancelledError")
-"""How a main thread ends that waits for another one."""
+"""Exceptions of a main thread whose wait for another thread fails."""
 ROOM_BYTES_MIN = 2**30
 ROOM = re.compile(r"has ([\d.]+) (GiB|MiB) free of ([\d.]+) (GiB|MiB)")
 COUNTED = re.compile(r"\b\d+ (?:\w+ )?errors? (?:for|in|while|found|detected)\b")
-"""Announces what only the next lines say: a field, and what is wrong with it."""
+"""First line of a list of errors: the next lines name a field and its error."""
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
@@ -50,14 +49,14 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 class Cause:
     code: str
     line: str
-    """One line, without who."""
+    """One line, without the rank."""
     advice: str
-    """One line; empty when there is nothing useful to say."""
+    """One line; empty: no useful advice."""
     per_node: bool = False
 
 
 def cause_of(failure: Failure) -> Cause:
-    """What happened to this worker."""
+    """The cause of this worker's failure."""
     if not failure.started and failure.exit_code != EXIT_FAILURE:
         said = _first_line(failure.message)
         return Cause("HF202", f"could not be started: {said}", "check the program's path and its x bit", per_node=True)
@@ -80,7 +79,7 @@ def cause_of(failure: Failure) -> Cause:
 
 
 def _texts(words: ExceptionText) -> list[tuple[str, str]]:
-    """What to search, in this order, with the class of the exception it is."""
+    """The texts to search, in this order, each with the class of its exception."""
     texts: list[tuple[str, str]] = []
     for link in _telling(words.links):
         inner = unwrapped(link.text)
@@ -91,11 +90,11 @@ def _texts(words: ExceptionText) -> list[tuple[str, str]]:
 
 
 def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
-    """Those of a chain that say what went wrong, the likeliest first.
+    """The exceptions of a chain that may name the cause, the most likely first.
 
-    The root, with what was raised to explain it. What goes wrong with the peers, or by accident, while it cleans up
-    (`finally:`) is a consequence. Only where the root is a usual way through code (`except KeyError:`) what came after
-    it counts first.
+    That is the root, with exceptions that were raised to explain it. Errors of peers and accidental errors during the
+    clean-up (`finally:`) are consequences. Only if the root is control flow (`except KeyError:`) later exceptions come
+    first.
     """
     last, start = links[-1], 0
     if not is_complaint(last.text) or all(link.in_library for link in links[:-1]):
@@ -126,13 +125,13 @@ def _fits(rule: Rule, failure: Failure, words: ExceptionText, text: str, type_: 
     if type_ in rule.types:
         return True
     if not text:
-        # A signal without an explanation: it ended so, or the end of its stderr says why.
+        # A signal without an explanation: the end of stderr may say more.
         return failure.exit_code in rule.ends or bool(rule.says and _search(rule.says, _own_stderr(failure, words)))
     return bool(rule.says and _search(rule.says, text))
 
 
 def _has_room(fact: str) -> bool:
-    """Of `/dev/shm has 15.6 GiB free of 15.7 GiB`: more than half of it and enough for most jobs."""
+    """Whether a fact such as `/dev/shm has 15.6 GiB free of 15.7 GiB` shows room enough: half, and ROOM_BYTES_MIN."""
     found = ROOM.search(fact)
     if found is None:
         return False
@@ -141,7 +140,7 @@ def _has_room(fact: str) -> bool:
 
 
 def _own_stderr(failure: Failure, words: ExceptionText) -> str:
-    """Where it has no words of its own its stderr speaks for it; not for a SIGKILL, which no program foresees."""
+    """Stderr of a failure without an exception. Empty for SIGKILL, since no program can report that before."""
     return "" if failure.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) else words.said
 
 
@@ -154,20 +153,20 @@ def _filled(rule: Rule, failure: Failure, words: ExceptionText, text: str) -> Ca
 
 
 def _telling_line(rule: Rule, words: ExceptionText) -> str:
-    """The line of its stderr that made the rule fit; a usage is only the preface to its error."""
+    """The line of stderr that the rule matched. For a usage text: the error after it."""
     fitting = [line for line in words.said.splitlines() if rule.says and _search(rule.says, line)]
     telling = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
     return _cut(telling.strip(), SAID_CHARACTERS_MAX)
 
 
 def _plain(failure: Failure, words: ExceptionText) -> Cause:
-    """Nothing that the table knows."""
+    """The cause of a failure that the table does not know."""
     text = words.text
     if text and not failure.message and failure.exit_code < 0:
         name = signal_name(failure.exit_code)
         return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
     if failure.message and not (failure.error_type or failure.traceback or failure.stderr_tail):
-        # A sentence and no exception: a torchrun under our coordinator says so much of its workers.
+        # A sentence instead of an exception: a torchrun under this coordinator reports its workers like this.
         return Cause("HF205", f"failed: {_cut(_first_line(text), SAID_CHARACTERS_MAX)}", "")
     if text:
         return _raised(words)
@@ -186,7 +185,7 @@ def _plain(failure: Failure, words: ExceptionText) -> Cause:
 
 
 def _raised(words: ExceptionText) -> Cause:
-    """An exception that the table does not know; of a chain its root and its end."""
+    """The cause for an exception that the table does not know; for a chain its root and its end."""
     told = _telling(words.links)
     text = told[0].text
     inner = unwrapped(text)
@@ -200,14 +199,14 @@ def _raised(words: ExceptionText) -> Cause:
 
 
 def _last_said(stderr: str) -> str:
-    """The text of `sys.exit(text)`, or whatever else it wrote last; not the warnings that libraries give at an end."""
+    """The text of `sys.exit(text)` or the last other line, without the warnings of libraries at exit."""
     lines = [line.rstrip().rpartition("\r")[2].strip() for line in HANDLED.sub("", stderr).splitlines()]
     said = next((line for line in reversed(lines) if line and not ASIDE.search(line)), "")
     return _cut(said, SAID_CHARACTERS_MAX)
 
 
 def signal_name(exit_code: int) -> str:
-    """`SIGSEGV (invalid memory access in native code)` of -11 and of a shell's 139."""
+    """`SIGSEGV (invalid memory access in native code)` for -11 and a shell's 139."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     name = signal.Signals(number).name if _is_signal(number) else f"signal {number}"
     meaning = MEANINGS.get(name, "")
@@ -242,7 +241,7 @@ def _signal_advice(exit_code: int) -> str:
 
 
 def _first_line(text: str) -> str:
-    """The line that says most: the first, and with it the next where the first only announces it."""
+    """The most informative line: the first one, with the next one if the first only announces a list."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return ""

@@ -1,5 +1,4 @@
-"""What only several failures together show: which rank lags in its collectives, which nodes have a trouble and which
-not.
+"""Compares several failures: which rank lags in its collectives, and which nodes have a problem while others do not.
 
 Pure.
 """
@@ -20,7 +19,7 @@ from holdfast.protocol.rank_progress import RankStory
 from holdfast.text import listed
 
 LOOKED_AT_MAX = 64
-"""Failures that are read for comparison: enough to know, whatever the size of the job."""
+"""Failures that are compared; enough for a job of any size."""
 HOSTS_NAMED_MAX = 3
 
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
@@ -32,7 +31,7 @@ FINGERPRINT = re.compile(
 POINT_TO_POINT = frozenset(
     ["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"],
 )
-"""Whose two ends are different calls."""
+"""Operations whose two sides are different calls."""
 CALLED = re.compile(r"in (\w+) at (\S+)")
 BACKWARD = ("/torch/_tensor.py", "/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 NAMED = re.compile(
@@ -44,7 +43,7 @@ NAMED = re.compile(
 
 
 def named_ranks(failures: Sequence[Failure]) -> tuple[int, ...]:
-    """Ranks of which others say that they did not come."""
+    """Ranks that others report as missing."""
     for failure in failures[:LOOKED_AT_MAX]:
         found = NAMED.search(failure.message) or NAMED.search(failure.stderr_tail)
         if found:
@@ -53,9 +52,9 @@ def named_ranks(failures: Sequence[Failure]) -> tuple[int, ...]:
 
 
 def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
-    """(the failure whose collectives are not those of the others, whether it called another one); None: they agree.
+    """(the failure whose collectives differ from the others', whether it called another one); None: they agree.
 
-    Of two that differ it is the one that is behind: it did not come to what the other waits for.
+    If two differ, it is the one with fewer collectives: the other one waits for it.
     """
     seen = [(failure, place) for failure in failures[:LOOKED_AT_MAX] if (place := _place(failure)) is not None]
     counts = Counter(place for _, place in seen)
@@ -71,8 +70,8 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
 
 
 def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]:
-    """Those that were not on their way to the others when these had waited in vain; empty where most were not: then it
-    is the one who waited that did something else."""
+    """Ranks that were elsewhere when the wait of the others timed out. Empty if most were elsewhere: then the waiting
+    rank took another path."""
     seen = [where_is(story) for story in survivors]
     absent = [
         each
@@ -83,13 +82,13 @@ def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]
 
 
 def _in_script(story: RankStory) -> bool:
-    """A rank that waited in vain too and is on its way out is at no line of the script any more."""
+    """Whether the rank is at a line of the script. A rank that ends after its own time-out is not."""
     frames = story.samples[-1].frames if story.samples else ()
     return any(not (LIBRARY.search(frame.file) or OURS.search(frame.file)) for frame in frames)
 
 
 def stopped(story: RankStory) -> Failure:
-    """A rank that was only stopped because of the others, as the culprit."""
+    """A Failure for a culprit that was only stopped because of the others."""
     pid = story.samples[-1].pid if story.samples else 0
     return Failure(
         rank=story.rank,
@@ -102,13 +101,13 @@ def stopped(story: RankStory) -> Failure:
 
 
 def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()) -> tuple[Failure, str] | None:
-    """(the one to name, what is odd) where ranks waited in two different calls; None: in the same, or unknown.
+    """(the culprit, the difference) if ranks waited in two different calls; None: in the same one, or unknown.
 
     Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
     """
     kinds = [(each, blame(each)) for each in failures[:LOOKED_AT_MAX]]
     in_vain = any(kind in (Blame.WAITED, Blame.WAITED_LATE) for _, kind in kinds)
-    # Who is cut off then was in its call too: the first that timed out closed its connections.
+    # A rank with a closed connection was in its call, too: the first rank that timed out closed its connections.
     waited = [each for each, kind in kinds if in_vain and kind in (Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)]
     calls = [(each, call, listen(each).place) for each in waited if (call := _call(each))]
     for story in survivors:
@@ -127,8 +126,7 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
 
 
 def _call(failure: Failure) -> str:
-    """The collective, as the script called it: the first function of torch.distributed below the script's own
-    frames."""
+    """The collective as the script called it: the first function of torch.distributed inside of the script's frames."""
     for frame in listen(failure).frames:
         file, _, function = frame.rpartition(" in ")
         if file.endswith(BACKWARD):
@@ -139,11 +137,10 @@ def _call(failure: Failure) -> str:
 
 
 def other_fingerprint(failures: Sequence[Failure]) -> Failure | None:
-    """The failure of the one rank whose collective is not that of the others, as torch's own check compared them; None:
-    nobody knows."""
+    """The failure of the only rank whose collective differs from the others', by torch's own check; None: unknown."""
     told = [(each.rank, *pair) for each in failures[:LOOKED_AT_MAX] for pair in FINGERPRINT.findall(each.message)]
     calls = {int(rank): call for _, rank, call in told}
-    calls |= {by: call for by, rank, call in told if by == int(rank)}  # of itself each knows it
+    calls |= {by: call for by, rank, call in told if by == int(rank)}  # each rank knows its own call
     counts = Counter(calls.values())
     odd = [rank for rank, call in calls.items() if counts[call] == 1]
     if len(odd) != 1:
@@ -152,7 +149,7 @@ def other_fingerprint(failures: Sequence[Failure]) -> Failure | None:
 
 
 def _place(failure: Failure) -> tuple[int, str, str] | None:
-    """How many collectives it has begun, and the newest one's kind and size."""
+    """Number of collectives that it has begun, and kind and size of the newest."""
     text = failure.message + "\n" + failure.stderr_tail
     sequence, enqueued = SEQUENCE.search(text), ENQUEUED.search(text)
     if sequence is None:
@@ -162,7 +159,7 @@ def _place(failure: Failure) -> tuple[int, str, str] | None:
 
 
 def spread(evidence: Evidence, culprit: Failure, cause: Cause) -> str:
-    """`; only on b, not on a`: where a trouble of machines was met and where not. Empty where that says nothing."""
+    """`; only on b, not on a`: nodes with and without a problem of machines. Empty if that explains nothing."""
     hosts = dict.fromkeys(evidence.hosts or (failure.host for failure in evidence.failures))
     if not cause.per_node or len(hosts) < 2:
         return ""

@@ -1,7 +1,7 @@
-"""The table of causes, rules.toml: how a cause is recognised, and what the last screen says of it; hints for exceptions
-without a code of their own; advice for verdicts of more than one failure; and texts.toml, which explains each code.
+"""The table of causes, rules.toml: how each cause is recognised, and its text on the last screen; hints for exceptions
+without a code of their own; advice for verdicts on several failures. Also texts.toml, which explains each code.
 
-Pure data, read when it is asked for.
+Pure data, read on first use.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ KINDS = {
     "timed_out": _TIMED_OUT,
     "complaint": _TIMED_OUT | {Blame.CUT, Blame.STOPPED},
 }
-"""What `only` of a rule may say."""
+"""Values of `only` in a rule."""
 
 
 class Rule(Struct, frozen=True, kw_only=True):
     code: str
     line: str
-    """What the verdict says, after `rank 3 on b`. {said}: first line of its words; named groups of `says`."""
+    """Text of the verdict after `rank 3 on b`. {said}: first line of the failure's text; or named groups of `says`."""
     advice: str
     says: str = ""
-    """Searched in its words, any case; in its stderr where it has none."""
+    """Pattern for the failure's text, in any case; for its stderr if it has no text."""
     stderr: str = ""
-    """Searched in its stderr, whatever it says itself."""
+    """Pattern for its stderr, even if it has a text."""
     types: frozenset[str] = frozenset()
-    """Or: its exception is one of these."""
+    """Or: classes of its exception."""
     ends: frozenset[int] = frozenset()
-    """Or: it ended by one of these signals; exit codes, also where a shell between us passes a signal on as 128+N."""
+    """Or: signals that ended it, as exit codes, including 128+N of a shell in between."""
     room: str = ""
-    """Does not fit where this fact says that there is plenty of room."""
+    """Name of a fact. The rule does not match if that shows plenty of room."""
     known: str = ""
-    """Fits only where this fact was found out."""
+    """Name of a fact. The rule matches only if that is known."""
     only: frozenset[Blame] = KINDS[""]
-    """Kinds of failures that it is for."""
+    """Kinds of failures to which the rule applies."""
     frames: str = ""
-    """Has to be found too among the files of its traceback's last frames; `says` or `types` alone do not fit then."""
+    """Pattern that must also match a file of the traceback's last frames."""
     peers: bool = False
-    """Its words or frames have to be those of what training peers talk through: a lock and a database time out too."""
+    """The text or frames must belong to communication with peers, since locks and databases can time out, too."""
     facts: tuple[str, ...] = ()
-    """What its agent may have found out that belongs into the advice."""
+    """Names of facts from its agent to include in the advice."""
     per_node: bool = False
-    """It depends on the machine: worth saying which nodes reported it and which did not."""
+    """The cause depends on the machine, so the text names nodes with and without it."""
 
 
 class Text(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a code means."""
+    """Explanation of a code."""
 
     name: str
-    """A few words, for a table."""
+    """Name in a few words, for a table."""
     cause: str
     evidence: str
     fix: str
@@ -74,7 +74,7 @@ def _file() -> dict[str, Any]:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """All rules; the first that fits decides."""
+    """All rules; the first that matches decides."""
     parts: dict[str, str] = {}
     for name, text in _file()["parts"].items():
         parts[name] = _whole(text, parts)
@@ -83,12 +83,12 @@ def rules() -> tuple[Rule, ...]:
 
 @cache
 def hints() -> tuple[tuple[str, str], ...]:
-    """For exceptions that have no code of their own: their words, and what to do."""
+    """For exceptions without a code of their own: pattern of the text, and advice."""
     return tuple((_whole(row["says"], {}), row["advice"]) for row in _file()["hint"])
 
 
 def advice() -> Mapping[str, str]:
-    """By code, of verdicts that are made of more than one failure: one line for the last screen."""
+    """Advice for verdicts on several failures, by code: one line for the last screen."""
     found: dict[str, str] = _file()["advice"]
     return found
 
@@ -101,15 +101,15 @@ def explanations() -> dict[str, Any]:
 
 @cache
 def texts() -> dict[str, Text]:
-    """What each code of a verdict means."""
+    """Explanation of each code of a verdict."""
     return msgspec.convert(explanations()["verdicts"], dict[str, Text])
 
 
 def _rule(row: Mapping[str, Any], parts: Mapping[str, str]) -> Rule:
-    """One rule, with its patterns whole, its signals as exit codes and its kinds of failures as a set.
+    """One rule, with complete patterns, signals as exit codes and kinds of failures as a set.
 
-    Made field by field: a verdict and the thread that prepares the end may need the rules at the same moment, and
-    msgspec.convert crashes when two threads are the first to use a type.
+    It is made field by field because two threads may need the rules at the same moment, and msgspec.convert crashes
+    when two threads use a type for the first time.
     """
     values = dict(row)
     for name in ("advice", "says", "stderr", "frames"):
@@ -124,5 +124,5 @@ def _rule(row: Mapping[str, Any], parts: Mapping[str, str]) -> Rule:
 
 
 def _whole(text: str | list[str], parts: Mapping[str, str]) -> str:
-    """A text that may be cut into pieces and hold names of parts."""
+    """The complete text of a pattern, joined from its pieces, with names of parts replaced."""
     return re.sub(r"\{([A-Z_]+)\}", lambda found: parts[found[1]], "".join(text))

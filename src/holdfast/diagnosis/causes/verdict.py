@@ -1,4 +1,4 @@
-"""The verdict on one generation, from all that its coordinator knows.
+"""Makes the verdict on one generation from the evidence of its coordinator.
 
 Pure and deterministic: the same evidence gives the same words on every node.
 """
@@ -34,13 +34,13 @@ def verdict_on(evidence: Evidence) -> Verdict:
 
     | there is                                                 | then                                                 |
     |----------------------------------------------------------|------------------------------------------------------|
-    | a failure with a reason of its own, before the stop      | the first of these is to blame                       |
-    | a hang that was seen                                     | whoever the others waited for; its exception, if it  |
-    |                                                          | had raised one and did not end                       |
-    | a lost node                                              | that explains what its peers say                     |
-    | one that was stopped while it ended for an own reason    | the first of these: only its victims were faster     |
-    | complaints about peers                                   | who waited before who was cut off; ranks named by    |
-    |                                                          | others or lagging are told, who left with 0 is named |
+    | a failure with a cause of its own, before the stop       | the first of these is the culprit                    |
+    | a hang that was found                                    | the rank that the others waited for; its exception,  |
+    |                                                          | if it had raised one and did not end                 |
+    | a lost node                                              | it explains the complaints of its peers              |
+    | a failure with a cause of its own, seen during the stop  | the first of these: its victims were reported first  |
+    | complaints about peers                                   | waits come before cut connections; the text lists    |
+    |                                                          | missing and lagging ranks, and ranks that left with 0|
     | nothing                                                  | the generation was ended although no worker failed   |
     """
     own = first_own(evidence.failures)
@@ -60,7 +60,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
 
 
 def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
-    """A worker failed for a reason of its own."""
+    """The verdict on a worker that failed with a cause of its own."""
     cause = cause_of(culprit)
     odd = other_fingerprint(evidence.failures) if cause.code == "HF225" else None
     if odd is not None and odd is not culprit:
@@ -73,7 +73,7 @@ def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
 
 
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
-    """All workers complain about their peers."""
+    """The verdict if all workers complain about their peers."""
     culprit = complaints[0]
     if blame(culprit) is Blame.LOOSE and not speaks_of_peers(culprit):
         return _of_one(evidence, culprit)
@@ -107,8 +107,8 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
 
 
 def _absent(evidence: Evidence, victim: Failure, absent: Sequence[Where]) -> Verdict:
-    """A collective timed out, and the stacks of that moment show who was elsewhere: it is the culprit, who waited is
-    not."""
+    """The verdict if a collective timed out and the stacks of that moment show which ranks were elsewhere: the first of
+    them is the culprit, and not the ranks that waited."""
     culprit = stopped(absent[0].story)
     others = _some([each.story.rank for each in absent[1:]])
     more = f", as were {others}" if absent[1:] else ""
@@ -118,7 +118,7 @@ def _absent(evidence: Evidence, victim: Failure, absent: Sequence[Where]) -> Ver
 
 
 def _left(evidence: Evidence, victim: Failure) -> Verdict:
-    """A rank had ended with 0 while others still needed it: it is the culprit, and they are the evidence."""
+    """The verdict if a rank ended with 0 while others still needed it: that rank is the culprit."""
     gone = _some(evidence.done)
     if not evidence.left:
         line = f"{_who(victim)} still needed its peers when {gone} had ended with exit code 0"
@@ -134,8 +134,8 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
 
 
 def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failure]]) -> Verdict:
-    """The time-out of a collective, or our own, ended what stood still: who was waited for is known. If it had raised
-    an exception, and did not end, that is why nobody saw it come."""
+    """The verdict if a time-out (of a collective, or --hang-timeout) ended a hang: the awaited rank is known. If that
+    rank had raised an exception but did not end, the exception is the cause."""
     raised = next((each for _, each in order if each.rank in hang.culprits and _raised_before(each)), None)
     if raised is not None:
         return _of_one(evidence, raised)
@@ -153,7 +153,7 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
 
 
 def _raised_before(failure: Failure) -> bool:
-    """Whether it was killed after an exception that it has written down itself, and that is none about its peers."""
+    """Whether it was killed after it had recorded an exception of its own that is not about its peers."""
     return failure.exit_code < 0 and bool(failure.error_type) and not speaks_of_peers(failure)
 
 
@@ -163,7 +163,7 @@ def _lost(evidence: Evidence) -> Verdict:
 
 
 def _where(failure: Failure) -> str:
-    """`, at train.py:18 …, step 7`: as far as it is known."""
+    """`, at train.py:18 …, step 7`, as far as known."""
     place = listen(failure).place
     return (f", at {place}" if place else "") + (f", step {failure.step}" if failure.step else "")
 
