@@ -160,7 +160,7 @@ saver.close()
         *ONE,
         script(
             site,
-            "saver.await_previous_leader(20 * SLOWNESS)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n"
+            "saver.await_previous_worker(20 * SLOWNESS)\nnote('served')\nwhile not os.path.exists(SNAPS): time.sleep(0.01)\n"
             + body,
         ),
     )

@@ -166,7 +166,7 @@ def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench
     bench.hand_over(SaveRequest(str(bench.folder), 1, number, 0, 2))
     bench.client.close()
     bench.connect()
-    bench.client.await_previous_leader(WAIT_S)
+    bench.client.await_previous_worker(WAIT_S)
     bench.persist(2)
     bench.client.wait(WAIT_S)
     assert sorted(committed(bench.folder)) == [2]
@@ -343,7 +343,7 @@ for process in [subprocess.Popen(line, env={**env, "LOCAL_RANK": str(rank)}) for
     process.wait()
 """
     body = """
-saver.await_previous_leader(LIMIT_S)
+saver.await_previous_worker(LIMIT_S)
 count = 0
 for name in os.listdir("/proc"):
     try:

@@ -80,7 +80,7 @@ class Tier(Protocol):
     def wait(self) -> None:
         """Wait until every handed-over save is on the disk; raises its errors."""
 
-    def await_previous_leader(self) -> None:
+    def await_previous_worker(self) -> None:
         """Wait until this node writes nothing more of a previous worker; saves that wait for other ranks may continue
         to wait."""
 
@@ -229,8 +229,8 @@ class SaverClient:
         if not idle:
             raise SnapshotIncompleteError(f"after {patience_s:g} s the saver is still writing")
 
-    def await_previous_leader(self, patience_s: float = PATIENCE_S) -> None:
-        self._previous_leader_written(patience_s)
+    def await_previous_worker(self, patience_s: float = PATIENCE_S) -> None:
+        self._previous_worker_written(patience_s)
         self.check()
 
     def wait_for_slot(self, patience_s: float) -> bool:
@@ -238,10 +238,10 @@ class SaverClient:
         self._receive()
         before = len(self.writing)
         if not before:
-            return self._previous_leader_written(patience_s)
+            return self._previous_worker_written(patience_s)
         return self._receive_until(lambda: len(self.writing) < before, patience_s)
 
-    def _previous_leader_written(self, patience_s: float) -> bool:
+    def _previous_worker_written(self, patience_s: float) -> bool:
         """A save that is written and waits for other ranks may continue to wait: they may never come."""
         self._receive()
         if self._sock is not None and not self._waiting_for:
@@ -458,7 +458,7 @@ class InProcessStaging:
         self._join()
         self.check()
 
-    def await_previous_leader(self) -> None:
+    def await_previous_worker(self) -> None:
         """Nothing to wait for: its saves ended with it."""
 
     def held(self, folder: str) -> list[Slot]:  # noqa: ARG002

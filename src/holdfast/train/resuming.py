@@ -169,7 +169,7 @@ class Resumer:
     # --- the disk -----------------------------------------------------------------------------------------------------
 
     def _from_disk(self) -> Resumed | None:
-        self._together(self._await_previous_leader)
+        self._together(self._await_previous_worker)
         passed: set[Key] = set()
         while True:
             word = self.peers.tell(self._next_on_disk(passed) if self.peers.rank == 0 else None)
@@ -214,10 +214,10 @@ class Resumer:
             "skipped": self.skipped,
         }
 
-    def _await_previous_leader(self) -> None:
+    def _await_previous_worker(self) -> None:
         """Wait for saves of the previous workers, which may become the newest: the node's saver knows, or the folder
         changes."""
-        self.tier.await_previous_leader()
+        self.tier.await_previous_worker()
         if self.peers.rank:
             return
         before: set[tuple[str, int]] = set()

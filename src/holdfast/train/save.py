@@ -265,7 +265,7 @@ class Saving:
         self._await_reserved()
         try:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
-        except SnapshotMemoryError as error:  # the saver had this slot when room was taken: it is a previous leader's
+        except SnapshotMemoryError as error:  # the saver had this slot when room was taken: it is a previous worker's
             self._too_small = error
             self._await_reserved()
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
