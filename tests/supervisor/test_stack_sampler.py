@@ -141,12 +141,13 @@ if (stopped := os.fork()) == 0:
 if (dead := os.fork()) == 0:
     os._exit(1)
 os.kill(stopped, signal.SIGSTOP)
+os.waitid(os.P_PID, stopped, os.WSTOPPED | os.WNOWAIT)
 os.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)
 print('up')
 time.sleep(600)
 """
     (sample,) = look(board, start(source))
-    assert functions(sample)[0][1] in (9, 10)
+    assert functions(sample)[0][1] in (10, 11)
     stopped, dead = sample.note.split("; ")
     assert stopped.endswith(" is stopped")
     assert dead.endswith(" is dead")
