@@ -246,6 +246,12 @@ def test_limits_grow_with_the_slowness_of_the_machine() -> None:
     assert found == []
 
 
+def test_what_the_makefile_tests_is_there() -> None:
+    named = re.findall(r"\btests/[\w/.]+", text(ROOT / "Makefile"))
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_test_file_names_are_unique() -> None:
     seen: dict[str, Path] = {}
     twice = []

@@ -146,7 +146,7 @@ class CoordinatorMachine:
         self._phase_since_s = now
         self._waiting_said = Pauses.begin(now, limits.say_interval_s)
         self._quit: Quit | None = None
-        """A user asked for the end of the job: agents that join now are told to end."""
+        """A user asked for the end of the job: an agent that joins now is refused, and ends."""
         self._reason = ""
         self._why = ""
         """Why the last generation ended."""

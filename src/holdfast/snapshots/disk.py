@@ -12,7 +12,7 @@ rank's record holds the chunks' digests, the manifest their root. Every flipped 
 file changes the root. Chosen by measurement: 473 MB in /dev/shm on 2 cores
 with SHA instructions, seconds of one core | end to end of a durable write, with two threads that hash meanwhile:
 
-    zlib.crc32  0.14 | 0.21     32 bits: one damaged chunk in four milliards passes
+    zlib.crc32  0.14 | 0.21     32 bits: one damaged chunk in four billion passes
     sha1        0.29 |
     sha256      0.31 | 0.22     chosen: nothing passes, and it costs 0.01 s
     blake2b     0.61 | 0.33     faster than sha256 only on processors without SHA instructions
@@ -64,7 +64,7 @@ def submit(
         done: Future[_Made] = Future()
         try:
             done.set_result(work(*given, **named))
-        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
             done.set_exception(error)
         return done
 

@@ -1,6 +1,6 @@
 """What is saved and restored: models, optimizers, everything else with a state_dict, random numbers, counters.
 
-Three kinds of things are told apart. Tensors of models and optimizers are *shared*: sharded or replicated over the
+There are three kinds of things. Tensors of models and optimizers are *shared*: sharded or replicated over the
 ranks, each piece saved once. All other state is a rank's *own*: it comes back to the same rank, or, in another world,
 to the ranks that take its place (rank modulo the old world). What is no tensor goes as text (codec.py).
 

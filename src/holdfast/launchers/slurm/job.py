@@ -24,7 +24,7 @@ _STATE = re.compile(r"\bJobState=(\S+)")
 _RESTARTS = re.compile(r"\bRestarts=([0-9]+)")
 _GONE = "Invalid job id"
 OVER = (
-    *("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"),  # it is to start anew
+    *("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"),  # it starts again
     *("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY"),
     *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "REVOKED"),
 )
