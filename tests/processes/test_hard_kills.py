@@ -129,7 +129,7 @@ def test_a_killed_store_host_is_replaced(site) -> None:
 AT_FORKING = """
 import os, signal, sys
 from holdfast import cli
-from holdfast.supervisor import supervisor as supervisor, preload
+from holdfast.supervisor import preload, supervisor
 
 begin = preload.begin
 
@@ -174,7 +174,7 @@ NOT_AGAIN = EVER_AGAIN.replace(
 NO_PROC = """
 import sys
 from holdfast import cli
-from holdfast.supervisor import supervisor as supervisor
+from holdfast.supervisor import supervisor
 
 supervisor.PROC = "/nowhere/self/fd"
 sys.exit(cli.main(["run", *sys.argv[1:]]))

@@ -45,11 +45,15 @@ _MAY_CALL = re.compile(r"[(@]")
 Samples = Sequence[RankSample]
 
 
-def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float) -> bool:
-    """Whether the value has grown by more than the limit between every two samples; False while there is only one."""
+def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float, *, alone: bool = False) -> bool:
+    """Whether the value has grown by more than the limit between every two samples; False while there is only one.
+
+    `alone`: the value is CPU time, and counts as if the rank had never waited for a CPU. A rank that computes and
+    sleeps in turns runs less often on an overloaded machine."""
     pairs = list(itertools.pairwise(samples))
     return bool(pairs) and all(
-        value(later) - value(earlier) > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
+        (value(later) - value(earlier)) / (1 - _waited_share(earlier, later) * alone)
+        > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
         for earlier, later in pairs
     )
 
@@ -58,21 +62,9 @@ def is_busy(samples: Samples) -> bool:
     """Whether it uses the CPU, or would if the machine had a free one."""
     if _grows(samples, lambda sample: sample.wanted_s, WANTED_S):
         return True
-    return _grows_alone(samples, lambda sample: sample.cpu_s, BUSY_S) or _grows_alone(
-        samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S
+    return _grows(samples, lambda sample: sample.cpu_s, BUSY_S, alone=True) or _grows(
+        samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S, alone=True
     )
-
-
-def _grows_alone(samples: Samples, cpu_s: Callable[[RankSample], float], limit: float) -> bool:
-    """Whether it would have used more CPU time than the limit if it had never waited for a CPU.
-
-    A rank that computes and sleeps in turns runs less often on an overloaded machine."""
-    growths = [
-        (cpu_s(later) - cpu_s(earlier)) / (1 - _waited_share(earlier, later))
-        > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
-        for earlier, later in itertools.pairwise(samples)
-    ]
-    return bool(growths) and all(growths)
 
 
 def _waited_share(earlier: RankSample, later: RankSample) -> float:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.protocol.doctor_facts import DoctorFinding, Level
+from holdfast.text import listed
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -49,9 +50,7 @@ def span(seconds: float) -> str:
 
 def named(names: list[str] | tuple[str, ...], shown_max: int = 6) -> str:
     """`a, b and 4 more`."""
-    if len(names) <= shown_max:
-        return ", ".join(names)
-    return f"{', '.join(names[:shown_max])} and {len(names) - shown_max} more"
+    return listed(names, shown_max)
 
 
 MARKS = {Level.PASS: "ok", Level.WARN: "WARN", Level.RETRY: "RETRY", Level.FATAL: "FATAL"}

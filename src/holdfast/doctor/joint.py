@@ -57,6 +57,7 @@ from holdfast.protocol.session import Session
 from holdfast.rendezvous.bind import Claim, claim, who_holds
 from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
 from holdfast.runtime.driver import run_detached
+from holdfast.text import is_loopback
 
 RETRY_S = 0.25
 SAY_S = 5.0
@@ -219,7 +220,7 @@ class CheckClient:
         if self._place is not None:
             return self._place.addresses
         seen = self._connection.local_address
-        if self._asked.local_addr or (ip_address(seen).is_loopback and not _is_loopback(self._asked.endpoint.host)):
+        if self._asked.local_addr or (ip_address(seen).is_loopback and not is_loopback(self._asked.endpoint.host)):
             return ("0.0.0.0",)
         return (seen,)
 
@@ -272,10 +273,3 @@ async def _in_time(waited: Awaitable[Value], limit_s: float, otherwise: Value) -
             return await waited
     except TimeoutError:
         return otherwise
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False

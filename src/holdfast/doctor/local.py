@@ -6,10 +6,10 @@ The machine or the container, what is installed and set, names and interfaces; `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from ipaddress import ip_address
 
 from holdfast.doctor.findings import GIB, MIB, fatal, named, passed, retry, size, warn
 from holdfast.protocol.doctor_facts import DoctorFinding, Folder, Interface, LocalFacts, TorchFacts, TorchState
+from holdfast.text import is_loopback
 
 SHM_BYTES_MIN = 1 * GIB
 SHM_FREE_BYTES_MIN = 256 * MIB
@@ -426,7 +426,7 @@ def endpoint_port(facts: LocalFacts) -> Iterator[DoctorFinding]:
 def stays_here(facts: LocalFacts) -> bool:
     """Whether all traffic stays on this machine: one node, or several that meet on loopback."""
     host = facts.endpoint.rpartition(":")[0].strip("[]")
-    return facts.nodes == 1 or host == "localhost" or is_loopback(host)
+    return facts.nodes == 1 or is_loopback(host)
 
 
 def proposed(facts: LocalFacts) -> str:
@@ -465,13 +465,6 @@ def is_bridge(interface: Interface) -> bool:
 def is_local(interface: Interface) -> bool:
     addresses = interface.addresses
     return interface.name == "lo" or (bool(addresses) and all(map(is_loopback, addresses)))
-
-
-def is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 Check = Callable[[LocalFacts], Iterator[DoctorFinding]]
