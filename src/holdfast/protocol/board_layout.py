@@ -73,3 +73,8 @@ def size_bytes(nproc: int) -> int:
 def slot(local_rank: int) -> int:
     """The index of the first word of this rank's slot."""
     return (1 + local_rank) * SLOT_WORDS
+
+
+def channel_name(address: str) -> bytes:
+    """The name of the agent's abstract socket for workers that survive; `address`: the value of HOLDFAST_BOARD."""
+    return b"\0holdfast" + address.rpartition("@")[0].encode()

@@ -58,6 +58,9 @@ class Tier(Protocol):
     place: str
     """The place where the next worker on this node finds our slots; agents that share a /dev/shm have one each."""
 
+    def set_rank(self, rank: int, world: int) -> None:
+        """The world has changed: what is staged from now on is this rank's."""
+
     def reserve(self, size_bytes: int) -> None:
         """Take memory, so that no `stage` has to."""
 
@@ -134,6 +137,9 @@ class SaverClient:
         self._connect()
 
     # --- memory -------------------------------------------------------------------------------------------------------
+
+    def set_rank(self, rank: int, world: int) -> None:
+        self.slots.set_rank(rank, world)
 
     def reserve(self, size_bytes: int) -> None:
         with self._reserving:
@@ -408,6 +414,9 @@ class InProcessStaging:
         self._size_bytes = 0
         self._thread: threading.Thread | None = None
         self._failures: list[SnapshotError] = []
+
+    def set_rank(self, rank: int, world: int) -> None:
+        """A request names its rank; nothing else here does."""
 
     def reserve(self, size_bytes: int) -> None:
         if self._memory is None or len(self._memory) < size_bytes:

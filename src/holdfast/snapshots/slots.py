@@ -113,6 +113,10 @@ class Slots:
         self._claim = -1
         """Holds this process's lock, once it has staged."""
 
+    def set_rank(self, rank: int, world: int) -> None:
+        """This worker goes on as another rank."""
+        self._owner = self._owner._replace(rank=rank, world=world)
+
     def reserve(self, size_bytes: int) -> None:
         """Take and map memory for two slots of this size, so that no `stage` has to.
 

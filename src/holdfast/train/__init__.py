@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from holdfast.train.guards import GuardWarning, guarded, watch
     from holdfast.train.snapshots import Keep, Resumed, Snapshots
     from holdfast.train.storage import SnapshotReader, SnapshotWriter
+    from holdfast.train.survival import survive
 
 __all__ = [
     "DataLoader",
@@ -41,6 +42,7 @@ __all__ = [
     "process_group",
     "sample_seed",
     "steps",
+    "survive",
     "watch",
 ]
 
@@ -63,6 +65,7 @@ _HOMES = {
     "process_group": "group",
     "sample_seed": "data.loader",
     "steps": "agreement",
+    "survive": "survival",
     "watch": "guards",
 }
 """The module of each name. No module has the name of a function: importing it would hide the function."""

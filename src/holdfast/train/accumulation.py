@@ -216,6 +216,11 @@ def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[i
     return share.micro, share.every, share.scale
 
 
+def forget_pending() -> None:
+    """The unfinished optimizer steps of all models are given up; their micro-batches come again."""
+    _accumulations.clear()
+
+
 def mid_accumulation(model: nn.Module) -> bool:
     """Whether gradients of an unfinished optimizer step are pending: a snapshot taken now would lose them."""
     accumulation = _accumulations.get(model)

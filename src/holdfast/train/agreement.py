@@ -155,6 +155,14 @@ class Schedule:
         self.durable_step = self.saved_step = step
         self.look_at = step + 1
 
+    def state(self) -> list[int]:
+        """For a rank that joins in the middle of the training: `follow`."""
+        return [self.durable_step, self.saved_step, self.look_at]
+
+    def follow(self, state: Sequence[int]) -> None:
+        """Go on as another rank does."""
+        self.durable_step, self.saved_step, self.look_at = state
+
     def durable_due(self, step: int) -> bool:
         """Whether a save to the disk is due by the number of steps."""
         return crossed(step, self.durable_step, self._every_steps)

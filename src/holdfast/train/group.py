@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import ProcessGroupError, SnapshotIncompleteError
 from holdfast.train.agreement import PATIENCE_S, Peers
-from holdfast.train.guards import enabled, guarded, watch
+from holdfast.train.guards import enabled, guarded, renew_guards, watch
+from holdfast.worker.regroup import GroupSockets, is_replacement
 
 
 def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> DistributedDataParallel:
@@ -55,6 +58,8 @@ def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> Distributed
     return model
 
 
+DROP_S = 0.005
+"""Between the end of a group's operations and its destruction."""
 EXIT_PATIENCE_S = 60.0
 """At exit: how long a rank waits for the others to be done too."""
 
@@ -62,9 +67,10 @@ _groups = itertools.count()
 """One for each group of this process: all ranks make theirs in the same order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class ProcessGroup:
-    """This process's rank and the job's ranks."""
+    """This process's rank and the job's ranks. Where the training function runs in `ht.survive`, `rank`, `world` and
+    `store` change with the world: read them when they are needed, and keep no copy."""
 
     rank: int
     world: int
@@ -74,6 +80,26 @@ class ProcessGroup:
     device: torch.device
     store: Any
     """A torch.distributed.Store with a prefix of ours, for small agreements."""
+    connection: Connection | None = None
+    """How this process joined; None: the program made the group itself, and no regroup is possible."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """What is needed to join again, in another world."""
+
+    backend: str | None
+    timeout_s: float | None
+    sockets: GroupSockets = field(default_factory=GroupSockets)
+
+
+_open: list[ProcessGroup] = []
+"""The group of `process_group()`, while it is open. One per process, as torch's default group is."""
+
+
+def open_group() -> ProcessGroup | None:
+    """The group that `process_group()` has joined; None outside of it."""
+    return _open[-1] if _open else None
 
 
 @contextlib.contextmanager
@@ -98,18 +124,19 @@ def process_group(
     does not describe a group or there is no such device.
     """
     place = _Place.of_environment()
-    ours = not dist.is_initialized()
-    if ours:
+    connection = None if dist.is_initialized() else Connection(backend, timeout_s)
+    if connection is not None:
         chosen = _choose_device(device, place.local_rank)
-        _join(place, chosen, backend, timeout_s)
+        _join(place, chosen, connection)
     else:
         chosen = torch.device(device) if device is not None else _device_in_use()
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"holdfast.train.{next(_groups)}", dist.distributed_c10d._get_default_store())
-    group = ProcessGroup(rank, world, place.local_rank, chosen, store)
+    group = ProcessGroup(rank, world, place.local_rank, chosen, store, connection)
     clean = False
+    _open.append(group)
     try:
-        with guarded(group) if guards and enabled() else contextlib.nullcontext():
+        with _subgroups_noted(group), guarded(group) if guards and enabled() else contextlib.nullcontext():
             try:
                 yield group
                 clean = True
@@ -117,8 +144,70 @@ def process_group(
                 clean = end.code in (None, 0)
                 raise
     finally:
-        if ours:
+        _open.remove(group)
+        if connection is not None:
             _leave(group, clean=clean)
+
+
+def regroup(group: ProcessGroup, generation: int) -> Peers:
+    """Leave the group's old world, whose members may be dead, and join the one that the environment describes now.
+
+    `group` gets its new rank and world. Returns the ranks of the new world. All of them call it, and no thread may be
+    in an operation of the old world any more. Raises RuntimeError and ProcessGroupError as `process_group` does.
+    """
+    assert group.connection is not None
+    _destroy(group)
+    place = _Place.of_environment()
+    name = f"holdfast.generation.{generation}"
+    _join(place, group.device, group.connection, name)
+    group.rank, group.world = place.rank, place.world
+    whole = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    group.store = dist.PrefixStore("train", whole)
+    renew_guards(group.rank, group.world, dist.PrefixStore("guards", whole))
+    return Peers(group.rank, group.world, dist.PrefixStore("peers", whole) if group.world > 1 else None)
+
+
+def _destroy(group: ProcessGroup) -> None:
+    """Destroy torch's groups, and destruct them: a process may be regrouped hundreds of times."""
+    assert group.connection is not None
+    if "nccl" in dist.get_backend():
+        dist.distributed_c10d._abort_process_group()
+    else:
+        kept: dict[int, Any] = getattr(dist.distributed_c10d, "_holdfast_kept", {})
+        groups = list(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
+        for each in groups:
+            if kept.pop(id(each), None) is not None:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))
+        # gloo's threads drop the tensors of operations that have failed, for which they need the interpreter's lock;
+        # the destructor, which holds the lock, waits for these threads.
+        time.sleep(DROP_S)
+        del groups
+    group.store = None
+    group.connection.sockets.forget()
+
+
+@contextlib.contextmanager
+def _subgroups_noted(group: ProcessGroup) -> Iterator[None]:
+    """Sockets of groups that the program makes itself (new_group, device meshes) are cut in a regroup, too."""
+    c10d = dist.distributed_c10d
+    make = getattr(c10d, "_new_process_group_helper", None)
+    if group.connection is None or make is None:
+        yield
+        return
+    sockets = group.connection.sockets
+
+    @functools.wraps(make)
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        with sockets.noting():
+            return make(*arguments, **keywords)
+
+    c10d._new_process_group_helper = noted
+    try:
+        yield
+    finally:
+        if c10d._new_process_group_helper is noted:
+            c10d._new_process_group_helper = make
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +218,8 @@ class _Place:
     world: int
     local_rank: int
     launched: bool
+    alone: bool = False
+    """A replacement: it makes a world of one until it joins the others (see survival.py)."""
 
     @classmethod
     def of_environment(cls) -> _Place:
@@ -143,7 +234,7 @@ class _Place:
             )
         rank, world = _number("RANK", "0"), _number("WORLD_SIZE", "1")
         # Without LOCAL_RANK (srun, mpirun and the like set their own): one node is all we can think of.
-        return cls(rank, world, _number("LOCAL_RANK", str(rank)), launched=True)
+        return cls(rank, world, _number("LOCAL_RANK", str(rank)), launched=True, alone=is_replacement())
 
 
 def _number(name: str, default: str) -> int:
@@ -175,23 +266,25 @@ def _device_in_use() -> torch.device:
     return torch.device("cpu")
 
 
-def _join(place: _Place, device: torch.device, backend: str | None, timeout_s: float | None) -> None:
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    wait = {} if timeout is None else {"timeout": timeout}
-    if not place.launched:
-        store: Any = dist.HashStore()
-    else:
-        store, _rank, _world = next(dist.rendezvous("env://", place.rank, place.world, **wait))
-        store = _without_the_dead(store, place, timeout_s)
-    on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        backend or ("nccl" if on_gpu else "gloo"),
-        store=store,
-        rank=place.rank,
-        world_size=place.world,
-        device_id=device if on_gpu else None,
-        **wait,
-    )
+def _join(place: _Place, device: torch.device, connection: Connection, name: str = "") -> None:
+    """`name`: of a world that is formed in living processes, which have a fresh store."""
+    timeout_s = connection.timeout_s
+    wait = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
+    with connection.sockets.noting():
+        if place.alone or not place.launched:
+            store: Any = dist.HashStore()
+        else:
+            store, _rank, _world = next(dist.rendezvous("env://", place.rank, place.world, **wait))
+            store = dist.PrefixStore(name, store) if name else _without_the_dead(store, place, timeout_s)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            connection.backend or ("nccl" if on_gpu else "gloo"),
+            store=store,
+            rank=0 if place.alone else place.rank,
+            world_size=1 if place.alone else place.world,
+            device_id=device if on_gpu else None,
+            **wait,
+        )
 
 
 def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any:

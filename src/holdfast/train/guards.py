@@ -71,6 +71,15 @@ class Guards:
         if self._board.rank == 0:
             self._warn(mistake, text)
 
+    def renew(self, board: SharedFacts) -> None:
+        """The world has changed: every rank begins anew to count what it shares with the others."""
+        self._board = board
+        self._saves = LoneSave(self._warn, board)
+        self._losses = LossDiffers(self._warn, board)
+        for each in self._unused:
+            each.remove_hooks()
+        self._unused = []
+
     # --- connections ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -181,6 +190,12 @@ def guarded(group: Any = None) -> Iterator[None]:
             yield
     finally:
         _current = None
+
+
+def renew_guards(rank: int, world: int, store: Any) -> None:
+    """Let active guards follow a world that has changed."""
+    if _current is not None:
+        _current.renew(SharedFacts(rank, world, store))
 
 
 def _of_torch() -> Guards:

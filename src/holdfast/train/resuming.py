@@ -48,7 +48,8 @@ class Resumed:
     """The state from which training continues."""
 
     step: int
-    source: Literal["memory", "disk"]
+    source: Literal["memory", "disk", "survivors"]
+    """`survivors`: this process replaces a lost one, and has the state of ranks that went on (`ht.survive`)."""
     world_then: int
     """Ranks of the job that saved it."""
     skipped: tuple[str, ...] = ()

@@ -93,6 +93,15 @@ class Saving:
     def planned(self) -> bool:
         return self._layout is not None
 
+    def regroup(self, peers: Peers, rescue: int, lease: FolderLease | None) -> None:
+        """Save with these ranks from now on. All of them call it; the next save makes a new plan."""
+        self._await_reserved()
+        self.await_settled()
+        self._peers, self._rescue, self._lease = peers, rescue, lease
+        self._saves = 0
+        self._layout = None
+        self.tier.set_rank(peers.rank, peers.world)
+
     def settle(self, adopted: Saved) -> None:
         """Training goes on in pages of old slots; have them copied before any rank stages a new state there."""
         self._to_settle.extend(adopted.settling())
@@ -157,6 +166,7 @@ class Saving:
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
+            self._clock.saved(time.monotonic())  # on every rank: any of them may be rank 0 of a later world
             self._persist(self._request(word["attempt"], word["metrics"]))
         return Done(word["do"] == "persist", failure, word.get("look_at", 0))
 
@@ -235,7 +245,7 @@ class Saving:
             return {**word, "do": "plan"}
         all_there = all(each.staged == "staged" for each in said)
         if durable or (self._clock.due(now_s) and not self.tier.busy and all_there):
-            self._clock.saved(now_s)
+            self._clock.saved(now_s)  # also when it cannot begin: the next attempt comes after another interval
             try:
                 number = self._begin(step)
             except SnapshotError as error:
@@ -271,25 +281,17 @@ class Saving:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return "no room"  # both slots are being written: the next one will do
-        if not self._places_in(memory, layout).fill(self._sources(collected, layout)):
+        if not fill(memory, layout, self._places_in(memory, layout), collected):
             return "unplanned"
-        memory[: len(layout.file.header)] = layout.file.header
-        if layout.beside is not None:
-            memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
-        memory[room] = collected.text.ljust(room.stop - room.start)
         self.tier.commit(self._request(self._rescue, metrics))
         return "staged"
-
-    def _sources(self, collected: Collected, layout: Layout) -> list[torch.Tensor]:
-        return [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
 
     def _places_in(self, memory: memoryview, layout: Layout) -> Places:
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         if address not in self._places:
             if len(self._places) > 2:
                 self._places.clear()  # slots have grown, and are somewhere else
-            views = layout.views(memory)
-            self._places[address] = Places([views[name] for name, _ in layout.keys])
+            self._places[address] = _places(layout, memory)
         return self._places[address]
 
     def _request(self, number: int, metrics: Mapping[str, float]) -> SaveRequest:
@@ -321,10 +323,8 @@ class Saving:
         self._plan(collected)
 
     def _plan(self, collected: Collected) -> None:
-        text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
         self._places.clear()
-        node = f"{node_key()}:{self.tier.place}"
-        self._layout = sharding.plan(self._peers, node, collected.shared, collected.own, text_bytes, "")
+        self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected)
         self._signature = collected.signature()
         self._reserving = threading.Thread(
             target=self._reserve, args=(self._layout.size_bytes,), name="holdfast-reserve"
@@ -347,6 +347,39 @@ class Saving:
             self._too_small = None
             self.tier.close(ahead=False)
             self.tier = InProcessStaging()
+
+
+def image(tracker: Tracker) -> torch.Tensor:
+    """All that is tracked, as the image that a rank of a world of one saves; for `reading.parts_of_slot`."""
+    collected = tracker.collect(0, 1)
+    layout = _plan(Peers(0, 1), "", collected)
+    data = torch.empty(layout.size_bytes, dtype=torch.uint8)
+    memory = memoryview(data.numpy())
+    fill(memory, layout, _places(layout, memory), collected)
+    return data
+
+
+def _plan(peers: Peers, node: str, collected: Collected) -> Layout:
+    text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
+    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes, "")
+
+
+def _places(layout: Layout, memory: memoryview) -> Places:
+    views = layout.views(memory)
+    return Places([views[name] for name, _ in layout.keys])
+
+
+def fill(memory: memoryview, layout: Layout, places: Places, collected: Collected) -> bool:
+    """Copy the state into this memory. False, and nothing copied: it does not fit the layout."""
+    sources = [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
+    if not places.fill(sources):
+        return False
+    memory[: len(layout.file.header)] = layout.file.header
+    if layout.beside is not None:
+        memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
+    room = layout.file.spans[TEXT]
+    memory[room] = collected.text.ljust(room.stop - room.start)
+    return True
 
 
 def _raised(check: Callable[[], None]) -> SnapshotError | None:

@@ -23,10 +23,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast import worker
 from holdfast.protocol.errors import (
@@ -50,6 +50,10 @@ from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.save import Saving
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
+from holdfast.worker.regroup import is_replacement
+
+if TYPE_CHECKING:
+    from holdfast.train.survival import Survivor
 
 
 class Pruner:
@@ -159,11 +163,18 @@ class Snapshots:
         self._closed = False
         self._process = 0
         """Whose these are, once they are open."""
+        self._survivor: Survivor | None = None
+        """While the training function runs in `ht.survive`."""
 
     @property
     def state(self) -> TrainState:
         """Step, epoch, `epochs()`: what `track` returns."""
         return self._tracker.state
+
+    @property
+    def resumed(self) -> bool:
+        """Whether resume() was called, or the first step() without it."""
+        return self._saving is not None
 
     @property
     def _current_tier(self) -> Tier | None:
@@ -218,6 +229,9 @@ class Snapshots:
             raise TrackingError("resume() comes once, after track() and before the first step() or save()")
         if unknown := sorted((choice.only or set()) - self._tracker.names()):
             raise TrackingError(f"resume(only=…): nothing is tracked as {', '.join(unknown)}")
+        if is_replacement():
+            with self._closed_by_failure():
+                return self._resume_from_survivors()
         with self._closed_by_failure():
             peers, tier = self._open()
             resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok, choice)
@@ -256,15 +270,25 @@ class Snapshots:
         """The other ranks, the memory, and the folder for this job alone."""
         if not self._tracker.names():
             raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
-        peers = self._peers = Peers.of_this_process()
+        peers = Peers.of_this_process()
+        return peers, self._open_with(peers)
+
+    def _open_with(self, peers: Peers) -> Tier:
+        self._peers = peers
         tier = self._opened = open_tier(rank=peers.rank, world=peers.world)
         self._process = os.getpid()
         atexit.register(self._at_exit)
+        self._take_folder(peers)
+        return tier
+
+    def _take_folder(self, peers: Peers) -> None:
+        """Rank 0 has the folder's lease; all learn how the saver is to write what only memory has."""
         word: dict[str, Any] = {}
         failure: HoldfastError | None = None
         if peers.rank == 0:
             try:
-                self._lease = leases.acquire(self.path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+                if self._lease is None:
+                    self._lease = leases.acquire(self.path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
                 word = {"rescue": rescue_attempt()}
             except HoldfastError as error:
                 failure, word = error, {"error": str(error)}
@@ -274,7 +298,46 @@ class Snapshots:
         if "error" in word:
             raise SnapshotError(f"rank 0: {word['error']}")
         self._rescue = int(word["rescue"])
-        return peers, tier
+
+    # --- other worlds: see survival.py ------------------------------------------------------------------------------
+
+    def _resume_from_survivors(self) -> Resumed:
+        from holdfast.train.survival import join  # imports this module's users
+
+        step = join(self)
+        assert self._peers is not None
+        return Resumed(step, "survivors", self._peers.world)
+
+    def _join(self, peers: Peers, schedule: Sequence[int], durable: Sequence[Any]) -> None:
+        """A replacement has its state, and is one of these ranks."""
+        self._give_up_lease(peers)
+        tier = self._open_with(peers)
+        self._begin(peers, tier)
+        self._follow(schedule, durable)
+
+    def _go_on(self, peers: Peers, schedule: Sequence[int], durable: Sequence[Any]) -> None:
+        """This process is one of these ranks now."""
+        saving = self._begun()
+        self._peers = peers
+        self._give_up_lease(peers)
+        self._take_folder(peers)
+        saving.regroup(peers, self._rescue, self._lease)
+        self._follow(schedule, durable)
+        self._optimized = False
+        if peers.rank == 0 and self._keep is not None and self._pruner is None:
+            self._pruner = Pruner(self.path, self._keep)
+
+    def _give_up_lease(self, peers: Peers) -> None:
+        """It is rank 0's, and another process may be rank 0 now."""
+        if self._lease is not None and peers.rank:
+            self._lease.release()
+            self._lease = self._pruner = None
+        peers.share(None)
+
+    def _follow(self, schedule: Sequence[int], durable: Sequence[Any]) -> None:
+        """All ranks save at the same steps."""
+        self._schedule.follow(schedule)
+        self._durable_epoch, self._unsaved = durable
 
     def _begin(self, peers: Peers, tier: Tier) -> None:
         step, self._durable_epoch = self.state.step, self.state.epoch
@@ -329,9 +392,13 @@ class Snapshots:
         if not self._optimized and self._tracker.optimizers:
             return
         self._optimized = False
+        if self._survivor is not None:
+            self._survivor.at_boundary()
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
             same_loss(metrics[self._keep.best[0]])  # the guard: rank 0's value decides for all
         if worker.should_stop():
+            if self._survivor is not None:
+                self._survivor.at_safe_point()
             self._drain(saving)
             return
         self._save_if_due(saving)

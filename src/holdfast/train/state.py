@@ -231,6 +231,32 @@ class Tracker:
         found = [each.optimizer for each in self._optimizers]
         return found + [each for each in self._others.values() if isinstance(each, Optimizer)]
 
+    @property
+    def models(self) -> list[nn.Module]:
+        return [each.module for each in self._models]
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """What is neither a model nor one of torch's optimizers, by name."""
+        return self._others
+
+    def regroup(self, rank: int, world: int) -> None:
+        """Loaders and samplers go on as this rank of another world."""
+        for each in self._followers().values():
+            each.regroup(rank, world)
+
+    def positions(self) -> dict[str, dict[str, Any]]:
+        """Where loaders and samplers are, by name; equal on all ranks that have done the same steps."""
+        return {name: each.position() for name, each in self._followers().items()}
+
+    def set_positions(self, positions: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have loaders and samplers go on there."""
+        for name, each in self._followers().items():
+            each.load_state_dict(positions[name])
+
+    def _followers(self) -> dict[str, Any]:
+        return {name: each for name, each in self._others.items() if callable(getattr(each, "regroup", None))}
+
     def note_trained(self) -> None:
         """The batch in the loop's body is trained: loaders count it."""
         for each in self._others.values():

@@ -249,20 +249,23 @@ def keep_groups(_: Marks, c10d: ModuleType) -> None:
     update = getattr(c10d, "_update_default_pg", None)
     if update is None:
         return
+    kept: dict[int, Any] = {}
 
     def update_default_pg(group: Any) -> Any:
         for each in list(getattr(c10d._world, "pg_map", ())) if group is None else [group]:
-            _never_destruct(c10d, each)
+            _never_destruct(c10d, each, kept)
         return update(group)
 
     c10d._update_default_pg = update_default_pg  # type: ignore[attr-defined]
+    c10d._holdfast_kept = kept  # type: ignore[attr-defined] # train/group.py takes out what a regroup destroys
 
 
-def _never_destruct(c10d: Any, group: Any) -> None:
+def _never_destruct(c10d: Any, group: Any, kept: dict[int, Any]) -> None:
     backend = c10d._world.pg_map.get(group, ("",))[0]
-    if "gloo" in str(backend):  # nccl's groups hold memory of the GPU
+    if "gloo" in str(backend) and id(group) not in kept:  # nccl's groups hold memory of the GPU
         import ctypes  # torch has loaded it
 
+        kept[id(group)] = group
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

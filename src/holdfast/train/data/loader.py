@@ -11,6 +11,7 @@ sample looks the same in an epoch whichever rank and worker reads it, and howeve
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import random
 from collections import deque
@@ -185,16 +186,22 @@ class DataLoader:
         self.dataset = dataset
         self.shuffle = shuffle
         self.rank, self.world = place(rank, world)
+        self._follows_group = rank is None
         tail = _tail(tail, drop_last=drop_last)
         self._kept = global_batch_size is not None
         if global_batch_size is None:
-            self.plan = GlobalBatch.following(
-                self.world, 1 if batch_size is None else batch_size, 1 if every is None else every, tail
+            self._plan_for = functools.partial(
+                GlobalBatch.following,
+                batch_size=1 if batch_size is None else batch_size,
+                every=1 if every is None else every,
+                tail=tail,
             )
         elif every is not None:
             raise DataError("every= follows from global_batch_size=, batch_size= and the world: leave it out.")
         else:
-            self.plan = GlobalBatch.kept(global_batch_size, self.world, batch_size, tail)
+            size = global_batch_size
+            self._plan_for = functools.partial(_kept_plan, size=size, batch_size_max=batch_size, tail=tail)
+        self.plan = self._plan_for(self.world)
         if seed is None:
             seed = 0 if generator is None else generator.initial_seed()
         seed = operator.index(seed)
@@ -313,6 +320,21 @@ class DataLoader:
         """Samples of this epoch that are trained, on all ranks together."""
         return self._position.cursor
 
+    def regroup(self, rank: int, world: int) -> None:
+        """Go on as this rank of another world, behind the last batch that is known to be trained.
+
+        Raises DataError where the loader was given a rank and a world of its own."""
+        if not self._follows_group:
+            raise DataError("The loader has a rank= and world= of its own: it cannot follow the process group.")
+        self.rank, self.world = place(rank, world)
+        self.plan = self._plan_for(world)
+        self.load_state_dict(self.position())
+
+    def position(self) -> dict[str, Any]:
+        """As `state_dict()`, without the batch in the loop's body, which counts as not trained."""
+        self._position.give_up()
+        return self._position.state_dict()
+
     def keep_position(self) -> None:
         """Somebody keeps the position: what a `for` leaves is left for the next one, unless `resumable=False`."""
         if not self._decided:
@@ -345,6 +367,10 @@ class DataLoader:
         self._position.load_state_dict(state)
         self._passes += 1
         self._share = None
+
+
+def _kept_plan(world: int, *, size: int, batch_size_max: int | None, tail: Tail) -> GlobalBatch:
+    return GlobalBatch.kept(size, world, batch_size_max, tail)
 
 
 class _Batches:

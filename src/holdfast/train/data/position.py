@@ -395,6 +395,10 @@ class Position:
             self.cursor, self._in_hand = self._in_hand, None
             self._as_loaded = False
 
+    def give_up(self) -> None:
+        """The batch that the loop's body has is not trained, and comes again."""
+        self._in_hand = None
+
     def finish(self) -> None:
         """The pass came to the epoch's end."""
         self.settle()

@@ -49,6 +49,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
                 "weights.\n"
                 "Use holdfast.train.DataLoader, or tail='pad' or 'drop'."
             )
+        self._follows_group = rank is None
         rank, world = place(rank, num_replicas)
         seed = operator.index(seed)
         self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL)
@@ -102,6 +103,19 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         before."""
         self._position.set_epoch(epoch)
         self._begun = self._exhausted = False
+
+    def regroup(self, rank: int, world: int) -> None:
+        """Go on as this rank of another world, behind what was trained. Raises DataError where the sampler was given a
+        rank of its own, and DataStateError when nobody has reported what was trained."""
+        if not self._follows_group:
+            raise DataError("The sampler has a rank= and num_replicas= of its own: it cannot follow the process group.")
+        self.rank, self.num_replicas = place(rank, world)
+        self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
+        self.load_state_dict(self.state_dict())
+
+    def position(self) -> dict[str, Any]:
+        """As `state_dict()`."""
+        return self.state_dict()
 
     def note_trained(self, samples: int) -> None:
         """This rank has trained `samples` more of its indices, and so has every other: the size of the last batch.

@@ -1,0 +1,401 @@
+"""ht.survive: a training function that goes on in the same process when the world around it changes.
+
+    @ht.survive(snaps)
+    def train():
+        for epoch in state.epochs(10):
+            for batch in loader:
+                ...
+                snaps.step(loss=loss)
+
+    train()
+
+When another rank is lost, the function is left by an exception and called again; everything that was made before it is
+kept. In between, the rank forms a new process group with the ranks that are left (group.regroup), and all of them agree
+on the newest step that one of them has completed. A rank that has not completed it, and a rank that joins, take the
+state from one that has.
+
+What makes a rank's state good. A step ends in `snaps.step()`. From there on until the optimizer's next step nothing
+changes but what `Boundary` keeps: random numbers, buffers, the learning rate's schedule; loaders count only batches
+that `snaps.step()` has reported. So a rank that was interrupted anywhere in that time has completed its last step
+exactly. A rank that was interrupted later, between the optimizer's step and `snaps.step()`, takes the state of another.
+
+Knows torch, the process group and the tracked objects. Knows nothing of nodes and agents: worker/regroup.py talks to
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.protocol.errors import HoldfastError, ProcessGroupError
+from holdfast.train.accumulation import forget_pending
+from holdfast.train.agreement import Peers
+from holdfast.train.boundary import Boundary
+from holdfast.train.group import ProcessGroup, open_group, regroup
+from holdfast.train.reading import Saved, parts_of_slot
+from holdfast.train.save import image
+from holdfast.train.state import Tracker, set_random_state
+from holdfast.train.tracked import Choice, together
+from holdfast.worker.regroup import REPLACEMENT_VARIABLE, Channel, ChannelLostError, Go
+
+if TYPE_CHECKING:
+    from holdfast.train.snapshots import Snapshots
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NEWS_S = 5.0
+"""After an error of the process group: how long to wait for the news that a rank was lost. Without it the error is the
+program's own."""
+STOP_S = 60.0
+"""After this rank has refused to go on: how long it waits to be stopped."""
+
+
+class Released(BaseException):
+    """Leaves the training function, which is then called again in another world."""
+
+
+def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a training function go on in this process when ranks are lost or join: it is called again.
+
+    `snaps`: what `track` was called on, after `resume()`. All that the function needs is made before it; its own
+    variables are lost. Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use the
+    process group. Without holdfast's agent, with --survive off, and for sharded models it is a plain call.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*arguments: P.args, **keywords: P.kwargs) -> T:
+            survivor = _of(snaps)
+            if survivor is None:
+                return function(*arguments, **keywords)
+            return survivor.run(functools.partial(function, *arguments, **keywords))
+
+        return run
+
+    return decorate
+
+
+def _of(snaps: Snapshots) -> Survivor | None:
+    if snaps._survivor is not None:
+        return snaps._survivor
+    group = open_group()
+    if group is None or group.connection is None or not snaps.resumed or not can_be_carried(snaps._tracker):
+        return None
+    channel = Channel.open()
+    return None if channel is None else Survivor(snaps, group, channel)
+
+
+def can_be_carried(tracker: Tracker) -> bool:
+    """Whether every rank holds all of the state, so that any of them can give it to another."""
+    tensors = (each for model in tracker.models for each in (*model.parameters(), *model.buffers()))
+    return not any(isinstance(each, DTensor) for each in tensors)
+
+
+class Survivor:
+    """One process that goes on in one generation after the other."""
+
+    def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: Channel) -> None:
+        self._snaps = snaps
+        self._group = group
+        self._channel = channel
+        self._generation = 0
+        """0: the one in which this process was started, whose number it does not know."""
+        self._boundary = Boundary(snaps._tracker)
+        self._stepping = False
+        """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
+        self._news: dict[str, Any] | None = None
+        """For the agent, with the first step of a new generation."""
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
+        with contextlib.ExitStack() as hooks:
+            for optimizer in self._snaps._tracker.optimizers:
+                hooks.callback(optimizer.register_step_pre_hook(self._note_stepping).remove)
+            hooks.callback(self._leave)
+            self._snaps._survivor = self
+            self._boundary.mark(self._snaps.state.step)
+            while True:
+                try:
+                    self._begin()
+                    return train()
+                except BaseException as error:
+                    if not self._is_consequence(error):
+                        raise
+                    traceback.clear_frames(error.__traceback__)  # what the function held belongs to the old world
+                self._regroup()
+
+    def _begin(self) -> None:
+        self._channel.train(self._cut, lambda: not self._stepping, Released)
+        self._channel.say("able", generation=self._generation)
+
+    def _leave(self) -> None:
+        self._channel.arrive()
+        self._snaps._survivor = None
+        with contextlib.suppress(ChannelLostError):
+            self._channel.say("unable")
+        self._channel.close()
+
+    def _note_stepping(self, *_: Any) -> None:
+        self._stepping = True
+
+    def at_boundary(self) -> None:
+        """A step is complete. Raises Released when the training function is to be left here."""
+        self._stepping = False
+        self._boundary.mark(self._snaps.state.step)
+        if self._news is not None:
+            self._report()
+        release = self._channel.released
+        if release is not None and release.cut:
+            raise Released
+
+    def at_safe_point(self) -> None:
+        """All ranks were asked to stop after this step. Raises Released when they only regroup."""
+        if self._channel.catch_up() is not None:
+            raise Released
+
+    def _report(self) -> None:
+        assert self._news is not None
+        began_s = self._news.pop("began_s")
+        seconds = round(time.monotonic() - began_s, 3)
+        with contextlib.suppress(ChannelLostError):
+            self._channel.say("went_on", **self._news, seconds=seconds)
+        self._news = None
+
+    # --- leaving the old world --------------------------------------------------------------------------------------
+
+    def _cut(self) -> None:
+        assert self._group.connection is not None
+        self._group.connection.sockets.cut()
+        if "nccl" in dist.get_backend():
+            dist.distributed_c10d._abort_process_group()
+
+    def _is_consequence(self, error: BaseException) -> bool:
+        """Whether a loss, or a regroup, made the training function raise this. Waits for the news of a loss."""
+        if isinstance(error, Released):
+            return True
+        if not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
+            return False
+        if isinstance(error, torch.OutOfMemoryError):
+            return False
+        release = self._channel.catch_up()
+        if release is None and _is_of_the_group(error):
+            release = self._channel.await_release(NEWS_S)
+        return release is not None and release.cut
+
+    # --- entering the new one ---------------------------------------------------------------------------------------
+
+    def _regroup(self) -> None:
+        began_s = time.monotonic()
+        self._channel.arrive()
+        try:
+            clean = not self._stepping
+            step = self._boundary.step
+            self._boundary.rewind(self._snaps.state)
+            before = (self._group.rank, self._group.world)
+            peers = self._enter(self._channel.await_go())
+            handed = Handed.share(self._snaps, peers, self._boundary, step=step, clean=clean, before=before)
+            handed.apply(self._snaps, self._group, peers, self._boundary, survived=True)
+            self._snaps._go_on(peers, handed.schedule, handed.durable)
+            self._boundary.mark(self._snaps.state.step)
+            self._stepping = False
+            self._news = {
+                "generation": self._generation,
+                "step": handed.step,
+                "steps_lost": handed.steps_lost,
+                "began_s": began_s,
+            }
+        except ChannelLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
+            self._refuse(error)
+
+    def _enter(self, go: Go) -> Peers:
+        """Join the world of this generation: environment, process group, models."""
+        os.environ.update(go.environment)
+        os.environ.pop(REPLACEMENT_VARIABLE, None)
+        self._generation = go.generation
+        models = self._snaps._tracker.models
+        for parameter in (each for model in models for each in model.parameters()):
+            parameter.grad = None  # of a step that is not completed, or a view of the reducer's memory
+        forget_pending()
+        wrappers = [each for model in models for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        for each in wrappers:
+            _disconnect(each)
+        peers = regroup(self._group, go.generation)
+        for each in wrappers:
+            _connect(each)
+        return peers
+
+    def _refuse(self, error: Exception) -> None:
+        """Have all ranks restarted, and wait for that: our exception would be taken for the cause of the loss."""
+        self._channel.say("refuse", why=f"{type(error).__name__}: {error}")
+        time.sleep(STOP_S)
+        raise error
+
+    def join(self) -> int:
+        """A replacement takes its place among the others, in its `resume()`. Returns the step that it goes on from."""
+        self._channel.say("ready")
+        peers = self._enter(self._channel.await_go())
+        before = (self._group.rank, self._group.world)
+        handed = Handed.share(self._snaps, peers, self._boundary, step=-1, clean=False, before=before)
+        handed.apply(self._snaps, self._group, peers, self._boundary, survived=False)
+        self._snaps._join(peers, handed.schedule, handed.durable)
+        return handed.step
+
+
+def join(snaps: Snapshots) -> int:
+    """Take the state of the other ranks, in a process that was started for a lost one: `Survivor.join`.
+
+    Raises ProcessGroupError where this process has no group, or no agent.
+    """
+    group = open_group()
+    channel = Channel.open()
+    if group is None or group.connection is None or channel is None:
+        raise ProcessGroupError("This process replaces a lost one: it needs ht.process_group() and holdfast's agent.")
+    survivor = snaps._survivor = Survivor(snaps, group, channel)
+    return survivor.join()
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Whether a collective operation or the store raised this."""
+    if isinstance(error, (dist.DistError, ConnectionError, HoldfastError)):
+        return True
+    text = str(error)
+    return any(word in text for word in ("gloo", "Connection closed by peer", "NCCL", "TCPStore"))
+
+
+def _disconnect(ddp: DistributedDataParallel) -> None:
+    """Drop what holds the old process group."""
+    for name in ("reducer", "logger", "process_group"):
+        ddp.__dict__.pop(name, None)
+
+
+def _connect(ddp: DistributedDataParallel) -> None:
+    """Build the reducer for the default group, as DDP does when it is unpickled."""
+    hooks, ddp._comm_hooks = ddp._comm_hooks, []
+    ddp.__setstate__(dict(ddp.__dict__))
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
+# --- the state of all ranks -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What all ranks of a new world have agreed on."""
+
+    step: int
+    """The step that all go on from: the newest that a rank has completed."""
+    source: int
+    """A rank that has completed it, and nothing more."""
+    behind: tuple[int, ...]
+    """Ranks that take their state from the source."""
+    steps_lost: int
+    epoch: int
+    positions: dict[str, dict[str, Any]]
+    """Of the loaders and samplers, by name."""
+    schedule: list[int]
+    durable: list[Any]
+    seed: str
+    same_places: bool
+    """Every rank has the place that it had, in a world of the same size."""
+
+    @classmethod
+    def share(
+        cls,
+        snaps: Snapshots,
+        peers: Peers,
+        boundary: Boundary,
+        *,
+        step: int,
+        clean: bool,
+        before: tuple[int, int],
+    ) -> Handed:
+        """Agree. Every rank calls it. `step`: the last one that this rank has completed, -1 for a replacement; `clean`:
+        it has done nothing since then that changes more than the boundary keeps; `before`: its rank and the world's
+        size in the old world. Raises ProcessGroupError, on all ranks alike, when no rank is clean."""
+        said = peers.share(
+            {
+                "step": step,
+                "clean": clean,
+                "before": list(before),
+                "epoch": snaps.state.epoch,
+                "positions": snaps._tracker.positions() if step >= 0 else {},
+                "schedule": snaps._schedule.state(),
+                "durable": [snaps._durable_epoch, snaps._unsaved],
+                "seed": boundary.seed,
+            }
+        )
+        good = [rank for rank, each in enumerate(said) if each["clean"]]
+        if not good:
+            raise ProcessGroupError(
+                "every rank was between its optimizer's step and snaps.step(), so no state is complete\n"
+                "call snaps.step() directly after the optimizer and the scheduler, and communicate after it"
+            )
+        source = max(good, key=lambda rank: (said[rank]["step"], -rank))
+        newest, of = said[source]["step"], said[source]
+        behind = tuple(rank for rank, each in enumerate(said) if not each["clean"] or each["step"] != newest)
+        return cls(
+            step=newest,
+            source=source,
+            behind=behind,
+            steps_lost=max(0, max(each["step"] for each in said) - newest),
+            epoch=of["epoch"],
+            positions=of["positions"],
+            schedule=of["schedule"],
+            durable=of["durable"],
+            seed=of["seed"],
+            same_places=all(
+                each["step"] < 0 or tuple(each["before"]) == (rank, peers.world) for rank, each in enumerate(said)
+            ),
+        )
+
+    def apply(self, snaps: Snapshots, group: ProcessGroup, peers: Peers, boundary: Boundary, *, survived: bool) -> None:
+        """Bring this rank to that state. Every rank calls it. `survived`: this is no replacement."""
+        tracker = snaps._tracker
+        tracker.regroup(peers.rank, peers.world)
+        if self.behind:
+            self._transfer(tracker, group.device, peers.rank)
+        snaps.state.step, snaps.state.epoch = self.step, self.epoch
+        tracker.set_positions(self.positions)
+        if not (self.same_places and boundary.restore_random(self.step, survived=survived)):
+            set_random_state({"torch": self.seed.encode()}, (peers.rank, peers.world))
+
+    def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> None:
+        on = device if "nccl" in dist.get_backend() else torch.device("cpu")
+        if rank == self.source:
+            data = image(tracker).to(on)
+            size = torch.tensor([len(data)], device=on)
+            for each in self.behind:
+                dist.send(size, each)
+                dist.send(data, each)
+        elif rank in self.behind:
+            size = torch.zeros(1, dtype=torch.int64, device=on)
+            dist.recv(size, self.source)
+            data = torch.empty(int(size.item()), dtype=torch.uint8, device=on)
+            dist.recv(data, self.source)
+            _take_over(tracker, data.cpu())
+
+
+def _take_over(tracker: Tracker, data: torch.Tensor) -> None:
+    """Give everything that is tracked the state of this image."""
+    saved = Saved(parts_of_slot(memoryview(data.numpy())))
+    choice = Choice()
+    fit = together(Peers(0, 1), tracker.compare(saved, 0, choice), choice)
+    targets = tracker.targets(saved, 0, fit)
+    saved.prepare(targets.fill).load()
+    tracker.restore(saved, 0, 1, targets.all(), fit)

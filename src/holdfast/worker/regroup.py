@@ -1,0 +1,260 @@
+"""A worker's side of a regroup: its channel to the agent, and the release of whatever blocks its main thread.
+
+A worker whose training function runs in `ht.survive` connects to a socket of its agent. When another worker is lost,
+the agent orders all others to a meeting point, the gate ("release"), and sends each its new place ("go"). A thread
+reads these orders, because the main thread may wait in a collective operation for the worker that is lost. gloo has no
+way to abort that wait: the thread shuts the connections of the process group, and the wait ends with an exception.
+
+Knows sockets, the board's address and the messages (see supervisor/channel.py). Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from holdfast import seqpacket
+from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
+
+REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
+"""Set in the environment of a worker that was started for a lost one: it joins the others when it has resumed."""
+UNINTERRUPTED_S = 0.5
+"""After a release the main thread comes to the gate by itself, at its next collective operation or at the end of its
+step. After this time it is interrupted, unless an optimizer is at work."""
+
+
+class Release(NamedTuple):
+    """The order to come to the gate."""
+
+    generation: int
+    """The generation that is being formed."""
+    cut: bool
+    """A worker was lost: come at once. False: come at the safe point that the board names."""
+
+
+class Go(NamedTuple):
+    """This worker's place in a new generation."""
+
+    generation: int
+    environment: dict[str, str]
+
+
+class ChannelLostError(RuntimeError):
+    """The agent is gone, and will end this process."""
+
+
+class Channel:
+    """The connection to the agent. `say` and the waits belong to the main thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._changed = threading.Condition()
+        self._release: Release | None = None
+        self._go: Go | None = None
+        self._lost = False
+        self._at_gate = True
+        self._main = threading.get_ident()
+        self._cut: Callable[[], object] = lambda: None
+        self._may_interrupt: Callable[[], bool] = lambda: False
+        self._exception: type[BaseException] | None = None
+        self._thread = threading.Thread(target=self._listen, name="holdfast-regroup", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, environ: Mapping[str, str] = os.environ) -> Channel | None:
+        """Connect to the agent. None without an agent that offers it."""
+        address = environ.get(BOARD_VARIABLE, "")
+        if not address:
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(channel_name(address))
+        except OSError:
+            connection.close()
+            return None
+        return cls(connection)
+
+    def close(self) -> None:
+        """Leave: this worker cannot go on in another generation any more."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._connection.close()
+
+    def train(
+        self, cut: Callable[[], object], may_interrupt: Callable[[], bool], exception: type[BaseException]
+    ) -> None:
+        """The main thread trains from now on, until `arrive`.
+
+        `cut` ends collective operations; this object's thread calls it. `exception` is raised in the main thread if
+        it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`."""
+        with self._changed:
+            self._cut, self._may_interrupt, self._exception = cut, may_interrupt, exception
+            self._at_gate = False
+
+    def arrive(self) -> None:
+        """The main thread does not train any more. No interruption follows."""
+        with self._changed:
+            self._at_gate = True
+            _interrupt(self._main, None)
+            self._changed.notify_all()
+
+    def say(self, what: str, **fields: object) -> None:
+        """Send a message. Raises ChannelLostError."""
+        try:
+            seqpacket.send(self._connection, {"is": what, **fields})
+        except OSError as error:
+            raise ChannelLostError(f"the agent cannot be reached: {error.strerror}") from error
+
+    @property
+    def released(self) -> Release | None:
+        """The order to come to the gate, until its "go" was taken. A read of one attribute: called in each step."""
+        return self._release
+
+    def catch_up(self) -> Release | None:
+        """As `released`, after every message that has arrived."""
+        self._receive()
+        return self._release
+
+    def await_release(self, limit_s: float) -> Release | None:
+        """Wait for the order to come to the gate; None: it has not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._release is not None or self._lost, limit_s)
+            return self._release
+
+    def await_go(self) -> Go:
+        """Wait at the gate for the new place; answers each release. Raises ChannelLostError."""
+        answered: Release | None = None
+        with self._changed:
+            while self._go is None:
+                if self._lost:
+                    raise ChannelLostError("the agent is gone")
+                if self._release is not None and self._release is not answered:
+                    answered = self._release
+                    self.say("gate", generation=answered.generation)
+                self._changed.wait()
+            go, self._go, self._release = self._go, None, None
+            return go
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        while not self._lost:
+            poller.poll()
+            before = self._release
+            self._receive()
+            release = self._release
+            if release is not None and release is not before and release.cut:
+                self._free_main_thread(release)
+
+    def _receive(self) -> None:
+        """Take every message that has arrived; for both threads."""
+        with self._changed:
+            while not self._lost:
+                try:
+                    received = seqpacket.receive(self._connection)
+                except BlockingIOError:
+                    break
+                except (OSError, ValueError):
+                    received = None
+                if received is None:
+                    self._lost = True
+                else:
+                    self._take(received[0])
+            self._changed.notify_all()
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        match message.get("do"), message.get("generation"):
+            case "release", int(generation):
+                self._release = Release(generation, message.get("cut") is True)
+                self._go = None  # of a generation that was given up
+            case "go", int(generation):
+                places = message.get("environment")
+                if isinstance(places, dict):
+                    self._go = Go(generation, {str(name): str(value) for name, value in places.items()})
+
+    def _free_main_thread(self, release: Release) -> None:
+        with self._changed:
+            cut = None if self._at_gate else self._cut
+        if cut is None:
+            return
+        cut()
+        deadline_s = time.monotonic() + UNINTERRUPTED_S
+        while True:
+            with self._changed:
+                left_s = deadline_s - time.monotonic()
+                over = self._at_gate or self._lost or self._release is not release
+                if over or (left_s <= 0 and self._may_interrupt()):
+                    if not over:
+                        _interrupt(self._main, self._exception)
+                    return
+                self._changed.wait(max(left_s, 0.01))
+
+
+def _interrupt(thread: int, exception: type[BaseException] | None) -> None:
+    """Raise this exception in a thread, at its next instruction of Python. None: withdraw what was not raised yet."""
+    pointer = ctypes.py_object(exception) if exception is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), pointer)
+
+
+class GroupSockets:
+    """The sockets that a process group has opened in this process."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def noting(self) -> Any:
+        """Sockets that are opened in the block belong to the group."""
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            after = open_sockets()
+            self._links |= {fd: link for fd, link in after.items() if before.get(fd) != link}
+
+    def forget(self) -> None:
+        """The group is gone."""
+        self._links.clear()
+
+    def cut(self) -> int:
+        """Shut the connections, so that every wait on them ends. Returns their number. For any thread.
+
+        A listening socket stays: gloo ends the process when its accept fails."""
+        count = 0
+        for fd, link in list(self._links.items()):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") != link:
+                    continue  # closed since, and the number is another one's
+                with socket.socket(fileno=os.dup(fd)) as same:
+                    if not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        same.shutdown(socket.SHUT_RDWR)
+                        count += 1
+        return count
+
+
+def is_replacement(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started for a lost worker, and has not joined the others yet."""
+    return bool(environ.get(REPLACEMENT_VARIABLE))
+
+
+def open_sockets() -> dict[int, str]:
+    """The sockets of this process: descriptor -> kernel's name of the socket."""
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found[int(name)] = link
+    return found
