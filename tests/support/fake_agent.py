@@ -32,6 +32,7 @@ class FakeAgent:
     def __init__(self, folder: Path, script: Path, *arguments: str) -> None:
         """`folder`: for logs and memory."""
         self._folder = folder
+        self._run_id = f"fake-{os.getpid()}-{time.monotonic_ns()}"
         self._command = [sys.executable, "-u", str(script), *arguments]
         self._board = f"{folder}/board"
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -73,7 +74,7 @@ class FakeAgent:
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_RUN_ID": "fake",
+                "TORCHELASTIC_RUN_ID": self._run_id,
             }
             for rank, local_rank in enumerate(sorted(local_ranks))
         }
@@ -88,7 +89,7 @@ class FakeAgent:
         self.workers[local_rank].wait()
         self._channels.pop(local_rank).close()
         place = {**os.environ, "RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world)}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", REPLACEMENT_VARIABLE: "1"}
+        place |= {"TORCHELASTIC_RUN_ID": self._run_id, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", REPLACEMENT_VARIABLE: "1"}
         self._spawn(local_rank, place)
 
     def _spawn(self, local_rank: int, place: dict[str, str]) -> None:

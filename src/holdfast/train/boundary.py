@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.train.state import Tracker, TrainState
 
 
@@ -28,12 +27,13 @@ class Boundary:
     `mark` is called in each step and takes about 10 µs, and the copy of the models' buffers.
     """
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, place: str) -> None:
+        """`place`: a folder in memory that outlives this process; empty: there is none."""
         self.step = 0
         self._tracker = tracker
         self._random = RandomNumbers()
         self._interrupted: RandomNumbers | None = None
-        self._record = TorchRecord.of_environment()
+        self._record = TorchRecord.at(place)
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
         self._schedules: list[dict[str, Any]] = []
         self._options: list[dict[str, Any]] = []
@@ -140,13 +140,11 @@ class TorchRecord:
         ]
 
     @classmethod
-    def of_environment(cls) -> TorchRecord | None:
-        """In the folder of the memory slots; None where there is none."""
-        folder, _, rest = os.environ.get(SAVER_VARIABLE, "").partition("@")
-        if not folder:
-            return None
-        with contextlib.suppress(OSError):
-            return cls(os.path.join(folder, f"{rest.rpartition('@')[2]}.random"))
+    def at(cls, place: str) -> TorchRecord | None:
+        """None without a folder, or without room in it."""
+        if place:
+            with contextlib.suppress(OSError):
+                return cls(os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random"))
         return None
 
     def write(self, step: int, state: torch.Tensor) -> None:

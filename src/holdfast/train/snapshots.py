@@ -163,6 +163,8 @@ class Snapshots:
         self._closed = False
         self._process = 0
         """Whose these are, once they are open."""
+        self._until_first_step: list[Any] = []
+        """Hooks of the optimizers."""
         self._survivor: Survivor | None = None
         """While the training function runs in `ht.survive`."""
 
@@ -175,6 +177,12 @@ class Snapshots:
     def resumed(self) -> bool:
         """Whether resume() was called, or the first step() without it."""
         return self._saving is not None
+
+    @property
+    def memory_place(self) -> str:
+        """A folder in memory that outlives this process; empty: there is none."""
+        tier = self._current_tier
+        return "" if tier is None else tier.place
 
     @property
     def _current_tier(self) -> Tier | None:
@@ -257,28 +265,25 @@ class Snapshots:
     def _settle(self, saving: Saving, adopted: Saved) -> None:
         """In the background, beside the first batch; the first optimizer step waits for it."""
         saving.settle(adopted)
-        hooks: list[Any] = []
 
-        def wait_once(*_: Any) -> None:
+        def wait(*_: Any) -> None:
             saving.await_settled()
-            for hook in hooks:
-                hook.remove()
 
-        hooks += [optimizer.register_step_pre_hook(wait_once) for optimizer in self._tracker.optimizers]
+        self._until_first_step = [each.register_step_pre_hook(wait) for each in self._tracker.optimizers]
 
     def _open(self) -> tuple[Peers, Tier]:
         """The other ranks, the memory, and the folder for this job alone."""
         if not self._tracker.names():
             raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
-        peers = Peers.of_this_process()
-        return peers, self._open_with(peers)
+        peers = self._peers = Peers.of_this_process()
+        tier = self._open_tier(peers.rank, peers.world)
+        self._take_folder(peers)
+        return peers, tier
 
-    def _open_with(self, peers: Peers) -> Tier:
-        self._peers = peers
-        tier = self._opened = open_tier(rank=peers.rank, world=peers.world)
+    def _open_tier(self, rank: int, world: int) -> Tier:
+        tier = self._opened = open_tier(rank=rank, world=world)
         self._process = os.getpid()
         atexit.register(self._at_exit)
-        self._take_folder(peers)
         return tier
 
     def _take_folder(self, peers: Peers) -> None:
@@ -304,15 +309,19 @@ class Snapshots:
     def _resume_from_survivors(self) -> Resumed:
         from holdfast.train.survival import join  # imports this module's users
 
+        self._open_tier(0, 1)
         step = join(self)
         assert self._peers is not None
         return Resumed(step, "survivors", self._peers.world)
 
     def _join(self, peers: Peers, schedule: Sequence[int], durable: Sequence[Any]) -> None:
         """A replacement has its state, and is one of these ranks."""
+        assert self._opened is not None
+        self._peers = peers
         self._give_up_lease(peers)
-        tier = self._open_with(peers)
-        self._begin(peers, tier)
+        self._take_folder(peers)
+        self._opened.set_rank(peers.rank, peers.world)
+        self._begin(peers, self._opened)
         self._follow(schedule, durable)
 
     def _go_on(self, peers: Peers, schedule: Sequence[int], durable: Sequence[Any]) -> None:
@@ -392,6 +401,8 @@ class Snapshots:
         if not self._optimized and self._tracker.optimizers:
             return
         self._optimized = False
+        while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
+            self._until_first_step.pop().remove()
         if self._survivor is not None:
             self._survivor.at_boundary()
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:

@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import HoldfastError, ProcessGroupError
 from holdfast.train.accumulation import forget_pending
@@ -45,6 +44,7 @@ from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary
 from holdfast.train.group import ProcessGroup, open_group, regroup
 from holdfast.train.reading import Saved, parts_of_slot
+from holdfast.train.reducers import Order, Reducers
 from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
 from holdfast.train.tracked import Choice, together
@@ -113,9 +113,12 @@ class Survivor:
         self._channel = channel
         self._generation = 0
         """0: the one in which this process was started, whose number it does not know."""
-        self._boundary = Boundary(snaps._tracker)
+        self._boundary = Boundary(snaps._tracker, snaps.memory_place)
+        self._reducers = Reducers(snaps._tracker.models)
         self._stepping = False
         """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
+        self._first = True
+        """No step was done in this generation."""
         self._news: dict[str, Any] | None = None
         """For the agent, with the first step of a new generation."""
 
@@ -138,6 +141,8 @@ class Survivor:
                 self._regroup()
 
     def _begin(self) -> None:
+        self._first = True
+        self._reducers.observe()
         self._channel.train(self._cut, lambda: not self._stepping, Released)
         self._channel.say("able", generation=self._generation)
 
@@ -155,7 +160,9 @@ class Survivor:
         """A step is complete. Raises Released when the training function is to be left here."""
         self._stepping = False
         self._boundary.mark(self._snaps.state.step)
-        if self._news is not None:
+        if self._first:
+            self._first = False
+            self._reducers.observed()
             self._report()
         release = self._channel.released
         if release is not None and release.cut:
@@ -167,7 +174,8 @@ class Survivor:
             raise Released
 
     def _report(self) -> None:
-        assert self._news is not None
+        if self._news is None:
+            return
         began_s = self._news.pop("began_s")
         seconds = round(time.monotonic() - began_s, 3)
         with contextlib.suppress(ChannelLostError):
@@ -206,7 +214,9 @@ class Survivor:
             self._boundary.rewind(self._snaps.state)
             before = (self._group.rank, self._group.world)
             peers = self._enter(self._channel.await_go())
-            handed = Handed.share(self._snaps, peers, self._boundary, step=step, clean=clean, before=before)
+            own = Own(step, clean, before, self._boundary.seed, self._reducers.orders)
+            handed = Handed.share(self._snaps, peers, own)
+            self._reducers.connect(handed.orders)
             handed.apply(self._snaps, self._group, peers, self._boundary, survived=True)
             self._snaps._go_on(peers, handed.schedule, handed.durable)
             self._boundary.mark(self._snaps.state.step)
@@ -227,17 +237,12 @@ class Survivor:
         os.environ.update(go.environment)
         os.environ.pop(REPLACEMENT_VARIABLE, None)
         self._generation = go.generation
-        models = self._snaps._tracker.models
-        for parameter in (each for model in models for each in model.parameters()):
+        for parameter in (each for model in self._snaps._tracker.models for each in model.parameters()):
             parameter.grad = None  # of a step that is not completed, or a view of the reducer's memory
         forget_pending()
-        wrappers = [each for model in models for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        for each in wrappers:
-            _disconnect(each)
-        peers = regroup(self._group, go.generation)
-        for each in wrappers:
-            _connect(each)
-        return peers
+        self._reducers.forget()
+        self._reducers.disconnect()
+        return regroup(self._group, go.generation)
 
     def _refuse(self, error: Exception) -> None:
         """Have all ranks restarted, and wait for that: our exception would be taken for the cause of the loss."""
@@ -250,7 +255,8 @@ class Survivor:
         self._channel.say("ready")
         peers = self._enter(self._channel.await_go())
         before = (self._group.rank, self._group.world)
-        handed = Handed.share(self._snaps, peers, self._boundary, step=-1, clean=False, before=before)
+        handed = Handed.share(self._snaps, peers, Own(-1, False, before, self._boundary.seed, []))
+        self._reducers.connect(handed.orders)
         handed.apply(self._snaps, self._group, peers, self._boundary, survived=False)
         self._snaps._join(peers, handed.schedule, handed.durable)
         return handed.step
@@ -277,21 +283,21 @@ def _is_of_the_group(error: BaseException) -> bool:
     return any(word in text for word in ("gloo", "Connection closed by peer", "NCCL", "TCPStore"))
 
 
-def _disconnect(ddp: DistributedDataParallel) -> None:
-    """Drop what holds the old process group."""
-    for name in ("reducer", "logger", "process_group"):
-        ddp.__dict__.pop(name, None)
-
-
-def _connect(ddp: DistributedDataParallel) -> None:
-    """Build the reducer for the default group, as DDP does when it is unpickled."""
-    hooks, ddp._comm_hooks = ddp._comm_hooks, []
-    ddp.__setstate__(dict(ddp.__dict__))
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
-
-
 # --- the state of all ranks -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Own:
+    """What one rank brings along."""
+
+    step: int
+    """The last one that it has completed; -1: it is a replacement."""
+    clean: bool
+    """It has done nothing since then that changes more than the boundary keeps."""
+    before: tuple[int, int]
+    """Its rank and the world's size in the old world."""
+    seed: str
+    orders: list[Order]
 
 
 @dataclass(frozen=True)
@@ -311,33 +317,25 @@ class Handed:
     schedule: list[int]
     durable: list[Any]
     seed: str
+    orders: list[Order]
+    """Of the gradients, by DDP module."""
     same_places: bool
     """Every rank has the place that it had, in a world of the same size."""
 
     @classmethod
-    def share(
-        cls,
-        snaps: Snapshots,
-        peers: Peers,
-        boundary: Boundary,
-        *,
-        step: int,
-        clean: bool,
-        before: tuple[int, int],
-    ) -> Handed:
-        """Agree. Every rank calls it. `step`: the last one that this rank has completed, -1 for a replacement; `clean`:
-        it has done nothing since then that changes more than the boundary keeps; `before`: its rank and the world's
-        size in the old world. Raises ProcessGroupError, on all ranks alike, when no rank is clean."""
+    def share(cls, snaps: Snapshots, peers: Peers, own: Own) -> Handed:
+        """Agree. Every rank calls it. Raises ProcessGroupError, on all ranks alike, when no rank is clean."""
         said = peers.share(
             {
-                "step": step,
-                "clean": clean,
-                "before": list(before),
+                "step": own.step,
+                "clean": own.clean,
+                "before": list(own.before),
                 "epoch": snaps.state.epoch,
-                "positions": snaps._tracker.positions() if step >= 0 else {},
+                "positions": snaps._tracker.positions() if own.step >= 0 else {},
                 "schedule": snaps._schedule.state(),
                 "durable": [snaps._durable_epoch, snaps._unsaved],
-                "seed": boundary.seed,
+                "seed": own.seed,
+                "orders": own.orders,
             }
         )
         good = [rank for rank, each in enumerate(said) if each["clean"]]
@@ -359,6 +357,7 @@ class Handed:
             schedule=of["schedule"],
             durable=of["durable"],
             seed=of["seed"],
+            orders=of["orders"],
             same_places=all(
                 each["step"] < 0 or tuple(each["before"]) == (rank, peers.world) for rank, each in enumerate(said)
             ),

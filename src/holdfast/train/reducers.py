@@ -1,0 +1,107 @@
+"""DDP's reducers in a process that is regrouped: taken apart with the old process group, built again for the new one.
+
+A reducer groups the gradients in buckets: at first in the order of the parameters, after its first backward pass in the
+order in which that made them. Sums over more than two ranks depend on the place of a number in its bucket. So a new
+reducer begins with the order that the old one had found: then a job that was regrouped computes, bit for bit, what an
+undisturbed one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Order = list[int]
+"""Numbers of a DDP module's parameters that need gradients, in the order in which a backward pass made these."""
+
+
+class Reducers:
+    """The DDP modules within some models."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._wrappers = [
+            each for model in models for each in model.modules() if isinstance(each, DistributedDataParallel)
+        ]
+        self._orders: list[Order] = []
+        self._hooks: list[Any] = []
+
+    @property
+    def orders(self) -> list[Order]:
+        """By module; empty before the first backward pass."""
+        return [] if self._hooks else self._orders
+
+    def observe(self) -> None:
+        """Note the order of the next backward pass, if none is known."""
+        if self._orders or not self._wrappers:
+            return
+        for wrapper in self._wrappers:
+            order: Order = []
+            self._orders.append(order)
+            for number, parameter in enumerate(_parameters(wrapper)):
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_noting(order, number)))
+
+    def observed(self) -> None:
+        """A backward pass is over."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def forget(self) -> None:
+        """Stop to observe; what was noted of an unfinished pass does not count."""
+        if self._hooks:
+            self._orders.clear()
+            self.observed()
+
+    def disconnect(self) -> None:
+        """Drop what holds the old process group."""
+        for wrapper in self._wrappers:
+            for name in ("reducer", "logger", "process_group"):
+                wrapper.__dict__.pop(name, None)
+
+    def connect(self, orders: Sequence[Order]) -> None:
+        """Build the reducers for the default group, as DDP does when it is unpickled. `orders`: equal on all ranks."""
+        self._orders = [list(order) for order in orders]
+        for number, wrapper in enumerate(self._wrappers):
+            hooks, wrapper._comm_hooks = wrapper._comm_hooks, []
+            with _in_order(wrapper, orders[number] if orders else []):
+                wrapper.__setstate__(dict(wrapper.__dict__))
+            for hook, state in hooks:
+                wrapper.register_comm_hook(state, hook)
+
+
+def _parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+    """In DDP's own order and numbering."""
+    parameters: list[nn.Parameter] = wrapper._build_params_for_reducer()[0]
+    return parameters
+
+
+def _noting(order: Order, number: int) -> Any:
+    def note(_: Any) -> None:
+        if number not in order:
+            order.append(number)
+
+    return note
+
+
+@contextlib.contextmanager
+def _in_order(wrapper: DistributedDataParallel, order: Order) -> Iterator[None]:
+    """The reducer that is made in this block has the buckets that a reducer makes after a pass in this order."""
+    if wrapper.find_unused_parameters or sorted(order) != list(range(len(_parameters(wrapper)))):
+        yield  # it never makes other buckets, or no order is known
+        return
+    assign = dist._compute_bucket_assignment_by_size
+
+    def in_order(parameters: list[Any], limits: list[int], sparse: list[bool], *_: Any) -> Any:
+        found = assign([parameters[each] for each in order], limits, [sparse[each] for each in order], order)
+        return tuple(list(reversed(part)) for part in found)  # DDP reverses both: its own order is that of the forward
+
+    dist._compute_bucket_assignment_by_size = in_order
+    try:
+        yield
+    finally:
+        dist._compute_bucket_assignment_by_size = assign
