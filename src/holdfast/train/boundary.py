@@ -58,6 +58,12 @@ class Boundary:
         if self._held:
             torch._foreach_copy_(self._buffers, [_kept(places, name) for places, name in self._held])
 
+    def forward_done(self, *_: Any) -> None:
+        """A model's forward pass is done; a hook. What a step draws it has drawn by now: should this rank be lost
+        before its step is complete, and others complete theirs with its gradients, its replacement needs this."""
+        if self._record is not None:
+            self._record.write(self.step + 1, torch.default_generator.get_state())
+
     def rewind(self, state: TrainState) -> None:
         """Go back to that moment."""
         self._interrupted = RandomNumbers()
@@ -148,6 +154,7 @@ class TorchRecord:
         return None
 
     def write(self, step: int, state: torch.Tensor) -> None:
+        """May be called again for a step that is not complete."""
         number = step & 1
         self._steps[number] = 0
         self._states[number].copy_(state)

@@ -127,6 +127,8 @@ class Survivor:
         with contextlib.ExitStack() as hooks:
             for optimizer in self._snaps._tracker.optimizers:
                 hooks.callback(optimizer.register_step_pre_hook(self._note_stepping).remove)
+            for model in self._snaps._tracker.models:
+                hooks.callback(model.register_forward_hook(self._boundary.forward_done).remove)
             hooks.callback(self._leave)
             self._snaps._survivor = self
             self._boundary.mark(self._snaps.state.step)
