@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from holdfast import seqpacket
@@ -213,9 +213,10 @@ class GroupSockets:
 
     def __init__(self) -> None:
         self._links: dict[int, str] = {}
+        self._held: list[socket.socket] = []
 
     @contextlib.contextmanager
-    def noting(self) -> Any:
+    def noting(self) -> Iterator[None]:
         """Sockets that are opened in the block belong to the group."""
         before = open_sockets()
         try:
@@ -224,24 +225,30 @@ class GroupSockets:
             after = open_sockets()
             self._links |= {fd: link for fd, link in after.items() if before.get(fd) != link}
 
-    def forget(self) -> None:
-        """The group is gone."""
-        self._links.clear()
-
     def cut(self) -> int:
-        """Shut the connections, so that every wait on them ends. Returns their number. For any thread.
+        """End every wait on the connections, in this process alone. Returns their number. For any thread.
 
-        A listening socket stays: gloo ends the process when its accept fails."""
-        count = 0
+        They are shut for reading only, and stay open until `forget`, whatever gloo closes: gloo loses an operation, and
+        waits for it for ever, when it answers a message of a peer that has closed the connection in between. A
+        listening socket is left alone: gloo ends the process when its accept fails.
+        """
         for fd, link in list(self._links.items()):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") != link:
                     continue  # closed since, and the number is another one's
-                with socket.socket(fileno=os.dup(fd)) as same:
-                    if not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        same.shutdown(socket.SHUT_RDWR)
-                        count += 1
-        return count
+                same = socket.socket(fileno=os.dup(fd))
+                if same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    same.close()
+                    continue
+                self._held.append(same)
+                same.shutdown(socket.SHUT_RD)
+        return len(self._held)
+
+    def forget(self) -> None:
+        """The group is gone, on all ranks."""
+        self._links.clear()
+        while self._held:
+            self._held.pop().close()
 
 
 def is_replacement(environ: Mapping[str, str] = os.environ) -> bool:
