@@ -45,6 +45,7 @@ class FakeAgent:
         self.heard: list[tuple[int, dict[str, Any]]] = []
         """Local rank and message, in the order of arrival."""
         self._store: TCPStore | None = None
+        self._stores: list[object] = []
         self.generation = 0
 
     def __enter__(self) -> FakeAgent:
@@ -61,6 +62,7 @@ class FakeAgent:
     def places(self, local_ranks: Sequence[int]) -> dict[int, dict[str, str]]:
         """The variables of each worker in a new generation of these local ranks."""
         self.generation += 1
+        self._stores.append(self._store)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return {
             local_rank: {
