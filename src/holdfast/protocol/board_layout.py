@@ -73,3 +73,9 @@ def size_bytes(nproc: int) -> int:
 def slot(local_rank: int) -> int:
     """The index of the first word of this rank's slot."""
     return (1 + local_rank) * SLOT_WORDS
+
+
+def channel_name(address: str) -> bytes:
+    """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
+    abstract name space. `address`: the value of BOARD_VARIABLE."""
+    return b"\0holdfast" + address.rpartition("@")[0].encode()
