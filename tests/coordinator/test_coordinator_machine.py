@@ -10,9 +10,11 @@ from holdfast.coordinator.coordinator_machine import TRANSITIONS
 from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
 from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
+    Able,
     AgentMessage,
     Ask,
     Assign,
+    CannotRegroup,
     Drain,
     Finish,
     FromAgent,
@@ -24,6 +26,8 @@ from holdfast.protocol.messages import (
     Prepared,
     Progress,
     Question,
+    ReplacementFailed,
+    ReplacementReady,
     Resume,
     Running,
     Start,
@@ -178,6 +182,10 @@ MESSAGES: list[FromAgent] = [
             Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
             Progress(generation, (RankProgress(0, Stage.MEETING),)),
             Looked(generation, 1),
+            Able(generation, (0,)),
+            ReplacementReady(generation, (0,)),
+            ReplacementFailed(generation, (FAILURE,)),
+            CannotRegroup(generation, "memory grew"),
         )
     ),
 ]

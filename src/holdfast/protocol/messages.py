@@ -22,9 +22,9 @@ OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
-REVISION = 1
-"""Revision of these messages. From 1 on, an agent reports a failure before it has read the evidence, if the coordinator
-understands that (`Joined.revision`)."""
+REVISION = 2
+"""Revision of these messages. An agent reads the coordinator's in `Joined.revision`. From 1 on, it reports a failure
+before it has read the evidence. From 2 on, it reports which workers can go on after a loss (`Able`)."""
 
 
 class StopReason(Enum):
@@ -147,6 +147,37 @@ class Looked(AgentMessage, frozen=True, tag="looked"):
     """Why the test connection failed, in words; empty: it was made, or was not asked for."""
 
 
+class Able(AgentMessage, frozen=True, tag="able"):
+    """These workers can go on in another generation: their training function runs in `ht.survive`. The whole set of
+    this node; sent when it changes."""
+
+    generation: Count
+    local_ranks: LocalRanks
+
+
+class ReplacementReady(AgentMessage, frozen=True, tag="replacement_ready"):
+    """These replacements have started and wait for their place. The whole set of this node; sent when it grows."""
+
+    generation: Count
+    """The generation that was running when they were ordered."""
+    local_ranks: LocalRanks
+
+
+class ReplacementFailed(AgentMessage, frozen=True, tag="replacement_failed"):
+    """Replacements ended before they had a place."""
+
+    generation: Count
+    """The generation that was running when they were ordered."""
+    failures: Annotated[tuple[Failure, ...], OF_ONE_NODE]
+
+
+class CannotRegroup(AgentMessage, frozen=True, tag="cannot_regroup"):
+    """A worker cannot go on in another generation: the coordinator orders a restart."""
+
+    generation: Count
+    text: str
+
+
 class Ping(AgentMessage, frozen=True, tag="ping"):
     number: Count
 
@@ -194,6 +225,12 @@ class Assign(CoordinatorMessage, frozen=True, tag="assign"):
     """All nodes of this world use loopback: the store need not listen on other addresses."""
     led_by: str = ""
     """The node that hosts the coordinator, and its ranks, in words: `a (ranks 0-7)`. Empty: it has no rank."""
+    local_ranks: LocalRanks = ()
+    """The local ranks of this node that take part, sorted; empty: all."""
+
+    def place(self, local_rank: int) -> int:
+        """The position of this local rank among those of the node that take part: what is added to a rank base."""
+        return self.local_ranks.index(local_rank) if self.local_ranks else local_rank
 
 
 class Start(CoordinatorMessage, frozen=True, tag="start"):
@@ -202,6 +239,24 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     generation: Count
     master_addr: str
     master_port: Port
+
+
+class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):
+    """Phase one of a generation of workers that are already running. Answered by Prepared, which here also says that
+    all workers of the node that take part wait for Start."""
+
+    assign: Assign
+    safe_point: Count = 0
+    """Where the workers stop for it; 0: at once, in whatever they do."""
+    text: str = ""
+    """What was lost or is new, in words, for the console."""
+
+
+class Replace(CoordinatorMessage, frozen=True, tag="replace"):
+    """Start replacements for these local ranks. Each ends in ReplacementReady or in ReplacementFailed."""
+
+    generation: Count
+    local_ranks: LocalRanks
 
 
 class Drain(CoordinatorMessage, frozen=True, tag="drain"):
@@ -285,13 +340,30 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
 
 
 FromAgent = (
-    Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Progress | Looked | Ping | Ask
+    Join
+    | Prepared
+    | WorkerDone
+    | WorkersFailed
+    | Stopped
+    | StoreLost
+    | Leave
+    | Held
+    | Progress
+    | Looked
+    | Able
+    | ReplacementReady
+    | ReplacementFailed
+    | CannotRegroup
+    | Ping
+    | Ask
 )
 FromCoordinator = (
     Joined
     | Waiting
     | Assign
     | Start
+    | Regroup
+    | Replace
     | Drain
     | DrainTo
     | Resume
