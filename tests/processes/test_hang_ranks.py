@@ -24,8 +24,8 @@ from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.rank_progress import Finding, HangKind, RankSample, RankStory, Stage
 from holdfast.supervisor import kernel
 from holdfast.supervisor.board import Board
-from holdfast.supervisor.preload import BOOTSTRAP
 from holdfast.supervisor.stack_sampler import StackSampler
+from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s
 
 pytest.importorskip("torch")
