@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.protocol import board_layout as layout
-from holdfast.supervisor.board import Board
-from holdfast.supervisor.observer import Phases
+from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s
 from tests.warm import Warm

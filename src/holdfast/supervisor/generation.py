@@ -19,10 +19,9 @@ from holdfast.protocol.outcome import Failure
 from holdfast.protocol.rank_progress import RankProgress
 from holdfast.protocol.worker_env import worker_environment
 from holdfast.runtime.run_folder import Journal, WorkerStreams
-from holdfast.supervisor.board import Board
+from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
-from holdfast.supervisor.observer import Phases
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)

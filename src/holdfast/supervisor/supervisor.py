@@ -380,8 +380,8 @@ class Supervisor:
     def _restore_signals(self) -> None:
         for signum in (*_NOT_OURS, *_PYTHONS_OWN, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
-        for signum in self._ignored:
-            signal.signal(signum, signal.SIG_IGN)
+        for number in self._ignored:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _settle_exec(self, fd: int) -> None:
