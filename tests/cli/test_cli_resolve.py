@@ -15,7 +15,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import LAUNCH_OPTIONS
 from holdfast.cli.resolve import Resolution, resolve
 from holdfast.protocol.options import CommandKind, Endpoint, RunOptions, Std
-from holdfast.supervisor.log_layout import default_log_dir
+from holdfast.runtime.run_folder import default_log_dir
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

@@ -129,16 +129,16 @@ def test_a_killed_store_host_is_replaced(site) -> None:
 AT_FORKING = """
 import os, signal, sys
 from holdfast import cli
-from holdfast.supervisor import preload, supervisor
+from holdfast.supervisor import supervisor, worker_command
 
-begin = preload.begin
+begin = worker_command.begin
 
 def killed_first(handle, options):
     os.kill(handle.pid, signal.SIGKILL)
     os.waitid(os.P_PID, handle.pid, os.WEXITED | os.WNOWAIT)
     begin(handle, options)
 
-preload.begin = killed_first
+worker_command.begin = killed_first
 sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
@@ -156,14 +156,14 @@ def revive_and_kill(dead, spare=()):
     return handle
 
 worker_group.revive_supervisor = revive_and_kill
-from holdfast.supervisor.preload import begin
-from holdfast.supervisor import preload
+from holdfast.supervisor.worker_command import begin
+from holdfast.supervisor import worker_command
 
 def killed(handle, options):
     import os, signal
     os.kill(handle.pid, signal.SIGKILL)
 
-preload.begin = killed
+worker_command.begin = killed
 sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from holdfast.cli.finding import run_folders, running_job
 from holdfast.cli.printing import Parser, ranks_of
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
-from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
 from holdfast.runtime.running import Call
 from holdfast.supervisor.log_fold import LineCutter
 from holdfast.supervisor.log_tail import ChangeWatch

@@ -17,7 +17,7 @@ from holdfast.protocol.policy import Grow, JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
 from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
-from holdfast.runtime.secret_variables import read_token, weakness
+from holdfast.runtime.inherited import read_token, weakness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,7 @@ from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Timeline, history, timeline
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Outcome
-from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
 from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
@@ -70,7 +70,7 @@ def folders_of(run: str) -> list[Path]:
 
 def newest_run() -> Path:
     """Raises UsageError where there is none."""
-    from holdfast.supervisor.log_layout import default_log_dir
+    from holdfast.runtime.run_folder import default_log_dir
 
     log_dir = Path(default_log_dir())
     runs = [folder for folder in log_dir.glob("*") if (folder / JOURNAL).is_file()]

@@ -279,7 +279,7 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
     """The log folder, absolute; None when no files are wanted."""
     log_dir: str | None = parsed.values.log_dir
     if not log_dir:
-        from holdfast.supervisor.log_layout import TEMPORARY_NAME, default_log_dir
+        from holdfast.runtime.run_folder import TEMPORARY_NAME, default_log_dir
 
         folder = default_log_dir()
         if os.path.basename(folder).startswith(TEMPORARY_NAME):

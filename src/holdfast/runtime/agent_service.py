@@ -51,13 +51,12 @@ from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_handlers import ControlRequests, OwnNode
 from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of, run_detached
-from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
-from holdfast.runtime.versions import node_versions
+from holdfast.runtime.run_folder import JOURNAL_NAME, Journal, RunFolder
 from holdfast.supervisor.console import Console
-from holdfast.supervisor.log_layout import RunFolder
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.supervisor import SupervisorHandle
+from holdfast.supervisor.worker_command import node_versions
 from holdfast.supervisor.worker_group import WorkerGroup
 
 OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -144,7 +143,7 @@ async def _run_job(
 ) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
-    journal = Journal(folder.path / FILE_NAME if folder.path is not None else None)
+    journal = Journal(folder.path / JOURNAL_NAME if folder.path is not None else None)
     host = socket.gethostname().partition(".")[0]
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX

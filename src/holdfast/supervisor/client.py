@@ -131,8 +131,8 @@ class SupervisorClient:
         return not self._ended.is_set()
 
     def start_fork_server(self, order: seqpacket.Message) -> None:
-        """Import the modules of `preload.order_for` in the fork server, for every `warm` process that is spawned from
-        now on."""
+        """Import modules in the fork server, for every `warm` process that is spawned from now on. `order`: from
+        worker_command.py."""
         self._send(order)
 
     def spawn(

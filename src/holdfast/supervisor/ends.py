@@ -27,8 +27,7 @@ from holdfast.linux import own_groups
 from holdfast.protocol.bounds import COUNT_MAX
 from holdfast.protocol.errors import EXIT_FAILURE
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
-from holdfast.runtime.journal import Journal
-from holdfast.supervisor.log_layout import WorkerStreams
+from holdfast.runtime.run_folder import Journal, WorkerStreams
 from holdfast.supervisor.log_router import LogRouter
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024

@@ -124,7 +124,7 @@ class ForkServerClient:
         self._told: set[str] = set()
 
     def begin(self, order: Command) -> None:
-        """Start the fork server; `order` comes from supervisor/preload.py."""
+        """Start the fork server; `order` comes from supervisor/worker_command.py."""
         self._order = order
         self._try_start(order)
 

@@ -18,13 +18,11 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.rank_progress import RankProgress
 from holdfast.protocol.worker_env import worker_environment
-from holdfast.runtime.journal import Journal
-from holdfast.supervisor.board import Board
+from holdfast.runtime.run_folder import Journal, WorkerStreams
+from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
-from holdfast.supervisor.log_layout import WorkerStreams
-from holdfast.supervisor.observer import Phases
-from holdfast.supervisor.preload import worker_argv, worker_fds
+from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)
 """A worker that ends in one of these states was stopped."""

@@ -28,9 +28,9 @@ from pathlib import Path
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
+from holdfast.runtime.run_folder import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log
 from holdfast.supervisor.console import Console, ConsoleStream
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
-from holdfast.supervisor.log_layout import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
 from holdfast.text import spans
 

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
@@ -37,9 +38,10 @@ from holdfast.protocol.faultdump import (
 )
 from holdfast.protocol.rank_progress import Frame, RankSample
 from holdfast.runtime.driver import run_detached
-from holdfast.supervisor import kernel
-from holdfast.supervisor.board import Board
-from holdfast.supervisor.processes import is_alive
+from holdfast.supervisor import processes
+
+if TYPE_CHECKING:
+    from holdfast.supervisor.board import Board
 
 FIRST_LOOKS_MAX = 10
 """The evidence of the first looks of a generation is kept; of later looks only the newest."""
@@ -99,7 +101,7 @@ class StackFiles:
             text.rstrip() or "It did not write its stacks: it is stopped, or no Python under holdfast's bootstrap.",
             "",
             "Its threads, as the kernel has them:",
-            *kernel.describe_tasks(sample.pid),
+            *processes.describe_tasks(sample.pid),
         ]
         return "\n".join(lines) + "\n"
 
@@ -336,8 +338,8 @@ class StackSampler:
 def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
     """Read the stacks that workers write. Blocks; closes the looks' files."""
     try:
-        below = kernel.descendants({look.pid: look.variable for look in looks})
-        disk_bytes, moved_bytes = kernel.disk_bytes(), kernel.tcp_moved_bytes()
+        below = processes.families({look.pid: look.variable for look in looks})
+        disk_bytes, moved_bytes = processes.disk_bytes(), processes.tcp_moved_bytes()
         for look in looks:
             _measure(look, below[look.pid], moved_bytes)
             look.disk_bytes = disk_bytes
@@ -357,56 +359,56 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
             os.close(look.fd)
 
 
-def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
+def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Mapping[int, int]) -> None:
     """Measure the work that it and the processes below it have done so far."""
     look.at_s = time.monotonic()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
-    look.moved_bytes = max(0, kernel.moved_bytes(look.pid) - look.dumped_bytes)
+    look.moved_bytes = max(0, processes.moved_bytes(look.pid) - look.dumped_bytes)
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
     look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
     pids = [child.pid for child in below[:MEASURED_MAX]]
-    look.children_bytes = sum(map(kernel.moved_bytes, pids))
-    look.wanted_s = kernel.wanted_s(look.pid, all_threads=True)
-    look.wanted = look.wanted.and_now({pid: kernel.wanted_s(pid, all_threads=False) for pid in pids})
-    look.talked = look.talked.and_now(kernel.of_connections([look.pid, *pids], moved_bytes))
+    look.children_bytes = sum(map(processes.moved_bytes, pids))
+    look.wanted_s = processes.wanted_s(look.pid, all_threads=True)
+    look.wanted = look.wanted.and_now({pid: processes.wanted_s(pid, all_threads=False) for pid in pids})
+    look.talked = look.talked.and_now(processes.of_connections([look.pid, *pids], moved_bytes))
     look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
-    look.switches = kernel.switches(look.pid)
+    look.switches = processes.switches(look.pid)
 
 
 def _ask(look: _RankLook) -> None:
     """Send the signal to a worker that will answer it."""
     if look.stat is None or look.stat.state in _STOPPED + _DEAD:
         return  # it would answer when it continues, once for each signal
-    signals = kernel.signals(look.pid)
+    signals = processes.signals(look.pid)
     look.signum, look.task = LOOK_MAIN_SIGNAL, look.pid
     if _sleeps(look):
-        look.signum, look.task = LOOK_SIGNAL, kernel.idle_thread(look.pid, LOOK_SIGNAL)
+        look.signum, look.task = LOOK_SIGNAL, processes.idle_thread(look.pid, LOOK_SIGNAL)
     elif signals.blocks(LOOK_MAIN_SIGNAL):
         return
-    if not signals.catches(look.signum) or signals.pending(look.signum) or not kernel.has_open(look.pid, look.fd):
+    if not signals.catches(look.signum) or signals.pending(look.signum) or not processes.has_open(look.pid, look.fd):
         return  # the signal would kill it, or its handler would write elsewhere
     os.truncate(look.fd, 0)
     with contextlib.suppress(OSError):  # it is gone, or its user's signal queue is full
-        kernel.signal_thread(look.pid, look.task, look.signum)
+        processes.signal_thread(look.pid, look.task, look.signum)
         look.asked = True
 
 
 def _sleeps(look: _RankLook) -> bool:
     """Whether its main thread has slept since the look began, and is likely to sleep on."""
     stat = process_stat(f"{look.pid}/task/{look.pid}")
-    return stat is not None and stat.state != "R" and kernel.switches(look.pid) == look.switches
+    return stat is not None and stat.state != "R" and processes.switches(look.pid) == look.switches
 
 
 def _answered(look: _RankLook) -> bool:
     """Whether this worker has written everything that it will write."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
-    signals = kernel.signals(f"{look.pid}/task/{look.task}")
+    signals = processes.signals(f"{look.pid}/task/{look.task}")
     if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
         look.size, look.still_since_s = size, now_s
         return False
-    if not is_alive(look.pid):
+    if not processes.is_alive(look.pid):
         return True
     return size > 0 and now_s - look.still_since_s >= STILL_S
 
@@ -467,7 +469,7 @@ def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) 
     return ""
 
 
-def _notes(children: Iterable[kernel.Child]) -> list[str]:
+def _notes(children: Iterable[processes.Child]) -> list[str]:
     """Problems of the processes that a worker has started; those of a data loader even without problems."""
     notes = []
     idle = []

@@ -8,7 +8,7 @@ Standard library only. Knows processes, signals and descriptors; knows nothing o
 
 Commands on the supervisor channel (messages of seqpacket.py); a spawn brings one descriptor for each number:
 
-    {"do": "start_fork_server", …}         start the fork server (preload.py); it forks every later "warm" worker
+    {"do": "start_fork_server", …}         start the fork server (worker_command.py); it forks every later "warm" worker
     {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus",
      "warm"}
     {"do": "signal", "key", "signum"}      to the process itself, not to its children
@@ -40,8 +40,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from holdfast import seqpacket
 from holdfast.protocol.errors import PlatformError
-from holdfast.runtime import descriptors
-from holdfast.runtime.secret_variables import forget_secrets
+from holdfast.runtime.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
 
@@ -88,7 +87,7 @@ def fork_supervisor() -> SupervisorHandle:
         raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
     _fill_standard_descriptors()
     ignored = ignored_signals()
-    limit = descriptors.soft_limit()
+    limit = soft_limit()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent = os.getpid()
     # Ctrl-C must not reach the child before it ignores it.
@@ -119,7 +118,7 @@ def exec_supervisor(ignored: Sequence[int], limit: int | None = None) -> Supervi
     # The path of our package is passed directly: the workers must not inherit a PYTHONPATH.
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
     program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.supervisor.supervisor import main; main()"
-    limit = descriptors.soft_limit() if limit is None else limit
+    limit = soft_limit() if limit is None else limit
     arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored), str(limit)]
     with theirs:
         try:
@@ -164,7 +163,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         processes.prctl(processes.PR_SET_NAME, NAME)
         processes.become_subreaper()
         _close_all_but(sock.fileno())
-        descriptors.raise_limit()
+        raise_limit()
         forget_secrets()
         supervisor = Supervisor(sock, agent, ignored, limit)
         try:
@@ -360,7 +359,7 @@ class Supervisor:
             if os.getppid() != self._pid:
                 os._exit(_EXEC_FAILED)  # the supervisor died in between, so nothing would kill this process
             self._restore_signals()
-            descriptors.restore_limit(self._limit)
+            restore_limit(self._limit)
             if command["cpus"]:
                 os.sched_setaffinity(0, command["cpus"])
             if command["cwd"] is not None:
@@ -381,8 +380,8 @@ class Supervisor:
     def _restore_signals(self) -> None:
         for signum in (*_NOT_OURS, *_PYTHONS_OWN, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
-        for inherited in self._ignored:
-            signal.signal(inherited, signal.SIG_IGN)
+        for number in self._ignored:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _settle_exec(self, fd: int) -> None:

@@ -24,19 +24,17 @@ from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, Supe
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.rank_progress import RankProgress, RankSample
-from holdfast.runtime.journal import Journal
+from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot, WorkerStreams
 from holdfast.supervisor import client as kept
-from holdfast.supervisor.board import HOLD_SETTLES_S
+from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import Revivals, SupervisorClient, revive_supervisor
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration
-from holdfast.supervisor.log_layout import RunFolder, WorkerSlot, WorkerStreams
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.numa import binding_for
-from holdfast.supervisor.observer import Observer, Phases, ProgressNotes
-from holdfast.supervisor.preload import order_for, script_argv
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
+from holdfast.supervisor.worker_command import order_for, script_argv
 
 GUARD_S = 0.25
 """The supervisor kills this long after the agent's own fence: an agent that runs kills the workers itself, and reports

@@ -42,8 +42,8 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec
 from holdfast.runtime.driver import Driver, Troubles, fault_of
-from holdfast.runtime.journal import Journal
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
+from holdfast.runtime.run_folder import Journal
 
 INCARNATION_BYTES = 4
 BACKLOG = 4096

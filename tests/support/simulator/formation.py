@@ -23,8 +23,8 @@ from holdfast.protocol.messages import Assign
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.driver import Driver
-from holdfast.runtime.journal import Journal
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
+from holdfast.runtime.run_folder import Journal
 from tests.support.simulator.cluster import simple_judge
 
 STORE_PORT = 1
