@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
 from holdfast.protocol import board_layout as layout
-from holdfast.protocol.messages import Assign, Start
+from holdfast.protocol.messages import Start
 from holdfast.protocol.rank_progress import RankSample
 from holdfast.supervisor import board as board_module
 from holdfast.supervisor.board import Board, Observer
@@ -27,8 +27,7 @@ class Post:
         self.news = asyncio.Event()
         self.board = Board(1)
         self.observer = Observer(tasks, self._emit, host="b", folder=None, interval_s=0.01, fault=self._failed)
-        assign = Assign(3, 0, 0, 1, 0, 1, 0, 1, True)
-        self.observer.start(assign, Start(3, address, port), self.board, lambda: self.board.progress(0))
+        self.observer.start(Start(3, address, port), self.board, int, lambda: self.board.progress(0))
 
     def _emit(self, event: Event) -> None:
         self.told.append(event)

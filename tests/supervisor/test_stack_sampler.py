@@ -268,7 +268,7 @@ def test_what_it_has_written_for_us_is_not_its_own(board: Board, start: Start) -
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> list[int]:
-        stack_sampler = StackSampler(board, generation=3, rank_base=4)
+        stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank)
         return [(await stack_sampler.look({0: process.pid}, None))[0].moved_bytes for _ in range(4)]
 
     before, *after = asyncio.run(scenario())
@@ -305,7 +305,7 @@ def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> list[tuple[RankSample, ...]]:
-        stack_sampler = StackSampler(board, generation=1, rank_base=0)
+        stack_sampler = StackSampler(board, 1, int)
         async with asyncio.TaskGroup() as tasks:
             looks = [tasks.create_task(stack_sampler.look({0: process.pid}, None)) for _ in range(5)]
         return [each.result() for each in looks]
@@ -318,7 +318,7 @@ def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: 
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> None:
-        stack_sampler = StackSampler(board, generation=1, rank_base=0)
+        stack_sampler = StackSampler(board, 1, int)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(stack_sampler.look({0: process.pid}, tmp_path))
             await asyncio.sleep(0)
@@ -409,7 +409,7 @@ def test_native_stacks_where_py_spy_is(
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> str:
-        stack_sampler = StackSampler(board, generation=1, rank_base=0)
+        stack_sampler = StackSampler(board, 1, int)
         (sample,) = await stack_sampler.look({0: process.pid}, tmp_path)
         assert stack_sampler._files._spying is not None
         await stack_sampler._files._spying

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 BOARD_VARIABLE = "HOLDFAST_BOARD"
 """Variable of a worker's environment: `PATH@SLOT`, the board's file and the first word of this worker's slot."""
+REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
+"""Set for a worker that is started while the others run: it gets its place when it is ready."""
 
 WORD_BYTES = 8
 SLOT_WORDS = 16

@@ -25,6 +25,7 @@ from msgspec import Struct, json
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.commands import (
     Command,
+    ContinueWorkers,
     Dial,
     Exit,
     HangUp,
@@ -32,10 +33,12 @@ from holdfast.agent.commands import (
     KillTree,
     LookAtWorkers,
     Prepare,
+    RegroupWorkers,
     ReleaseWorkers,
     Say,
     Send,
     SignalWorkers,
+    StartReplacements,
     StartWorkers,
 )
 from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled
@@ -398,24 +401,6 @@ class AgentService:
                     assert self._control_requests is not None
                     self._control_requests.link_lost()
                     link.close(reason)
-            case Prepare(assign):
-                self._worker_group.prepare(assign)
-            case StartWorkers(assign, start):
-                self._worker_group.start(assign, start)
-                if self._load is not None and self._load_timer is None:
-                    self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
-            case SignalWorkers(signum, to_end):
-                self._worker_group.signal(signum, to_end=to_end)
-                if to_end:
-                    self._load_end()
-            case HoldWorkers(generation):
-                self._worker_group.hold(generation)
-            case ReleaseWorkers(generation, safe_point):
-                self._worker_group.release(generation, safe_point)
-            case LookAtWorkers(generation, number, store):
-                self._worker_group.look(generation, number, store=store)
-            case KillTree():
-                self._worker_group.kill_tree()
             case Say(text, victims):
                 if victims is not None:
                     self._router.tell_elsewhere(victims)
@@ -425,6 +410,35 @@ class AgentService:
             case Exit(outcome):
                 if not self._ended.done():
                     self._ended.set_result(outcome)
+            case _:
+                self._order_workers(self._worker_group, command)
+
+    def _order_workers(self, group: WorkerGroup, command: Command) -> None:
+        match command:
+            case Prepare(assign):
+                group.prepare(assign)
+            case StartWorkers(assign, start):
+                group.start(assign, start)
+                if self._load is not None and self._load_timer is None:
+                    self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
+            case RegroupWorkers(assign, safe_point):
+                group.regroup(assign, safe_point)
+            case ContinueWorkers(_, start):
+                group.go_on(start)
+            case StartReplacements(generation, local_ranks):
+                group.replace(generation, local_ranks)
+            case SignalWorkers(signum, to_end):
+                group.signal(signum, to_end=to_end)
+                if to_end:
+                    self._load_end()
+            case HoldWorkers(generation):
+                group.hold(generation)
+            case ReleaseWorkers(generation, safe_point):
+                group.release(generation, safe_point)
+            case LookAtWorkers(generation, number, store):
+                group.look(generation, number, store=store)
+            case KillTree():
+                group.kill_tree()
 
     def _load_end(self) -> None:
         """Import, once, the modules that the verdict and the last screen need."""

@@ -8,6 +8,7 @@ caller wait: a disk that stalls costs events, never training. It must not know w
       events.jsonl verdict.json control.sock
       attempt_<restart_count>/                   attempt_<restart_count>_generation_<g> when the first name is taken
         <local_rank>/stdout.log stderr.log error.json
+        <local_rank>.<n>/                        the same of its nth replacement in this attempt
         filtered_stdout.log filtered_stderr.log
 """
 
@@ -20,7 +21,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,7 +96,7 @@ class RunFolder:
         if generation not in self._attempts:
             name = f"attempt_{restart_count}"
             try:
-                self._attempts[generation] = _make_first(self.path, (name, f"{name}_generation_{generation}"))
+                self._attempts[generation] = make_first(self.path, (name, f"{name}_generation_{generation}"))
             except OSError as error:
                 raise LogDirError(f"The run folder {self.path} cannot be written: {error.strerror}.") from error
         return self._attempts[generation]
@@ -149,10 +150,10 @@ def open_log(path: Path) -> int:
 
 def _make_unique(parent: Path, name: str) -> Path:
     names = [f"{name}_{_random_suffix()}" for _ in range(NAME_TRIES_MAX)]
-    return _make_first(parent, names, mode=0o700)
+    return make_first(parent, names, mode=0o700)
 
 
-def _make_first(parent: Path, names: list[str] | tuple[str, ...], mode: int = 0o777) -> Path:
+def make_first(parent: Path, names: Iterable[str], mode: int = 0o777) -> Path:
     """Make the first of these folders that does not exist yet."""
     for name in names:
         try:

@@ -22,7 +22,7 @@ from pathlib import Path
 from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
 from holdfast.protocol import board_layout as layout
 from holdfast.protocol.bounds import COUNT_MAX
-from holdfast.protocol.messages import Assign, Start
+from holdfast.protocol.messages import Start
 from holdfast.protocol.rank_progress import RankProgress, RankSample, Stage
 from holdfast.supervisor.stack_sampler import StackSampler
 
@@ -34,8 +34,8 @@ REPORTS_AT_ONCE = 64
 
 
 class Board:
-    """The board of one generation. Its memory belongs to no file system: it is freed when the last process that maps it
-    ends."""
+    """The board of workers that were started together, and of their replacements. Its memory belongs to no file system:
+    it is freed when the last process that maps it ends."""
 
     def __init__(self, nproc: int) -> None:
         """Raises OSError when there is no memory for the board."""
@@ -45,6 +45,8 @@ class Board:
         self._memory = mmap.mmap(self._fd, layout.size_bytes(nproc))
         self._words = memoryview(self._memory).cast("Q")
         self._began_ns = time.monotonic_ns()
+        self._before = [(0, 0, 0)] * nproc
+        """By local rank: steps, beats and own time of earlier generations."""
         self._stacks: list[int] = []
         for rank in range(nproc):
             fd = os.memfd_create("holdfast-stacks")
@@ -74,6 +76,29 @@ class Board:
             self._words[layout.SAFE_POINT] = safe_point
         self._words[layout.HELD] = 0
 
+    def clear(self, local_rank: int) -> None:
+        """Prepare the slot for another process."""
+        at = layout.slot(local_rank)
+        for word in range(layout.SLOT_WORDS):
+            if word != layout.STACKS:
+                self._words[at + word] = 0
+        os.truncate(self._stacks[local_rank], 0)
+        self._before[local_rank] = (0, 0, 0)
+
+    def begin_again(self) -> None:
+        """The workers go on in another generation, which counts safe points and steps from 0. They wait now."""
+        self._words[layout.HELD] = self._words[layout.SAFE_POINT] = 0
+        self._began_ns = time.monotonic_ns()
+        for rank in range(self._nproc):
+            at = layout.slot(rank)
+            for word in (layout.REACHED, layout.TOLD, layout.BEGAN_AT):
+                self._words[at + word] = 0
+            self._before[rank] = (
+                self._words[at + layout.STEPS],
+                self._words[at + layout.BEATS],
+                self._words[at + layout.OWN],
+            )
+
     def reached(self) -> int:
         """The newest safe point that any worker has reached; 0: no worker has called should_stop()."""
         return min(COUNT_MAX, max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc)))
@@ -97,7 +122,10 @@ class Board:
         at = layout.slot(local_rank)
         words = self._words[at : at + layout.SLOT_WORDS]
         # A worker may write anything into its memory: the values must still fit into a message.
-        steps, beats = min(words[layout.STEPS], COUNT_MAX), min(words[layout.BEATS], COUNT_MAX)
+        counted = (words[layout.STEPS], words[layout.BEATS], words[layout.OWN])
+        steps, beats, own_ns = (
+            max(0, min(now, COUNT_MAX) - before) for now, before in zip(counted, self._before[local_rank], strict=True)
+        )
         if steps or beats:
             stage = Stage.STEPPING
         elif words[layout.GROUP]:
@@ -106,9 +134,9 @@ class Board:
             stage = Stage.GROUPING
         else:
             stage = Stage.MEETING if words[layout.MEETING] else Stage.STARTING
-        since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT]) or self._began_ns
+        since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT], self._began_ns)
         age_s = max(0, now_ns - since_ns) / 1e9
-        return RankProgress(local_rank, stage, steps or beats, age_s, words[layout.OWN] / 1e9, beats)
+        return RankProgress(local_rank, stage, steps or beats, age_s, own_ns / 1e9, beats)
 
     def job_steps(self, local_rank: int) -> tuple[int, int]:
         """The step of the whole job at which this worker began, and its present one; -1: the script does not report
@@ -186,6 +214,9 @@ class Phases:
         process_group   → they have their process group
         first_step      → the first step of an optimizer is done
 
+    When workers go on in another generation, `stop` ends when all wait for it, `process_group` when all have joined it,
+    and `first_step` with the first step of the training function.
+
     A part that was not there (no failure, no process group, no optimizer) is left out; what follows is measured from
     the last moment there was. Where workers differ, the slowest counts. `write` gets the journal's event."""
 
@@ -225,12 +256,23 @@ class Phases:
         if self._stopping:
             self._passed("stop")
 
-    def start(self, generation: int, restart_count: int, nproc: int, board: Board) -> None:
-        """The workers were ordered to start."""
+    def start(self, generation: int, restart_count: int, nproc: int, board: Board | None) -> None:
+        """The workers were ordered to start. 0 workers and no board: to go on from another generation."""
         self._passed("form")
         self._stopping, self._trouble_s = False, None
         self._generation = {"generation": generation, "restart_count": restart_count}
         self._awaited, self._board = nproc, board
+
+    def able(self) -> None:
+        """All workers that went on have their process group."""
+        if self._generation and self._board is None:
+            self._passed("process_group")
+
+    def went_on(self) -> None:
+        """All workers that went on have done their first step."""
+        if self._generation and self._board is None:
+            self._passed("first_step")
+            self.close()
 
     def imported(self) -> None:
         """The fork server has imported the modules that the workers need; workers that were requested have waited for
@@ -253,7 +295,7 @@ class Phases:
             self._timer.stop()
             self._timer = None
         if self._generation:
-            if self._awaited == 0:
+            if self._awaited == 0 and self._board is not None:
                 self._read()
             told = {f"{name}_s": s for name, s in self._told.items()}
             self._write("phases", **self._generation, **told, until_monotonic=round(self._last_s, PHASE_DIGITS))
@@ -295,8 +337,7 @@ class ProgressNotes:
         self, generation: int, rank_base: int, board: Board, look: Callable[[], tuple[RankProgress, ...]]
     ) -> None:
         """The workers of this generation were ordered to start."""
-        self._note = None  # it belongs to an older generation, whose board is closed
-        self.close()
+        self._stop()
 
         def note() -> None:
             ranks = look()
@@ -318,12 +359,16 @@ class ProgressNotes:
 
     def close(self) -> None:
         """The generation is over; its board is still open."""
+        note = self._note
+        self._stop()
+        if note is not None:
+            note()
+
+    def _stop(self) -> None:
         if self._timer is not None:
             self._timer.stop()
             self._timer = None
-        if self._note is not None:
-            note, self._note = self._note, None
-            note()
+        self._note = None
 
 
 REACH_S_MAX = 3.0
@@ -357,19 +402,33 @@ class Observer:
         self._timer: Repeat | None = None
 
     def start(
-        self, assign: Assign, start: Start, board: Board, progress: Callable[[], tuple[RankProgress, ...]]
+        self,
+        start: Start,
+        board: Board,
+        rank_of: Callable[[int], int],
+        progress: Callable[[], tuple[RankProgress, ...]],
     ) -> None:
-        """The workers of this generation were ordered to start. The board may be closed once another generation
-        starts."""
+        """The workers of this generation were ordered to start. The board may be closed once others are started.
+        `rank_of`: the present rank of a local rank."""
         self.stop()
         if self._stack_sampler is not None:
             self._tasks.create_task(self._stack_sampler.close())
-        self._generation = assign.generation
-        self._stack_sampler = StackSampler(board, generation=assign.generation, rank_base=assign.rank_base)
+        self._stack_sampler = StackSampler(board, start.generation, rank_of)
+        self._begin(start, progress)
+
+    def regrouped(self, start: Start, progress: Callable[[], tuple[RankProgress, ...]]) -> None:
+        """The workers were ordered to go on in this generation."""
+        self.stop()
+        assert self._stack_sampler is not None
+        self._stack_sampler.regrouped(start.generation)
+        self._begin(start, progress)
+
+    def _begin(self, start: Start, progress: Callable[[], tuple[RankProgress, ...]]) -> None:
+        self._generation = start.generation
         self._store = (start.master_addr, start.master_port)
 
         def report() -> None:
-            self._emit(WorkersProgress(assign.generation, progress()))
+            self._emit(WorkersProgress(start.generation, progress()))
 
         self._timer = Repeat(report, self._interval_s)
 

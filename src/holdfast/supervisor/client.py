@@ -174,6 +174,10 @@ class SupervisorClient:
         """Signal the process itself, not its children; does nothing when it has ended."""
         self._send({"do": "signal", "key": key, "signum": int(signum)})
 
+    def kill_session(self, pid: int) -> None:
+        """SIGKILL the children that this process left behind: those in its session, and all below them."""
+        self._send({"do": "kill_session", "pid": pid})
+
     def ignore(self, signum: int) -> None:
         """Every process spawned from now on starts with this signal ignored."""
         self._send({"do": "ignore", "signum": signum})

@@ -234,18 +234,28 @@ EXIT_AFTER_EXCEPTION = 1
 
 
 class Worker(Struct):
-    """One worker of the present generation."""
+    """One living worker."""
 
     local_rank: int
     streams: WorkerStreams
+    key: str
+    """Its name at the supervisor."""
+    generation: int
+    """The newest one in which it has a place; 0: it is a replacement that has none yet."""
     pid: int = 0
     began_s: float = 0.0
     raised: bool = False
     """Its program raised an exception, which is reported before the process ends."""
+    able: bool = False
+    """It can go on in another generation."""
+    ready: bool = False
+    """It waits for its first place."""
+    gate: int = 0
+    """The generation for which it waits at the gate; 0: it does not wait."""
 
 
 class Ends:
-    """Reports the ends of one generation's workers on one node. `emit` gets the machine's events on the loop."""
+    """Reports the ends of a node's workers. `emit` gets the machine's events on the loop."""
 
     def __init__(
         self,
@@ -261,7 +271,8 @@ class Ends:
         self._journal = journal
         self._router = router
         self._oom = oom
-        self._generation = generation
+        self.generation = generation
+        """The present one; it changes when workers go on in another."""
         self._reading: set[asyncio.Task[None]] = set()
         """Readers for failures that have been reported."""
         self._waiting: set[asyncio.Task[None]] = set()
@@ -271,8 +282,8 @@ class Ends:
     def unstarted(self, bare: Failure, error_number: int, text: str) -> None:
         """Report a worker whose program could not be executed."""
         failure = failure_of_spawn(bare, error_number=error_number, text=text)
-        self._journal.write("worker_failed", generation=self._generation, **noted(failure))
-        self._emit(WorkerEnded(self._generation, failure.local_rank, failure))
+        self._journal.write("worker_failed", generation=self.generation, **noted(failure))
+        self._emit(WorkerEnded(self.generation, failure.local_rank, failure))
 
     def report(self, worker: Worker, bare: Failure, *, raised: bool = False) -> None:
         """Report a failure at once; FailureRead follows when the worker's files have been read. An end with 0 is
@@ -305,20 +316,20 @@ class Ends:
         if left is None:
             self._failed(worker, bare, raised=raised)
         else:
-            self._emit(WorkerEnded(self._generation, worker.local_rank, None, left=left))
+            self._emit(WorkerEnded(self.generation, worker.local_rank, None, left=left))
 
     def _failed(self, worker: Worker, bare: Failure, *, raised: bool) -> None:
         read = worker.raised and not raised  # read already when it raised
         kind = WorkerRaised if raised else WorkerEnded
-        self._emit(kind(self._generation, worker.local_rank, failure=bare, evidence_follows=not read))
+        self._emit(kind(self.generation, worker.local_rank, failure=bare, evidence_follows=not read))
         if not read:
             self._begin(self._read(worker, bare), self._reading)
 
     async def _read(self, worker: Worker, bare: Failure) -> None:
         failure = await asyncio.to_thread(self._with_evidence, bare, worker.streams)
-        self._journal.write("worker_failed", generation=self._generation, **noted(failure))
+        self._journal.write("worker_failed", generation=self.generation, **noted(failure))
         self._router.failed(failure.rank, failure.traceback)
-        self._emit(FailureRead(self._generation, worker.local_rank, failure))
+        self._emit(FailureRead(self.generation, worker.local_rank, failure))
 
     def _with_evidence(self, bare: Failure, streams: WorkerStreams) -> Failure:
         return with_evidence(

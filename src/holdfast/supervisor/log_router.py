@@ -22,13 +22,14 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
-from holdfast.runtime.run_folder import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log
+from holdfast.runtime.run_folder import RunFolder, StreamFds, WorkerSlot, WorkerStreams, make_first, open_log
 from holdfast.supervisor.console import Console, ConsoleStream
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
@@ -234,6 +235,11 @@ class LogRouter:
         self._tracebacks: dict[int, str] = {}
         """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
+        self._attempt: Path | None = None
+        """The folder of the newest attempt; None: it has no files."""
+        self._by_sink: dict[ConsoleStream, TailGroup] = {}
+        self._shown: dict[int, list[tuple[StreamTail, ConsoleStream, bool]]] = {}
+        """What is shown of the newest attempt, by local rank: where, and whether because of --tee."""
         if folder.path is None and _wants_files(options):
             console.say(
                 "--log-dir /dev/null: there are no log files, so --redirects, --tee and the filters on lines do "
@@ -246,15 +252,20 @@ class LogRouter:
         self.end_attempt()
         self.tell_elsewhere(())
         self._last_groups, self._tracebacks = [], {}
+        self._attempt, self._by_sink, self._shown = attempt, {}, {}
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
         try:
-            streams = {worker.local_rank: self._open_worker(attempt, worker, shown) for worker in workers}
+            streams = {
+                worker.local_rank: self._open_worker(attempt / str(worker.local_rank), worker, shown)
+                for worker in workers
+            }
             for sink, tails in shown.items():
                 several = len({tail.rank for tail in tails}) > 1
                 fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
-                self._follow(sink, TailGroup(tails, fold=fold))
+                self._by_sink[sink] = TailGroup(tails, fold=fold)
+                self._follow(sink, self._by_sink[sink])
             self._last_groups = [*self._groups]
             self._open_filtered(attempt, workers)
         except OSError as error:
@@ -267,6 +278,36 @@ class LogRouter:
             self._attached = True
             self._console.attach(self._tail)
         return streams
+
+    def add(self, worker: WorkerSlot) -> WorkerStreams:
+        """The streams of a worker that takes the place of one that has ended, in a folder beside that one's. Where
+        none can be made, it gets no files."""
+        if self._attempt is None:
+            return self._inherited(worker)
+        shown: dict[ConsoleStream, list[StreamTail]] = {}
+        terminals = len(self._terminals)
+        try:
+            folder = make_first(self._attempt, (f"{worker.local_rank}.{number}" for number in count(1)))
+            streams = self._open_worker(folder, worker, shown)
+        except OSError as error:
+            self.started(worker.local_rank)
+            self.say(
+                f"The log folder {self._attempt} cannot be written: {error.strerror}. Rank {worker.rank} has none."
+            )
+            return self._inherited(worker)
+        for sink, tails in shown.items():
+            for tail in tails:
+                self._by_sink[sink].add(tail)
+        self._pump.add(self._terminals[terminals:])
+        self._console.wake()
+        return streams
+
+    def moved(self, ranks: Mapping[int, int]) -> None:
+        """Workers have another rank from now on. `ranks`: by local rank."""
+        for local_rank, rank in ranks.items():
+            for tail, sink, teed in self._shown.get(local_rank, ()):
+                tail.prefix = self._tail_prefix(WorkerSlot(local_rank, rank), sink, teed=teed)
+                tail.rank = rank if tail.rank is not None else None
 
     def failed(self, rank: int, traceback: str) -> None:
         """Record the traceback with which a worker of the newest attempt ended."""
@@ -340,9 +381,8 @@ class LogRouter:
         return WorkerStreams(StreamFds(*fds), None, None, None)
 
     def _open_worker(
-        self, attempt: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
+        self, folder: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
     ) -> WorkerStreams:
-        folder = attempt / str(worker.local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         stdout_file, stderr_file = folder / "stdout.log", folder / "stderr.log"
         fds = StreamFds(
@@ -366,24 +406,21 @@ class LogRouter:
         redirected = bool(self._options.redirects.for_rank(worker.local_rank) & std)
         if not self._passes(worker) or (redirected and not teed):
             return fd
-        prefix = self._prefix(worker, teed=teed)
-        tail_prefix = (
-            prefix if teed or self._options.prefix_template or not sink.colour else _coloured(prefix, worker.rank)
-        )
         plain = self._options.dedup and not teed and not self._options.prefix_template
         held = HeldTraceback() if plain and std is Std.ERR else None
-        shown.setdefault(sink, []).append(
-            StreamTail(
-                path,
-                tail_prefix,
-                live=sink.live,
-                asks=sink.live and os.isatty(0),
-                rank=worker.rank if plain else None,
-                held=held,
-            )
+        tail = StreamTail(
+            path,
+            self._tail_prefix(worker, sink, teed=teed),
+            live=sink.live,
+            asks=sink.live and os.isatty(0),
+            rank=worker.rank if plain else None,
+            held=held,
         )
+        shown.setdefault(sink, []).append(tail)
+        self._shown.setdefault(worker.local_rank, []).append((tail, sink, teed))
         if not sink.is_terminal:
             return fd
+        prefix = self._prefix(worker, teed=teed)
         terminal = Terminal(sink.fd, fd, columns_taken=len(prefix.decode(errors="replace")))
         self._terminals.append(terminal)
         self._fds[worker.local_rank][-1] = terminal.worker_fd
@@ -427,6 +464,10 @@ class LogRouter:
         """The prefix of a line that these ranks have printed."""
         prefix = f"{self._node}:{spans(ranks).replace(', ', ',')}| ".encode(errors="surrogateescape")
         return _coloured(prefix, ranks[0]) if sink.colour else prefix
+
+    def _tail_prefix(self, worker: WorkerSlot, sink: ConsoleStream, *, teed: bool) -> bytes:
+        prefix = self._prefix(worker, teed=teed)
+        return prefix if teed or self._options.prefix_template or not sink.colour else _coloured(prefix, worker.rank)
 
     def _prefix(self, worker: WorkerSlot, *, teed: bool) -> bytes:
         template = self._options.prefix_template

@@ -144,6 +144,21 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10
     return []
 
 
+SESSION_SCANS_MAX = 5
+
+
+def kill_session(root: int, leader: int) -> None:
+    """SIGKILL every process below `root` in the session of a leader that has ended. Does not wait."""
+    killed: set[int] = set()
+    for _ in range(SESSION_SCANS_MAX):
+        below = [(pid, process_stat(pid)) for pid in descendants(root)]
+        members = {pid for pid, stat in below if stat is not None and stat.session == leader}
+        if members <= killed:
+            return
+        kill_each(members)
+        killed |= members
+
+
 def _reap(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ChildProcessError):

@@ -20,7 +20,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,11 +58,12 @@ TRACE_DEFAULT = "/tmp/nccl_trace_rank_"
 
 
 class StackFiles:
-    """The evidence files of one generation."""
+    """The evidence files of the workers that write to one board."""
 
-    def __init__(self, generation: int, rank_base: int) -> None:
-        self._generation = generation
-        self._rank_base = rank_base
+    def __init__(self, generation: int, rank_of: Callable[[int], int]) -> None:
+        """`rank_of`: the present rank of a local rank."""
+        self.generation = generation
+        self._rank_of = rank_of
         self._looks = 0
         self._began_epoch_s = time.time()
         self._traces: dict[int, float] = {}
@@ -81,8 +82,8 @@ class StackFiles:
             number = FIRST_LOOKS_MAX + (number - FIRST_LOOKS_MAX) % LATER_LOOKS_MAX
         kept = []
         for sample in samples:
-            rank = self._rank_base + sample.local_rank
-            path = at / f"gen{self._generation}_{number + 1}_rank{rank}.txt"
+            rank = self._rank_of(sample.local_rank)
+            path = at / f"gen{self.generation}_{number + 1}_rank{rank}.txt"
             path.write_text(self._describe(sample, texts.get(sample.local_rank, "")), errors="replace")
             kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # printable
             with contextlib.suppress(OSError):
@@ -90,7 +91,7 @@ class StackFiles:
         return tuple(kept)
 
     def _describe(self, sample: RankSample, text: str) -> str:
-        rank = self._rank_base + sample.local_rank
+        rank = self._rank_of(sample.local_rank)
         state = f"state {sample.state}" if sample.state else "gone"
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         lines = [
@@ -115,7 +116,7 @@ class StackFiles:
                 return
             if found.st_mtime < self._began_epoch_s or self._traces.get(rank) == found.st_mtime:
                 return
-            (at / f"gen{self._generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
+            (at / f"gen{self.generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
         self._traces[rank] = found.st_mtime
 
     # ---------------------------------------------------------------- py-spy
@@ -258,12 +259,12 @@ class _RankLook(Struct):
 
 
 class StackSampler:
-    """Samples the workers of one generation."""
+    """Samples the workers that write to one board."""
 
-    def __init__(self, board: Board, *, generation: int, rank_base: int) -> None:
-        """`rank_base`: the rank of local rank 0."""
+    def __init__(self, board: Board, generation: int, rank_of: Callable[[int], int]) -> None:
+        """`rank_of`: the present rank of a local rank."""
         self._board = board
-        self._files = StackFiles(generation, rank_base)
+        self._files = StackFiles(generation, rank_of)
         self._one_at_a_time = asyncio.Lock()
         self._dumped: dict[int, int] = {}
         """By process: bytes that it wrote because we asked for its stacks."""
@@ -271,6 +272,10 @@ class StackSampler:
         """By process: its counters."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps longer than the look waits."""
+
+    def regrouped(self, generation: int) -> None:
+        """The workers go on in another generation."""
+        self._files.generation = generation
 
     async def look(self, pids: Mapping[int, int], folder: Path | None) -> tuple[RankSample, ...]:
         """A sample of each worker, given as local rank -> pid. `folder`: the run's; None: no evidence is kept.
@@ -331,7 +336,7 @@ class StackSampler:
             self._at_disk = False
 
     async def close(self) -> None:
-        """End everything that still writes evidence of this generation."""
+        """End everything that still writes evidence."""
         await self._files.pause()
 
 

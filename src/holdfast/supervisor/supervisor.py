@@ -12,6 +12,7 @@ Commands on the supervisor channel (messages of seqpacket.py); a spawn brings on
     {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus",
      "warm"}
     {"do": "signal", "key", "signum"}      to the process itself, not to its children
+    {"do": "kill_session", "pid"}          kill what this process, which has ended, left in its session
     {"do": "kill_tree", "limit_s"}         kill everything but services; answered by tree_gone
     {"do": "ignore", "signum"}             processes spawned from now on ignore it
     {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; the next fence replaces it
@@ -303,6 +304,8 @@ class Supervisor:
                         os.close(fd)
             case "signal":
                 self._signal(command["key"], command["signum"])
+            case "kill_session" if command["pid"] not in self._kept:  # else the number belongs to another process
+                processes.kill_session(self._pid, command["pid"])
             case "kill_tree":
                 self._kill_asked = True
                 self._kill_tree(command["limit_s"])
