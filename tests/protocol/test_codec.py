@@ -133,7 +133,7 @@ assigns = st.builds(
     role_rank_base=rank,
     role_world_size=rank,
     hosts_store=st.booleans(),
-    local_ranks=local_ranks,
+    local_ranks=st.none() | local_ranks,
 )
 from_coordinator = st.one_of(
     st.builds(Joined, lease_s=st.floats(0, 1e6), fence_s=st.floats(0.1, 1e6), ping_interval_s=st.floats(0.1, 1e6)),

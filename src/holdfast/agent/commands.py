@@ -33,7 +33,7 @@ class Prepare(Struct, frozen=True):
 
 
 class StartWorkers(Struct, frozen=True):
-    """Start all local workers. Ends in one WorkerEnded for each."""
+    """Start the local workers that take part. Ends in one WorkerEnded for each."""
 
     assign: Assign
     start: Start

@@ -63,6 +63,8 @@ class Running(Struct, frozen=True, array_like=True):
     restart_count: Rank
     done: LocalRanks = ()
     """Local ranks that have ended with 0."""
+    local_ranks: LocalRanks | None = None
+    """As in Assign."""
 
 
 class Join(AgentMessage, frozen=True, tag="join"):
@@ -76,6 +78,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     """The generation whose workers are alive. Resume lets them continue; else the agent kills them at its fence."""
     led_by: str = ""
     """`led_by` of the Assign of last_generation, so that a new coordinator can report which node was lost."""
+    revision: Count = 0
+    """The agent's REVISION."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
@@ -225,12 +229,12 @@ class Assign(CoordinatorMessage, frozen=True, tag="assign"):
     """All nodes of this world use loopback: the store need not listen on other addresses."""
     led_by: str = ""
     """The node that hosts the coordinator, and its ranks, in words: `a (ranks 0-7)`. Empty: it has no rank."""
-    local_ranks: LocalRanks = ()
-    """The local ranks of this node that take part, sorted; empty: all."""
+    local_ranks: LocalRanks | None = None
+    """The local ranks of this node that take part, sorted; None: all. None of them: the node waits for replacements."""
 
     def place(self, local_rank: int) -> int:
         """The position of this local rank among those of the node that take part: what is added to a rank base."""
-        return self.local_ranks.index(local_rank) if self.local_ranks else local_rank
+        return local_rank if self.local_ranks is None else self.local_ranks.index(local_rank)
 
 
 class Start(CoordinatorMessage, frozen=True, tag="start"):

@@ -29,7 +29,7 @@ def worker_environment(
         "RANK": str(assign.rank_base + assign.place(local_rank)),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(assign.world_size),
-        "LOCAL_WORLD_SIZE": str(len(assign.local_ranks) or options.nproc),
+        "LOCAL_WORLD_SIZE": str(options.nproc if assign.local_ranks is None else len(assign.local_ranks)),
         "GROUP_RANK": str(assign.group_rank),
         "NODE_RANK": str(assign.group_rank),
         "GROUP_WORLD_SIZE": str(assign.group_world_size),
