@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec import structs
 
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import (
     Event,
+    FailureRead,
     NodePrepared,
     RegroupRefused,
     ReplacementsReady,
@@ -152,7 +154,7 @@ class Crew:
 
 def place(generation: int, *local_ranks: int) -> Assign:
     size = len(local_ranks) or RANKS
-    given = () if size == RANKS else local_ranks
+    given = None if size == RANKS else local_ranks
     return Assign(generation, 0, 0, 1, 0, size, 0, size, True, True, local_ranks=given)
 
 
@@ -198,6 +200,8 @@ async def test_the_others_go_on_and_a_replacement_joins(crew: Any) -> None:
     assert [crew.pids()[rank] for rank in (0, 2)] == survivors
     assert [each.local_rank for each in crew.group.progress()] == [0, 1, 2]
     await crew.end()
+    read = next(event for event in crew.seen if isinstance(event, FailureRead))
+    assert (read.generation, read.failure.rank) == (1, 1)  # where it died, however long the reading took
 
 
 @pytest.mark.parametrize("crew", [{"how": ["2=deaf"], "release_s": 0.2}], indirect=True)
@@ -246,16 +250,35 @@ async def test_a_second_loss_forms_the_generation_again_and_who_waits_stays(crew
     await crew.end()
 
 
-async def test_a_generation_can_wait_for_its_replacements(crew: Any) -> None:
+async def test_workers_can_wait_for_a_replacement(crew: Any) -> None:
     await crew.begin()
     await crew.lose(1)
-    crew.group.regroup(place(2), 0)
+    crew.group.regroup(place(2, 0, 2), 0)
+    await crew.next(NodePrepared)
     crew.group.replace(2, (1,))
+    await crew.next(ReplacementsReady)
+    await crew.regroup(3, 0, 1, 2)
+    assert crew.lines("0") == ["up 0 3 0 3", "released 2 now", "released 3 now", "goes on 3 0 3 0 3"]
+    assert crew.lines("1.1") == ["up 1 3 1 3", "released 3 later", "goes on 3 1 3 1 3"]
+    await crew.end()
+
+
+async def test_a_node_without_workers_takes_part_and_gets_its_workers_later(crew: Any) -> None:
+    """A node that joins a running job; or that has lost its last worker, which is the same."""
+    empty = structs.replace(place(1, 0), local_ranks=(), world_size=2, rank_base=2)
+    crew.work = Work.PREPARING
+    crew.group.prepare(empty)
     prepared = await crew.next(NodePrepared)
-    assert [event for event in crew.seen if isinstance(event, ReplacementsReady)] == [ReplacementsReady(2, (1,))]
+    crew.work = Work.RUNNING
+    crew.group.start(empty, Start(1, "localhost", prepared.store_port))
+    crew.group.regroup(structs.replace(empty, generation=2), 0)
+    assert (await crew.next(NodePrepared)).generation == 2
     crew.group.go_on(Start(2, "localhost", prepared.store_port))
-    await crew.able(2, 0, 1, 2)
-    assert crew.lines("1.1") == ["up 1 3 1 3", "released 2 later", "goes on 2 1 3 1 3"]
+    crew.group.replace(2, (0, 1, 2))
+    while (await crew.next(ReplacementsReady)).local_ranks != (0, 1, 2):
+        pass
+    assert crew.lines("2") == ["up 4 5 2 3"]
+    await crew.regroup(3, 0, 1, 2, safe_point=3)
     await crew.end()
 
 

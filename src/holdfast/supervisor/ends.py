@@ -294,9 +294,10 @@ class Ends:
         """
         earlier = tuple(self._waiting)
         if bare.exit_code and not earlier:
-            self._failed(worker, bare, raised=raised)
+            self._failed(worker, bare, self.generation, raised=raised)
         else:
-            self._begin(self._report_in_turn(worker, bare, earlier, raised=raised), self._waiting)
+            work = self._report_in_turn(worker, bare, self.generation, earlier, raised=raised)
+            self._begin(work, self._waiting)
 
     async def all_reported(self) -> None:
         while self._waiting or self._reading:
@@ -308,28 +309,29 @@ class Ends:
         task.add_done_callback(those.discard)
 
     async def _report_in_turn(
-        self, worker: Worker, bare: Failure, earlier: tuple[asyncio.Task[None], ...], *, raised: bool
+        self, worker: Worker, bare: Failure, died_in: int, earlier: tuple[asyncio.Task[None], ...], *, raised: bool
     ) -> None:
         left = await asyncio.to_thread(left_with_zero, bare, worker.streams) if bare.exit_code == 0 else None
         if earlier:
             await asyncio.wait(earlier)
         if left is None:
-            self._failed(worker, bare, raised=raised)
+            self._failed(worker, bare, died_in, raised=raised)
         else:
             self._emit(WorkerEnded(self.generation, worker.local_rank, None, left=left))
 
-    def _failed(self, worker: Worker, bare: Failure, *, raised: bool) -> None:
+    def _failed(self, worker: Worker, bare: Failure, died_in: int, *, raised: bool) -> None:
         read = worker.raised and not raised  # read already when it raised
         kind = WorkerRaised if raised else WorkerEnded
         self._emit(kind(self.generation, worker.local_rank, failure=bare, evidence_follows=not read))
         if not read:
-            self._begin(self._read(worker, bare), self._reading)
+            self._begin(self._read(worker, bare, died_in), self._reading)
 
-    async def _read(self, worker: Worker, bare: Failure) -> None:
+    async def _read(self, worker: Worker, bare: Failure, died_in: int) -> None:
+        """`died_in`: the evidence belongs to that generation, also if the others go on in another one meanwhile."""
         failure = await asyncio.to_thread(self._with_evidence, bare, worker.streams)
-        self._journal.write("worker_failed", generation=self.generation, **noted(failure))
+        self._journal.write("worker_failed", generation=died_in, **noted(failure))
         self._router.failed(failure.rank, failure.traceback)
-        self._emit(FailureRead(self.generation, worker.local_rank, failure))
+        self._emit(FailureRead(died_in, worker.local_rank, failure))
 
     def _with_evidence(self, bare: Failure, streams: WorkerStreams) -> Failure:
         return with_evidence(

@@ -14,6 +14,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
 from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
@@ -45,6 +47,11 @@ ENDING = (Work.STOPPING, Work.KILLING)
 
 Variables = Callable[[int, int], Mapping[str, str]]
 """More variables of a worker, by generation and local rank."""
+
+
+def taking_part(assign: Assign, nproc: int) -> Sequence[int]:
+    """The local ranks of a node with `nproc` workers that take part in a generation."""
+    return range(nproc) if assign.local_ranks is None else assign.local_ranks
 
 
 def _folder(streams: WorkerStreams) -> str:
@@ -79,8 +86,8 @@ class RunningGeneration:
         self.board = Board(options.nproc)
         self._options = options
         self.assign = assign
-        self._first = (assign, start)
-        """The generation in which all local ranks took part."""
+        self._start = start
+        self._began_in = assign.generation
         self._host = host
         self._work = work
         self._emit = emit
@@ -95,8 +102,6 @@ class RunningGeneration:
         """The newest rank of each local rank, whether it takes part now or not."""
         self._gathering = False
         """The workers are on their way to the gate, or wait there."""
-        self._cut = False
-        """They were released at once, not at a safe point."""
         self._replacing = self.number
         """The generation in which the newest replacements were ordered."""
         self._left: list[int] = []
@@ -123,7 +128,7 @@ class RunningGeneration:
 
     @property
     def _taking_part(self) -> Sequence[int]:
-        return self.assign.local_ranks or range(self._options.nproc)
+        return taking_part(self.assign, self._options.nproc)
 
     def rank_of(self, local_rank: int) -> int:
         return self._ranks[local_rank]
@@ -161,7 +166,7 @@ class RunningGeneration:
         started: Callable[[int], None],
     ) -> None:
         rank, fds = worker.local_rank, worker.streams.fds
-        environment = self._environment(*self._first, worker)
+        environment = self._environment(self._whole(), self._start, worker)
         if not worker.generation:
             environment[REPLACEMENT_VARIABLE] = "1"
         wanted = {1: fds.stdout, 2: fds.stderr, **worker_fds(self._options, rank)}
@@ -176,6 +181,16 @@ class RunningGeneration:
         worker.began_s = self._loop.time()
         started(rank)
 
+    def _whole(self) -> Assign:
+        """This node's place if all its workers took part."""
+        missing = self._options.nproc - len(self._taking_part)
+        return replace(
+            self.assign,
+            local_ranks=None,
+            world_size=self.assign.world_size + missing,
+            role_world_size=self.assign.role_world_size + missing,
+        )
+
     def _environment(self, assign: Assign, start: Start, worker: Worker) -> dict[str, str]:
         rank, file = worker.local_rank, worker.streams.error_file
         return {
@@ -189,25 +204,21 @@ class RunningGeneration:
         gate."""
         self.assign = assign
         self.number = self._ends.generation = assign.generation
-        self._gathering, self._cut = True, not safe_point
+        self._gathering = True
         for local_rank in self._taking_part:
             self._ranks[local_rank] = assign.rank_base + assign.place(local_rank)
         while self._left:
             supervisor.kill_session(self._left.pop())
         for worker in self._workers.values():
             worker.able, worker.gate = False, 0
-            if worker.local_rank in self._taking_part:
-                self._release(worker)
+            if worker.local_rank in self._taking_part and self._channel is not None:
+                cut = not safe_point and worker.generation > 0
+                self._channel.send(worker.local_rank, {"do": "release", "generation": self.number, "cut": cut})
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
-
-    def _release(self, worker: Worker) -> None:
-        if self._channel is not None:
-            cut = self._cut and worker.generation > 0
-            self._channel.send(worker.local_rank, {"do": "release", "generation": self.number, "cut": cut})
 
     def survivors(self) -> dict[str, object]:
         """Fields of the event `generation` for workers that went on: who takes part, and where each writes its logs."""
-        if self.assign is self._first[0]:
+        if self.number == self._began_in:
             return {}
         folders = [_folder(self._workers[rank].streams) for rank in self._taking_part if rank in self._workers]
         return {"local_ranks": list(self._taking_part), "folders": folders}
@@ -228,6 +239,7 @@ class RunningGeneration:
     def go_on(self, start: Start) -> None:
         """Give each worker at the gate its place in the generation that `regroup` announced."""
         self._gathering = False
+        self._start = start
         self.board.begin_again()
         for worker in self._workers.values():
             if worker.gate == self.number:
@@ -310,8 +322,6 @@ class RunningGeneration:
         self._journal.write("replacement_ready", **self._place(worker), pid=worker.pid, seconds=seconds)
         ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.ready))
         self._emit(ReplacementsReady(self._replacing, ranks))
-        if self._gathering and worker.local_rank in self._taking_part:
-            self._release(worker)
 
     def _refused(self, worker: Worker, why: str) -> None:
         self._journal.write("cannot_regroup", **self._place(worker), why=why)

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from holdfast.protocol.errors import LogDirError
@@ -262,11 +262,7 @@ class LogRouter:
                 for worker in workers
             }
             for sink, tails in shown.items():
-                several = len({tail.rank for tail in tails}) > 1
-                fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
-                self._by_sink[sink] = TailGroup(tails, fold=fold)
-                self._follow(sink, self._by_sink[sink])
-            self._last_groups = [*self._groups]
+                self._show(sink, tails)
             self._open_filtered(attempt, workers)
         except OSError as error:
             self._release()
@@ -287,7 +283,8 @@ class LogRouter:
         shown: dict[ConsoleStream, list[StreamTail]] = {}
         terminals = len(self._terminals)
         try:
-            folder = make_first(self._attempt, (f"{worker.local_rank}.{number}" for number in count(1)))
+            name = str(worker.local_rank)
+            folder = make_first(self._attempt, chain([name], (f"{name}.{number}" for number in count(1))))
             streams = self._open_worker(folder, worker, shown)
         except OSError as error:
             self.started(worker.local_rank)
@@ -296,6 +293,8 @@ class LogRouter:
             )
             return self._inherited(worker)
         for sink, tails in shown.items():
+            if sink not in self._by_sink:
+                self._show(sink, [])
             for tail in tails:
                 self._by_sink[sink].add(tail)
         self._pump.add(self._terminals[terminals:])
@@ -444,6 +443,13 @@ class LogRouter:
             ]
             file = FilteredFile(attempt / f"filtered_{name}.log")
             self._follow(file, TailGroup(tails, done=file.close))
+
+    def _show(self, sink: ConsoleStream, tails: Sequence[StreamTail]) -> None:
+        several = len({tail.rank for tail in tails}) > 1
+        fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
+        group = self._by_sink[sink] = TailGroup(tails, fold=fold)
+        self._last_groups.append(group)
+        self._follow(sink, group)
 
     def _follow(self, sink: ConsoleStream | FilteredFile, group: TailGroup) -> None:
         self._groups.append(group)

@@ -30,7 +30,7 @@ from holdfast.supervisor import client as kept
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import Revivals, SupervisorClient, revive_supervisor
 from holdfast.supervisor.ends import Ends, OomWatch
-from holdfast.supervisor.generation import RunningGeneration
+from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.numa import binding_for
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
@@ -133,9 +133,9 @@ class WorkerGroup:
         self._cancel_release()
         self._phases.stop()
         self._journal.write(
-            "regrouping",
+            "regroup",
             generation=assign.generation,
-            local_ranks=list(assign.local_ranks or range(self._options.nproc)),
+            local_ranks=[*taking_part(assign, self._options.nproc)],
             world_size=assign.world_size,
             safe_point=safe_point,
         )
@@ -143,6 +143,7 @@ class WorkerGroup:
         running.regroup(self._supervisor, assign, safe_point)
         if not safe_point:
             self._release_timer = self._loop.call_later(self._options.limits.release_s, self._release_is_over, running)
+        self._at_gate()  # of a node without workers nobody comes
 
     def _release_is_over(self, running: RunningGeneration) -> None:
         self._release_timer = None
@@ -271,7 +272,7 @@ class WorkerGroup:
 
         Raises LogDirError for the first generation; a later one continues without files rather than end the job.
         """
-        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in range(self._options.nproc)]
+        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in taking_part(assign, self._options.nproc)]
         try:
             attempt = self._folder.attempt(assign.generation, assign.restart_count)
             streams = self._router.open(attempt, slots)
@@ -374,7 +375,7 @@ class WorkerGroup:
             group_world_size=assign.group_world_size,
             rank_base=assign.rank_base,
             world_size=assign.world_size,
-            nproc=len(assign.local_ranks) or self._options.nproc,
+            nproc=len(taking_part(assign, self._options.nproc)),
             master=f"{start.master_addr}:{start.master_port}",
             **running.survivors(),
         )
