@@ -26,6 +26,7 @@ from holdfast.coordinator.coordinator_state import (
     DropLink,
     EndGeneration,
     Event,
+    Formation,
     Heard,
     LinkClosed,
     LinkOpened,
@@ -55,7 +56,7 @@ from holdfast.coordinator.monitor import Monitor, cannot_tell
 from holdfast.coordinator.regrouping import Plan, Regrouping, how
 from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.views import job_view
-from holdfast.protocol.errors import NodesError
+from holdfast.protocol.errors import EXIT_REQUEUE, NodesError
 from holdfast.protocol.machines import Note, Pauses, Tick
 from holdfast.protocol.messages import (
     REVISION,
@@ -122,6 +123,8 @@ class CoordinatorMachine:
         self._monitor = Monitor(limits, self._membership.members, examine)
         self.world: World | None = None
         self.generation = 0
+        self._announced: Formation | None = None
+        """The next generation, announced with the stop of the present one; None: there was no announcement."""
         self._previous_leader = PreviousLeader()
         self.outcome: Outcome | None = None
         self.budget = Budget(job.max_restarts, limits)
@@ -205,6 +208,11 @@ class CoordinatorMachine:
     def is_member(self, link: int) -> bool:
         """Whether the agent behind this link has joined."""
         return self._membership.by_link(link) is not None
+
+    @property
+    def newest_generation(self) -> int:
+        """The largest number that this coordinator has given to its members."""
+        return self.generation if self._announced is None else self._announced.world.generation
 
     @property
     def knows_previous_leader(self) -> bool:
@@ -325,9 +333,8 @@ class CoordinatorMachine:
     def _welcome(self, now: float, decision: Admit | Deny | None) -> None:
         match decision:
             case Admit(link, join):
-                member = self._membership.add(
-                    link, join.node, now=now, heard_s=decision.heard_s, revision=join.revision
-                )
+                member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
+                member.revision = join.revision
                 self._gathering.last_arrival_s = now
                 limits = self.limits
                 self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s, REVISION))
@@ -351,7 +358,7 @@ class CoordinatorMachine:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
-        if join.last_generation > self.generation:
+        if join.last_generation > self.newest_generation:
             self._wait_for_fence_previous_leader(min(self._born_s, now - join.unlinked_s), join.last_generation)
             if join.led_by:
                 self._why = f"lost {join.led_by}, which had the coordinator"
@@ -383,16 +390,13 @@ class CoordinatorMachine:
         self._note("resumed", generation=world.generation, order=list(world.order))
 
     def _on_prepared(self, now: float, member: Member, generation: int, store_port: int | None) -> None:
-        if generation != self.generation:
-            return
-        world = self._world()
-        if self._forming() and member.name in world.places:
-            world.prepared.add(member.name)
-            if store_port is not None and member.name == world.order[0]:
-                world.store_port = store_port
-        elif self._at_work() and member.name in self._regrouping.arriving:
-            self._regrouping.arrived(world, member)
-            self._start_member(now, member, world)
+        if self._announced is not None and generation == self._announced.world.generation:
+            self._announced.world.on_prepared(member.name, store_port)
+        elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
+            self._world().on_prepared(member.name, store_port)
+        elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
+            self._regrouping.arrived(self._world(), member)
+            self._start_member(now, member, self._world())
 
     def _on_stopped(self, now: float, member: Member, generation: int) -> None:
         if member.busy_generation > generation:
@@ -586,15 +590,38 @@ class CoordinatorMachine:
                         self._tell(member, Waiting(text))
 
     def _form(self, now: float) -> None:
+        announced, self._announced = self._announced, None
+        formation = self._next_formation(self.generation, self.budget.used)
+        if announced is not None and announced.places == formation.places:
+            formation = announced
+        elif announced is not None:  # some nodes prepare the announced one: the number must differ
+            formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
+        world = self.world = formation.world
+        self.generation = world.generation
+        self._enter(now, Phase.PREPARING)
+        for name, assign in formation.places.items():
+            if announced is None or not self.members[name].revision:
+                self._tell(self.members[name], assign)
+        self._note("assigned", generation=self.generation, world_size=world.size, order=list(world.order))
+
+    def _next_formation(self, after: int, restart_count: int) -> Formation:
+        """The formation of the present candidates, with a number that is larger than `after`."""
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
-        self.generation = max(self.generation, self._previous_leader.generation) + 1
+        generation = max(after, self._previous_leader.generation) + 1
         order = tuple(node.member for node in seats)
-        self.world = World(generation=self.generation, order=order, places=all_places(seats))
-        self._enter(now, Phase.PREPARING)
-        for member, assign in assigned(self.world, self.members, self.budget.used):
-            self._tell(member, assign)
-        self._note("assigned", generation=self.generation, world_size=self.world.size, order=list(self.world.order))
+        world = World(generation=generation, order=order, places=all_places(seats))
+        return Formation(world, assigned(world, self.members, restart_count))
+
+    def _announcement(self, world: World, reason: StopReason) -> Formation | None:
+        """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
+        the stop, because what is prepared in vain costs a node some work."""
+        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or world.lost_nodes)
+        requeue = any(failure.exit_code == EXIT_REQUEUE for failure in world.failures)
+        if not failed or requeue or self._quit or self.job.exclude_after or not self.budget.allows_restart:
+            return None
+        formation = self._next_formation(self.generation, self.budget.used + (not world.charged))
+        return formation if formation.world.order == world.order else None
 
     def _regroup(self, now: float, plan: Plan) -> None:
         """Form the next generation of workers that are already running."""
@@ -602,9 +629,9 @@ class CoordinatorMachine:
         self.generation = max(self.generation, self._previous_leader.generation) + 1
         world = self.world = self._regrouping.form(now, self.generation, plan, before)
         self._enter(now, Phase.REGROUPING)
-        for member, assign in assigned(world, self.members, self.budget.used):
-            self._membership.set_busy(member, world.generation)
-            self._tell(member, Regroup(assign, plan.safe_point, plan.text))
+        for name, assign in assigned(world, self.members, self.budget.used).items():
+            self._membership.set_busy(self.members[name], world.generation)
+            self._tell(self.members[name], Regroup(assign, plan.safe_point, plan.text))
         self._note(
             "regroup_begun",
             generation=world.generation,
@@ -685,8 +712,9 @@ class CoordinatorMachine:
             room = self.job.max_nodes - len(world.order) - len(self._regrouping.arriving)
             arriving = sorted(newcomers, key=lambda member: member.arrival)[:room]
             self._regrouping.arriving.update(member.name for member in arriving)
-            for member, assign in assigned(world, self.members, self.budget.used, arriving)[len(world.order) :]:
-                self._tell(member, assign)
+            places = assigned(world, self.members, self.budget.used, arriving)
+            for member in arriving:
+                self._tell(member, places[member.name])
         elif self.job.grow is Grow.DRAIN:
             self._drain(now, StopReason.MEMBER_JOINED, text)
         else:
@@ -740,8 +768,11 @@ class CoordinatorMachine:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
         self._regrouping.judged = True  # by the end of this generation
+        announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
-        self._tell_world(world, Stop(world.generation, reason, text))
+        for member in [self.members[name] for name in world.order if name in self.members]:
+            place = announced.places[member.name] if announced is not None and member.revision else None
+            self._tell(member, Stop(world.generation, reason, text, place))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _stop_deadline_s(self) -> float:
@@ -809,9 +840,6 @@ class CoordinatorMachine:
 
     def _at_work(self) -> bool:
         return self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
-
-    def _forming(self) -> bool:
-        return self.phase in (Phase.PREPARING, Phase.REGROUPING)
 
     def _draining(self) -> Draining:
         drain = self._world().drain

@@ -5,14 +5,14 @@ The shell makes the events; the machine never asks. No command has an answer: it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from msgspec import Struct
 
 from holdfast.protocol.machines import Note, Tick
-from holdfast.protocol.messages import FromAgent, FromCoordinator, StopReason
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Finding, RankStory
@@ -96,7 +96,9 @@ class Phase(Enum):
 
 
 TRANSITIONS: dict[tuple[Phase, Phase], str] = {
-    (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
+    (Phase.GATHERING, Phase.PREPARING): (
+        "the formation rule says so; Assign is sent to every member that does not know its place from Stop"
+    ),
     (Phase.GATHERING, Phase.OVER): "too few nodes before the join deadline",
     (
         Phase.GATHERING,
@@ -137,10 +139,10 @@ class Member:
     last_heard_s: float
     leaving: str = ""
     """Why it leaves; empty while it does not."""
-    busy_generation: int = 0
-    """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     revision: int = 0
     """The REVISION of messages that the agent understands."""
+    busy_generation: int = 0
+    """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
     """When its first workers were started."""
 
@@ -233,6 +235,13 @@ class World:
     def __post_init__(self) -> None:
         self.size = sum(len(places) for places in self.places.values())
 
+    def on_prepared(self, member: str, store_port: int | None) -> None:
+        """A member is prepared. Only the first one's store counts."""
+        if member in self.places:
+            self.prepared.add(member)
+        if store_port is not None and member == self.order[0]:
+            self.store_port = store_port
+
     def mark_done(self, member: str, local_rank: int, left: Failure | None = None) -> None:
         ranks = self.done.setdefault(member, set())
         if local_rank in self.places[member] and local_rank not in ranks:
@@ -311,6 +320,15 @@ class World:
     def finished(self, member: str) -> bool:
         """Whether all workers of this member that take part ended with 0."""
         return len(self.done.get(member, ())) == len(self.places[member])
+
+
+@dataclass(slots=True)
+class Formation:
+    """A generation as it is formed, or as it was announced with the stop of the one before."""
+
+    world: World
+    places: Mapping[str, Assign]
+    """By member."""
 
 
 def is_local(address: str) -> bool:

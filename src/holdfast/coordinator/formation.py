@@ -179,17 +179,16 @@ def assignments(
 
 def assigned(
     world: World, members: Mapping[str, Member], restart_count: int, arriving: Sequence[Member] = ()
-) -> list[tuple[Member, Assign]]:
+) -> Mapping[str, Assign]:
     """The place of each member of this world. `arriving`: members that join it without a rank."""
     there = [*(members[name] for name in world.order), *arriving]
-    places = assignments(
+    return assignments(
         [member.node for member in there],
         {**world.places, **{member.name: () for member in arriving}},
         generation=world.generation,
         restart_count=restart_count,
         local_world=all(is_local(member.address) for member in there),
     )
-    return [(member, places[member.name]) for member in there]
 
 
 def _led_by(seats: Sequence[NodeSpec], sizes: Sequence[int]) -> str:

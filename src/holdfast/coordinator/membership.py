@@ -83,7 +83,7 @@ class Membership:
         name = self._by_link.get(link)
         return None if name is None else self.members[name]
 
-    def add(self, link: int, node: NodeSpec, *, now: float, heard_s: float, revision: int) -> Member:
+    def add(self, link: int, node: NodeSpec, *, now: float, heard_s: float) -> Member:
         """Make the agent of a pending link a member."""
         pending = self.close_link(link)
         assert pending is not None
@@ -97,7 +97,6 @@ class Membership:
             arrival=self._arrivals,
             joined_s=now,
             last_heard_s=heard_s,
-            revision=revision,
         )
         self.members[node.member] = member
         self._by_link[link] = node.member
