@@ -3,8 +3,10 @@
                  ┌────────────────────────── back-off over, enough members ──────────────┐
                  ▼                                                                       │
     GATHERING ──► PREPARING ──► RUNNING ──► DRAINING ──► STOPPING ──► GATHERING … (until OVER)
-       ▲             │             └── failure, loss ──────▲
-       └─ a death ───┘                leave or arrival: through DRAINING if the workers ask for safe points
+       ▲             │           ▲ │ └── failure, loss ─────▲
+       └─ a death ───┘           │ ▼    leave or arrival: through DRAINING if the workers ask for safe points
+                               REGROUPING
+                          a loss that the other workers survive; replacements, through DRAINING
 
 The shell must deliver: LinkOpened before any message of that link, LinkClosed once unless the machine dropped the link
 itself, and a Tick when `next_deadline()` has passed.
@@ -17,11 +19,14 @@ from math import inf
 
 from holdfast.coordinator.admission import Admission, Admit, Deny, Versions
 from holdfast.coordinator.coordinator_state import (
+    TRANSITIONS,
     Command,
     Conclude,
     Draining,
     DropLink,
+    EndGeneration,
     Event,
+    Formation,
     Heard,
     LinkClosed,
     LinkOpened,
@@ -31,7 +36,6 @@ from holdfast.coordinator.coordinator_state import (
     QuitAsked,
     Tell,
     World,
-    is_local,
     master_address,
     names,
 )
@@ -42,17 +46,23 @@ from holdfast.coordinator.formation import (
     Gathering,
     NoQuorum,
     WaitUntil,
-    assignments,
+    all_places,
+    assigned,
     decide,
     seat,
 )
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership, PreviousLeader
-from holdfast.coordinator.monitor import EndGeneration, Monitor, cannot_tell, node_views
-from holdfast.protocol.errors import NodesError
+from holdfast.coordinator.monitor import Monitor, cannot_tell
+from holdfast.coordinator.regrouping import Plan, Regrouping, how
+from holdfast.coordinator.replacements import Replacements
+from holdfast.coordinator.views import job_view
+from holdfast.protocol.errors import EXIT_REQUEUE, NodesError
 from holdfast.protocol.machines import Note, Pauses, Tick
 from holdfast.protocol.messages import (
     REVISION,
     Abandon,
+    Able,
+    CannotRegroup,
     Drain,
     DrainTo,
     Finish,
@@ -70,6 +80,9 @@ from holdfast.protocol.messages import (
     Progress,
     Quit,
     Refuse,
+    Regroup,
+    ReplacementFailed,
+    ReplacementReady,
     Resume,
     Start,
     Stop,
@@ -80,30 +93,10 @@ from holdfast.protocol.messages import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
+from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine, JobView
-
-TRANSITIONS: dict[tuple[Phase, Phase], str] = {
-    (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
-    (Phase.GATHERING, Phase.OVER): "too few nodes before the join deadline",
-    (
-        Phase.GATHERING,
-        Phase.RUNNING,
-    ): "a previous leader's generation is whole: every node of it came with living workers",
-    (Phase.PREPARING, Phase.RUNNING): "every member is prepared and the store has a port; Start is sent",
-    (Phase.PREPARING, Phase.GATHERING): "a member of the new world was lost or left; nothing was started yet",
-    (Phase.RUNNING, Phase.DRAINING): "a member arrived, or wants to leave and its workers ask for safe points",
-    (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived, or all stand still",
-    (Phase.RUNNING, Phase.OVER): "every rank is done",
-    (Phase.DRAINING, Phase.STOPPING): (
-        "all have left at the safe point; or no worker asks for one, one failed, a member was lost, "
-        "or it takes too long"
-    ),
-    (Phase.DRAINING, Phase.OVER): "every rank is done",
-    (Phase.STOPPING, Phase.GATHERING): "no worker of the generation is alive; another generation follows",
-    (Phase.STOPPING, Phase.OVER): "no worker of the generation is alive; the budget is spent, or please requeue",
-}
+from holdfast.text import spans
 
 
 class CoordinatorMachine:
@@ -130,10 +123,16 @@ class CoordinatorMachine:
         self._monitor = Monitor(limits, self._membership.members, examine)
         self.world: World | None = None
         self.generation = 0
+        self._announced: Formation | None = None
+        """The next generation, announced with the stop of the present one; None: there was no announcement."""
         self._previous_leader = PreviousLeader()
         self.outcome: Outcome | None = None
         self.budget = Budget(job.max_restarts, limits)
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
+        replacements = Replacements(limits, self.budget, self._membership)
+        self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements)
+        self._lost: list[str] = []
+        """Nodes of the world that this event has shown to be lost, in words."""
         self._liveness = Liveness(limits, now)
         self._versions = Versions()
         self._admission = Admission(job, self._versions.other_line)
@@ -179,6 +178,7 @@ class CoordinatorMachine:
         deadlines = [self._liveness.next_look_s(), self._membership.unjoined_due_s(self._admission.claims)]
         if self.phase is Phase.RUNNING:
             deadlines.append(self._monitor.due_s())
+            deadlines.append(self._regrouping.next_change_s(self._now, self._world()))
         if self.phase is Phase.GATHERING:
             deadlines.append(self._waiting_said.at_s)
             decision = decide(self.job, self.limits, self._gathering, self._now)
@@ -187,6 +187,9 @@ class CoordinatorMachine:
             deadlines.append(self._membership.next_change_s(self._now))
         elif self.phase is Phase.PREPARING:
             deadlines.append(self._phase_since_s + self.limits.prepare_s)
+        elif self.phase is Phase.REGROUPING:
+            deadlines.append(self._phase_since_s + self._regrouping.due_s(self._world()))
+            deadlines.append(self._regrouping.next_change_s(self._now, self._world()))
         elif self.phase is Phase.STOPPING:
             deadlines.append(self._stop_deadline_s())
         elif self.phase is Phase.DRAINING:
@@ -207,26 +210,29 @@ class CoordinatorMachine:
         return self._membership.by_link(link) is not None
 
     @property
+    def newest_generation(self) -> int:
+        """The largest number that this coordinator has given to its members."""
+        return self.generation if self._announced is None else self._announced.world.generation
+
+    @property
     def knows_previous_leader(self) -> bool:
         """Whether an agent has reported a generation that another coordinator formed."""
         return self._previous_leader.generation > 0
 
     def view(self, now: float) -> JobView:
         """The state of the job for users. The cost grows with the number of ranks."""
-        hang, throughput = self._monitor.hang(now), self._monitor.throughput
-        return JobView(
-            run_id=self.job.run_id,
-            phase=self.phase.value,
+        return job_view(
+            now,
+            job=self.job,
+            phase=self.phase,
             generation=self.generation,
+            world=self.world,
             restarts=self.budget.used,
-            restarts_max=self.job.max_restarts,
-            world_size=self.world.size if self.world is not None else 0,
             since_s=now - self._phase_since_s,
             job_s=now - self._born_s,
-            training_s=self._monitor.training_s,
-            why=self.world.stop_text if self.world is not None and self.phase is Phase.STOPPING else self._why,
-            nodes=node_views(self.members.values(), self.world, self.phase, throughput, self._membership, now, hang),
-            notices=self._monitor.notices(hang),
+            why=self._why,
+            membership=self._membership,
+            monitor=self._monitor,
         )
 
     def check_invariants(self) -> None:
@@ -241,8 +247,11 @@ class CoordinatorMachine:
             assert world is not None
             assert world.generation == self.generation
             assert len(set(world.order)) == len(world.order) <= self.job.max_nodes
+        if self.phase is Phase.REGROUPING:
+            here = [self.members[name] for name in self._world().order if name in self.members]
+            assert all(member.busy_generation == self.generation for member in here), "a member was not regrouped"
         if self.phase is Phase.PREPARING:
-            fresh = [m for m in self._membership.busy() if m.name in self._world().nproc]
+            fresh = [m for m in self._membership.busy() if m.name in self._world().places]
             assert not fresh, "a world is prepared where workers may live"
 
     # ---------------------------------------------------------------- links and messages
@@ -271,21 +280,7 @@ class CoordinatorMachine:
             case Ping(number):
                 self._tell(member, Pong(number))
             case Prepared(generation, store_port):
-                self._on_prepared(member, generation, store_port)
-            case WorkerDone(generation, local_rank, left):
-                if self._is_current(member, generation) and self._at_work():
-                    self._world().mark_done(member.name, local_rank, left)
-                    self._monitor.rank_done(now, member, local_rank)
-                    self._forgo_answer(member)
-            case Progress(generation):
-                if self._is_current(member, generation) and self._at_work():
-                    self._follow(now, self._monitor.progress(now, member, message))
-            case Looked(generation):
-                if self._is_current(member, generation):
-                    self._monitor.looked(member, message)
-            case WorkersFailed(generation, failures, evidence_follows):
-                if failures and self._is_current(member, generation) and self.phase is not Phase.PREPARING:
-                    self._on_failures(now, member, failures, evidence_follows=evidence_follows)
+                self._on_prepared(now, member, generation, store_port)
             case Held(generation, reached):
                 if self.phase is Phase.DRAINING and self._is_current(member, generation):
                     self._draining().heard(member.name, reached)
@@ -299,6 +294,31 @@ class CoordinatorMachine:
             case Join():
                 self._drop(member, "a member cannot join twice")
                 self._lose(now, member, "a member cannot join twice")
+            case _ if self._in_world(member):
+                self._on_workers(now, member, message)
+
+    def _on_workers(self, now: float, member: Member, message: FromAgent) -> None:
+        """A node of the world reports about its workers."""
+        match message:
+            case WorkerDone(generation, local_rank, left):
+                crossed = self.phase is Phase.REGROUPING and generation in self._regrouping.past
+                if (crossed or generation == self.generation) and self._at_work():
+                    self._world().mark_done(member.name, local_rank, left)
+                    self._monitor.rank_done(now, member, local_rank)
+                    self._forgo_answer(member)
+            case Progress(generation):
+                if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
+                    self._follow(now, self._monitor.progress(now, member, message))
+            case Looked(generation):
+                if generation == self.generation:
+                    self._monitor.looked(member, message)
+            case WorkersFailed(generation, failures):
+                known = generation == self.generation or generation in self._regrouping.past
+                if failures and known and self.phase is not Phase.PREPARING:
+                    self._on_failures(now, member, message)
+            case Able() | ReplacementReady() | ReplacementFailed() | CannotRegroup():
+                if self._at_work():
+                    self._follow(now, self._regrouping.heard(now, self._world(), member, message))
 
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:
@@ -314,6 +334,7 @@ class CoordinatorMachine:
         match decision:
             case Admit(link, join):
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
+                member.revision = join.revision
                 self._gathering.last_arrival_s = now
                 limits = self.limits
                 self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s, REVISION))
@@ -337,7 +358,7 @@ class CoordinatorMachine:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
-        if join.last_generation > self.generation:
+        if join.last_generation > self.newest_generation:
             self._wait_for_fence_previous_leader(min(self._born_s, now - join.unlinked_s), join.last_generation)
             if join.led_by:
                 self._why = f"lost {join.led_by}, which had the coordinator"
@@ -364,16 +385,18 @@ class CoordinatorMachine:
             self.members[name].first_started_s = now
             self._tell(self.members[name], Resume(world.generation))
         self._monitor.begin(world)
+        self._regrouping.started(world)
         self._previous_leader.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
 
-    def _on_prepared(self, member: Member, generation: int, store_port: int | None) -> None:
-        if self.phase is not Phase.PREPARING or not self._is_current(member, generation):
-            return
-        world = self._world()
-        world.prepared.add(member.name)
-        if store_port is not None and member.name == world.order[0]:
-            world.store_port = store_port
+    def _on_prepared(self, now: float, member: Member, generation: int, store_port: int | None) -> None:
+        if self._announced is not None and generation == self._announced.world.generation:
+            self._announced.world.on_prepared(member.name, store_port)
+        elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
+            self._world().on_prepared(member.name, store_port)
+        elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
+            self._regrouping.arrived(self._world(), member)
+            self._start_member(now, member, self._world())
 
     def _on_stopped(self, now: float, member: Member, generation: int) -> None:
         if member.busy_generation > generation:
@@ -384,24 +407,56 @@ class CoordinatorMachine:
         current = self._at_work() and self._is_current(member, generation)
         if current and not self._world().drain_agreed and not self._world().finished(member.name):
             self._stop(now, StopReason.FENCED, f"{member.node.host} had to stop its workers")
+        self._forget(member)
 
-    def _on_failures(
-        self, now: float, member: Member, failures: tuple[Failure, ...], *, evidence_follows: bool
-    ) -> None:
-        world = self._world()
-        if world.failed(failures, evidence_follows=evidence_follows):
-            self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
+    def _forget(self, member: Member) -> None:
+        """This node is gone or has no processes any more. If it had no rank, it is not in the generation any more."""
+        self._regrouping.forget(self._now, member.name)
+        if self._at_work() and self._in_world(member) and not self._world().places[member.name]:
+            self._world().drop(member.name)
+            self._membership.changed()
+
+    def _on_failures(self, now: float, member: Member, message: WorkersFailed) -> None:
+        world, failures = self._world(), message.failures
+        current = message.generation == world.generation
+        then = world if current else self._regrouping.past[message.generation]
+        new = then.failed(failures, evidence_follows=message.evidence_follows)
+        if not new and not current:
+            self._follow(now, self._regrouping.evidence(message.generation, world))
+            return
         text = f"rank {failures[0].rank} failed on {member.node.host}"
+        if new:
+            self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
+            world.lose(member.name, [failure.local_rank for failure in failures])
+            ranks = spans(failure.rank for failure in failures)
+            refused = self._survive(now, f"rank {ranks} on {member.node.host} was lost ({how(failures[0])})")
+            if refused is None:
+                return
+            text += refused
         if self.phase is Phase.RUNNING:
-            self._follow(now, self._monitor.failed(now, failures, text, evidence_follows=evidence_follows))
+            orders = self._monitor.failed(now, failures, text, evidence_follows=message.evidence_follows)
+            self._follow(now, orders)
             return
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 
-    def _follow(self, now: float, orders: Iterable[Command | EndGeneration]) -> None:
-        """Carry out what the monitor returned."""
+    def _survive(self, now: float, what: str) -> str | None:
+        """Let the other workers go on without the ranks that were lost. If they cannot: the reason, for the text of the
+        stop; empty if nobody expects it."""
+        plan = self._regrouping.without(now, self._world(), self.phase, what)
+        if isinstance(plan, Plan):
+            self._regroup(now, plan)
+            return None
+        if plan:
+            self._note("regroup_refused", generation=self.generation, reason=plan)
+        return plan and f"; the others cannot go on: {plan}"
+
+    def _follow(self, now: float, orders: Iterable[Command | EndGeneration | Plan]) -> None:
+        """Carry out what a part returned."""
         for order in orders:
             if isinstance(order, EndGeneration):
                 self._stop(now, order.reason, order.text)
+            elif isinstance(order, Plan):
+                self._regroup(now, order)
             else:
                 self._out.append(order)
 
@@ -411,6 +466,7 @@ class CoordinatorMachine:
             self._membership.changed()
             self._note("leaving", member=member.name, reason=reason, drain=drain)
         if not self._in_world(member) or self._world().finished(member.name):
+            self._forget(member)
             return
         text = f"{member.node.host} is leaving ({reason})"
         if not drain:
@@ -430,25 +486,35 @@ class CoordinatorMachine:
         in_world, was_busy = self._in_world(member), member.busy_generation != 0
         self._membership.remove(member)
         self._abandon(self._previous_leader.lost(member))
-        if member.leaving and not (self.phase is Phase.DRAINING and in_world and was_busy):
+        if member.leaving and not (self.phase in (Phase.DRAINING, Phase.REGROUPING) and in_world and was_busy):
             self._note("left", member=member.name)
             return
         self._note("lost", member=member.name, reason=reason, silent_s=round(now - member.last_heard_s, 3))
         self.host_backoff.lost(member.node.host, lived_s=now - member.began_s)
-        if not in_world:
+        if not in_world or (self._at_work() and self._world().finished(member.name)):
+            self._forgo_answer(member)
+            self._forget(member)
             return
         world = self._world()
-        if self._at_work() and world.finished(member.name):
-            self._forgo_answer(member)
-            return
         world.lost(member.name, member.node.host, reason)
         self._member_gone(now, StopReason.MEMBER_LOST, f"{member.node.host} was lost: {reason}")
 
     def _member_gone(self, now: float, reason: StopReason, text: str) -> None:
         if self.phase is Phase.PREPARING:
             self._gather(now, text, not_before_s=now)
+        elif self._at_work() and reason is StopReason.MEMBER_LOST:
+            self._lost.append(text)
         elif self._at_work():
             self._stop(now, reason, text)
+
+    def _on_lost(self, now: float) -> None:
+        """Nodes were lost by this event: go on without all of them, or stop."""
+        lost, self._lost = self._lost, []
+        if not self._at_work():
+            return
+        why = self._survive(now, " and ".join(lost))
+        if why is not None:
+            self._stop(now, StopReason.MEMBER_LOST, lost[0] + why)
 
     # ---------------------------------------------------------------- what follows from the state
 
@@ -462,6 +528,12 @@ class CoordinatorMachine:
                 self._lose(now, member, f"silent for more than {self.limits.lease_s:g} s")
         late = self._membership.late_links(now, self._admission.claims)
         self._close_unjoined(late, f"it did not join within {self.limits.unjoined_s:g} s")
+        if self._lost:
+            self._on_lost(now)
+        if (lost := self._regrouping.to_judge()) is not None:
+            notice, excluded = self._endings.survived(now, lost)
+            self._tell_world(self._world(), notice)
+            self._exclude(excluded)
         while (decision := self._admission.settle(self.members.values())) is not None:
             self._welcome(now, decision)
         self._count_candidates(now)
@@ -479,6 +551,8 @@ class CoordinatorMachine:
                     self._advance_running(now)
                 case Phase.DRAINING:
                     self._advance_draining(now)
+                case Phase.REGROUPING:
+                    self._advance_regrouping(now)
                 case Phase.STOPPING:
                     self._advance_stopping(now)
 
@@ -516,38 +590,61 @@ class CoordinatorMachine:
                         self._tell(member, Waiting(text))
 
     def _form(self, now: float) -> None:
+        announced, self._announced = self._announced, None
+        formation = self._next_formation(self.generation, self.budget.used)
+        if announced is not None and announced.places == formation.places:
+            formation = announced
+        elif announced is not None:  # some nodes prepare the announced one: the number must differ
+            formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
+        world = self.world = formation.world
+        self.generation = world.generation
+        self._enter(now, Phase.PREPARING)
+        for name, assign in formation.places.items():
+            if announced is None or not self.members[name].revision:
+                self._tell(self.members[name], assign)
+        self._note("assigned", generation=self.generation, world_size=world.size, order=list(world.order))
+
+    def _next_formation(self, after: int, restart_count: int) -> Formation:
+        """The formation of the present candidates, with a number that is larger than `after`."""
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
+        generation = max(after, self._previous_leader.generation) + 1
+        order = tuple(node.member for node in seats)
+        world = World(generation=generation, order=order, places=all_places(seats))
+        return Formation(world, assigned(world, self.members, restart_count))
+
+    def _announcement(self, world: World, reason: StopReason) -> Formation | None:
+        """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
+        the stop, because what is prepared in vain costs a node some work."""
+        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or world.lost_nodes)
+        requeue = any(failure.exit_code == EXIT_REQUEUE for failure in world.failures)
+        if not failed or requeue or self._quit or self.job.exclude_after or not self.budget.allows_restart:
+            return None
+        formation = self._next_formation(self.generation, self.budget.used + (not world.charged))
+        return formation if formation.world.order == world.order else None
+
+    def _regroup(self, now: float, plan: Plan) -> None:
+        """Form the next generation of workers that are already running."""
+        before = self._world()
         self.generation = max(self.generation, self._previous_leader.generation) + 1
-        self.world = World(
-            generation=self.generation,
-            order=tuple(node.member for node in seats),
-            nproc={node.member: node.nproc for node in seats},
+        world = self.world = self._regrouping.form(now, self.generation, plan, before)
+        self._enter(now, Phase.REGROUPING)
+        for name, assign in assigned(world, self.members, self.budget.used).items():
+            self._membership.set_busy(self.members[name], world.generation)
+            self._tell(self.members[name], Regroup(assign, plan.safe_point, plan.text))
+        self._note(
+            "regroup_begun",
+            generation=world.generation,
+            world_size=world.size,
+            order=list(world.order),
+            safe_point=plan.safe_point,
+            text=plan.text,
         )
-        self._enter(now, Phase.PREPARING)
-        local = all(is_local(self.members[name].address) for name in self.world.order)
-        places = assignments(seats, generation=self.generation, restart_count=self.budget.used, local_world=local)
-        for name, assign in places.items():
-            self._tell(self.members[name], assign)
-        self._note("assigned", generation=self.generation, world_size=self.world.size, order=list(self.world.order))
 
     def _advance_preparing(self, now: float) -> None:
         world = self._world()
-        if world.store_port is not None and len(world.prepared) == len(world.order):
-            world.started_s = now
-            address, port = self._fixed_master or (
-                master_address([self.members[n] for n in world.order]),
-                world.store_port,
-            )
-            self._gather_until_s = None
-            self._enter(now, Phase.RUNNING)
-            self._monitor.begin(world)
-            for name in world.order:
-                member = self.members[name]
-                self._membership.set_busy(member, world.generation)
-                member.first_started_s = member.first_started_s or now
-                self._tell(member, Start(world.generation, address, port))
-            self._note("started", generation=world.generation, master=f"{address}:{port}")
+        if world.all_prepared:
+            self._start(now, world)
         elif now >= self._phase_since_s + self.limits.prepare_s:
             for name in [name for name in world.order if name not in world.prepared]:
                 if self.phase is Phase.PREPARING or name in self.members:
@@ -556,27 +653,81 @@ class CoordinatorMachine:
                     self._drop(member, text)
                     self._lose(now, member, text)
 
+    def _start(self, now: float, world: World) -> None:
+        assert world.store_port is not None
+        regrouped = self.phase is Phase.REGROUPING
+        members = [self.members[name] for name in world.order]
+        world.started_s = now
+        world.master = self._fixed_master or (master_address(members), world.store_port)
+        self._gather_until_s = None
+        self._enter(now, Phase.RUNNING)
+        self._monitor.begin(world)
+        for member in members:
+            self._start_member(now, member, world)
+        self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
+        self._regrouping.started(world)
+        if regrouped:
+            took_s = round(now - self._regrouping.began_s, 3)
+            self._note("regrouped", generation=world.generation, world_size=world.size, took_s=took_s)
+            leaving = next((member for member in members if member.leaving), None)
+            if leaving is not None:
+                self._drain(now, StopReason.MEMBER_LEFT, f"{leaving.node.host} is leaving ({leaving.leaving})")
+
+    def _start_member(self, now: float, member: Member, world: World) -> None:
+        self._membership.set_busy(member, world.generation)
+        member.first_started_s = member.first_started_s or now
+        self._tell(member, Start(world.generation, *world.master))
+
+    def _advance_regrouping(self, now: float) -> None:
+        world, part = self._world(), self._regrouping
+        if part.all_done(world):
+            self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
+        elif part.may_start(world):
+            self._start(now, world)
+        else:
+            self._follow(now, part.advance(now, world, self._phase_since_s))
+
     def _advance_running(self, now: float) -> None:
         world = self._world()
         if world.done_count == world.size:
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
             return
-        if not self._has_room() or not self._newcomers():
+        self._follow(now, self._regrouping.replace(now, world))
+        if self._regrouping.grows(now, world):
+            self._drain(now, StopReason.MEMBER_JOINED, "regrouping with the new workers", grows=True)
+        elif not self._has_room() or not self._newcomers():
             self._gather_until_s = None
         elif self._gather_until_s is None:
             self._gather_until_s = now + self.limits.gather_s
         elif now >= self._gather_until_s:
-            text = f"regrouping to take in {names(self._newcomers())}"
-            if self.job.grow is Grow.DRAIN:
-                self._drain(now, StopReason.MEMBER_JOINED, text)
-            else:
-                self._stop(now, StopReason.MEMBER_JOINED, text)
+            self._take_in(now, world)
 
-    def _drain(self, now: float, reason: StopReason, text: str) -> None:
+    def _take_in(self, now: float, world: World) -> None:
+        """Let the newcomers join: beside the running workers, if all of these are able to go on with them later."""
+        newcomers = self._newcomers()
+        text = f"regrouping to take in {names(newcomers)}"
+        if self._regrouping.settling:
+            self._gather_until_s = now + self.limits.gather_s
+        elif all(self._regrouping.admits(world, member) for member in newcomers):
+            room = self.job.max_nodes - len(world.order) - len(self._regrouping.arriving)
+            arriving = sorted(newcomers, key=lambda member: member.arrival)[:room]
+            self._regrouping.arriving.update(member.name for member in arriving)
+            places = assigned(world, self.members, self.budget.used, arriving)
+            for member in arriving:
+                self._tell(member, places[member.name])
+        elif self.job.grow is Grow.DRAIN:
+            self._drain(now, StopReason.MEMBER_JOINED, text)
+        else:
+            self._stop(now, StopReason.MEMBER_JOINED, text)
+
+    def _drain(self, now: float, reason: StopReason, text: str, *, grows: bool = False) -> None:
         """Ask all agents how far their workers are. The safe point to stop at follows from the answers."""
         world = self._world()
         world.drain = Draining(
-            reason, text, awaited={name for name in world.order if name in self.members and not world.finished(name)}
+            reason,
+            text,
+            awaited={name for name in world.order if name in self.members and not world.finished(name)},
+            grows=grows,
         )
         self._enter(now, Phase.DRAINING)
         self._tell_world(world, Drain(world.generation, text))
@@ -585,7 +736,7 @@ class CoordinatorMachine:
     def _forgo_answer(self, member: Member) -> None:
         """Stop waiting for the drain answer of a member whose workers are gone."""
         world = self.world
-        if world is None or world.drain is None or member.name not in world.nproc:
+        if world is None or world.drain is None or member.name not in world.places:
             return
         if member.busy_generation == 0 or world.finished(member.name):
             world.drain.heard(member.name, 0)
@@ -600,6 +751,8 @@ class CoordinatorMachine:
         elif drain.safe_point is not None:
             if not any(self._in_world(m) and not world.finished(m.name) for m in self._membership.busy()):
                 self._stop(now, drain.reason, drain.text)
+        elif not drain.awaited and (plan := self._regrouping.at_safe_point(world, drain)) is not None:
+            self._regroup(now, plan)
         elif not drain.awaited and drain.newest == 0:
             self._stop(now, drain.reason, drain.text)
         elif not drain.awaited:
@@ -614,8 +767,12 @@ class CoordinatorMachine:
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
+        self._regrouping.judged = True  # by the end of this generation
+        announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
-        self._tell_world(world, Stop(world.generation, reason, text))
+        for member in [self.members[name] for name in world.order if name in self.members]:
+            place = announced.places[member.name] if announced is not None and member.revision else None
+            self._tell(member, Stop(world.generation, reason, text, place))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _stop_deadline_s(self) -> float:
@@ -636,13 +793,17 @@ class CoordinatorMachine:
             case Restart(backoff_s, notice, excluded):
                 if notice is not None:
                     self._tell_world(world, notice)
-                for waiting in excluded:
-                    for member in self.members.values():
-                        self._tell(member, waiting)
-                self._membership.changed()  # hosts may have to wait
+                self._exclude(excluded)
                 self._gather(now, world.stop_text, not_before_s=now + backoff_s)
             case Outcome() as outcome:
                 self._finish(outcome)
+
+    def _exclude(self, excluded: Iterable[Waiting]) -> None:
+        """Report the hosts that are excluded for a time."""
+        for waiting in excluded:
+            for member in self.members.values():
+                self._tell(member, waiting)
+        self._membership.changed()
 
     # ---------------------------------------------------------------- who and what
 
@@ -665,19 +826,20 @@ class CoordinatorMachine:
         return (
             self.phase not in (Phase.GATHERING, Phase.OVER)
             and self.world is not None
-            and member.name in self.world.nproc
+            and member.name in self.world.places
         )
 
     def _has_room(self) -> bool:
         """Whether the running world would accept one more node."""
         world = self._world()
-        return self.job.grow is not Grow.NEVER and len(world.order) < self.job.max_nodes and not world.done
+        size = len(world.order) + len(self._regrouping.arriving)
+        return self.job.grow is not Grow.NEVER and size < self.job.max_nodes and not world.done
 
     def _stop_patience_s(self) -> float:
         return self.limits.stop_grace_s + self.limits.stop_slack_s
 
     def _at_work(self) -> bool:
-        return self.phase in (Phase.RUNNING, Phase.DRAINING)
+        return self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
     def _draining(self) -> Draining:
         drain = self._world().drain
@@ -686,7 +848,8 @@ class CoordinatorMachine:
 
     def _newcomers(self) -> Collection[Member]:
         """Candidates that are not in the running world."""
-        return self._membership.outsiders(self._now, self._world().nproc)
+        outsiders, arriving = self._membership.outsiders(self._now, self._world().places), self._regrouping.arriving
+        return [member for member in outsiders if member.name not in arriving] if arriving else outsiders
 
     def _is_current(self, member: Member, generation: int) -> bool:
         return generation == self.generation and self._in_world(member)
@@ -759,6 +922,7 @@ class CoordinatorMachine:
 
     def _gather(self, now: float, reason: str, *, not_before_s: float) -> None:
         self._enter(now, Phase.GATHERING)
+        self._regrouping.reset()
         gathering = self._gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
         self._waiting_said = Pauses.begin(now, self.limits.say_interval_s)

@@ -1,7 +1,8 @@
 """The messages between agent and coordinator, as data. `protocol.codec` encodes them.
 
 A formation costs every agent four messages whatever the size of the job:
-Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster.
+Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster. After a failure Stop carries
+the Assign, and Prepared follows Stopped: one message and one round trip fewer.
 
 Structs are array-like on the wire: new fields go to the end and have defaults.
 """
@@ -23,8 +24,9 @@ LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
 REVISION = 2
-"""Revision of these messages. An agent reads the coordinator's in `Joined.revision`. From 1 on, it reports a failure
-before it has read the evidence. From 2 on, it reports which workers can go on after a loss (`Able`)."""
+"""Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
+has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
+after a loss (`Able`)."""
 
 
 class StopReason(Enum):
@@ -293,6 +295,9 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     generation: Count
     reason: StopReason
     text: str = ""
+    following: Assign | None = None
+    """This node's place in the next generation, unless members change before that is formed. The node prepares it when
+    its workers are gone, without another Assign. An Assign of a newer generation replaces it."""
 
 
 class Look(CoordinatorMessage, frozen=True, tag="look"):

@@ -141,8 +141,8 @@ class _JobLook(Struct):
     ask: Ask
     generation: int
     world_size: int
-    awaited: dict[int, tuple[str, int]]
-    """By link: the host, and the rank of its first worker."""
+    awaited: dict[int, tuple[str, int, tuple[int, ...]]]
+    """By link: the host, the rank of its first worker, and its local ranks."""
     timer: asyncio.TimerHandle
     seen: list[tuple[str, int, RankSample]] = msgspec.field(default_factory=list)
 
@@ -190,8 +190,9 @@ class Answers:
             return False
         look = self._looks.get(message.number)
         if look is not None and link in look.awaited:
-            host, base = look.awaited.pop(link)
-            look.seen += [(host, base + sample.local_rank, sample) for sample in message.samples]
+            host, base, places = look.awaited.pop(link)
+            ranks = {local_rank: base + place for place, local_rank in enumerate(places)}
+            look.seen += [(host, ranks[each.local_rank], each) for each in message.samples if each.local_rank in ranks]
             self._finish_if_complete(message.number)
         return True
 
@@ -213,8 +214,8 @@ class Answers:
             assert world is not None
             member = machine.members.get(name)
             if member is not None and member.link in self._links and member.busy_generation:
-                awaited[member.link] = (member.node.host, base)
-            base += world.nproc[name]
+                awaited[member.link] = (member.node.host, base, world.places[name])
+            base += len(world.places[name])
         timer = self._loop.call_later(LOOK_S_MAX, self._finish, number)
         self._looks[number] = _JobLook(link, ask, machine.generation, base, awaited, timer)
         for to in list(awaited):
@@ -228,7 +229,7 @@ class Answers:
     def _finish(self, number: int) -> None:
         look = self._looks.pop(number)
         look.timer.cancel()
-        silent = tuple(host for host, _ in look.awaited.values())
+        silent = tuple(host for host, _, _ in look.awaited.values())
         run_id = self._machine.job.run_id
         self._tell(
             look.link,

@@ -75,7 +75,9 @@ class LogRouter:
         """The descriptors that `started` has to close, by local rank."""
         self._groups: list[TailGroup] = []
         self._last_groups: list[TailGroup] = []
-        """The groups of the newest attempt, which may have ended."""
+        """The groups of the newest attempt that has begun; it may have ended."""
+        self._next_groups: list[TailGroup] = []
+        """The groups of the attempt that was opened and has not begun."""
         self._tracebacks: dict[int, str] = {}
         """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
@@ -92,10 +94,9 @@ class LogRouter:
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
         """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing
-        stays open."""
+        stays open. `tell_elsewhere` may be called meanwhile."""
         self.end_attempt()
-        self.tell_elsewhere(())
-        self._last_groups, self._tracebacks = [], {}
+        self._next_groups = []
         self._attempt, self._by_sink, self._shown = attempt, {}, {}
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
@@ -106,7 +107,7 @@ class LogRouter:
                 for worker in workers
             }
             for sink, tails in shown.items():
-                self._show(sink, tails)
+                self._next_groups.append(self._show(sink, tails))
             self._open_filtered(attempt, workers)
         except OSError as error:
             self._release()
@@ -138,7 +139,7 @@ class LogRouter:
             return self._inherited(worker)
         for sink, tails in shown.items():
             if sink not in self._by_sink:
-                self._show(sink, [])
+                self._last_groups.append(self._show(sink, []))
             for tail in tails:
                 self._by_sink[sink].add(tail)
         self._pump.add(self._terminals[terminals:])
@@ -152,6 +153,11 @@ class LogRouter:
                 tail.prefix = self._tail_prefix(WorkerSlot(local_rank, rank), sink, teed=teed)
                 tail.rank = rank if tail.rank is not None else None
 
+    def begin_attempt(self) -> None:
+        """The workers of the attempt that was opened are being started."""
+        self._tell_undecided()
+        self._last_groups, self._next_groups, self._tracebacks = self._next_groups, [], {}
+
     def failed(self, rank: int, traceback: str) -> None:
         """Record the traceback with which a worker of the newest attempt ended."""
         self._tracebacks[rank] = traceback
@@ -164,6 +170,11 @@ class LogRouter:
             group.told_elsewhere = told
         if self._attached:
             self._console.wake()
+
+    def _tell_undecided(self) -> None:
+        """Show the tracebacks of the newest attempt if no verdict on them came: none will come."""
+        if any(group.told_elsewhere is None for group in self._last_groups):
+            self.tell_elsewhere(())
 
     def say(self, text: str) -> None:
         """Show a line of the launcher about the logs."""
@@ -202,8 +213,7 @@ class LogRouter:
         Also True when the console has no reader any more: then nothing can be shown.
         """
         self.end_attempt()
-        if any(group.told_elsewhere is None for group in self._last_groups):
-            self.tell_elsewhere(())
+        self._tell_undecided()
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
         self._tail.abandoned = True
@@ -288,12 +298,12 @@ class LogRouter:
             file = FilteredFile(attempt / f"filtered_{name}.log")
             self._follow(file, TailGroup(tails, done=file.close))
 
-    def _show(self, sink: ConsoleStream, tails: Sequence[StreamTail]) -> None:
+    def _show(self, sink: ConsoleStream, tails: Sequence[StreamTail]) -> TailGroup:
         several = len({tail.rank for tail in tails}) > 1
         fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
         group = self._by_sink[sink] = TailGroup(tails, fold=fold)
-        self._last_groups.append(group)
         self._follow(sink, group)
+        return group
 
     def _follow(self, sink: ConsoleStream | FilteredFile, group: TailGroup) -> None:
         self._groups.append(group)
