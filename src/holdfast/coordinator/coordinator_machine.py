@@ -188,8 +188,7 @@ class CoordinatorMachine:
         elif self.phase is Phase.PREPARING:
             deadlines.append(self._phase_since_s + self.limits.prepare_s)
         elif self.phase is Phase.REGROUPING:
-            deadlines.append(self._phase_since_s + self._regrouping.due_s(self._world()))
-            deadlines.append(self._regrouping.next_change_s(self._now, self._world()))
+            deadlines.append(self._regrouping.due_at_s(self._now, self._world(), self._phase_since_s))
         elif self.phase is Phase.STOPPING:
             deadlines.append(self._stop_deadline_s())
         elif self.phase is Phase.DRAINING:
@@ -469,7 +468,7 @@ class CoordinatorMachine:
             self._forget(member)
             return
         text = f"{member.node.host} is leaving ({reason})"
-        if not drain:
+        if not drain or (self.phase is Phase.REGROUPING and self._regrouping.waits(self._world())):
             self._member_gone(now, StopReason.MEMBER_LEFT, text)
         elif self.phase is Phase.RUNNING:
             self._drain(now, StopReason.MEMBER_LEFT, text)

@@ -192,7 +192,7 @@ class Regrouping:
         return self._safe_point > 0 and world.done_count == self.past[max(self.past)].size
 
     def may_start(self, world: World) -> bool:
-        return world.all_prepared and world.size >= self._wanted and not world.done_count
+        return world.all_prepared and not self.waits(world) and not world.done_count
 
     def started(self, world: World) -> None:
         """The workers of this world were told to begin, or to go on."""
@@ -207,7 +207,7 @@ class Regrouping:
         if now >= since_s + due_s:
             what = "no replacement" if world.all_prepared else "not every worker"
             return self._refusal(world, f"{what} was ready within {due_s:g} s")
-        if world.size >= self._wanted:
+        if not self.waits(world):
             return []
         orders = self.replace(now, world)
         ready = sum(map(len, self.replacements.ready().values()))
@@ -218,7 +218,7 @@ class Regrouping:
 
     def due_s(self, world: World) -> float:
         """For how long the start of the next generation may take."""
-        if world.size < self._wanted and world.all_prepared:
+        if self.waits(world) and world.all_prepared:
             return self.limits.join_s
         return self.limits.drain_s if self._safe_point else self.limits.regroup_s
 
@@ -267,7 +267,7 @@ class Regrouping:
         note = Note("replacement_failed", {"member": member.name, "local_ranks": local_ranks, "text": what})
         if not self.replacements.gave_up:
             return [note, *self._tell_world(world, Notice(f"{what}; it counts as {self.budget.newest}"))]
-        if world.size >= self._wanted:
+        if not self.waits(world):
             left = f"no restart is left: {plural(world.size, 'rank')} go on"
             return [note, *self._tell_world(world, Notice(f"{what}; {left}"))]
         world.failures, world.charged = [*world.failures, *failures], False
@@ -308,9 +308,17 @@ class Regrouping:
         return Plan(order, places, f"{new}{plural(base, 'rank')} go on", safe_point)
 
     def next_change_s(self, now: float, world: World) -> float:
-        """When replacements have to be ordered, or join."""
-        joins = world.all_able or world.size < self._wanted
-        return min(self.replacements.order_at_s(now), self.replacements.join_at_s if joins else inf)
+        """When replacements have to be ordered, or join, while a generation runs."""
+        return min(self.replacements.order_at_s(now), self.replacements.join_at_s if world.all_able else inf)
+
+    def due_at_s(self, now: float, world: World, since_s: float) -> float:
+        """When `advance` has something to do unless an agent reports something before."""
+        order_at_s = self.replacements.order_at_s(now) if self.waits(world) else inf
+        return min(since_s + self.due_s(world), order_at_s)
+
+    def waits(self, world: World) -> bool:
+        """The survivors wait for replacements (--survive wait)."""
+        return world.size < self._wanted
 
     def forget(self, now: float, member: str) -> None:
         """This member is lost, leaves, or has no process any more."""
