@@ -15,7 +15,7 @@ ONE = ("--standalone", "--nproc-per-node", "1")
 SIZE = 1 << 20
 SAVES = f"""
 from holdfast.protocol.errors import SnapshotError
-from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.changes import SaveRequest, begin
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.flush import rescue_attempt

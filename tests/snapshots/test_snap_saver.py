@@ -20,9 +20,9 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.snapshots import attempt, memory_folder, slots
+from holdfast.snapshots import changes, memory_folder, slots
 from holdfast.snapshots import folder as snapshots
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
@@ -32,7 +32,7 @@ from tests.support.limits import limit_s, until
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.changes import SaveRequest, begin
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.memory_folder import SaverAddress
 
@@ -162,7 +162,7 @@ def test_a_successor_waits_for_its_previous_leader_s_saves(bench: Bench) -> None
 
 def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench) -> None:
     """A node was lost in the middle of a save: this one has written its part, and the attempt will never be whole."""
-    number = attempt.begin(bench.folder, 1)
+    number = changes.begin(bench.folder, 1)
     bench.hand_over(SaveRequest(str(bench.folder), 1, number, 0, 2))
     bench.client.close()
     bench.connect()

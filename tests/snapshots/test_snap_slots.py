@@ -16,7 +16,7 @@ import pytest
 from holdfast.linux import group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots import memory_folder, slots
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
 

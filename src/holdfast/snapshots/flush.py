@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, folder, memory_folder, slots
-from holdfast.snapshots.attempt import SaveRequest, abandon, commit, write_rank
+from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
 from holdfast.snapshots.folder import being_written, inspect, is_being_written
-from holdfast.snapshots.manifest import FolderKind, Key, attempt_path, parse_name
-from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.layout import FolderKind, Key, parse_name
+from holdfast.snapshots.memory_folder import Mappings
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
 """Numbers of the attempts in which memory steps are written; no other attempts have them."""
@@ -143,7 +143,7 @@ class PendingFlush:
 
 
 def _place_of(request: SaveRequest) -> Path:
-    return attempt_path(Path(request.folder), Key(request.step, request.attempt - MEETING_BELOW))
+    return Path(request.folder, Key(request.step, request.attempt - MEETING_BELOW).named(FolderKind.ATTEMPT))
 
 
 def _meeting_place(request: SaveRequest, deadline: float) -> Path:

@@ -33,15 +33,17 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import disk
 from holdfast.snapshots.disk import CHUNK_BYTES, chunk_begins, chunk_digest, hash_threads, submit
-from holdfast.snapshots.image import LENGTH_BYTES, Image, head_bytes
-from holdfast.snapshots.manifest import (
+from holdfast.snapshots.layout import (
+    LENGTH_BYTES,
     MANIFEST,
     MANIFEST_BYTES_MAX,
     RECORD_BYTES_MAX,
     FolderKind,
+    Image,
     Key,
     Manifest,
     RankRecord,
+    head_bytes,
     parse_name,
     record_file,
 )
@@ -240,7 +242,7 @@ class Problem:
     @property
     def damaged(self) -> bool:
         """Whether it can never be read as a snapshot; otherwise (permissions, a newer version) it may well be valid."""
-        return is_damage(self.error)
+        return isinstance(self.error, SnapshotDamagedError)
 
 
 @dataclass(frozen=True)
@@ -309,11 +311,6 @@ def inspect(path: Path) -> Snapshot:
     except OSError as error:
         raise unreadable(path, error) from error
     return Snapshot(path, manifest)
-
-
-def is_damage(error: SnapshotError) -> bool:
-    """Whether this snapshot can never be read; otherwise (permissions, a newer version) it may well be valid."""
-    return isinstance(error, SnapshotDamagedError)
 
 
 def unreadable(snapshot: Path, error: OSError) -> SnapshotError:

@@ -6,7 +6,7 @@
     ...copy into memory...
     slot = slots.commit()                          # from here on a restarted worker finds it
 
-A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (image.py). Its memory is taken
+A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (layout.py). Its memory is taken
 with posix_fallocate, so a full /dev/shm is an error when it is reserved and never a SIGBUS later, mapped once with its
 pages present, and used again and again.
 
@@ -47,8 +47,8 @@ from typing import Any, NamedTuple
 
 from holdfast.linux import group_folders, group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
-from holdfast.snapshots.attempt import SaveRequest
-from holdfast.snapshots.mapping import MappedFile, Mappings
+from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.memory_folder import MappedFile, Mappings
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
