@@ -1,7 +1,7 @@
 """Serves all generations of workers on one node: owns their supervisor, store, saver, log files and observers.
 
 Executes the commands of the agent's machine and reports each answer as an event of the machine; decides nothing. The
-workers of one generation are in generation.py, one worker in ends.py.
+workers of one generation are in generation.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot, WorkerSt
 from holdfast.supervisor import client as kept
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import Revivals, SupervisorClient, revive_supervisor
-from holdfast.supervisor.ends import Ends, OomWatch
-from holdfast.supervisor.generation import RunningGeneration
+from holdfast.supervisor.generation import Ends, OomWatch, RunningGeneration
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.numa import binding_for
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
