@@ -279,7 +279,7 @@ class Supervisor:
         elif fd == self._agent_end:
             self._leaving = True
         elif fd in self._execs:
-            self._settle_exec(fd)
+            self._read_exec_result(fd)
         elif self._fork_server.owns(fd):
             self._fork_server.serve(fd)
         elif fd == self._sock.fileno() and mask & ~select.POLLOUT:
@@ -384,7 +384,7 @@ class Supervisor:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    def _settle_exec(self, fd: int) -> None:
+    def _read_exec_result(self, fd: int) -> None:
         """The pipe is closed (exec worked) or holds the reason why exec failed."""
         pid = self._execs.pop(fd)
         self._poller.unregister(fd)
@@ -419,9 +419,9 @@ class Supervisor:
 
     def _ended(self, pid: int, status: int) -> None:
         for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
-            self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
+            self._read_exec_result(fd)  # "started" or "spawn_failed" comes before "ended"
         if pid not in self._kept or self._kept[pid].key == fork_server.STANDBY:
-            self._fork_server.settle_all()  # a requested worker may already run, with its answer unread
+            self._fork_server.read_answers()  # a requested worker may already run, with its answer unread
         kept = self._kept.pop(pid, None)
         if kept is not None:
             code = os.waitstatus_to_exitcode(status)
