@@ -306,9 +306,7 @@ for count, body in enumerate(sys.argv[3:]):
 
 def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> None:
     first = "say('first')\nstage(20)\nstage(40)\nown.stage(60, SIZE)\ndie()"
-    second = (
-        "found = own.newest()\nsay(found.step, found.generation, found.local_rank, found.data[0], place.generation)"
-    )
+    second = "found = own.committed()[0]\nsay(found.step, found.generation, found.local_rank, found.data[0], place.generation)"
     line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
     done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
     one, two = (text.split() for text in done.stdout.splitlines())
@@ -372,7 +370,7 @@ def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
 
 
 def test_slots_of_two_plain_processes_have_nothing_in_common(tmp_path: Path) -> None:
-    first, second = (run_worker("stage(1)\nsay(own.newest().step)\nsaver.close()", tmp_path) for _ in range(2))
+    first, second = (run_worker("stage(1)\nsay(own.committed()[0].step)\nsaver.close()", tmp_path) for _ in range(2))
     assert first.stdout.split()[1] == second.stdout.split()[1] == "1"
     assert first.stdout.split()[0] != second.stdout.split()[0]
     for each in (first, second):

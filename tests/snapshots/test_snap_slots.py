@@ -40,13 +40,13 @@ def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
     put(first, 40, 2)
     first.close()
     second = Slots(tmp_path, SlotOwner(local_rank=1, rank=0, world=2, generation=4))
-    found = second.newest()
+    found = second.committed()[0]
     assert found is not None
     assert (found.step, found.rank, found.world, found.generation, found.local_rank) == (40, 5, 8, 3, 1)
     assert bytes(found.data) == b"\2" * SIZE
     assert found.request == request(40)
     assert [slot.step for slot in second.committed()] == [40, 20]
-    assert Slots(tmp_path, SlotOwner(0)).newest() is None
+    assert Slots(tmp_path, SlotOwner(0)).committed() == []
     assert slots.local_ranks(tmp_path) == [1]
     second.close()
 
@@ -80,7 +80,7 @@ def test_a_body_that_was_written_after_commit_is_refused(tmp_path: Path, where: 
     assert memory is not None
     own.commit()
     memory[where] = 1
-    assert own.newest() is None
+    assert own.committed() == []
     own.close()
 
 
@@ -163,7 +163,7 @@ def test_too_long_a_note_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     own.stage(2, SIZE)
     with pytest.raises(ValueError, match="at most"):
         own.commit(SaveRequest("x", 1, 1, 0, 1, {"x": "y" * HEADER_BYTES}))
-    newest = own.newest()
+    newest = own.committed()[0]
     assert newest is not None
     assert newest.step == 1
     own.close()
@@ -258,7 +258,7 @@ import sys
 from pathlib import Path
 from holdfast.snapshots.slots import SlotOwner, Slots
 own = Slots(Path(sys.argv[1]), SlotOwner(0))
-print(own.newest().step)
+print(own.committed()[0].step)
 try:
     print(own.stage(2, 100) is not None)
 except Exception as error:
@@ -306,7 +306,7 @@ for ask in (lambda: own.reserve(64 << 20), lambda: own.stage(3, 64 << 20)):
 os.posix_fallocate(os.open("/dev/shm/filler", os.O_RDWR | os.O_CREAT), 0, os.statvfs("/dev/shm").f_bavail * 4096)
 own.stage(3, 1 << 20)[:] = bytes(1 << 20)     # not a byte is free, and none is needed
 own.commit()
-print(own.newest().step, [path.name for path in memory_folder.clean()])
+print(own.committed()[0].step, [path.name for path in memory_folder.clean()])
 made.remove()
 print(os.listdir("/dev/shm"))
 """
@@ -335,7 +335,7 @@ def test_more_than_there_is_memory_is_refused_before_it_is_taken(tmp_path: Path)
     own = Slots(tmp_path, SlotOwner(0))
     with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
         own.reserve(1 << 50)
-    assert own.newest() is None
+    assert own.committed() == []
     own.close()
 
 

@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.protocol.errors import (
     NoValidSnapshotError,
@@ -133,9 +132,7 @@ class RankFile:
     def __enter__(self) -> RankFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_record(self, snapshot: Snapshot, rank: int) -> RankRecord:
