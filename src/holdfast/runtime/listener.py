@@ -57,12 +57,10 @@ class Listener:
         decode: Callable[[bytes], object] = decode_from_agent,
         handshake_s_max: float = HANDSHAKE_S_MAX,
         arrivals_max: int = ARRIVALS_MAX,
-        nonces: Callable[[], bytes] = fresh_nonce,
     ) -> None:
         self._sockets = tuple(sockets)
         self._job = job
         self._token = token
-        self._nonces = nonces
         self._log = log
         self.decode = decode
         self.on_connection = on_connection
@@ -93,7 +91,7 @@ class Listener:
     # For arrivals
 
     def handshake(self) -> ServerHandshake:
-        return ServerHandshake(self._job, self._token, self._nonces())
+        return ServerHandshake(self._job, self._token, fresh_nonce())
 
     def enter(self, arrival: _Arrival) -> None:
         self._arrivals[arrival] = None
