@@ -302,7 +302,7 @@ class Call:
             reply = msgspec.json.decode(bytes(self._received), type=Reply)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ControlRefusedError(
-                f"what listens at {self._entry.socket} is no agent of holdfast's: {error}"
+                f"the process at {self._entry.socket} is not an agent of holdfast: {error}"
             ) from None
         if reply.code:
             kind = ControlSilentError if reply.code == ControlSilentError.code else ControlRefusedError
@@ -346,7 +346,7 @@ def _plight(pid: int) -> str:
         case None:
             return ""
         case "T" | "t":
-            return f": it was stopped by a signal; `kill -CONT {pid}` lets it go on"
+            return f": it was stopped by a signal; `kill -CONT {pid}` resumes it"
         case "D":
             return ": it waits in the kernel, for a disk perhaps"
         case _:

@@ -231,7 +231,7 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not request.attempt_path.exists():
             raise SnapshotIncompleteError(
-                f"step {request.step} was not saved: the job went on before all ranks had come"
+                f"step {request.step} was not saved: the job continued before all ranks had saved"
             ) from error
         abandon(request)
         raise disk.write_error(error, request.attempt_path) from error
@@ -460,7 +460,7 @@ def seconds(every: str | float) -> float:
     """A duration: seconds, or "90s", "30min", "6h", "1d". RetentionError."""
     value = seconds_of(every)
     if value is None:
-        raise RetentionError(f"{every!r} is no time; write 90s, 30min, 6h or 1d")
+        raise RetentionError(f"{every!r} is not a duration; write 90s, 30min, 6h or 1d")
     return value
 
 

@@ -204,7 +204,7 @@ class Saver:
         except BlockingIOError:
             return False
         except ValueError as error:
-            self._news_to_agent(f"the saver was told what it cannot understand: {error}")
+            self._news_to_agent(f"the saver got a request that it does not understand: {error}")
         self._drop(worker)
         return False
 

@@ -68,19 +68,19 @@ class Fork:
 
 
 class ForkServerClient:
-    """Runs at most one fork server at a time. Every request ends in `born`, in `spawn`, or in an `ended` event."""
+    """Runs at most one fork server at a time. Every request ends in `forked`, in `spawn`, or in an `ended` event."""
 
     def __init__(
         self,
         poller: select.poll,
         spawn: Callable[[Command, list[int]], None],
-        born: Callable[[Command, int], None],
+        forked: Callable[[Command, int], None],
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`spawn` starts a program by exec, `born` records a worker that was forked, `tell` passes an event on."""
+        """`spawn` starts a program by exec, `forked` records a worker that was forked, `tell` passes an event on."""
         self._poller = poller
         self._spawn = spawn
-        self._born = born
+        self._forked = forked
         self._tell = tell
         self._order: Command | None = None
         self._control: socket.socket | None = None
@@ -293,7 +293,7 @@ class ForkServerClient:
         self._queue.append((*fork.packet(), fork))
 
     def _read_answer(self, fork: Fork) -> None:
-        answer = _heard(fork.ours)
+        answer = _answer(fork.ours)
         if answer is None:
             return
         word, rest = answer
@@ -302,7 +302,7 @@ class ForkServerClient:
         elif fork.command is None:
             self._parked(fork, int(rest))
         else:
-            self._born(fork.command, int(rest))
+            self._forked(fork.command, int(rest))
             with contextlib.suppress(OSError):  # it has been killed
                 fork.ours.send(b"go")
             self._drop(fork)
@@ -350,7 +350,7 @@ class ForkServerClient:
 
     def _parked(self, standby: Fork, pid: int) -> None:
         standby.parked_pid = pid
-        self._born({"key": STANDBY, "service": True}, pid)
+        self._forked({"key": STANDBY, "service": True}, pid)
         pids = [each.parked_pid for each in self._standbys()]
         if all(pids):
             self._tell({"is": "standby", "pids": pids, "own_bytes": sum(map(processes.own_bytes, pids))})
@@ -369,7 +369,7 @@ class ForkServerClient:
         return False
 
 
-def _heard(sock: socket.socket) -> tuple[str, str] | None:
+def _answer(sock: socket.socket) -> tuple[str, str] | None:
     """The first word of an answer, and the rest; empty when the sender is gone. None: no answer yet."""
     try:
         answer = sock.recv(ANSWER_BYTES_MAX)

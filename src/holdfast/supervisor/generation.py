@@ -171,16 +171,16 @@ class RunningGeneration:
                 worker.raised = True
                 self._journal.write("worker_raised", **self._place(worker), pid=worker.pid)
                 self._phases.trouble()
-                after_stop = self._work() in ENDING or self.board.told(local_rank)
+                after_stop = self._work() in ENDING or self.board.stop_seen(local_rank)
                 self._ends.report(worker, self._bare(worker, EXIT_AFTER_EXCEPTION, after_stop=after_stop), raised=True)
 
     def _report(self, worker: Worker, exit_code: int, *, stopped: bool) -> None:
-        told = self.board.told(worker.local_rank)
-        after_stop = stopped or told
+        stop_seen = self.board.stop_seen(worker.local_rank)
+        after_stop = stopped or stop_seen
         self._journal.write(
             "worker_ended", **self._place(worker), pid=worker.pid, exit_code=exit_code, stopped=after_stop
         )
-        if exit_code == 0 and told:
+        if exit_code == 0 and stop_seen:
             self._emit(WorkerEnded(self.number, worker.local_rank, None, drained=True))
             return
         if exit_code != 0:

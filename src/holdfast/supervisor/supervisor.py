@@ -84,7 +84,7 @@ def fork_supervisor() -> SupervisorHandle:
     Raises PlatformError where the machine lacks a needed feature.
     """
     if not os.path.isdir(PROC):
-        raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
+        raise PlatformError(f"{PROC} is missing: holdfast finds and ends processes through /proc; mount it")
     _fill_standard_descriptors()
     ignored = ignored_signals()
     limit = soft_limit()
@@ -216,7 +216,7 @@ class Supervisor:
         self._wake = self._wake_at_child_end()
         self._poller.register(self._wake, select.POLLIN)
         self._agent_end = self._watch_agent(agent)
-        self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._born, self._out.add)
+        self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._forked, self._out.add)
 
     def _wake_at_child_end(self) -> int:
         wake_read, wake_write = os.pipe()
@@ -344,7 +344,7 @@ class Supervisor:
         self._execs[read_end] = pid
         self._poller.register(read_end, select.POLLIN)
 
-    def _born(self, command: dict[str, Any], pid: int) -> None:
+    def _forked(self, command: dict[str, Any], pid: int) -> None:
         """A worker was forked by the fork server, became our child, and waits for permission to run."""
         self._kept[pid] = Kept(command["key"], bool(command["service"]))
         if command["key"] != fork_server.STANDBY:  # a standby is internal: no event
