@@ -177,6 +177,8 @@ def _is_numeric_or_local(host: str) -> bool:
     return host == "localhost" or ":" in host or host.replace(".", "").isdecimal()
 
 
+# --- the hosted coordinator -------------------------------------------------------------------------------------------
+
 LINGER_S = 5.0
 """After the end of the job: how long members may take to receive the outcome and disconnect."""
 

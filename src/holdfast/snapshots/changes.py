@@ -306,6 +306,9 @@ def refuse(request: SaveRequest, why: str) -> None:
         abandon(request)
 
 
+# --- deleting ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Keep:
     """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`.

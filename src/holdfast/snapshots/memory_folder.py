@@ -221,8 +221,7 @@ class SaverAddress:
             self.held.close()
 
 
-# --- the saver: how it is reached and started
-# ----------------------------------------------------------------------------
+# --- the saver: how it is reached and started -------------------------------------------------------------------------
 
 
 def connect(folder: Path) -> socket.socket:
@@ -299,8 +298,7 @@ def _start_time(pid: int) -> str:
     return stat.started if stat is not None else ""
 
 
-# --- messages
-# ------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def field(packet: Packet, name: str, kind: type[Any]) -> Any:
@@ -342,6 +340,8 @@ def saver_argv(folder: Path, *, listening: int, control: int = -1, anchor: int =
         *(str(folder), str(listening), str(control), str(anchor)),
     ]
 
+
+# --- mapped files -----------------------------------------------------------------------------------------------------
 
 _HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _POPULATE_READ = 22
