@@ -352,8 +352,8 @@ class ElectedClient:
             self._service = None
             await service.close()
             forget = service.machine.outcome is not None
-            words = service.final_record()
-            await run_detached(lambda: lease_holder.leave(words, forget=forget or words is None))
+            record = service.final_record()
+            await run_detached(lambda: lease_holder.leave(record, forget=forget or record is None))
         if self._leaving is not None:
             await self._leaving
 
