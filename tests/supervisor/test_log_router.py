@@ -438,7 +438,7 @@ def test_a_console_nobody_reads_any_more_stops_nothing(pipe: PipeConsole, tmp_pa
     assert node.end()
     said = sorted(os.read(pipe.readers[1], 1000).splitlines())
     assert said[-1] == b"n1:100| still here"
-    assert [b"nobody reads standard output any more" in line for line in said] == [True, False]
+    assert [b"standard output has no reader any more" in line for line in said] == [True, False]
     assert node.workers[0].stdout_file is not None
     assert node.workers[0].stdout_file.stat().st_size == 500_000
     pipe.readers[0] = os.open(os.devnull, os.O_RDONLY)

@@ -239,7 +239,7 @@ def test_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         election = ValueElection("hanging", backend, place, "job")
         meeting = leadership.ElectedClient(options, election, simple_judge, Journal(None), print)
         try:
-            await meeting.reach(NodeSpec(member="a#1", host="a", nproc=1))
+            await meeting.connect(NodeSpec(member="a#1", host="a", nproc=1))
         finally:
             await meeting.close()
 
@@ -300,11 +300,11 @@ def test_what_the_storage_refuses_is_final_before_the_job_was_reached_only(met: 
         node = NodeSpec(member="a#1", host="a", nproc=1)
         try:
             if met:
-                (await meeting.reach(node)).close()
+                (await meeting.connect(node)).close()
                 meeting._step_down("the test takes it")
             backend.value.refuses = True
             with pytest.raises(EtcdError) as caught:
-                await meeting.reach(node)
+                await meeting.connect(node)
             return caught.value
         finally:
             await meeting.close()

@@ -246,7 +246,7 @@ class AgentService:
         """None: no worker has been started yet."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
-        self._meeting = RendezvousClient(options, judge, journal, console.say, examine)
+        self._rendezvous = RendezvousClient(options, judge, journal, console.say, examine)
         self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
         self._worker_group: WorkerGroup | None = None
@@ -281,7 +281,7 @@ class AgentService:
                 self._feed,
                 host=self._host,
                 work=lambda: machine.work,
-                on_store=self._meeting.store_opened,
+                on_store=self._rendezvous.store_opened,
                 on_notice=self._console.say,
             )
             self._worker_group = worker_group
@@ -303,7 +303,7 @@ class AgentService:
                     self._load_timer.cancel()
                 if self._dialing is not None:
                     self._dialing.cancel()
-                await self._meeting.close()
+                await self._rendezvous.close()
                 await worker_group.close()
                 await control.close(self._outcome())
         return outcome
@@ -319,7 +319,7 @@ class AgentService:
 
     def view(self) -> JobView | None:
         """The coordinator's view of the job; None where it does not run here."""
-        coordinator = self._meeting.coordinator
+        coordinator = self._rendezvous.coordinator
         return coordinator.machine.view(self._loop.time()) if coordinator is not None else None
 
     # ---------------------------------------------------------------- events
@@ -454,10 +454,10 @@ class AgentService:
             self._journal.fault("load", error)
 
     async def _dial(self, node: NodeSpec) -> None:
-        answer = await self._meeting.reach(node)
+        answer = await self._rendezvous.connect(node)
         if isinstance(answer, DialFailed):
             self._feed(answer)
             return
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
-        self._feed(Dialed(local=self._meeting.coordinator is not None))
+        self._feed(Dialed(local=self._rendezvous.coordinator is not None))

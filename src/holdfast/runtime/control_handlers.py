@@ -8,8 +8,8 @@ way from their machine's state; stacks are collected first. Only the machines de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -31,9 +31,6 @@ from holdfast.protocol.rank_progress import (
     StacksView,
 )
 from holdfast.runtime.running import Reply
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ANSWER_S_MAX = {Question.STATUS: 3.0, Question.STACKS: 8.0, Question.STOP: 3.0, Question.KILL: 3.0}
 """How long an agent waits for the coordinator; stacks are collected on all nodes first."""

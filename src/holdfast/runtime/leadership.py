@@ -216,7 +216,7 @@ class ElectedService(CoordinatorService):
         self._timer = asyncio.get_running_loop().call_later(self._lease_holder.left_s(), self.look)
         self._flush()
 
-    def last_words(self) -> Memory | None:
+    def final_record(self) -> Memory | None:
         """The memory that the next leader must observe when we step down by ourselves; None: nothing was ever
         started."""
         machine = self._elected
@@ -315,11 +315,11 @@ class ElectedClient:
         self._met = False
         """This node has had a link to some coordinator: the command line and the storage are valid."""
 
-    async def reach(self, node: NodeSpec) -> CoordinatorLink:
+    async def connect(self, node: NodeSpec) -> CoordinatorLink:
         """Make one attempt. Raises HoldfastError; once the job was reached, a refusal by the storage is no reason to
         end."""
         try:
-            link = await self._reach(node)
+            link = await self._connect(node)
         except EtcdError as error:
             if self._met and not isinstance(error, EtcdUnreachableError):
                 raise EtcdUnreachableError(str(error)) from None
@@ -327,7 +327,7 @@ class ElectedClient:
         self._met = True
         return link
 
-    async def _reach(self, node: NodeSpec) -> CoordinatorLink:
+    async def _connect(self, node: NodeSpec) -> CoordinatorLink:
         if self._leaving is not None:
             await asyncio.shield(self._leaving)
         for _ in range(TURNS_MAX):
@@ -337,7 +337,7 @@ class ElectedClient:
                 async with asyncio.timeout(SEEK_S_MAX):
                     found = await run_detached(self._seek)
             except TimeoutError:
-                raise EtcdUnreachableError(f"who is in charge could not be learnt within {SEEK_S_MAX:g} s") from None
+                raise EtcdUnreachableError(f"the leader could not be found within {SEEK_S_MAX:g} s") from None
             if isinstance(found, Won):
                 await self._host(found)
                 continue
@@ -352,8 +352,8 @@ class ElectedClient:
             self._service = None
             await service.close()
             forget = service.machine.outcome is not None
-            words = service.last_words()
-            await run_detached(lambda: lease_holder.leave(words, forget=forget or words is None))
+            record = service.final_record()
+            await run_detached(lambda: lease_holder.leave(record, forget=forget or record is None))
         if self._leaving is not None:
             await self._leaving
 
@@ -378,7 +378,7 @@ class ElectedClient:
             if not kept:
                 api.close()
         if leader is None:
-            raise EtcdUnreachableError("the coordinator's key changes hands")
+            raise EtcdUnreachableError("the coordinator's key is getting another owner")
         return leader
 
     def _campaign(self, api: Api) -> Won | None:

@@ -57,12 +57,10 @@ class Listener:
         decode: Callable[[bytes], object] = decode_from_agent,
         handshake_s_max: float = HANDSHAKE_S_MAX,
         arrivals_max: int = ARRIVALS_MAX,
-        nonces: Callable[[], bytes] = fresh_nonce,
     ) -> None:
         self._sockets = tuple(sockets)
         self._job = job
         self._token = token
-        self._nonces = nonces
         self._log = log
         self.decode = decode
         self.on_connection = on_connection
@@ -93,7 +91,7 @@ class Listener:
     # For arrivals
 
     def handshake(self) -> ServerHandshake:
-        return ServerHandshake(self._job, self._token, self._nonces())
+        return ServerHandshake(self._job, self._token, fresh_nonce())
 
     def enter(self, arrival: _Arrival) -> None:
         self._arrivals[arrival] = None
@@ -101,7 +99,7 @@ class Listener:
             arrival.drop("")
         elif len(self._arrivals) > self._arrivals_max:
             # Drop the oldest: honest peers are done within milliseconds, so it is hardly one of them.
-            next(iter(self._arrivals)).drop("too many connections are waiting to be let in")
+            next(iter(self._arrivals)).drop("too many connections are waiting for their handshake")
 
     def leave(self, arrival: _Arrival) -> None:
         self._arrivals.pop(arrival, None)
@@ -146,7 +144,7 @@ class _Arrival(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """The connection ended before it was identified. If it sent nothing, it was a port probe: no line."""
-        self._end("closed by the peer in the middle of its first words" if self._first else "")
+        self._end("closed by the peer before its first message was complete" if self._first else "")
 
     def drop(self, why: str) -> None:
         """Cut the connection; logs no line when there is nothing to report."""

@@ -88,10 +88,10 @@ class RendezvousClient:
         """The coordinator that is bound to the endpoint, so that no other can lead beside it. An elected one is not
         here."""
 
-    async def reach(self, node: NodeSpec) -> CoordinatorLink | DialFailed:
+    async def connect(self, node: NodeSpec) -> CoordinatorLink | DialFailed:
         """Make one attempt. The link has to be started; a DialFailed says whether another attempt can help."""
         try:
-            return await self._reach(node)
+            return await self._connect(node)
         except InternalError:
             raise
         except HoldfastError as error:
@@ -113,10 +113,10 @@ class RendezvousClient:
         if self._elected is not None:
             await self._elected.close()
 
-    async def _reach(self, node: NodeSpec) -> CoordinatorLink:
+    async def _connect(self, node: NodeSpec) -> CoordinatorLink:
         options = self._options
         if options.etcd is not None or options.third_party is not None:
-            return await self._meet_by_election(node)
+            return await self._connect_by_election(node)
         if self.coordinator is None:
             if options.standalone and options.job.max_nodes == 1:
                 await self._host(None)  # no other node can join: no socket at all
@@ -128,7 +128,7 @@ class RendezvousClient:
 
         return await dial(options.endpoint, options.job, node, options.token)
 
-    async def _meet_by_election(self, node: NodeSpec) -> CoordinatorLink:
+    async def _connect_by_election(self, node: NodeSpec) -> CoordinatorLink:
         if self._elected is None:
             from holdfast.rendezvous.elections import election_for
             from holdfast.runtime.leadership import ElectedClient
@@ -136,7 +136,7 @@ class RendezvousClient:
             election = election_for(self._options)
             assert election is not None
             self._elected = ElectedClient(self._options, election, self._judge, self._journal, self._say, self._examine)
-        return await self._elected.reach(node)
+        return await self._elected.connect(node)
 
     async def _claim(self) -> Claim | None:
         """The endpoint, if it is ours; None: dial it."""
@@ -176,6 +176,8 @@ def _is_numeric_or_local(host: str) -> bool:
     """Whether the host needs no resolver, hence no thread."""
     return host == "localhost" or ":" in host or host.replace(".", "").isdecimal()
 
+
+# --- the hosted coordinator -------------------------------------------------------------------------------------------
 
 LINGER_S = 5.0
 """After the end of the job: how long members may take to receive the outcome and disconnect."""

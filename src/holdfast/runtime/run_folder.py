@@ -222,7 +222,7 @@ class Journal:
                 self.fault("listener", error)
         if self._path is None:
             return
-        line = _encode({"time": time.time(), "monotonic": time.monotonic(), "event": event}, fields)
+        line = _encode(event, fields)
         with self._news:
             if self._closed:
                 return
@@ -259,12 +259,7 @@ class Journal:
                 self._lines.clear()
                 self._dropped, self._writing = 0, True
             if dropped:
-                lines.append(
-                    _encode(
-                        {"time": time.time(), "monotonic": time.monotonic(), "event": "journal_dropped"},
-                        {"count": dropped},
-                    )
-                )
+                lines.append(_encode("journal_dropped", {"count": dropped}))
             try:
                 if fd < 0:
                     fd = self._open()
@@ -285,9 +280,10 @@ def _write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _encode(own: dict[str, object], fields: dict[str, object]) -> bytes:
+def _encode(event: str, fields: dict[str, object]) -> bytes:
     import json  # lazily: most importers never write
 
+    own: dict[str, object] = {"time": time.time(), "monotonic": time.monotonic(), "event": event}
     record = own | {name: value for name, value in fields.items() if name not in own}
     try:
         text = json.dumps(record, default=str, allow_nan=False)

@@ -103,8 +103,8 @@ class Board:
         """The newest safe point that any worker has reached; 0: no worker has called should_stop()."""
         return min(COUNT_MAX, max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc)))
 
-    def told(self, local_rank: int) -> bool:
-        """Whether this worker knows that it must stop."""
+    def stop_seen(self, local_rank: int) -> bool:
+        """Whether this worker has seen that it must stop."""
         return self._words[layout.slot(local_rank) + layout.TOLD] != 0
 
     def moment(self, mark: int) -> float | None:
@@ -147,8 +147,8 @@ class Board:
     def step(self, local_rank: int) -> int:
         """The worker's present step, by its script's own count or else counted from the worker's start; 0: unknown."""
         at = layout.slot(local_rank)
-        told, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
-        return told - 1 if told else (done + 1 if done else 0)
+        reported, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
+        return reported - 1 if reported else (done + 1 if done else 0)
 
     def raised(self) -> set[int]:
         """The local ranks that have reported an exception since the last call."""
@@ -223,7 +223,7 @@ class Phases:
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
         self._loop = asyncio.get_running_loop()
-        self._told: dict[str, float] = {}
+        self._durations_s: dict[str, float] = {}
         """The phases of the generation that starts or runs, seconds."""
         self._generation: dict[str, int] = {}
         """The generation's numbers, once it has been ordered to start."""
@@ -297,13 +297,13 @@ class Phases:
         if self._generation:
             if self._awaited == 0 and self._board is not None:
                 self._read()
-            told = {f"{name}_s": s for name, s in self._told.items()}
-            self._write("phases", **self._generation, **told, until_monotonic=round(self._last_s, PHASE_DIGITS))
-        self._generation, self._told, self._board, self._awaited = {}, {}, None, 0
+            durations_s = {f"{name}_s": s for name, s in self._durations_s.items()}
+            self._write("phases", **self._generation, **durations_s, until_monotonic=round(self._last_s, PHASE_DIGITS))
+        self._generation, self._durations_s, self._board, self._awaited = {}, {}, None, 0
 
     def _passed(self, phase: str, moment_s: float | None = None) -> None:
         now = self._loop.time() if moment_s is None else moment_s
-        self._told[phase] = round(self._told.get(phase, 0.0) + max(0.0, now - self._last_s), PHASE_DIGITS)
+        self._durations_s[phase] = round(self._durations_s.get(phase, 0.0) + max(0.0, now - self._last_s), PHASE_DIGITS)
         self._last_s = max(now, self._last_s)
 
     def _look(self) -> None:
@@ -341,7 +341,7 @@ class ProgressNotes:
 
         def note() -> None:
             ranks = look()
-            told = [board.job_steps(each.local_rank) for each in ranks]
+            steps = [board.job_steps(each.local_rank) for each in ranks]
             self._write(
                 "progress",
                 generation=generation,
@@ -350,8 +350,8 @@ class ProgressNotes:
                 steps=[each.steps for each in ranks],
                 ages_s=[round(each.age_s, PROGRESS_DIGITS) for each in ranks],
                 own_s=[round(each.own_s, PROGRESS_DIGITS) for each in ranks],
-                began_at=[began for began, _ in told],
-                at=[at for _, at in told],
+                began_at=[began for began, _ in steps],
+                at=[at for _, at in steps],
             )
 
         self._note = note

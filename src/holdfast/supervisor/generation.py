@@ -377,9 +377,9 @@ class RunningGeneration:
         if self._channel is not None:
             self._channel.forget(worker.local_rank)
 
-    def _told(self, local_rank: int) -> bool:
+    def _stop_seen(self, local_rank: int) -> bool:
         """Whether the worker was ordered to stop. At a safe point for another generation it is not."""
-        return self.board.told(local_rank) and not self._gathering
+        return self.board.stop_seen(local_rank) and not self._gathering
 
     def _on_raised(self) -> None:
         """Report at once: exit functions after an exception can take seconds."""
@@ -389,16 +389,16 @@ class RunningGeneration:
                 worker.raised = True
                 self._journal.write("worker_raised", **self._place(worker), pid=worker.pid)
                 self._phases.trouble()
-                after_stop = self._work() in ENDING or self._told(local_rank)
+                after_stop = self._work() in ENDING or self._stop_seen(local_rank)
                 self._ends.report(worker, self._bare(worker, EXIT_AFTER_EXCEPTION, after_stop=after_stop), raised=True)
 
     def _report(self, worker: Worker, exit_code: int, *, stopped: bool) -> None:
-        told = self._told(worker.local_rank)
-        after_stop = stopped or told
+        stop_seen = self._stop_seen(worker.local_rank)
+        after_stop = stopped or stop_seen
         self._journal.write(
             "worker_ended", **self._place(worker), pid=worker.pid, exit_code=exit_code, stopped=after_stop
         )
-        if exit_code == 0 and told:
+        if exit_code == 0 and stop_seen:
             self._emit(WorkerEnded(self.number, worker.local_rank, None, drained=True))
             return
         if exit_code != 0:

@@ -85,7 +85,7 @@ def fork_supervisor() -> SupervisorHandle:
     Raises PlatformError where the machine lacks a needed feature.
     """
     if not os.path.isdir(PROC):
-        raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
+        raise PlatformError(f"{PROC} is missing: holdfast finds and ends processes through /proc; mount it")
     _fill_standard_descriptors()
     ignored = ignored_signals()
     limit = soft_limit()
@@ -217,7 +217,7 @@ class Supervisor:
         self._wake = self._wake_at_child_end()
         self._poller.register(self._wake, select.POLLIN)
         self._agent_end = self._watch_agent(agent)
-        self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._born, self._out.add)
+        self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._forked, self._out.add)
 
     def _wake_at_child_end(self) -> int:
         wake_read, wake_write = os.pipe()
@@ -280,7 +280,7 @@ class Supervisor:
         elif fd == self._agent_end:
             self._leaving = True
         elif fd in self._execs:
-            self._settle_exec(fd)
+            self._read_exec_result(fd)
         elif self._fork_server.owns(fd):
             self._fork_server.serve(fd)
         elif fd == self._sock.fileno() and mask & ~select.POLLOUT:
@@ -347,7 +347,7 @@ class Supervisor:
         self._execs[read_end] = pid
         self._poller.register(read_end, select.POLLIN)
 
-    def _born(self, command: dict[str, Any], pid: int) -> None:
+    def _forked(self, command: dict[str, Any], pid: int) -> None:
         """A worker was forked by the fork server, became our child, and waits for permission to run."""
         self._kept[pid] = Kept(command["key"], bool(command["service"]))
         if command["key"] != fork_server.STANDBY:  # a standby is internal: no event
@@ -387,7 +387,7 @@ class Supervisor:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    def _settle_exec(self, fd: int) -> None:
+    def _read_exec_result(self, fd: int) -> None:
         """The pipe is closed (exec worked) or holds the reason why exec failed."""
         pid = self._execs.pop(fd)
         self._poller.unregister(fd)
@@ -422,9 +422,9 @@ class Supervisor:
 
     def _ended(self, pid: int, status: int) -> None:
         for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
-            self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
+            self._read_exec_result(fd)  # "started" or "spawn_failed" comes before "ended"
         if pid not in self._kept or self._kept[pid].key == fork_server.STANDBY:
-            self._fork_server.settle_all()  # a requested worker may already run, with its answer unread
+            self._fork_server.read_answers()  # a requested worker may already run, with its answer unread
         kept = self._kept.pop(pid, None)
         if kept is not None:
             code = os.waitstatus_to_exitcode(status)

@@ -1,7 +1,7 @@
 """Serves all generations of workers on one node: owns their supervisor, store, saver, log files and observers.
 
 Executes the commands of the agent's machine and reports each answer as an event of the machine; decides nothing. The
-workers of one generation are in generation.py, one worker in ends.py.
+workers of one generation are in generation.py.
 """
 
 from __future__ import annotations
