@@ -85,7 +85,7 @@ async def test_a_generation_announced_with_stop_starts_when_its_number_is_writte
     stop = await say(WorkersFailed(1, (failure,)))
     assert isinstance(stop, Stop), "an order to stop waits for nothing"
     assert stop.following is not None
-    assert service.last_words() == Memory(run_id="j", generation=2, tail_s=fence_s(Limits()))
+    assert service.final_record() == Memory(run_id="j", generation=2, tail_s=fence_s(Limits()))
     assert not isinstance(await say(Stopped(1), Prepared(2, 40_002)), Start)
     assert lease.written == [1]
     assert isinstance(await written(), Start)

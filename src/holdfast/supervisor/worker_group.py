@@ -37,7 +37,7 @@ from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.supervisor.worker_command import order_for, script_argv
 
-LIVING = (Work.RUNNING, Work.DRAINING)
+LIVING = (Work.RUNNING, Work.DRAINING, Work.REGROUPING)
 """Work in which workers may be started."""
 GUARD_S = 0.25
 """The supervisor kills this long after the agent's own fence: an agent that runs kills the workers itself, and reports
