@@ -417,12 +417,12 @@ class CoordinatorMachine:
 
     def _on_failures(self, now: float, member: Member, message: WorkersFailed) -> None:
         world, failures = self._world(), message.failures
-        current = message.generation == world.generation
-        then = world if current else self._regrouping.past[message.generation]
-        new = then.failed(failures, evidence_follows=message.evidence_follows)
-        if not new and not current:
-            self._follow(now, self._regrouping.evidence(message.generation, world))
+        past = self._regrouping.past.get(message.generation)
+        if past is not None and not message.evidence_follows and past.awaits(failures):
+            past.failed(failures, evidence_follows=False)
+            self._follow(now, self._regrouping.evidence(past, world))
             return
+        new = world.failed(failures, evidence_follows=message.evidence_follows)
         text = f"rank {failures[0].rank} failed on {member.node.host}"
         if new:
             self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])

@@ -292,6 +292,10 @@ class World:
                 self.unread.add(key)
         return new
 
+    def awaits(self, failures: Sequence[Failure]) -> bool:
+        """Whether these are the evidence of failures that were reported before."""
+        return all((failure.rank, failure.pid) in self.unread for failure in failures)
+
     def done_ranks(self) -> tuple[int, ...]:
         """All ranks that ended with 0."""
         ranks: list[int] = []

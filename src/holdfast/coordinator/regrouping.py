@@ -154,9 +154,8 @@ class Regrouping:
         world.charged, self.replacements.not_before_s = True, now + pause.backoff_s
         return ""
 
-    def evidence(self, generation: int, world: World) -> list[Order]:
+    def evidence(self, lost: World, world: World) -> list[Order]:
         """The evidence of a failure in an earlier generation was read: the others may have to stop after all."""
-        lost = self.past[generation]
         own = _own_fault(lost)
         if not own:
             return []

@@ -451,7 +451,7 @@ class SimAgent:
         elif fate < 0.07:
             cluster.agenda.after(delay_s, lambda: self.handle(ev.RegroupRefused(generation, "its memory grew")))
         elif fate < 0.09:
-            cluster.agenda.after(delay_s, lambda: self._worker_raises(generation, local_rank))
+            cluster.agenda.after(delay_s, lambda: self._worker_raises(self.generation, local_rank))
         else:
             cluster.agenda.after(delay_s, lambda: self._at_gate(assign, local_rank))
 
@@ -553,7 +553,7 @@ class SimAgent:
 
     def _worker_raises(self, generation: int, local_rank: int) -> None:
         """Reported first; the process is there for as long as its exit functions take."""
-        if local_rank in self._raised:
+        if local_rank in self._raised or local_rank not in self.workers:
             return
         self._raised.add(local_rank)
         self._worker_ends_soon(local_rank, 1, EXIT_FUNCTIONS_S)
