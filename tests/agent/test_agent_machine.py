@@ -10,11 +10,13 @@ import pytest
 from holdfast.agent.agent_machine import WORK_TRANSITIONS
 from holdfast.agent.agent_state import Link, Work
 from holdfast.agent.commands import (
+    ContinueWorkers,
     Dial,
     Exit,
     HoldWorkers,
     KillTree,
     Prepare,
+    RegroupWorkers,
     ReleaseWorkers,
     Say,
     SignalWorkers,
@@ -76,7 +78,9 @@ from tests.agent.agent_desk import (
     NPROC,
     SUCCESS,
     Desk,
+    able,
     assign,
+    bare,
     cleaned,
     cut_off_running,
     dialing,
@@ -93,8 +97,12 @@ from tests.agent.agent_desk import (
     leaving_drained,
     prepared,
     preparing,
+    regrouping,
+    replaced,
     running,
+    shrunk,
     stopping,
+    survivor,
     sweeping,
 )
 
@@ -117,6 +125,11 @@ STATES: list[Callable[[], Desk]] = [
     leaving,
     leaving_drained,
     ended,
+    able,
+    regrouping,
+    shrunk,
+    replaced,
+    bare,
 ]
 IN_WORK: dict[Work, Callable[[], Desk]] = {
     Work.IDLE: idle,
@@ -124,6 +137,7 @@ IN_WORK: dict[Work, Callable[[], Desk]] = {
     Work.PREPARED: prepared,
     Work.RUNNING: running,
     Work.DRAINING: held,
+    Work.REGROUPING: regrouping,
     Work.STOPPING: stopping,
     Work.KILLING: killing,
 }
@@ -220,6 +234,39 @@ def is_cleaned(desk: Desk) -> None:
     assert not desk.done, "the others may still be at work: not a word"
 
 
+def is_regrouped(desk: Desk) -> None:
+    desk.hear(Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
+    assert desk.done == [Say("rank 1 was lost; 1 rank goes on"), RegroupWorkers(survivor(2, 0), 0)]
+
+
+def is_regrouped_at_a_safe_point(desk: Desk) -> None:
+    desk.hear(Regroup(survivor(2), 9, "rank 7 was replaced; 8 ranks go on"))
+    assert RegroupWorkers(survivor(2), 9) in desk.done
+
+
+def is_regrouped_again(desk: Desk) -> None:
+    desk.hear(Regroup(survivor(3, 0)))
+    desk.give(NodePrepared(2, 40_002))
+    assert not desk.done, "the answer to the older one counts no more"
+
+
+def goes_on(desk: Desk) -> None:
+    desk.give(NodePrepared(2, 40_002))
+    assert desk.sent() == [Prepared(2, 40_002)]
+    start = Start(2, "10.0.0.1", 40_002)
+    assert desk.hear(start) == [ContinueWorkers(survivor(2, 0), start)]
+
+
+def is_stopped_while_regrouping(desk: Desk) -> None:
+    desk.hear(Stop(2, StopReason.WORKER_FAILED, "the workers cannot go on"))
+    assert SignalWorkers(signal.SIGTERM) in desk.done
+
+
+def loses_the_link_while_regrouping(desk: Desk) -> None:
+    desk.give(LinkLost("reset"))
+    assert KillTree(2) in desk.done
+
+
 WAYS: dict[tuple[Work, Work], tuple[Callable[[], Desk], Callable[[Desk], None]]] = {
     (Work.IDLE, Work.PREPARING): (idle, lambda desk: _check(desk.hear(assign(1)) == [Prepare(assign(1))])),
     (Work.PREPARING, Work.PREPARING): (preparing, gets_newer_assign),
@@ -229,6 +276,12 @@ WAYS: dict[tuple[Work, Work], tuple[Callable[[], Desk], Callable[[Desk], None]]]
     (Work.PREPARING, Work.IDLE): (preparing, loses_the_link),
     (Work.PREPARED, Work.IDLE): (prepared, loses_the_link),
     (Work.RUNNING, Work.DRAINING): (running, is_asked_to_drain),
+    (Work.RUNNING, Work.REGROUPING): (running, is_regrouped),
+    (Work.DRAINING, Work.REGROUPING): (held, is_regrouped_at_a_safe_point),
+    (Work.REGROUPING, Work.REGROUPING): (regrouping, is_regrouped_again),
+    (Work.REGROUPING, Work.RUNNING): (regrouping, goes_on),
+    (Work.REGROUPING, Work.STOPPING): (regrouping, is_stopped_while_regrouping),
+    (Work.REGROUPING, Work.KILLING): (regrouping, loses_the_link_while_regrouping),
     (Work.DRAINING, Work.RUNNING): (held, loses_the_link_while_held),
     (Work.DRAINING, Work.STOPPING): (held, drain_is_given_up),
     (Work.DRAINING, Work.KILLING): (held, all_leave_at_the_safe_point),
@@ -364,11 +417,12 @@ def test_every_event_is_borne_in_every_state(state: Callable[[], Desk], late_s: 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 def test_a_signal_ends_it_from_every_state(state: Callable[[], Desk]) -> None:
     desk = state()
+    generation = desk.machine.term.generation if desk.machine.term is not None else 1
     desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
     for _ in range(2):
-        desk.give(WorkersHeld(1, 6))
+        desk.give(WorkersHeld(generation, 6))
         desk.wait(LIMITS.drain_s)
-        desk.give(TreeGone(1))
+        desk.give(TreeGone(generation))
     assert desk.machine.outcome is not None
     assert desk.give(Tick()) == []
     assert desk.machine.next_deadline() is None

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_machine import TRANSITIONS
-from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
+from holdfast.coordinator.coordinator_state import TRANSITIONS, Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
 from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
     Able,
