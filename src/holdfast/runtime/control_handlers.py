@@ -18,7 +18,7 @@ from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import Event, Received
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import QuitAsked
-from holdfast.protocol.messages import Answer, Ask, FromAgent, FromCoordinator, Look, Looked, Question, Quit
+from holdfast.protocol.messages import Answer, Ask, Assign, FromAgent, FromCoordinator, Look, Looked, Question, Quit
 from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.rank_progress import (
     Frame,
@@ -273,7 +273,7 @@ class OwnNode:
     def view(self) -> JobView:
         machine, term = self._machine, self._machine.term
         place = term.assign if term is not None else None
-        ranks = self._ranks(place.rank_base) if place is not None else ()
+        ranks = self._ranks(place) if place is not None else ()
         own = NodeView(
             member=machine.identity,
             host=self._node.host,
@@ -299,9 +299,10 @@ class OwnNode:
     async def stacks(self) -> bytes:
         term = self._machine.term
         place = term.assign if term is not None else None
-        base = place.rank_base if place is not None else 0
-        samples = await self._look() if place is not None else ()
-        seen = [(self._node.host, base + sample.local_rank, sample) for sample in samples]
+        seen = []
+        if place is not None:
+            samples = [each for each in await self._look() if takes_part(place, each.local_rank)]
+            seen = [(self._node.host, rank_in(place, each.local_rank), each) for each in samples]
         generation = term.generation if term is not None else 0
         return stacks_body(stacks_view(self._job.run_id, generation, place.world_size if place else 0, seen))
 
@@ -310,10 +311,10 @@ class OwnNode:
         self._loop.call_soon(self._feed, Received(Quit(drain=drain, by=by)))
         return 1
 
-    def _ranks(self, base: int) -> tuple[RankView, ...]:
+    def _ranks(self, place: Assign) -> tuple[RankView, ...]:
         return tuple(
             RankView(
-                rank=base + each.local_rank,
+                rank=rank_in(place, each.local_rank),
                 local_rank=each.local_rank,
                 stage=each.stage,
                 steps=each.steps,
@@ -322,7 +323,17 @@ class OwnNode:
                 age_s=each.age_s,
             )
             for each in self._progress()
+            if takes_part(place, each.local_rank)
         )
+
+
+def takes_part(place: Assign, local_rank: int) -> bool:
+    """Whether this worker has a place in a node's generation. What was read before a regroup may be of another one."""
+    return place.local_ranks is None or local_rank in place.local_ranks
+
+
+def rank_in(place: Assign, local_rank: int) -> int:
+    return place.rank_base + place.place(local_rank)
 
 
 class ControlRequests:

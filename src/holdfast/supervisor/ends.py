@@ -118,6 +118,8 @@ class Worker(Struct):
     """It can go on in another generation."""
     ready: bool = False
     """It waits for its first place."""
+    stepped: int = 0
+    """The newest generation that it has joined from another one and in which it has done a step."""
     gate: int = 0
     """The generation for which it waits at the gate; 0: it does not wait."""
 

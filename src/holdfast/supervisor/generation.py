@@ -297,7 +297,9 @@ class RunningGeneration:
                 if generation == self.number:
                     fields = {"step": step, "steps_lost": steps_lost, "seconds": seconds}
                     self._journal.write("went_on", **self._place(worker), **fields)
-                    self._phases.went_on()
+                    worker.stepped = generation
+                    if all(each.stepped == generation for each in self._workers.values() if each.generation):
+                        self._phases.went_on()
 
     def _unheard(self, local_rank: int) -> None:
         """The worker has closed its connection: nobody can release it."""

@@ -140,6 +140,7 @@ class WorkerGroup:
             safe_point=safe_point,
         )
         self._regrouping = assign
+        self._progress_notes.close()
         running.regroup(self._supervisor, assign, safe_point)
         if not safe_point:
             self._release_timer = self._loop.call_later(self._options.limits.release_s, self._release_is_over, running)
@@ -160,7 +161,6 @@ class WorkerGroup:
         """Give the workers at the gate their places."""
         running = self._running
         assert running is not None
-        self._progress_notes.close()
         self._open_store(running.assign)
         running.go_on(start)
         self._phases.start(start.generation, running.assign.restart_count, 0, None)
