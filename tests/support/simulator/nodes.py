@@ -450,7 +450,9 @@ class SimAgent:
             )
         elif fate < 0.07:
             cluster.agenda.after(delay_s, lambda: self.handle(ev.RegroupRefused(generation, "its memory grew")))
-        elif fate < 0.09:
+        elif fate < 0.08 and at_once:
+            pass  # it stays where it is, and nobody kills it
+        elif fate < 0.10:
             cluster.agenda.after(delay_s, lambda: self._worker_raises(self.generation, local_rank))
         else:
             cluster.agenda.after(delay_s, lambda: self._at_gate(assign, local_rank))
