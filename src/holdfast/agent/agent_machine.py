@@ -376,7 +376,8 @@ class AgentMachine:
         elif self.work in (Work.STOPPING, Work.KILLING):
             term.stopped = True
         elif self._at_work() and assign.generation > term.generation:
-            self._out.append(Say(text))
+            if text:
+                self._out.append(Say(text))
             self._enter(Work.REGROUPING)
             self.term = term.regrouped(assign)
             self._out.append(RegroupWorkers(assign, safe_point))

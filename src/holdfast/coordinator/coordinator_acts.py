@@ -207,7 +207,7 @@ class CoordinatorActs:
             self.members[name].first_started_s = now
             self._tell(self.members[name], Resume(world.generation))
         self._monitor.begin(world)
-        self._regrouping.started(world)
+        self._out += self._regrouping.started(now, world)
         self._previous_leader.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
 
@@ -257,10 +257,8 @@ class CoordinatorActs:
         for member in members:
             self._start_member(now, member, world)
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
-        self._regrouping.started(world)
+        self._out += self._regrouping.started(now, world)
         if regrouped:
-            took_s = round(now - self._regrouping.began_s, 3)
-            self._note("regrouped", generation=world.generation, world_size=world.size, took_s=took_s)
             leaving = next((member for member in members if member.leaving), None)
             if leaving is not None:
                 self._drain(now, StopReason.MEMBER_LEFT, f"{leaving.node.host} is leaving ({leaving.leaving})")

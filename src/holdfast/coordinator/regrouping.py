@@ -56,6 +56,8 @@ class Plan(Struct, frozen=True):
     """What was lost or is new, for the console."""
     safe_point: int = 0
     """Where the workers stop for it; 0: at once."""
+    fresh: tuple[int, ...] = ()
+    """Ranks that take part for the first time."""
 
 
 Order = Command | EndGeneration | Plan
@@ -78,8 +80,8 @@ class Regrouping:
     """The verdict on the newest loss was given."""
     arriving: set[str] = field(default_factory=set)
     """Members that join the running generation without a worker in it, and are not prepared yet."""
-    _safe_point: int = 0
-    """Where the workers stop for the newest generation; 0: they were told to stop at once."""
+    plan: Plan | None = None
+    """How the newest generation was formed; None: it was gathered."""
     _wanted: int = 0
     """With --survive wait: the number of ranks without which the next generation is not started."""
     _attempts: int = 0
@@ -88,7 +90,7 @@ class Regrouping:
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
-        self.settling, self.judged, self._wanted, self._attempts = False, True, 0, 0
+        self.plan, self.settling, self.judged, self._wanted, self._attempts = None, False, True, 0, 0
         self.replacements.reset()
         for each in (self.past, self.arriving, self._newcomers):
             each.clear()
@@ -113,8 +115,7 @@ class Regrouping:
             self._wanted = max(world.size, self._wanted)
         self._attempts += 1
         self.judged = False
-        size = sum(map(len, places.values()))
-        return Plan(_with_ranks_first(places), places, f"{what}; {plural(size, 'rank')} go{'es' * (size == 1)} on")
+        return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
 
     def _problem(self, world: World, phase: Phase, places: Mapping[str, tuple[int, ...]]) -> str:
         """Why the workers at these places cannot go on alone. First match wins."""
@@ -176,7 +177,7 @@ class Regrouping:
         if they are not, these failures are the reason for the restart."""
         if not self.settling:
             self.began_s = now
-        self.settling, self._safe_point = True, plan.safe_point
+        self.settling, self.plan = True, plan
         self.past[before.generation] = before
         self.past.pop(before.generation - PAST_MAX, None)
         self.arriving.clear()
@@ -188,20 +189,33 @@ class Regrouping:
 
     def all_done(self, world: World) -> bool:
         """All ranks have ended with 0 instead of reaching the safe point at which others would have joined them."""
-        return self._safe_point > 0 and world.done_count == self.past[max(self.past)].size
+        return not self._cut and world.done_count == self.past[max(self.past)].size
+
+    @property
+    def _cut(self) -> bool:
+        """The workers were told to leave their generation at once, and not at a safe point."""
+        return self.plan is None or not self.plan.safe_point
 
     def may_start(self, world: World) -> bool:
         return world.all_prepared and not self.waits(world) and not world.done_count
 
-    def started(self, world: World) -> None:
+    def started(self, now: float, world: World) -> list[Note]:
         """The workers of this world were told to begin, or to go on."""
         self._attempts, self._wanted = 0, 0
         self.replacements.look_for_missing(world)
+        plan = self.plan
+        if plan is None:
+            return []
+        took_s = round(now - self.began_s, 3)
+        notes = [Note("regrouped", {"generation": world.generation, "world_size": world.size, "took_s": took_s})]
+        if plan.fresh:
+            notes.append(Note("replaced", {"generation": world.generation, "ranks": list(plan.fresh)}))
+        return notes
 
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """What follows while the workers leave their generation, which they were told at `since_s`."""
         due_s = self.due_s(world)
-        if world.done_count and not self._safe_point:
+        if world.done_count and self._cut:
             return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")
         if now >= since_s + due_s:
             what = "no replacement" if world.all_prepared else "not every worker"
@@ -219,7 +233,7 @@ class Regrouping:
         """For how long the start of the next generation may take."""
         if self.waits(world) and world.all_prepared:
             return self.limits.join_s
-        return self.limits.drain_s if self._safe_point else self.limits.regroup_s
+        return self.limits.regroup_s if self._cut else self.limits.drain_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:
         reason = StopReason.MEMBER_LOST if world.lost_nodes else StopReason.WORKER_FAILED
@@ -267,7 +281,7 @@ class Regrouping:
         if not self.replacements.gave_up:
             return [note, *self._tell_world(world, Notice(f"{what}; it counts as {self.budget.newest}"))]
         if not self.waits(world):
-            left = f"no restart is left: {plural(world.size, 'rank')} go on"
+            left = f"no restart is left: {self._go_on(world.size)}"
             return [note, *self._tell_world(world, Notice(f"{what}; {left}"))]
         world.failures, world.charged = [*world.failures, *failures], False
         return [note, EndGeneration(StopReason.WORKER_FAILED, what)]
@@ -304,7 +318,7 @@ class Regrouping:
             joined = joined or (name in self._newcomers and not world.places[name])
             base += len(places[name])
         new = f"rank {spans(fresh)} {'joined' if joined else 'was replaced'}; " if fresh else ""
-        return Plan(order, places, f"{new}{plural(base, 'rank')} go on", safe_point)
+        return Plan(order, places, f"{new}{plural(base, 'rank')} go on", safe_point, tuple(fresh))
 
     def next_change_s(self, now: float, world: World) -> float:
         """When replacements have to be ordered, or join, while a generation runs."""
@@ -347,6 +361,10 @@ class Regrouping:
         self.replacements.look_for_missing(world)
 
     # ---------------------------------------------------------------- small steps
+
+    def _go_on(self, size: int) -> str:
+        verb = "wait for the replacement" if size < self._wanted else "go on"
+        return f"{plural(size, 'rank')} {verb if size != 1 else verb.replace('go', 'goes').replace('wait', 'waits')}"
 
     def _tell_world(self, world: World, message: Notice) -> list[Order]:
         members = self.membership.members

@@ -128,8 +128,9 @@ class SimCoordinator:
         self._arm()
 
     def _world_stalls(self) -> bool:
-        """Somebody in the world that is at work does not go on by itself."""
-        agents = [a for a in self.cluster.agents.values() if a.generation == self.machine.generation and a.workers]
+        """A worker of the world does not go on by itself, or did not before it was stopped: a coordinator that stood still
+        finds the hang later."""
+        agents = [a for a in self.cluster.agents.values() if a.generation == self.machine.generation]
         return any(agent.stands_still for agent in agents)
 
     def _arm(self) -> None:
@@ -450,7 +451,9 @@ class SimAgent:
             )
         elif fate < 0.07:
             cluster.agenda.after(delay_s, lambda: self.handle(ev.RegroupRefused(generation, "its memory grew")))
-        elif fate < 0.09:
+        elif fate < 0.08 and at_once:
+            pass  # it stays where it is, and nobody kills it
+        elif fate < 0.10:
             cluster.agenda.after(delay_s, lambda: self._worker_raises(self.generation, local_rank))
         else:
             cluster.agenda.after(delay_s, lambda: self._at_gate(assign, local_rank))

@@ -68,7 +68,7 @@ def draw(seed: int) -> Draw:
     min_nodes = max_nodes if fixed_ranks else random.randint(1, min(max_nodes, nodes))
     lease_s, fence_s, ping_interval_s = random.choice([(6.0, 4.0, 1.0), (6.0, 4.0, 1.0), (3.0, 2.0, 0.5)])
     limits = Limits(
-        join_s=120.0 if must_succeed else random.choice([120.0, 120.0, 15.0]),
+        join_s=240.0 if must_succeed else random.choice([120.0, 120.0, 15.0]),
         stop_grace_s=random.choice([5.0, 30.0]),
         lease_s=lease_s,
         fence_s=fence_s,
