@@ -43,8 +43,7 @@ def prepare_holdfast() -> Form:
     """holdfast's own agent and coordinator: the endpoint is claimed, joined, and the place in the world received."""
     import holdfast.rendezvous.bind
     import holdfast.runtime.connection
-    import holdfast.runtime.listener
-    import holdfast.runtime.store_proxy  # noqa: F401  - what an agent loads on its way; import is not measured on either side
+    import holdfast.runtime.listener  # noqa: F401  - what an agent loads on its way; import is not measured on either side
     from holdfast.protocol.options import Endpoint
     from holdfast.protocol.policy import JobSpec, NodeSpec
     from tests.support.simulator.formation import join_once

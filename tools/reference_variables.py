@@ -63,8 +63,9 @@ WORKERS = {
     "HIP_VISIBLE_DEVICES": "the same, where it was set: for ROCm it comes before CUDA_VISIBLE_DEVICES",
     "HOLDFAST_BOARD": "memory shared with its agent: safe points ([elastic.md](elastic.md)) and counted steps ([hangs.md](hangs.md))",
     "HOLDFAST_SAVER": "the folder in /dev/shm where its snapshots in memory are kept ([train.md](train.md#memory-and-the-saver))",
+    "HOLDFAST_REPLACEMENT": "1 for a worker that is started while the others train: it gets its place in the job when it is ready (`--survive`)",
 }
-OUTSIDE_OF_WORKER_ENV = {"HOLDFAST_BOARD", "HOLDFAST_SAVER"}
+OUTSIDE_OF_WORKER_ENV = {"HOLDFAST_BOARD", "HOLDFAST_SAVER", "HOLDFAST_REPLACEMENT"}
 
 READ = {
     "HOLDFAST_TOKEN": (

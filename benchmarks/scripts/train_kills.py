@@ -30,8 +30,8 @@ import torch._dynamo
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.snapshots import attempt
-from holdfast.snapshots.attempt import PHASES
+from holdfast.snapshots import changes
+from holdfast.snapshots.changes import PHASES
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import Slots
 from holdfast.snapshots import saver_client
@@ -102,7 +102,7 @@ def arm(point: str, folder: Path, chance: random.Random) -> None:
     if who == "no memory":
         reach = lambda phase: reached() if phase == where else None  # noqa: E731
         for name in ("begin", "write_rank", "commit"):
-            setattr(attempt, name, partial(getattr(attempt, name), at=reach))
+            setattr(changes, name, partial(getattr(changes, name), at=reach))
         snapshots.open_tier = lambda **_: saver_client.InProcessStaging()
     elif who == "saver":
         threading.Thread(target=_watch, args=(where, folder, reached), daemon=True).start()
@@ -119,7 +119,7 @@ def arm(point: str, folder: Path, chance: random.Random) -> None:
         owner, name = {
             "collected": (saving.Tracker, "collect"),
             "staged": (Slots, "commit"),
-            "begun": (attempt, "begin"),
+            "begun": (changes, "begin"),
             "handed over": (SaverClient, "persist"),
         }[where]
         after(owner, name)

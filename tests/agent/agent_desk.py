@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from msgspec import structs
+
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.commands import (
     Command,
@@ -15,9 +17,11 @@ from holdfast.agent.events import (
     LinkLost,
     NodePrepared,
     Received,
+    ReplacementsReady,
     Signalled,
     TreeGone,
     WorkerEnded,
+    WorkersAble,
     WorkersHeld,
 )
 from holdfast.protocol.machines import Tick
@@ -32,6 +36,8 @@ from holdfast.protocol.messages import (
     Joined,
     Ping,
     Pong,
+    Regroup,
+    Replace,
     Start,
     Stop,
     StopReason,
@@ -56,6 +62,10 @@ def assign(generation: int) -> Assign:
         role_world_size=NPROC,
         hosts_store=True,
     )
+
+
+def killed(local_rank: int = 1) -> Failure:
+    return Failure(rank=local_rank, local_rank=local_rank, host="a", pid=7, exit_code=-9)
 
 
 def failure(*, after_stop: bool = False) -> Failure:
@@ -136,6 +146,55 @@ def prepared() -> Desk:
 def running() -> Desk:
     desk = prepared()
     desk.hear(Start(1, "10.0.0.1", 40_000))
+    return desk
+
+
+def survivor(generation: int, *local_ranks: int) -> Assign:
+    """The place of this node when only these local ranks of it take part."""
+    ranks = local_ranks or tuple(range(NPROC))
+    place = structs.replace(assign(generation), world_size=len(ranks), role_world_size=len(ranks))
+    return structs.replace(place, local_ranks=local_ranks or None)
+
+
+def able() -> Desk:
+    """Both workers are able to go on after a loss."""
+    desk = running()
+    desk.give(WorkersAble(1, (0, 1)))
+    return desk
+
+
+def regrouping() -> Desk:
+    """Local rank 1 was killed, and local rank 0 leaves the generation to go on alone."""
+    desk = able()
+    desk.give(WorkerEnded(1, 1, killed(), evidence_follows=True))
+    desk.hear(Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
+    return desk
+
+
+def shrunk() -> Desk:
+    """Local rank 0 has gone on alone, and a replacement for local rank 1 is being started."""
+    desk = regrouping()
+    desk.give(NodePrepared(2, 40_002))
+    desk.hear(Start(2, "10.0.0.1", 40_002))
+    desk.give(WorkersAble(2, (0,)))
+    desk.hear(Replace(2, (1,)))
+    return desk
+
+
+def replaced() -> Desk:
+    """The replacement is ready."""
+    desk = shrunk()
+    desk.give(ReplacementsReady(2, (1,)))
+    return desk
+
+
+def bare() -> Desk:
+    """A node that has joined a running generation: it has no worker in it, and starts some."""
+    desk = idle()
+    desk.hear(structs.replace(assign(1), local_ranks=(), world_size=4))
+    desk.give(NodePrepared(1, None))
+    desk.hear(Start(1, "10.0.0.1", 40_000))
+    desk.hear(Replace(1, (0, 1)))
     return desk
 
 

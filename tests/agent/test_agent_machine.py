@@ -10,11 +10,13 @@ import pytest
 from holdfast.agent.agent_machine import WORK_TRANSITIONS
 from holdfast.agent.agent_state import Link, Work
 from holdfast.agent.commands import (
+    ContinueWorkers,
     Dial,
     Exit,
     HoldWorkers,
     KillTree,
     Prepare,
+    RegroupWorkers,
     ReleaseWorkers,
     Say,
     SignalWorkers,
@@ -30,11 +32,14 @@ from holdfast.agent.events import (
     PassSignal,
     PrepareFailed,
     Received,
+    RegroupRefused,
+    ReplacementsReady,
     Signalled,
     StoreDied,
     TreeGone,
     WorkerEnded,
     WorkerRaised,
+    WorkersAble,
     WorkersFenced,
     WorkersHeld,
     WorkersProgress,
@@ -50,6 +55,7 @@ from holdfast.protocol.messages import (
     Finish,
     FromCoordinator,
     Held,
+    Join,
     Joined,
     Look,
     Notice,
@@ -57,6 +63,8 @@ from holdfast.protocol.messages import (
     Prepared,
     Quit,
     Refuse,
+    Regroup,
+    Replace,
     Resume,
     Start,
     Stop,
@@ -70,7 +78,9 @@ from tests.agent.agent_desk import (
     NPROC,
     SUCCESS,
     Desk,
+    able,
     assign,
+    bare,
     cleaned,
     cut_off_running,
     dialing,
@@ -87,8 +97,12 @@ from tests.agent.agent_desk import (
     leaving_drained,
     prepared,
     preparing,
+    regrouping,
+    replaced,
     running,
+    shrunk,
     stopping,
+    survivor,
     sweeping,
 )
 
@@ -111,6 +125,11 @@ STATES: list[Callable[[], Desk]] = [
     leaving,
     leaving_drained,
     ended,
+    able,
+    regrouping,
+    shrunk,
+    replaced,
+    bare,
 ]
 IN_WORK: dict[Work, Callable[[], Desk]] = {
     Work.IDLE: idle,
@@ -118,6 +137,7 @@ IN_WORK: dict[Work, Callable[[], Desk]] = {
     Work.PREPARED: prepared,
     Work.RUNNING: running,
     Work.DRAINING: held,
+    Work.REGROUPING: regrouping,
     Work.STOPPING: stopping,
     Work.KILLING: killing,
 }
@@ -214,6 +234,39 @@ def is_cleaned(desk: Desk) -> None:
     assert not desk.done, "the others may still be at work: not a word"
 
 
+def is_regrouped(desk: Desk) -> None:
+    desk.hear(Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
+    assert desk.done == [Say("rank 1 was lost; 1 rank goes on"), RegroupWorkers(survivor(2, 0), 0)]
+
+
+def is_regrouped_at_a_safe_point(desk: Desk) -> None:
+    desk.hear(Regroup(survivor(2), 9, "rank 7 was replaced; 8 ranks go on"))
+    assert RegroupWorkers(survivor(2), 9) in desk.done
+
+
+def is_regrouped_again(desk: Desk) -> None:
+    desk.hear(Regroup(survivor(3, 0)))
+    desk.give(NodePrepared(2, 40_002))
+    assert not desk.done, "the answer to the older one counts no more"
+
+
+def goes_on(desk: Desk) -> None:
+    desk.give(NodePrepared(2, 40_002))
+    assert desk.sent() == [Prepared(2, 40_002)]
+    start = Start(2, "10.0.0.1", 40_002)
+    assert desk.hear(start) == [ContinueWorkers(survivor(2, 0), start)]
+
+
+def is_stopped_while_regrouping(desk: Desk) -> None:
+    desk.hear(Stop(2, StopReason.WORKER_FAILED, "the workers cannot go on"))
+    assert SignalWorkers(signal.SIGTERM) in desk.done
+
+
+def loses_the_link_while_regrouping(desk: Desk) -> None:
+    desk.give(LinkLost("reset"))
+    assert KillTree(2) in desk.done
+
+
 WAYS: dict[tuple[Work, Work], tuple[Callable[[], Desk], Callable[[Desk], None]]] = {
     (Work.IDLE, Work.PREPARING): (idle, lambda desk: _check(desk.hear(assign(1)) == [Prepare(assign(1))])),
     (Work.PREPARING, Work.PREPARING): (preparing, gets_newer_assign),
@@ -223,6 +276,12 @@ WAYS: dict[tuple[Work, Work], tuple[Callable[[], Desk], Callable[[Desk], None]]]
     (Work.PREPARING, Work.IDLE): (preparing, loses_the_link),
     (Work.PREPARED, Work.IDLE): (prepared, loses_the_link),
     (Work.RUNNING, Work.DRAINING): (running, is_asked_to_drain),
+    (Work.RUNNING, Work.REGROUPING): (running, is_regrouped),
+    (Work.DRAINING, Work.REGROUPING): (held, is_regrouped_at_a_safe_point),
+    (Work.REGROUPING, Work.REGROUPING): (regrouping, is_regrouped_again),
+    (Work.REGROUPING, Work.RUNNING): (regrouping, goes_on),
+    (Work.REGROUPING, Work.STOPPING): (regrouping, is_stopped_while_regrouping),
+    (Work.REGROUPING, Work.KILLING): (regrouping, loses_the_link_while_regrouping),
     (Work.DRAINING, Work.RUNNING): (held, loses_the_link_while_held),
     (Work.DRAINING, Work.STOPPING): (held, drain_is_given_up),
     (Work.DRAINING, Work.KILLING): (held, all_leave_at_the_safe_point),
@@ -277,6 +336,9 @@ MESSAGES: list[FromCoordinator] = [
             Abandon(generation),
             Look(generation, 1),
             Stop(generation, StopReason.HUNG, "rank 1 hangs"),
+            Regroup(assign(generation), 0, "z was lost"),
+            Regroup(assign(generation), 9),
+            Replace(generation, (1,)),
         )
     ),
 ]
@@ -300,6 +362,9 @@ EVENTS: list[Event] = [
             WorkersHeld(generation, 0),
             WorkersHeld(generation, 6),
             WorkersFenced(),
+            WorkersAble(generation, (0, 1)),
+            ReplacementsReady(generation, (1,)),
+            RegroupRefused(generation, "memory grew"),
             WorkersProgress(generation, (RankProgress(0, Stage.STEPPING, 9), RankProgress(1, Stage.STEPPING, 9))),
             WorkersSeen(generation, 1, ()),
             TreeGone(generation),
@@ -352,11 +417,97 @@ def test_every_event_is_borne_in_every_state(state: Callable[[], Desk], late_s: 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 def test_a_signal_ends_it_from_every_state(state: Callable[[], Desk]) -> None:
     desk = state()
+    generation = desk.machine.term.generation if desk.machine.term is not None else 1
     desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
     for _ in range(2):
-        desk.give(WorkersHeld(1, 6))
+        desk.give(WorkersHeld(generation, 6))
         desk.wait(LIMITS.drain_s)
-        desk.give(TreeGone(1))
+        desk.give(TreeGone(generation))
     assert desk.machine.outcome is not None
     assert desk.give(Tick()) == []
     assert desk.machine.next_deadline() is None
+
+
+# --- the next generation, announced with the stop of the present one --------------------------------------------------
+
+STOP = Stop(1, StopReason.WORKER_FAILED, "rank 7 failed on z", assign(2))
+
+
+def workers_end(desk: Desk) -> None:
+    for local_rank in range(NPROC):
+        desk.give(WorkerEnded(1, local_rank, failure(after_stop=True)))
+    desk.give(TreeGone(1))
+
+
+def stopped() -> Desk:
+    """The order to stop announced the next generation, and the workers are gone."""
+    desk = running()
+    desk.hear(STOP)
+    assert not desk.has(Prepare), "a worker may be alive"
+    workers_end(desk)
+    return desk
+
+
+def test_what_was_announced_is_prepared_when_the_workers_are_gone() -> None:
+    desk = stopped()
+    assert desk.sent() == [Stopped(1)]
+    assert desk.has(Prepare)
+    desk.give(NodePrepared(2, 40_001))
+    assert desk.sent() == [Prepared(2, 40_001)]
+    desk.hear(Start(2, "10.0.0.1", 40_001))
+    assert desk.has(StartWorkers)
+
+
+@pytest.mark.parametrize("work", [Work.KILLING, Work.IDLE])
+def test_it_is_also_prepared_when_the_workers_were_killed_before_the_order_came(work: Work) -> None:
+    desk = running()
+    desk.give(WorkersFenced())
+    if work is Work.IDLE:
+        desk.give(TreeGone(1))
+        assert desk.sent() == [Stopped(1)]
+    assert desk.machine.work is work
+    desk.hear(STOP)
+    if work is Work.KILLING:
+        desk.give(TreeGone(1))
+    assert Prepare(assign(2)) in desk.done
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_newer_assignment_replaces_what_was_announced(is_prepared: bool) -> None:
+    desk = stopped()
+    if is_prepared:
+        desk.give(NodePrepared(2, 40_001))
+    assert desk.hear(assign(3)) == [Prepare(assign(3))]
+    desk.give(NodePrepared(2, 40_001))
+    assert desk.sent() == []
+    desk.hear(Start(2, "10.0.0.1", 40_001))
+    assert not desk.has(StartWorkers)
+
+
+def test_nothing_is_prepared_for_a_coordinator_that_is_gone() -> None:
+    desk = running()
+    desk.hear(STOP)
+    desk.give(LinkLost("reset"))
+    workers_end(desk)
+    assert not desk.has(Prepare)
+    assert desk.machine.work is Work.IDLE
+
+
+def test_a_prepared_node_that_loses_its_coordinator_joins_the_next_one_with_that_number() -> None:
+    desk = stopped()
+    desk.give(NodePrepared(2, 40_001))
+    desk.give(LinkLost("reset"))
+    assert desk.machine.work is Work.IDLE
+    desk.give(Dialed())
+    (join,) = desk.sent()
+    assert isinstance(join, Join)
+    assert (join.last_generation, join.running) == (2, None)
+
+
+def test_a_leaving_node_prepares_nothing() -> None:
+    desk = running()
+    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.hear(STOP)
+    workers_end(desk)
+    assert not desk.has(Prepare)
+    assert desk.has(Exit)

@@ -31,6 +31,7 @@ OWN = {
     "health",
     "help",
     "metrics",
+    "min_ranks",
     "no_dedup",
     "plan",
     "preempt_signal",
@@ -40,6 +41,7 @@ OWN = {
     "no_config",
     "slurm",
     "standby",
+    "survive",
     "version",
     # several hosts by ssh
     "cwd",
@@ -208,7 +210,7 @@ def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
 
 def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
     """Who adds an option of ours names it here, after looking at the prefixes above."""
-    own = "--preload --standby --grow --drain-timeout --preempt-signal --hang-timeout --exclude-after --metrics --health --no-dedup --slurm"
+    own = "--preload --standby --grow --survive --min-ranks --drain-timeout --preempt-signal --hang-timeout --exclude-after --metrics --health --no-dedup --slurm"
     own += " --hosts --hostfile --include --exclude --host-discovery --env --ssh --python --cwd --on-disconnect --config --no-config --help --plan"
     assert [option.name for option in OPTIONS if option.ours] == [*own.split(), "--version"]
     theirs = torchrun.options()

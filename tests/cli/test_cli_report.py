@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.diagnosis.event_table import events
-from holdfast.diagnosis.history import incidents
+from holdfast.diagnosis.incidents import incidents
 from tests.support.limits import limit_s
 
 PHASES = {
@@ -103,6 +103,53 @@ def test_rows_of_the_slowest_node(two_nodes: list[str], capsys: pytest.CaptureFi
         "was",
         "lost",
     ]
+
+
+GENERATION = {"restart_count": 0, "group_rank": 0, "group_world_size": 1, "rank_base": 0, "master": "h:1"}
+
+
+def generation(number: int, size: int, *local_ranks: int) -> dict[str, Any]:
+    more = {"local_ranks": list(local_ranks), "folders": []} if local_ranks else {}
+    return {"event": "generation", "generation": number, "world_size": size, "nproc": size, **GENERATION, **more}
+
+
+def went_on(number: int, local_rank: int, steps_lost: int) -> dict[str, Any]:
+    return {"event": "went_on", "generation": number, "local_rank": local_rank, "steps_lost": steps_lost}
+
+
+def regroup(number: int, size: int, text: str) -> list[dict[str, Any]]:
+    return [
+        {"event": "coordinator.regroup_begun", "generation": number, "world_size": size, "text": text},
+        {"event": "regroup", "generation": number},
+    ]
+
+
+def test_workers_that_went_on_are_told_with_their_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One second lies between two events."""
+    folder = journal(
+        tmp_path / "one",
+        begins("a"),
+        generation(1, 3),
+        phases(1, until_monotonic=1.0),
+        {"event": "worker_ended", "generation": 1, "exit_code": -9, "stopped": False},
+        *regroup(2, 2, "rank 1 on a was lost (killed by SIGKILL); 2 ranks go on"),
+        generation(2, 2, 0, 2),
+        went_on(2, 0, 0),
+        went_on(2, 2, 4),
+        *regroup(3, 3, "rank 1 was replaced; 3 ranks go on"),
+        generation(3, 3, 0, 1, 2),
+        went_on(3, 1, 0),
+    )
+    assert main(["report", folder]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "rank 1 on a was lost (killed by SIGKILL): 2 ranks went on after 5.00 s; 4 steps lost; replaced after 9.0 s"
+        in lines
+    )
+    assert lines[-1].endswith("rank 1 was replaced")
+    assert main(["report", "--json", folder]) == 0
+    (survival,) = json.loads(capsys.readouterr().out)["history"]["survivals"]
+    assert survival == {"generation": 2, "ranks": 2, "went_on_s": 5.0, "steps_lost": 4, "replaced_s": 9.0}
 
 
 def test_a_loss_that_ends_the_run_is_no_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import LAUNCH_OPTIONS
 from holdfast.cli.resolve import Resolution, resolve
 from holdfast.protocol.options import CommandKind, Endpoint, RunOptions, Std
-from holdfast.supervisor.log_layout import default_log_dir
+from holdfast.protocol.policy import Survive
+from holdfast.runtime.run_folder import default_log_dir
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -87,6 +88,9 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     ("--nproc-per-node 4 train.py", {"OMP_NUM_THREADS": "5"}, {"omp_num_threads": None}),
     ("train.py", {"PET_NPROC_PER_NODE": "2"}, {"nproc": 2}),
     ("--max-restarts 3 train.py", {}, {"job.max_restarts": 3}),
+    ("train.py", {}, {"job.survive": Survive.SHRINK, "job.min_ranks": 1}),
+    ("--survive wait --min-ranks 3 train.py", {}, {"job.survive": Survive.WAIT, "job.min_ranks": 3}),
+    ("train.py", {"HOLDFAST_SURVIVE": "off", "PET_MIN_RANKS": "2"}, {"job.survive": Survive.OFF, "job.min_ranks": 2}),
     ("--monitor-interval 2 --start-method fork train.py", {}, {"monitor_interval_s": 2.0, "start_method": "fork"}),
     ("--event-log-handler console --logs-specs default train.py", {}, {"event_log_handler": "console"}),
     ("--virtual-local-rank --nproc-per-node 2 train.py", {"CUDA_VISIBLE_DEVICES": "3,4"}, {"virtual_local_rank": True}),

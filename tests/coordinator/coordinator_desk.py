@@ -9,20 +9,24 @@ from holdfast.coordinator.coordinator_state import Conclude, DropLink, Event, He
 from holdfast.coordinator.ending import Judge
 from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import (
+    REVISION,
+    Able,
     FromAgent,
     FromCoordinator,
+    Held,
     Join,
     Leave,
     Ping,
     Pong,
     Prepared,
     Progress,
+    ReplacementReady,
     Running,
     WorkerDone,
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Survive
 from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
 from tests.support.simulator.cluster import simple_judge
 from tests.support.simulator.stalls import simple_examine
@@ -50,6 +54,9 @@ class Desk:
         fixed_ranks: bool = False,
         grow: Grow = Grow.DRAIN,
         exclude_after: int = 0,
+        survive: Survive = Survive.SHRINK,
+        min_ranks: int = 1,
+        nproc: int = 1,
         judge: Judge = simple_judge,
         examine: Examine = simple_examine,
     ) -> None:
@@ -62,7 +69,10 @@ class Desk:
             fixed_ranks=fixed_ranks,
             grow=grow,
             exclude_after=exclude_after,
+            survive=survive,
+            min_ranks=min_ranks,
         )
+        self.nproc = nproc
         self.now = 0.0
         self.machine = CoordinatorMachine(job, LIMITS, judge, self.now, examine=examine)
         self.told: list[tuple[int, FromCoordinator]] = []
@@ -89,8 +99,8 @@ class Desk:
     def join(self, *links: int, last_generation: int = 0, address: str = "10.0.0.") -> None:
         for link in links:
             self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
-            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
-            self.say(link, Join(node, last_generation))
+            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=self.nproc)
+            self.say(link, Join(node, last_generation, revision=REVISION))
 
     def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:
         """They come from another coordinator, link n with group rank n-1."""
@@ -120,9 +130,49 @@ class Desk:
     def last(self, link: int) -> FromCoordinator:
         return [message for to, message in self.told if to == link and not isinstance(message, Pong)][-1]
 
+    def able(self, *links: int) -> None:
+        """All workers of these nodes that take part are able to go on after a loss."""
+        world = self.machine.world
+        assert world is not None
+        for link in links:
+            self.say(link, Able(world.generation, world.places[f"n{link}#1"]))
+
+    def kill_worker(self, link: int, local_rank: int = 0, *, exit_code: int = -9, read: bool = False) -> None:
+        """A worker ends by a signal. `read`: this is its evidence."""
+        world = self.machine.world
+        assert world is not None
+        place = world.places[f"n{link}#1"].index(local_rank)
+        rank = world.rank_base(f"n{link}#1") + place
+        failure = Failure(rank=rank, local_rank=local_rank, host=f"n{link}", pid=100 + rank, exit_code=exit_code)
+        self.say(link, WorkersFailed(world.generation, (failure,), evidence_follows=not read))
+
     def fail(self, link: int, exit_code: int = 1) -> None:
         failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code)
         self.say(link, WorkersFailed(self.machine.generation, (failure,)))
+
+
+def regrouping(**options: Any) -> Desk:
+    """Both ranks could go on after a loss, and rank 1 is lost."""
+    desk = running(**{"max_restarts": 2, **options})
+    desk.able(1, 2)
+    desk.kill_worker(2)
+    return desk
+
+
+def growing(**options: Any) -> Desk:
+    """The replacement of rank 1 is ready."""
+    desk = regrouping(**options)
+    desk.prepare(1, 2)
+    desk.able(1)
+    desk.say(2, ReplacementReady(2, (0,)))
+    return desk
+
+
+def at_safe_point(**options: Any) -> Desk:
+    """The workers go to the safe point at which it joins."""
+    desk = growing(**options)
+    desk.say(1, Held(2, 7))
+    return desk
 
 
 def gathering(**options: Any) -> Desk:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_machine import TRANSITIONS
-from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
+from holdfast.coordinator.coordinator_state import TRANSITIONS, Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
 from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
+    Able,
     AgentMessage,
     Ask,
     Assign,
+    CannotRegroup,
     Drain,
     Finish,
     FromAgent,
@@ -24,6 +25,10 @@ from holdfast.protocol.messages import (
     Prepared,
     Progress,
     Question,
+    Regroup,
+    Replace,
+    ReplacementFailed,
+    ReplacementReady,
     Resume,
     Running,
     Start,
@@ -35,14 +40,18 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure, OutcomeKind
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Survive
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
+    LIMITS,
     Desk,
+    at_safe_point,
     draining,
     gathering,
+    growing,
     over,
     preparing,
+    regrouping,
     running,
     stopping,
 )
@@ -52,6 +61,7 @@ IN_PHASE: dict[Phase, Callable[[], Desk]] = {
     Phase.PREPARING: preparing,
     Phase.RUNNING: running,
     Phase.DRAINING: draining,
+    Phase.REGROUPING: regrouping,
     Phase.STOPPING: stopping,
     Phase.OVER: over,
 }
@@ -125,6 +135,46 @@ def all_stopped_budget_spent(desk: Desk) -> None:
     assert isinstance(desk.last(2), Finish)
 
 
+def a_rank_is_lost(desk: Desk) -> None:
+    desk.able(1, 2)
+    desk.kill_worker(2)
+    regroup = desk.last(1)
+    assert isinstance(regroup, Regroup)
+    assert (regroup.assign.world_size, regroup.safe_point) == (1, 0)
+    assert regroup.text == "rank 1 on n2 was lost (killed by SIGKILL); 1 rank goes on"
+
+
+def all_are_prepared_again(desk: Desk) -> None:
+    desk.prepare(1, 2)
+    assert desk.last(1) == Start(desk.machine.generation, "10.0.0.1", 40_000)
+
+
+def nobody_is_prepared_in_time(desk: Desk) -> None:
+    desk.wait(LIMITS.regroup_s)
+    assert desk.last(1).text == "the workers cannot go on: not every worker was ready within 5 s"  # type: ignore[union-attr]
+
+
+def replacements_join(desk: Desk) -> None:
+    desk.say(1, Held(2, 7))
+    regroup = desk.last(2)
+    assert isinstance(regroup, Regroup)
+    assert (regroup.assign.world_size, regroup.safe_point) == (2, 8)
+    assert regroup.text == "rank 1 was replaced; 2 ranks go on"
+
+
+def all_finish_before_the_safe_point(desk: Desk) -> None:
+    desk.say(1, WorkerDone(3, 0))
+    assert desk.machine.outcome is not None
+    assert desk.machine.outcome.kind is OutcomeKind.SUCCEEDED
+
+
+def the_replacement_is_ready(desk: Desk) -> None:
+    desk.prepare(1, 2)
+    assert desk.last(2) == Replace(2, (0,)), "no Start: the survivors wait"
+    desk.say(2, ReplacementReady(2, (0,)))
+    assert [desk.last(link).assign.world_size for link in (1, 2)] == [2, 2]  # type: ignore[union-attr]
+
+
 WAYS: dict[tuple[Phase, Phase], Callable[[Desk], None]] = {
     (Phase.GATHERING, Phase.PREPARING): all_here,
     (Phase.GATHERING, Phase.OVER): too_few,
@@ -136,9 +186,24 @@ WAYS: dict[tuple[Phase, Phase], Callable[[Desk], None]] = {
     (Phase.PREPARING, Phase.GATHERING): dies_in_phase_one,
     (Phase.RUNNING, Phase.STOPPING): a_worker_fails,
     (Phase.RUNNING, Phase.OVER): every_rank_is_done,
+    (Phase.RUNNING, Phase.REGROUPING): a_rank_is_lost,
+    (Phase.DRAINING, Phase.REGROUPING): replacements_join,
+    (Phase.REGROUPING, Phase.REGROUPING): the_replacement_is_ready,
+    (Phase.REGROUPING, Phase.RUNNING): all_are_prepared_again,
+    (Phase.REGROUPING, Phase.STOPPING): nobody_is_prepared_in_time,
+    (Phase.REGROUPING, Phase.OVER): all_finish_before_the_safe_point,
     (Phase.STOPPING, Phase.GATHERING): all_stopped_budget_left,
     (Phase.STOPPING, Phase.OVER): all_stopped_budget_spent,
 }
+
+
+BEGINS: dict[tuple[Phase, Phase], Callable[[], Desk]] = {
+    (Phase.RUNNING, Phase.REGROUPING): lambda: running(max_restarts=1),
+    (Phase.DRAINING, Phase.REGROUPING): growing,
+    (Phase.REGROUPING, Phase.REGROUPING): lambda: regrouping(survive=Survive.WAIT),
+    (Phase.REGROUPING, Phase.OVER): at_safe_point,
+}
+"""Where a transition does not begin with the ordinary desk of its phase."""
 
 
 def test_the_table_is_covered() -> None:
@@ -147,7 +212,8 @@ def test_the_table_is_covered() -> None:
 
 @pytest.mark.parametrize(("before", "after"), TRANSITIONS, ids=lambda phase: phase.value)
 def test_transition(before: Phase, after: Phase) -> None:
-    desk = IN_PHASE[before]()
+    desk = BEGINS.get((before, after), IN_PHASE[before])()
+    assert desk.machine.phase is before
     WAYS[before, after](desk)
     assert desk.machine.phase is after
 
@@ -178,6 +244,10 @@ MESSAGES: list[FromAgent] = [
             Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
             Progress(generation, (RankProgress(0, Stage.MEETING),)),
             Looked(generation, 1),
+            Able(generation, (0,)),
+            ReplacementReady(generation, (0,)),
+            ReplacementFailed(generation, (FAILURE,)),
+            CannotRegroup(generation, "memory grew"),
         )
     ),
 ]

@@ -20,7 +20,7 @@ def ended(
     return World(
         generation=4,
         order=("a#1", "b#1"),
-        nproc={"a#1": 2, "b#1": 1},
+        places={"a#1": (0, 1), "b#1": (0,)},
         started_s=10.0,
         stop_began_s=10.0 + lived_s,
         failures=list(failures),
@@ -108,7 +108,7 @@ def test_the_judge_learns_who_left_and_which_ranks_are_lost() -> None:
 
 
 def test_of_a_large_job_only_some_of_those_that_left_are_kept() -> None:
-    world = World(generation=1, order=("a#1",), nproc={"a#1": 100})
+    world = World(generation=1, order=("a#1",), places={"a#1": tuple(range(100))})
     for local_rank in range(100):
         world.mark_done("a#1", local_rank, failure(0))
     assert (len(world.left), world.done_count) == (LEFT_MAX, 100)

@@ -13,6 +13,7 @@ from holdfast.coordinator.formation import (
     Gathering,
     NoQuorum,
     WaitUntil,
+    all_places,
     assignments,
     decide,
     natural,
@@ -198,16 +199,16 @@ def test_natural_order(ordered: list[str]) -> None:
 
 def test_every_node_knows_which_one_has_the_coordinator() -> None:
     seats = [node("a", nproc=2), node("b", nproc=3, coordinator=True), node("c")]
-    places = assignments(seats, generation=1, restart_count=0, local_world=False)
+    places = assignments(seats, all_places(seats), generation=1, restart_count=0, local_world=False)
     assert {place.led_by for place in places.values()} == {"b (ranks 2-4)"}
-    none = assignments([node("a"), node("c")], generation=1, restart_count=0, local_world=False)
+    seats = [node("a"), node("c")]
+    none = assignments(seats, all_places(seats), generation=1, restart_count=0, local_world=False)
     assert {place.led_by for place in none.values()} == {""}
 
 
 def test_ranks_are_prefix_sums_over_uneven_nodes() -> None:
-    given_places = assignments(
-        [node("a", nproc=2), node("b", nproc=1), node("c", nproc=3)], generation=4, restart_count=1, local_world=False
-    )
+    seats = [node("a", nproc=2), node("b", nproc=1), node("c", nproc=3)]
+    given_places = assignments(seats, all_places(seats), generation=4, restart_count=1, local_world=False)
     places = [given_places[f"{host}#1"] for host in "abc"]
     assert [place.rank_base for place in places] == [0, 2, 3]
     assert [place.group_rank for place in places] == [0, 1, 2]
@@ -216,16 +217,22 @@ def test_ranks_are_prefix_sums_over_uneven_nodes() -> None:
 
 
 def test_roles_count_for_themselves() -> None:
-    given_places = assignments(
-        [node("a", nproc=2, role="actor"), node("b", nproc=3, role="learner"), node("c", nproc=4, role="actor")],
-        generation=1,
-        restart_count=0,
-        local_world=True,
-    )
+    seats = [node("a", nproc=2, role="actor"), node("b", nproc=3, role="learner"), node("c", nproc=4, role="actor")]
+    given_places = assignments(seats, all_places(seats), generation=1, restart_count=0, local_world=True)
     places = [given_places[f"{host}#1"] for host in "abc"]
     assert [(p.role_rank_base, p.role_world_size) for p in places] == [(0, 6), (0, 3), (2, 6)]
     assert [p.rank_base for p in places] == [0, 2, 5]
     assert all(p.local_world for p in places)
+
+
+def test_ranks_have_no_gap_where_workers_are_missing() -> None:
+    seats = [node("a", nproc=2, coordinator=True), node("b", nproc=3), node("c", nproc=1)]
+    places = {"a#1": (1,), "b#1": (0, 1, 2), "c#1": ()}
+    given = assignments(seats, places, generation=3, restart_count=1, local_world=False)
+    assert [given[f"{host}#1"].rank_base for host in "abc"] == [0, 1, 4]
+    assert [given[f"{host}#1"].local_ranks for host in "abc"] == [(1,), None, ()]
+    assert {(place.world_size, place.group_world_size) for place in given.values()} == {(4, 2)}
+    assert {place.led_by for place in given.values()} == {"a (rank 0)"}
 
 
 HOSTS = st.sampled_from("abcdefgh")
@@ -255,7 +262,7 @@ def test_whatever_comes_the_world_is_sound(nodes: list[NodeSpec], previous: list
     staying = [name for name in old if any(spec.member == name for spec in nodes)]
     assert {spec.member for spec in seats} >= set(staying[:most])
 
-    places = assignments(seats, generation=1, restart_count=0, local_world=False)
+    places = assignments(seats, all_places(seats), generation=1, restart_count=0, local_world=False)
     ranks = [p.rank_base + i for spec in seats for p in [places[spec.member]] for i in range(spec.nproc)]
     assert ranks == list(range(sum(spec.nproc for spec in seats)))
     for role in {spec.role for spec in seats}:

@@ -7,7 +7,7 @@ import pytest
 from holdfast.coordinator.throughput import STEPS_TO_COUNT, WINDOWS_MAX, Throughput
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
-NODES = [("a#1", "a", 2), ("b#1", "b", 1)]
+NODES = [("a#1", "a", (0, 1)), ("b#1", "b", (0,))]
 
 
 def throughput(began_s: float = 100.0) -> Throughput:

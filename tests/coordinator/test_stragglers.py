@@ -17,7 +17,7 @@ Own = Callable[[int, float], float]
 
 def run(own: Own, seconds: float, *, nodes: int = 2, nproc: int = 2, step_s: float = STEP_S) -> list[Straggler]:
     """All that is told of a world whose ranks make a step every step_s together; told once a second."""
-    world = Throughput([(f"n{n}#1", f"n{n}", nproc) for n in range(nodes)], 0.0, 60.0)
+    world = Throughput([(f"n{n}#1", f"n{n}", range(nproc)) for n in range(nodes)], 0.0, 60.0)
     stragglers = Stragglers(5.0)
     spent = [0.0] * (nodes * nproc)
     told: list[Straggler] = []
@@ -34,7 +34,7 @@ def run(own: Own, seconds: float, *, nodes: int = 2, nproc: int = 2, step_s: flo
             ]
             if not world.heard(f"n{n}#1", ranks, float(second)):
                 continue
-            for pace in world.of_member(f"n{n}#1", nproc):
+            for pace in world.of_member(f"n{n}#1"):
                 stragglers.heard(pace)
             told += stragglers.news()
     return told
@@ -103,7 +103,7 @@ def test_it_is_told_when_it_is_over_and_when_it_comes_again() -> None:
 
 
 def test_who_has_ended_is_not_waited_for() -> None:
-    world = Throughput([("a#1", "a", 3)], 0.0, 60.0)
+    world = Throughput([("a#1", "a", range(3))], 0.0, 60.0)
     stragglers = Stragglers(5.0)
     told: list[Straggler] = []
     for second in range(1, 60):

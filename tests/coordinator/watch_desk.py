@@ -53,7 +53,7 @@ class Hall:
     report_s: float = 60.0
 
     def __post_init__(self) -> None:
-        self.throughput = Throughput([("a#1", "a", 1), ("b#1", "b", 1)], 0.0, 60.0)
+        self.throughput = Throughput([("a#1", "a", (0,)), ("b#1", "b", (0,))], 0.0, 60.0)
         limits = Limits(hang_report_s=self.report_s, look_gap_s=2.0, hang_timeout_s=self.timeout_s)
         self.watch = HangDetector(limits, self.throughput, self.examine)
 

@@ -29,7 +29,7 @@ MODULES = (
     "holdfast.cli.resolve",
     "holdfast.runtime.agent_service",
     "holdfast.supervisor.supervisor",
-    "holdfast.supervisor.preload",
+    "holdfast.supervisor.worker_command",
     "holdfast.diagnosis.screen",
     "holdfast.diagnosis.causes",
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.descriptors import needed
+from holdfast.runtime.inherited import needed
 
 LIMITED = """
 import os, resource, sys

@@ -22,10 +22,10 @@ import pytest
 from holdfast.diagnosis.hangs import examine
 from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.rank_progress import Finding, HangKind, RankSample, RankStory, Stage
-from holdfast.supervisor import kernel
+from holdfast.supervisor import processes
 from holdfast.supervisor.board import Board
-from holdfast.supervisor.preload import BOOTSTRAP
 from holdfast.supervisor.stack_sampler import StackSampler
+from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s
 
 pytest.importorskip("torch")
@@ -119,7 +119,7 @@ class Job:
     def release(self, rank: int) -> None:
         self.send_signal(rank, signal.SIGCONT)
         pid = self.ranks[rank].pid
-        for child in kernel.descendants({pid: b""})[pid]:
+        for child in processes.families({pid: b""})[pid]:
             os.kill(child.pid, signal.SIGKILL)
         self.send_signal(rank, signal.SIGUSR1)
 

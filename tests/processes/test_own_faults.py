@@ -124,8 +124,8 @@ from holdfast.runtime.control_handlers import OwnNode
 OwnNode.view = OwnNode.stacks = broken
 from holdfast.supervisor.stack_sampler import StackSampler
 StackSampler.look = broken
-from holdfast.supervisor import machine_facts
-machine_facts.SHM = None
+from holdfast.supervisor import evidence
+evidence.SHM = None
 from holdfast.metrics.torch_events import TorchEvents
 TorchEvents.heard = broken
 from holdfast.diagnosis import causes, hangs, screen

@@ -15,7 +15,7 @@ ONE = ("--standalone", "--nproc-per-node", "1")
 SIZE = 1 << 20
 SAVES = f"""
 from holdfast.protocol.errors import SnapshotError
-from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.changes import SaveRequest, begin
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.flush import rescue_attempt
@@ -177,12 +177,12 @@ saver.close()
 
 def test_a_killed_supervisor_takes_the_saver_along_and_slots_stay(site) -> None:
     body = """
-found = own.newest()
-if found is None:
+found = own.committed()
+if not found:
     stage(40)
     meet()
     hold()
-note("found", step=found.step)
+note("found", step=found[0].step)
 persist(41)
 saver.wait(20 * SLOWNESS)
 saver.check()

@@ -24,7 +24,7 @@ from tests.support.limits import limit_s, until
 READY_S = 30.0
 LOOK_EVERY_S = 0.05
 ETCD_MODULES = (
-    "holdfast.runtime.elected_client",
+    "holdfast.runtime.leadership",
     "holdfast.rendezvous.etcd_v2",
     "holdfast.rendezvous.etcd_v3",
     "etcd3gw",

@@ -12,9 +12,11 @@ from holdfast.protocol.bounds import RANKS_MAX, WORKERS_PER_NODE_MAX
 from holdfast.protocol.codec import MESSAGE_BYTES_MAX, decode_from_agent, decode_from_coordinator, encode
 from holdfast.protocol.errors import ProtocolError
 from holdfast.protocol.messages import (
+    Able,
     AgentMessage,
     Ask,
     Assign,
+    CannotRegroup,
     CoordinatorMessage,
     Finish,
     FromAgent,
@@ -31,6 +33,10 @@ from holdfast.protocol.messages import (
     Progress,
     Question,
     Refuse,
+    Regroup,
+    Replace,
+    ReplacementFailed,
+    ReplacementReady,
     Start,
     Stop,
     Stopped,
@@ -48,6 +54,7 @@ text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
 number = st.integers(0, 2**53)
 port = st.integers(1, 65535)
 local_rank = st.integers(0, WORKERS_PER_NODE_MAX - 1)
+local_ranks = st.lists(local_rank, max_size=4).map(tuple)
 rank = st.integers(0, RANKS_MAX)
 failures = st.builds(
     Failure,
@@ -109,6 +116,10 @@ from_agent = st.one_of(
         samples=st.lists(samples, max_size=3).map(tuple),
         reach=st.lists(text, max_size=2).map(tuple),
     ),
+    st.builds(Able, generation=number, local_ranks=local_ranks),
+    st.builds(ReplacementReady, generation=number, local_ranks=local_ranks),
+    st.builds(ReplacementFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
+    st.builds(CannotRegroup, generation=number, text=text),
     st.builds(Ping, number=number),
 )
 assigns = st.builds(
@@ -122,12 +133,15 @@ assigns = st.builds(
     role_rank_base=rank,
     role_world_size=rank,
     hosts_store=st.booleans(),
+    local_ranks=st.none() | local_ranks,
 )
 from_coordinator = st.one_of(
     st.builds(Joined, lease_s=st.floats(0, 1e6), fence_s=st.floats(0.1, 1e6), ping_interval_s=st.floats(0.1, 1e6)),
     st.builds(Waiting, text=text),
     assigns,
     st.builds(Start, generation=number, master_addr=text, master_port=port),
+    st.builds(Regroup, assign=assigns, safe_point=number, text=text),
+    st.builds(Replace, generation=number, local_ranks=local_ranks),
     st.builds(Stop, generation=number, reason=st.sampled_from(StopReason), text=text),
     st.builds(Look, generation=number, number=number, store=st.booleans()),
     st.builds(Notice, text=text),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.messages import Assign, Start
@@ -37,8 +38,16 @@ def options(**changes: Any) -> RunOptions:
     )
 
 
-def environment(local_rank: int = 1, parent: dict[str, str] | None = None, **changes: Any) -> dict[str, str]:
-    return worker_environment(options(**changes), ASSIGN, START, local_rank, error_file="/e.json", parent=parent or {})
+def environment(
+    local_rank: int = 1, parent: dict[str, str] | None = None, assign: Assign = ASSIGN, **changes: Any
+) -> dict[str, str]:
+    return worker_environment(options(**changes), assign, START, local_rank, error_file="/e.json", parent=parent or {})
+
+
+def test_ranks_have_no_gap_where_a_local_rank_is_missing() -> None:
+    found = environment(local_rank=3, nproc=4, assign=structs.replace(ASSIGN, local_ranks=(0, 3)))
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK")
+    assert [found[name] for name in names] == ["11", "3", "2", "5"]
 
 
 def test_every_variable_of_torchrun() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -20,65 +20,32 @@ from holdfast.protocol.framing import frame, preamble
 from holdfast.protocol.handshake import Hello
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Ping, Pong, Waiting
 from holdfast.protocol.options import Endpoint
-from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.rendezvous.bind import claim
+from holdfast.protocol.policy import JobSpec
 from holdfast.runtime import connection as connection_module
 from holdfast.runtime.connection import Connection, dial
-from holdfast.runtime.listener import Listener
+from tests.runtime.peers import JOB, NODE, TOKEN, Door, Talk, service, settled
 from tests.support.limits import limit_s
 
-JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=2000, backend="c10d")
-NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
-TOKEN = b"correct horse"
-PATIENCE_S = limit_s(20.0)
 
-
-class Coordinator:
-    """A listener that answers pings and keeps what it sees."""
-
-    def __init__(self, endpoint: Endpoint, token: bytes | None = None) -> None:
-        self.claim = claim(endpoint)
-        self.lines: list[str] = []
-        self.received: list[FromAgent] = []
-        self.closed: list[str] = []
-        self.connections: list[Connection[FromAgent]] = []
-        self.listener = Listener(self.claim.sockets, JOB, token, self._on_connection, self.lines.append)
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self.claim.endpoint
+class Coordinator(Door):
+    """A listener that sends a welcome, and answers pings."""
 
     def _on_connection(self, connection: Connection[FromAgent], hello: Hello) -> None:
         assert hello.member == NODE.member
-
-        def on_message(message: FromAgent) -> None:
-            self.received.append(message)
-            if isinstance(message, Ping):
-                connection.send(Pong(number=message.number))
-
-        self.connections.append(connection)
-        connection.start(on_message, self.closed.append)
+        super()._on_connection(connection, hello)
         connection.send(Waiting(text="welcome"))
+
+    def on_message(self, connection: Connection[FromAgent], message: FromAgent) -> None:
+        super().on_message(connection, message)
+        if isinstance(message, Ping):
+            connection.send(Pong(number=message.number))
 
 
 @contextlib.asynccontextmanager
 async def coordinator(host: str = "127.0.0.1", token: bytes | None = None) -> AsyncIterator[Coordinator]:
-    served = Coordinator(Endpoint(host=host, port=0), token)
-    await served.listener.start()
-    try:
+    served = Coordinator(host, token)
+    async with served.opened():
         yield served
-    finally:
-        served.listener.close()
-        for each in served.connections:
-            each.abort()
-        await settled(lambda: len(served.closed) == len(served.connections))
-
-
-async def settled(condition: Callable[[], bool]) -> None:
-    """Until it holds; fails after PATIENCE_S."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - any condition, under a deadline
-            await asyncio.sleep(0.001)
 
 
 class Agent:
@@ -93,33 +60,6 @@ class Agent:
     async def leave(self) -> None:
         self.connection.close()
         await settled(lambda: bool(self.closed))
-
-
-@contextlib.asynccontextmanager
-async def service(
-    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-    host: str = "127.0.0.1",
-    port: int = 0,
-) -> AsyncIterator[Endpoint]:
-    """Some other service on a port of ours."""
-    done: list[asyncio.Task[object]] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        done.append(task)
-        with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):
-            await talk(reader, writer)
-
-    server = await asyncio.start_server(serve, host, port)
-    try:
-        yield Endpoint(host=host, port=server.sockets[0].getsockname()[1])
-    finally:
-        server.close()
-        for task in done:
-            task.cancel()
-        await asyncio.gather(*done)
-        await asyncio.sleep(0.01)  # a closed transport lets go of its socket in the loop's next rounds
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
@@ -309,9 +249,7 @@ async def _broken_holdfast(reader: asyncio.StreamReader, writer: asyncio.StreamW
         (_broken_holdfast, ProtocolError, "over the limit"),
     ],
 )
-async def test_somebody_else_is_there(
-    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], error: type[Exception], words: str
-) -> None:
+async def test_somebody_else_is_there(talk: Talk, error: type[Exception], words: str) -> None:
     async with service(talk) as endpoint:
         with pytest.raises(error, match=words.replace("PID", str(os.getpid()))):
             await dial(endpoint, JOB, NODE, handshake_s_max=limit_s(0.1))

@@ -6,7 +6,7 @@ import asyncio
 
 from holdfast.protocol.errors import EtcdUnreachableError
 from holdfast.rendezvous.elections import Memory
-from holdfast.runtime.etcd_service import LeaseHolder
+from holdfast.runtime.leadership import LeaseHolder
 from tests.support.limits import limit_s
 
 
@@ -95,7 +95,7 @@ def run(etcd: FakeEtcd, ttl_s: float, until: str) -> LeaseHolder:
 
 
 def _boot_s() -> float:
-    from holdfast.runtime.etcd_service import clock_s
+    from holdfast.runtime.leadership import clock_s
 
     return clock_s()
 

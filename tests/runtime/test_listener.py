@@ -3,80 +3,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from holdfast.protocol.codec import encode
 from holdfast.protocol.framing import HELLO_BYTES_MAX, STORE_MAGIC, frame, preamble
-from holdfast.protocol.handshake import NONCE_BYTES, ClientHandshake, Hello
-from holdfast.protocol.messages import FromAgent, Ping
-from holdfast.protocol.options import Endpoint
-from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.rendezvous.bind import claim
-from holdfast.runtime.connection import Connection, dial
-from holdfast.runtime.listener import LOG_LINES_MAX, Listener, TakeOver
+from holdfast.protocol.handshake import NONCE_BYTES, ClientHandshake
+from holdfast.protocol.messages import Ping
+from holdfast.protocol.policy import NodeSpec
+from holdfast.runtime.connection import dial
+from holdfast.runtime.listener import LOG_LINES_MAX, TakeOver
+from tests.runtime.peers import JOB, NODE, PATIENCE_S, TOKEN, Door, settled
 from tests.support.limits import limit_s
 
-JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=4, backend="c10d")
-NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
-TOKEN = b"correct horse"
-PATIENCE_S = limit_s(20.0)
 HANDSHAKE_S = limit_s(0.1)
 
 
-async def settled(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - any condition, under a deadline
-            await asyncio.sleep(0.001)
-
-
-class Door:
-    """A listener with its log and those who came in."""
-
-    def __init__(self, **options: object) -> None:
-        self.claim = claim(Endpoint(host="127.0.0.1", port=0))
-        self.lines: list[str] = []
-        self.hellos: list[Hello] = []
-        self.received: list[FromAgent] = []
-        self.closed: list[str] = []
-        self.connections: list[Connection[FromAgent]] = []
-        self.token = options.pop("token", None)
-        assert self.token is None or isinstance(self.token, bytes)
-        self.listener = Listener(
-            self.claim.sockets,
-            JOB,
-            self.token,
-            self._on_connection,
-            self.lines.append,
-            **options,  # type: ignore[arg-type]
-        )
-
-    def _on_connection(self, connection: Connection[FromAgent], hello: Hello) -> None:
-        self.hellos.append(hello)
-        self.connections.append(connection)
-        connection.start(self.received.append, self.closed.append)
-
-    async def lets_a_good_node_in(self) -> None:
-        known = len(self.hellos)
-        assert self.token is None or isinstance(self.token, bytes)
-        connection = await dial(self.claim.endpoint, JOB, NODE, self.token)
-        assert len(self.hellos) == known + 1
-        connection.abort()
-        await settled(lambda: len(self.closed) == len(self.connections))
-
-
 @contextlib.asynccontextmanager
-async def door(**options: object) -> AsyncIterator[Door]:
+async def door(**options: Any) -> AsyncIterator[Door]:
     opened = Door(**options)
-    await opened.listener.start()
-    try:
+    async with opened.opened():
         yield opened
-    finally:
-        opened.listener.close()
-        for each in opened.connections:
-            each.abort()
-        await settled(lambda: len(opened.closed) == len(opened.connections))
 
 
 async def say(port: int, data: bytes, *, end: bool = False) -> bytes:
@@ -190,15 +139,12 @@ async def test_a_crowd_at_the_door_does_not_keep_good_nodes_out() -> None:
         await asyncio.gather(*(writer.wait_closed() for _, writer in crowd), return_exceptions=True)
 
 
-def test_lines_are_limited() -> None:
-    async def main() -> list[str]:
-        async with door() as opened:
-            for _ in range(LOG_LINES_MAX + 7):
-                await say(opened.claim.port, b"garbage")
-            assert len(opened.lines) == LOG_LINES_MAX
-        return opened.lines
-
-    assert asyncio.run(main())[LOG_LINES_MAX:] == ["dropped 7 more connections like these"]
+async def test_lines_are_limited() -> None:
+    async with door() as opened:
+        for _ in range(LOG_LINES_MAX + 7):
+            await say(opened.claim.port, b"garbage")
+        assert len(opened.lines) == LOG_LINES_MAX
+    assert opened.lines[LOG_LINES_MAX:] == ["dropped 7 more connections like these"]
 
 
 async def test_messages_right_behind_the_handshake_are_not_lost() -> None:

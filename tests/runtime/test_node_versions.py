@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from holdfast.protocol.options import CommandKind, WorkerCommand
-from holdfast.runtime.versions import node_versions
+from holdfast.supervisor.worker_command import node_versions
 from holdfast.version import __version__
 
 TORCH = "from typing import Optional\n__all__ = []\n__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\ngit_version = 'x'\n"

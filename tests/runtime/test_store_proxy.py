@@ -10,19 +10,16 @@ import pytest
 
 from holdfast.protocol.framing import STORE_MAGIC
 from holdfast.protocol.options import Endpoint
-from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.policy import JobSpec
 from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import dial
-from holdfast.runtime.listener import Listener
-from holdfast.runtime.store_proxy import StoreProxy
+from holdfast.runtime.listener import Listener, StoreProxy
+from tests.runtime.peers import NODE, PATIENCE_S, Talk, service
 from tests.support.limits import limit_s
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=1, backend="static", fixed_ranks=True)
-NODE = NodeSpec(member="node7#1", host="node7", nproc=1, node_rank=0)
-PATIENCE_S = limit_s(20.0)
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Front:
@@ -57,25 +54,13 @@ async def front(hold_s_max: float = PATIENCE_S) -> AsyncIterator[Front]:
 @contextlib.asynccontextmanager
 async def store(talk: Talk) -> AsyncIterator[int]:
     """Something in the store's place, which has read the magic bytes already."""
-    tasks: list[asyncio.Task[object]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.append(task)
-        with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):
-            assert await reader.readexactly(len(STORE_MAGIC)) == STORE_MAGIC
-            await talk(reader, writer)
+        assert await reader.readexactly(len(STORE_MAGIC)) == STORE_MAGIC
+        await talk(reader, writer)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks)
-        await asyncio.sleep(0.01)
+    async with service(serve) as endpoint:
+        yield endpoint.port
 
 
 async def finish(streams: Streams) -> None:
@@ -211,10 +196,8 @@ async def test_a_new_generation_has_a_new_store() -> None:
         opened.proxy.set_target("127.0.0.1", old)
         first = await opened.client()
         assert await within(first[0].readexactly(3)) == b"old"
-        opened.proxy.clear_target()
-        second = await opened.client()
-        await asyncio.sleep(0.02)
         opened.proxy.set_target("127.0.0.1", new)
+        second = await opened.client()
         assert await within(second[0].readexactly(3)) == b"new"
         await finish(first)
         await finish(second)

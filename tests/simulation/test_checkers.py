@@ -71,7 +71,7 @@ def test_a_hang_that_is_none_is_found() -> None:
 def test_a_sound_history_passes() -> None:
     checker = two_nodes()
     for host in "ab":
-        checker.started(1, host, 1, cut_off=set())
+        checker.started(1, host, assign(0), cut_off=set())
     for host in "ab":
         checker.ended(host)
     assert checker.alive == {}
@@ -97,18 +97,18 @@ def host_twice(checker: WorldChecker) -> None:
 
 def start_before_all_ranks_are_given(checker: WorldChecker) -> None:
     checker.assigned(2, "a", 2, assign(0))
-    checker.started(2, "a", 1, cut_off=set())
+    checker.started(2, "a", assign(0), cut_off=set())
 
 
 def start_beside_an_older_generation(checker: WorldChecker) -> None:
-    checker.started(1, "a", 1, cut_off=set())
+    checker.started(1, "a", assign(0), cut_off=set())
     checker.assigned(1, "b", 4, assign(0, generation=2))
-    checker.started(1, "b", 2, cut_off=set())
+    checker.started(1, "b", assign(0, generation=2), cut_off=set())
 
 
 def start_twice(checker: WorldChecker) -> None:
-    checker.started(1, "a", 1, cut_off=set())
-    checker.started(1, "a", 1, cut_off=set())
+    checker.started(1, "a", assign(0), cut_off=set())
+    checker.started(1, "a", assign(0), cut_off=set())
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_broken_history_does_not(broken: Callable[[WorldChecker], None]) -> No
 
 def test_a_host_that_was_just_cut_off_may_still_be_dying() -> None:
     checker = two_nodes()
-    checker.started(1, "a", 1, cut_off=set())
+    checker.started(1, "a", assign(0), cut_off=set())
     checker.assigned(1, "b", 4, assign(0, generation=2))
-    checker.started(1, "b", 2, cut_off={"a"})
+    checker.started(1, "b", assign(0, generation=2), cut_off={"a"})
     assert checker.alive == {"a": 1, "b": 2}
 
 

@@ -18,9 +18,9 @@ HEAD = """
 import os, subprocess, sys
 from pathlib import Path
 from holdfast.protocol.errors import *
-from holdfast.snapshots import attempt, folder, lease, retention
-from holdfast.snapshots.attempt import SaveRequest
-from holdfast.snapshots.manifest import rank_file
+from holdfast.snapshots import changes, folder, lease
+from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.layout import rank_file
 from soak.disk import mounted
 from tests.snapshots.saves import content, is_whole, newest, save
 

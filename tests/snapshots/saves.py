@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.snapshots import attempt, folder, memory_folder
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots import changes, folder, memory_folder
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.image import Image, TensorEntry
+from holdfast.snapshots.layout import Image, TensorEntry
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import Slot
@@ -65,7 +65,7 @@ class Bench:
         return self.slots.commit()
 
     def persist(self, step: int, size: int = SIZE) -> None:
-        number = attempt.begin(self.folder, step)
+        number = changes.begin(self.folder, step)
         self.hand_over(SaveRequest(str(self.folder), step, number, 0, 1, metadata={"step": step}), size)
 
     @property
@@ -105,10 +105,10 @@ def save(
     path: Path, step: int, world: int = 2, metadata: Mapping[str, Any] | None = None, items: int = WEIGHT_ITEMS
 ) -> Path:
     """Save one step of all ranks; returns the committed folder."""
-    number = attempt.begin(path, step)
+    number = changes.begin(path, step)
     for rank in range(world):
-        attempt.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items))
-    return attempt.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}))
+        changes.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items))
+    return changes.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}))
 
 
 def load(snapshot: Snapshot) -> list[bytes]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.snapshots import attempt, lease
-from holdfast.snapshots.manifest import MANIFEST, rank_file
+from holdfast.snapshots import changes, lease
+from holdfast.snapshots.layout import MANIFEST, rank_file
 from tests.snapshots.saves import save
 from tests.support.limits import limit_s
 from tests.support.tables import tables
@@ -38,7 +38,7 @@ def runs(tmp_path: Path) -> Path:
         file.seek(9999)
         file.write(b"damage")
     os.truncate(tmp_path / "step_000000004.0001" / rank_file(0), 100)
-    attempt.begin(tmp_path, 5)
+    changes.begin(tmp_path, 5)
     return tmp_path
 
 

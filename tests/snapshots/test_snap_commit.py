@@ -21,18 +21,27 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import attempt, disk, folder
-from holdfast.snapshots.attempt import PHASES, SaveRequest
+from holdfast.snapshots import changes, disk, folder
+from holdfast.snapshots.changes import PHASES, SaveRequest
 from holdfast.snapshots.disk import CHUNK_BYTES, digest
-from holdfast.snapshots.image import ALIGNMENT_BYTES, ITEM_BYTES, Image, TensorEntry
-from holdfast.snapshots.manifest import MANIFEST, Key, parse_name, rank_file, record_file
+from holdfast.snapshots.layout import (
+    ALIGNMENT_BYTES,
+    ITEM_BYTES,
+    MANIFEST,
+    Image,
+    Key,
+    TensorEntry,
+    parse_name,
+    rank_file,
+    record_file,
+)
 from tests.snapshots.saves import content, is_whole, load, newest, save
 from tests.support.limits import limit_s
 
 SAVE = """
 import os, signal, sys
-from holdfast.snapshots import attempt
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots import changes
+from holdfast.snapshots.changes import SaveRequest
 from tests.snapshots.saves import content
 path, first, last, phase = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 def at(reached):
@@ -40,10 +49,10 @@ def at(reached):
     if reached == phase:
         os.kill(os.getpid(), signal.SIGKILL)
 for step in range(first, last + 1):
-    number = attempt.begin(path, step, at=at)
+    number = changes.begin(path, step, at=at)
     for rank in range(2):
-        attempt.write_rank(SaveRequest(path, step, number, rank, 2), content(step, rank), at=at)
-    attempt.commit(SaveRequest(path, step, number, 0, 2), at=at)
+        changes.write_rank(SaveRequest(path, step, number, rank, 2), content(step, rank), at=at)
+    changes.commit(SaveRequest(path, step, number, 0, 2), at=at)
 """
 
 
@@ -114,7 +123,7 @@ def test_the_digest_sees_every_bit_and_the_length() -> None:
 
 def test_attempts_are_numbered_and_never_shared(tmp_path: Path) -> None:
     numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.append(attempt.begin(tmp_path, 5))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: numbers.append(changes.begin(tmp_path, 5))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -134,9 +143,9 @@ def test_a_rename_replaces_nothing(tmp_path: Path) -> None:
     committed = save(tmp_path, 5, 1)
     request = SaveRequest(str(tmp_path), 5, 1, 0, 1)
     request.attempt_path.mkdir()
-    attempt.write_rank(request, content(99, 0))
+    changes.write_rank(request, content(99, 0))
     with pytest.raises(SnapshotWriteError, match=r"not empty|exists"):
-        attempt.commit(request)
+        changes.commit(request)
     assert newest(tmp_path).path == committed
     assert is_whole(newest(tmp_path))
     assert not folder.survey(tmp_path).debris
@@ -148,14 +157,14 @@ def test_a_request_travels_as_json() -> None:
 
 
 def test_ranks_may_come_in_any_order_and_late(tmp_path: Path) -> None:
-    number = attempt.begin(tmp_path, 4)
+    number = changes.begin(tmp_path, 4)
     requests = [SaveRequest(str(tmp_path), 4, number, rank, 3) for rank in range(3)]
     done: list[Path] = []
-    waiting = threading.Thread(target=lambda: done.append(attempt.commit(requests[0], patience=limit_s(30))))
+    waiting = threading.Thread(target=lambda: done.append(changes.commit(requests[0], patience=limit_s(30))))
     waiting.start()
     for request in reversed(requests):
         assert not done
-        attempt.write_rank(request, content(4, request.rank))
+        changes.write_rank(request, content(4, request.rank))
     waiting.join()
     assert done == [requests[0].committed_path]
     assert is_whole(newest(tmp_path))
@@ -163,35 +172,35 @@ def test_ranks_may_come_in_any_order_and_late(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    number = attempt.begin(tmp_path, 2)
-    attempt.write_rank(SaveRequest(str(tmp_path), 2, number, 0, 3), content(2, 0))
+    number = changes.begin(tmp_path, 2)
+    changes.write_rank(SaveRequest(str(tmp_path), 2, number, 0, 3), content(2, 0))
     with pytest.raises(SnapshotIncompleteError, match=r"step 2 was not saved.*rank 1, 2"):
-        attempt.commit(SaveRequest(str(tmp_path), 2, number, 0, 3), patience=0.05)
+        changes.commit(SaveRequest(str(tmp_path), 2, number, 0, 3), patience=0.05)
     found = folder.survey(tmp_path)
     assert [snapshot.step for snapshot in found.committed] == [1]
     assert not found.debris
     with pytest.raises(SnapshotIncompleteError, match="gave up"):
-        attempt.write_rank(SaveRequest(str(tmp_path), 2, number, 1, 3), content(2, 1))
+        changes.write_rank(SaveRequest(str(tmp_path), 2, number, 1, 3), content(2, 1))
 
 
 def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
-    number = attempt.begin(tmp_path, 2)
+    number = changes.begin(tmp_path, 2)
     requests = [SaveRequest(str(tmp_path), 2, number, rank, 2) for rank in range(2)]
-    attempt.write_rank(requests[0], content(2, 0))
+    changes.write_rank(requests[0], content(2, 0))
     (requests[1].attempt_path / rank_file(1)).mkdir()
     with pytest.raises(SnapshotWriteError, match="File exists"):
-        attempt.write_rank(requests[1], content(2, 1))
+        changes.write_rank(requests[1], content(2, 1))
     with pytest.raises(SnapshotIncompleteError, match=r"rank 1: cannot write"):
-        attempt.commit(requests[0], patience=3600)
+        changes.commit(requests[0], patience=3600)
 
 
 def test_a_file_that_shrank_before_the_commit_is_not_committed(tmp_path: Path) -> None:
-    number = attempt.begin(tmp_path, 2)
+    number = changes.begin(tmp_path, 2)
     request = SaveRequest(str(tmp_path), 2, number, 0, 1)
-    attempt.write_rank(request, content(2, 0))
+    changes.write_rank(request, content(2, 0))
     os.truncate(request.attempt_path / rank_file(0), 1000)
     with pytest.raises(SnapshotDamagedError, match="rank 0"):
-        attempt.commit(request)
+        changes.commit(request)
     assert not folder.survey(tmp_path).committed
 
 
@@ -249,7 +258,7 @@ def test_debris_alone_is_no_silent_start_from_zero(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "step_12.1").mkdir()
     assert folder.choose(folder.survey(tmp_path)) is None, "somebody else's folders are no debris"
-    attempt.begin(tmp_path, 3)
+    changes.begin(tmp_path, 3)
     with pytest.raises(NoValidSnapshotError, match=r"attempt\.step_000000003\.0001"):
         folder.choose(folder.survey(tmp_path))
     assert folder.choose(folder.survey(tmp_path), fresh_ok=True) is None
@@ -288,7 +297,7 @@ def test_load_returns_memory_of_its_own(tmp_path: Path) -> None:
 
 def test_a_late_writer_leaves_nothing_in_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it wrote, the save was given up and begun again, under the same number."""
-    number = attempt.begin(tmp_path, 1)
+    number = changes.begin(tmp_path, 1)
     late = SaveRequest(str(tmp_path), 1, number, 1, 2)
     write = disk._write
 
@@ -296,13 +305,13 @@ def test_a_late_writer_leaves_nothing_in_the_next_attempt(tmp_path: Path, monkey
         write(file, data, begin)
         if not begin:
             return
-        attempt.abandon(late)
-        assert attempt.begin(tmp_path, 1) == number
+        changes.abandon(late)
+        assert changes.begin(tmp_path, 1) == number
         (late.attempt_path / "rank_00001.safetensors").write_bytes(bytes(len(data)))
 
     monkeypatch.setattr(disk, "_write", slow)
     with pytest.raises(SnapshotIncompleteError, match="rank 0 gave up this save"):
-        attempt.write_rank(late, content(1, 1))
+        changes.write_rank(late, content(1, 1))
     assert [path.name for path in late.attempt_path.iterdir()] == ["rank_00001.safetensors"]
 
 

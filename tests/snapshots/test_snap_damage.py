@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.protocol.errors import NoValidSnapshotError, SnapshotDamagedError, SnapshotError, SnapshotVersionError
-from holdfast.snapshots import attempt, folder
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots import changes, folder
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.disk import CHUNK_BYTES
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.image import Image, TensorEntry
-from holdfast.snapshots.manifest import MANIFEST, rank_file, record_file
+from holdfast.snapshots.layout import MANIFEST, Image, TensorEntry, rank_file, record_file
 from tests.snapshots.saves import content, is_whole, newest, save
 
 FILE = rank_file(1)
@@ -280,9 +279,9 @@ def saved(tmp_path: Path) -> bytes:
     """One rank, five tensors of 2.4 MB, so that chunks of 4 MiB hold parts of two or three."""
     image = Image.plan([TensorEntry(f"t{number}", "F32", (ITEMS,)) for number in range(TENSORS)])
     data = image.header + b"".join(bytes([number + 1]) * (4 * ITEMS) for number in range(TENSORS))
-    request = SaveRequest(str(tmp_path), 1, attempt.begin(tmp_path, 1), 0, 1)
-    attempt.write_rank(request, data)
-    attempt.commit(request)
+    request = SaveRequest(str(tmp_path), 1, changes.begin(tmp_path, 1), 0, 1)
+    changes.write_rank(request, data)
+    changes.commit(request)
     return data
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.protocol.errors import SnapshotError, SnapshotWriteError
-from holdfast.snapshots import attempt, folder
+from holdfast.snapshots import changes, folder
 from tests.snapshots.own_mounts import run_with_disk
 from tests.snapshots.saves import is_whole, newest, save
 from tests.support.limits import limit_s
@@ -49,7 +49,7 @@ def test_a_rank_that_finds_the_disk_full_gives_its_space_back_and_says_so(tmp_pa
         tmp_path,
         """
         save(path, 1)
-        number = attempt.begin(path, 2)
+        number = changes.begin(path, 2)
         disk.fill()
         free = 700_000
         file = disk.path / "filler" / "bytes"
@@ -57,14 +57,14 @@ def test_a_rank_that_finds_the_disk_full_gives_its_space_back_and_says_so(tmp_pa
         before = os.statvfs(disk.path).f_bfree
         assert before > 0
         try:
-            attempt.write_rank(SaveRequest(str(path), 2, number, 1, 2), content(2, 1))
+            changes.write_rank(SaveRequest(str(path), 2, number, 1, 2), content(2, 1))
         except SnapshotWriteError as error:
             assert "it needs 1 MB" in str(error), error
         else:
             raise SystemExit("it was written")
         assert os.statvfs(disk.path).f_bfree >= before - 2
         try:
-            attempt.commit(SaveRequest(str(path), 2, number, 0, 2), patience=60)
+            changes.commit(SaveRequest(str(path), 2, number, 0, 2), patience=60)
         except SnapshotIncompleteError as error:
             assert "rank 1" in str(error) and "No space" in str(error), error
         else:
@@ -80,11 +80,11 @@ def test_a_read_only_disk_is_read_and_not_written(tmp_path: Path) -> None:
         """
         save(path, 1)
         bad = save(path, 2)
-        attempt.begin(path, 3)
+        changes.begin(path, 3)
         with (bad / rank_file(0)).open("r+b") as file:
             file.write(bytes(64))
         subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
-        for refused in (lambda: attempt.begin(path, 3), lambda: lease.acquire(path, "x")):
+        for refused in (lambda: changes.begin(path, 3), lambda: lease.acquire(path, "x")):
             try:
                 refused()
             except SnapshotWriteError as error:
@@ -102,7 +102,7 @@ def test_a_read_only_disk_is_read_and_not_written(tmp_path: Path) -> None:
         # Nothing can be deleted, and nothing is said to be.
         assert folder.clear_debris(folder.survey(path)) == []
         assert len(folder.survey(path).debris) == 1
-        assert retention.prune(path, retention.Keep(last=1)).deleted == ()
+        assert changes.prune(path, changes.Keep(last=1)).deleted == ()
         subprocess.run(["mount", "-o", "remount,rw", str(disk.path)], check=True)
         """,
     )
@@ -138,7 +138,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(SnapshotWriteError, match="Permission denied"):
-            attempt.begin(tmp_path, 2)
+            changes.begin(tmp_path, 2)
         assert is_whole(newest(tmp_path))
     finally:
         tmp_path.chmod(0o700)
@@ -149,7 +149,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="Not a directory"):
         folder.survey(tmp_path / "runs")
     with pytest.raises(SnapshotWriteError, match="exists"):
-        attempt.begin(tmp_path / "runs", 1)
+        changes.begin(tmp_path / "runs", 1)
 
 
 def test_what_was_read_outlives_the_snapshot(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.protocol.errors import SnapshotBusyError, SnapshotError, SnapshotFolderError, SnapshotWriteError
-from holdfast.snapshots import attempt, disk, folder, lease
+from holdfast.snapshots import changes, disk, folder, lease
 from holdfast.snapshots.lease import FolderLease, LeaseOwner, acquire
 from tests.support.limits import limit_s
 
@@ -197,7 +197,7 @@ def test_a_folder_that_vanishes_is_reported_until_it_is_back(tmp_path: Path, how
             held.confirm()
         until(lambda: isinstance(trouble(held), SnapshotFolderError))
         with pytest.raises(SnapshotFolderError):
-            attempt.begin(tmp_path / "gone", 1, make=False)
+            changes.begin(tmp_path / "gone", 1, make=False)
         assert runs.exists() == (how in ("emptied", "replaced"))
         if runs.exists():
             runs.rename(tmp_path / "other")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots.mapping import MappedFile, Mappings, huge_page_bytes
+from holdfast.snapshots.memory_folder import MappedFile, Mappings, huge_page_bytes
 from holdfast.snapshots.slots import SlotOwner, Slots
 
 SIZE_BYTES = 3 * (2 << 20) + 5 * mmap.PAGESIZE

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 from holdfast.snapshots import memory_folder
-from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.changes import Keep, SaveRequest, begin, prune
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.retention import Keep, prune
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots.saves import is_whole, newest
@@ -113,7 +112,7 @@ def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Pat
 SCRIPT = """
 import atexit, sys
 sys.path.insert(0, {root!r})
-from holdfast.snapshots.retention import Keep, prune
+from holdfast.snapshots.changes import Keep, prune
 from tests.snapshots import saves
 
 saves.WEIGHT_ITEMS = 3 << 20                     # three chunks and more: one alone needs no pool

@@ -21,12 +21,11 @@ from holdfast.protocol.errors import (
     SnapshotError,
     SnapshotGoneError,
 )
-from holdfast.snapshots import attempt, folder, retention, slots
+from holdfast.snapshots import changes, folder, slots
 from holdfast.snapshots import flush as saving
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.manifest import Manifest, RankEntry, rank_file
-from holdfast.snapshots.retention import Keep, Verified, prune
+from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
 from holdfast.snapshots.saver_client import read_back
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
@@ -104,7 +103,7 @@ def test_what_cannot_be_kept(wrong: dict[str, object]) -> None:
     ("text", "value"), [("90s", 90), ("30min", 1800), ("1.5h", 5400), ("1d", 86400), (20, 20), ("2 min", 120)]
 )
 def test_times(text: str | float, value: float) -> None:
-    assert retention.seconds(text) == value
+    assert changes.seconds(text) == value
 
 
 def test_prune_deletes_the_others_and_their_names(tmp_path: Path) -> None:
@@ -159,7 +158,7 @@ def test_a_crash_in_the_middle_of_deleting(tmp_path: Path, phase: str, left: lis
         save(tmp_path, step, 1)
     script = """
 import os, signal, sys
-from holdfast.snapshots.retention import Keep, prune
+from holdfast.snapshots.changes import Keep, prune
 prune(sys.argv[1], Keep(last=1), at=lambda phase: phase == sys.argv[2] and os.kill(os.getpid(), signal.SIGKILL))
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path), phase], timeout=limit_s(60))
@@ -198,10 +197,10 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
         each.start()
     try:
         for step in range(1, 500):
-            number = attempt.begin(tmp_path, step)
+            number = changes.begin(tmp_path, step)
             for rank in range(2):
-                attempt.write_rank(SaveRequest(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
-            attempt.commit(SaveRequest(str(tmp_path), step, number, 0, 2))
+                changes.write_rank(SaveRequest(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
+            changes.commit(SaveRequest(str(tmp_path), step, number, 0, 2))
             prune(tmp_path, Keep(last=1))
             if outcomes["whole"] > 5 and outcomes["gone"] > 5:
                 break

@@ -20,9 +20,9 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.snapshots import attempt, memory_folder, slots
+from holdfast.snapshots import changes, memory_folder, slots
 from holdfast.snapshots import folder as snapshots
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
@@ -32,7 +32,7 @@ from tests.support.limits import limit_s, until
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from holdfast.snapshots.attempt import SaveRequest, begin
+from holdfast.snapshots.changes import SaveRequest, begin
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.memory_folder import SaverAddress
 
@@ -162,7 +162,7 @@ def test_a_successor_waits_for_its_previous_leader_s_saves(bench: Bench) -> None
 
 def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench) -> None:
     """A node was lost in the middle of a save: this one has written its part, and the attempt will never be whole."""
-    number = attempt.begin(bench.folder, 1)
+    number = changes.begin(bench.folder, 1)
     bench.hand_over(SaveRequest(str(bench.folder), 1, number, 0, 2))
     bench.client.close()
     bench.connect()
@@ -306,9 +306,7 @@ for count, body in enumerate(sys.argv[3:]):
 
 def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> None:
     first = "say('first')\nstage(20)\nstage(40)\nown.stage(60, SIZE)\ndie()"
-    second = (
-        "found = own.newest()\nsay(found.step, found.generation, found.local_rank, found.data[0], place.generation)"
-    )
+    second = "found = own.committed()[0]\nsay(found.step, found.generation, found.local_rank, found.data[0], place.generation)"
     line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
     done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
     one, two = (text.split() for text in done.stdout.splitlines())
@@ -372,7 +370,7 @@ def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
 
 
 def test_slots_of_two_plain_processes_have_nothing_in_common(tmp_path: Path) -> None:
-    first, second = (run_worker("stage(1)\nsay(own.newest().step)\nsaver.close()", tmp_path) for _ in range(2))
+    first, second = (run_worker("stage(1)\nsay(own.committed()[0].step)\nsaver.close()", tmp_path) for _ in range(2))
     assert first.stdout.split()[1] == second.stdout.split()[1] == "1"
     assert first.stdout.split()[0] != second.stdout.split()[0]
     for each in (first, second):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,19 @@ import pytest
 from holdfast.linux import group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots import memory_folder, slots
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
 
 SIZE = 3 * (1 << 20) + 17
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Slots]:
+    """The slots of local rank 0."""
+    own = Slots(tmp_path, SlotOwner(0))
+    yield own
+    own.close()
 
 
 def request(step: int) -> SaveRequest:
@@ -40,27 +48,23 @@ def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
     put(first, 40, 2)
     first.close()
     second = Slots(tmp_path, SlotOwner(local_rank=1, rank=0, world=2, generation=4))
-    found = second.newest()
-    assert found is not None
+    found = second.committed()[0]
     assert (found.step, found.rank, found.world, found.generation, found.local_rank) == (40, 5, 8, 3, 1)
     assert bytes(found.data) == b"\2" * SIZE
     assert found.request == request(40)
     assert [slot.step for slot in second.committed()] == [40, 20]
-    assert Slots(tmp_path, SlotOwner(0)).newest() is None
+    assert Slots(tmp_path, SlotOwner(0)).committed() == []
     assert slots.local_ranks(tmp_path) == [1]
     second.close()
 
 
-def test_the_older_slot_is_the_one_that_is_staged_into(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_the_older_slot_is_the_one_that_is_staged_into(own: Slots) -> None:
     for step in range(1, 6):
         put(own, step, step)
         assert [slot.step for slot in own.committed()] == [step, step - 1][: min(step, 2)]
-    own.close()
 
 
-def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
     put(own, 2, 2)
     memory = own.stage(3, SIZE)
@@ -70,23 +74,19 @@ def test_what_is_not_committed_is_not_there_and_the_other_one_is(tmp_path: Path)
     own.abandon()
     assert own.stage(4, SIZE) is not None  # the torn one again, not the last good one
     assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [2]
-    own.close()
 
 
 @pytest.mark.parametrize("where", [0, 64 * -(-SIZE // slots.SAMPLES), SIZE - 1])
-def test_a_body_that_was_written_after_commit_is_refused(tmp_path: Path, where: int) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_a_body_that_was_written_after_commit_is_refused(own: Slots, where: int) -> None:
     memory = own.stage(1, SIZE)
     assert memory is not None
     own.commit()
     memory[where] = 1
-    assert own.newest() is None
-    own.close()
+    assert own.committed() == []
 
 
 @pytest.mark.parametrize("where", [0, 8, 16, 24, 40])
-def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, where: int) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, own: Slots, where: int) -> None:
     put(own, 1, 1)
     own.close()
     path = slots.slot_path(tmp_path, 0, 0)
@@ -98,8 +98,7 @@ def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, where: int) -> N
     assert slots.committed_slots(tmp_path, 0) == []
 
 
-def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
     own.close()
     path = slots.slot_path(tmp_path, 0, 0)
@@ -108,8 +107,7 @@ def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path
         assert slots.committed_slots(tmp_path, 0) == []
 
 
-def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path, own: Slots) -> None:
     lent = slots.lend(tmp_path, put(own, 1, 1))
     put(own, 2, 2)
     put(own, 3, 3)  # over 2: slot 1 is still being read
@@ -120,32 +118,26 @@ def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path) -> None:
     put(own, 5, 5)
     assert [slot.step for slot in own.committed()] == [5, 3]
     os.close(both)
-    own.close()
 
 
-def test_an_overwritten_slot_is_not_lent(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_an_overwritten_slot_is_not_lent(tmp_path: Path, own: Slots) -> None:
     old = put(own, 1, 1)
     put(own, 2, 2)
     put(own, 3, 3)
     with pytest.raises(ValueError, match="staged into since"):
         slots.lend(tmp_path, old)
-    own.close()
 
 
-def test_a_history_that_was_given_up_is_forgotten(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_a_history_that_was_given_up_is_forgotten(own: Slots) -> None:
     put(own, 20, 1)
     put(own, 40, 2)
     own.forget(above_step=20)
     assert [slot.step for slot in own.committed()] == [20]
     put(own, 30, 3)
     assert [slot.step for slot in own.committed()] == [30, 20]
-    own.close()
 
 
-def test_slots_grow_and_are_used_again(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_slots_grow_and_are_used_again(tmp_path: Path, own: Slots) -> None:
     own.reserve(SIZE)
     room = [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)]
     put(own, 1, 1, SIZE // 2)
@@ -154,19 +146,14 @@ def test_slots_grow_and_are_used_again(tmp_path: Path) -> None:
     put(own, 3, 3, 2 * SIZE)
     put(own, 4, 4, 5)
     assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(4, 5), (3, 2 * SIZE)]
-    own.close()
 
 
-def test_too_long_a_note_is_refused_and_harms_nothing(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_too_long_a_note_is_refused_and_harms_nothing(own: Slots) -> None:
     put(own, 1, 1)
     own.stage(2, SIZE)
     with pytest.raises(ValueError, match="at most"):
         own.commit(SaveRequest("x", 1, 1, 0, 1, {"x": "y" * HEADER_BYTES}))
-    newest = own.newest()
-    assert newest is not None
-    assert newest.step == 1
-    own.close()
+    assert own.committed()[0].step == 1
 
 
 # --- deaths -----------------------------------------------------------------------------------------------------------
@@ -211,8 +198,7 @@ def test_a_worker_killed_while_staging_leaves_a_whole_slot(tmp_path: Path) -> No
     assert torn, "no kill hit a staging: the test proves nothing"
 
 
-def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
     read_end, write_end = os.pipe()
     pid = os.fork()  # a data loader's worker
@@ -258,7 +244,7 @@ import sys
 from pathlib import Path
 from holdfast.snapshots.slots import SlotOwner, Slots
 own = Slots(Path(sys.argv[1]), SlotOwner(0))
-print(own.newest().step)
+print(own.committed()[0].step)
 try:
     print(own.stage(2, 100) is not None)
 except Exception as error:
@@ -306,7 +292,7 @@ for ask in (lambda: own.reserve(64 << 20), lambda: own.stage(3, 64 << 20)):
 os.posix_fallocate(os.open("/dev/shm/filler", os.O_RDWR | os.O_CREAT), 0, os.statvfs("/dev/shm").f_bavail * 4096)
 own.stage(3, 1 << 20)[:] = bytes(1 << 20)     # not a byte is free, and none is needed
 own.commit()
-print(own.newest().step, [path.name for path in memory_folder.clean()])
+print(own.committed()[0].step, [path.name for path in memory_folder.clean()])
 made.remove()
 print(os.listdir("/dev/shm"))
 """
@@ -331,16 +317,13 @@ def test_a_full_shm_is_an_error_and_harms_no_slot() -> None:
     assert lines[2:] == ["3 []", "['filler']"]
 
 
-def test_more_than_there_is_memory_is_refused_before_it_is_taken(tmp_path: Path) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_more_than_there_is_memory_is_refused_before_it_is_taken(own: Slots) -> None:
     with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
         own.reserve(1 << 50)
-    assert own.newest() is None
-    own.close()
+    assert own.committed() == []
 
 
-def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Slots(tmp_path, SlotOwner(0))
+def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     put(own, 1, 1)
     before = [os.stat(slots.slot_path(tmp_path, 0, 0)).st_size, 0]
     left = iter((3 * SIZE, 0))
@@ -352,7 +335,6 @@ def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, monkeypatch: pyte
     assert [(slot.step, slot.data[0]) for slot in own.committed()] == [(1, 1)]
     put(own, 2, 2, 2 * SIZE)
     assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(2, 2 * SIZE), (1, SIZE)]
-    own.close()
 
 
 def test_a_group_s_limit_counts(tmp_path: Path) -> None:

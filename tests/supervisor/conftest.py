@@ -28,8 +28,8 @@ from holdfast.supervisor.client import (
     SupervisorEvent,
     sweep,
 )
-from holdfast.supervisor.preload import BOOTSTRAP, FOLDER
 from holdfast.supervisor.supervisor import exec_supervisor
+from holdfast.supervisor.worker_command import BOOTSTRAP, FOLDER
 from tests.supervisor.looks import Start, out
 from tests.support.limits import limit_s
 

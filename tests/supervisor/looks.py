@@ -37,7 +37,7 @@ def look(board: Board, *processes: subprocess.Popen[str], folder: Path | None = 
     """The samples of the last of so many looks."""
 
     async def scenario() -> tuple[RankSample, ...]:
-        stack_sampler = StackSampler(board, generation=3, rank_base=4)
+        stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank)
         try:
             for _ in range(times):
                 async with asyncio.timeout(LOOK_S_MAX + DEADLINE_S):

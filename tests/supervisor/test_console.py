@@ -113,7 +113,7 @@ def test_who_reads_stderr_is_told_once_that_nobody_reads_stdout(pipes: tuple[int
     console.say("one")
     console.say("two")
     assert console.close()
-    assert os.read(err_reader, 4096).count(b"nobody reads standard output any more; the job goes on") == 1
+    assert os.read(err_reader, 4096).count(b"standard output has no reader any more; the job continues") == 1
 
 
 def test_the_same_pipe_behind_both_is_one_stream(pipes: tuple[int, int, int, int]) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
-from holdfast.supervisor import machine_facts
-from holdfast.supervisor.ends import (
+from holdfast.runtime.run_folder import StreamFds, WorkerStreams
+from holdfast.supervisor import evidence
+from holdfast.supervisor.ends import OomWatch, failure_of_spawn
+from holdfast.supervisor.evidence import (
     MESSAGE_BYTES_MAX,
-    OomWatch,
     Recorded,
-    failure_of_spawn,
+    facts_for,
     read_error_file,
     read_tail,
     with_evidence,
 )
-from holdfast.supervisor.machine_facts import facts_for
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -121,24 +121,25 @@ def test_no_counter_means_no(tmp_path: Path) -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def failure(**changes: Any) -> Any:
-    files = {"error_file": "", "stderr_file": "", "out_of_memory": False}
+def failure(
+    error_file: Path | None = None, stderr_file: Path | None = None, *, oom: bool = False, **changes: Any
+) -> Failure:
     known = {"rank": 5, "local_rank": 1, "host": "n1", "pid": 77, "exit_code": 1, "lived_s": 2.5, "timestamp": 99}
-    read = {name: changes.pop(name, value) for name, value in files.items()}
-    return with_evidence(Failure(**{**known, **changes}), **read)
+    streams = WorkerStreams(StreamFds(None, None), None, stderr_file, error_file)
+    return with_evidence(Failure(**{**known, **changes}), streams, out_of_memory=lambda: oom)
 
 
 def test_a_failure_with_all_its_evidence(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(json.dumps(WHOLE))
     (tmp_path / "stderr.log").write_text("last words\n")
-    found = failure(error_file=str(tmp_path / "error.json"), stderr_file=str(tmp_path / "stderr.log"))
+    found = failure(tmp_path / "error.json", tmp_path / "stderr.log")
     assert (found.error_type, found.message, found.traceback) == ("a.B", "a.B: text", "Traceback")
     assert (found.stderr_tail, found.timestamp, found.started) == ("last words", 17, True)
     assert found.error_file == str(tmp_path / "error.json")
 
 
 def test_a_failure_without_any(tmp_path: Path) -> None:
-    found = failure(exit_code=-11, error_file=str(tmp_path / "error.json"))
+    found = failure(tmp_path / "error.json", exit_code=-11)
     assert (found.message, found.error_file, found.timestamp, found.status) == ("", "", 99, 139)
 
 
@@ -152,7 +153,7 @@ def test_a_failure_without_any(tmp_path: Path) -> None:
     ],
 )
 def test_out_of_memory_is_a_sigkill_that_nobody_sent(exit_code: int, after_stop: bool, expected: bool) -> None:
-    assert failure(exit_code=exit_code, after_stop=after_stop, out_of_memory=True).out_of_memory is expected
+    assert failure(exit_code=exit_code, after_stop=after_stop, oom=True).out_of_memory is expected
 
 
 @pytest.mark.parametrize(("number", "code"), [(2, 127), (13, 126), (8, 126), (11, 1), (12, 1), (24, 1)])
@@ -199,26 +200,21 @@ def test_who_holds_the_port() -> None:
 
 
 def test_what_cannot_be_found_out_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_facts, "SHM", "/no/such/place")
+    monkeypatch.setattr(evidence, "SHM", "/no/such/place")
     assert "shm" not in facts_for("insufficient shared memory", 1)
 
 
-def facts_of(folder: Path, *, after_stop: bool) -> dict[str, str]:
-    log = folder / "stderr.log"
-    log.write_text("OSError: [Errno 24] Too many open files\n")
-    bare = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, lived_s=1.0, after_stop=after_stop)
-    return with_evidence(bare, error_file="", stderr_file=str(log)).facts
-
-
 def test_the_failure_carries_them(tmp_path: Path) -> None:
-    assert "nofile" in facts_of(tmp_path, after_stop=False)
-    assert facts_of(tmp_path, after_stop=True) == {}
+    log = tmp_path / "stderr.log"
+    log.write_text("OSError: [Errno 24] Too many open files\n")
+    assert "nofile" in failure(stderr_file=log).facts
+    assert failure(stderr_file=log, after_stop=True).facts == {}
 
 
 def test_the_disk_that_the_words_name_is_looked_at() -> None:
     assert "/proc/self " not in facts_for("OSError: [Errno 28] No space left on device", 1)["disks"]
     words = "OSError: [Errno 28] No space left on device: '/proc/self/step_900.pt'"
-    assert "/proc/self 0% full" in machine_facts.disks("", words)
+    assert "/proc/self 0% full" in evidence.disks("", words)
 
 
 def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp_path: Path) -> None:
@@ -227,8 +223,8 @@ def test_disks_that_may_never_answer_or_cannot_be_written_are_not_looked_for(tmp
         "/dev/sda / ext4 rw,relatime 0 0\nproc /proc proc rw 0 0\nhead:/home /home nfs4 rw 0 0\n"
         "/dev/sr0 /cd ext4 ro,nosuid 0 0\n/dev/sdb /my\\040data xfs rw 0 0\ngcs /b fuse.gcsfuse rw 0 0\n"
     )
-    assert machine_facts.mounted(str(mounts)) == ["/", "/my data"]
-    assert machine_facts.mounted(str(tmp_path / "none")) == []
+    assert evidence.mounted(str(mounts)) == ["/", "/my data"]
+    assert evidence.mounted(str(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(

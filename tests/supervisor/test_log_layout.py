@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions
-from holdfast.supervisor.log_layout import RunFolder, default_log_dir
+from holdfast.runtime.run_folder import RunFolder, default_log_dir
 from holdfast.text import spoken
 
 

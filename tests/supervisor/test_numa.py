@@ -129,7 +129,7 @@ def test_what_cannot_be_done_is_said(
 def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
     fake = FakeMachine(tmp_path)
     (tmp_path / "devices/system/cpu/cpu0/topology/thread_siblings_list").unlink()
-    with pytest.raises(BindingError, match="does not tell its layout"):
+    with pytest.raises(BindingError, match="the layout of this machine cannot be read"):
         cpus_for("exclusive", 0, 1, fake.seen())
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
 from holdfast.protocol import board_layout as layout
-from holdfast.protocol.messages import Assign, Start
+from holdfast.protocol.messages import Start
 from holdfast.protocol.rank_progress import RankSample
-from holdfast.supervisor import observer as observers
-from holdfast.supervisor.board import Board
-from holdfast.supervisor.observer import Observer
+from holdfast.supervisor import board as board_module
+from holdfast.supervisor.board import Board, Observer
 from tests.support.limits import limit_s
 
 
@@ -28,8 +27,7 @@ class Post:
         self.news = asyncio.Event()
         self.board = Board(1)
         self.observer = Observer(tasks, self._emit, host="b", folder=None, interval_s=0.01, fault=self._failed)
-        assign = Assign(3, 0, 0, 1, 0, 1, 0, 1, True)
-        self.observer.start(assign, Start(3, address, port), self.board, lambda: self.board.progress(0))
+        self.observer.start(Start(3, address, port), self.board, int, lambda: self.board.progress(0))
 
     def _emit(self, event: Event) -> None:
         self.told.append(event)
@@ -99,7 +97,7 @@ def test_a_name_that_nobody_knows() -> None:
 
 def test_a_connection_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A listener whose queue is full: what comes is dropped, as a firewall does."""
-    monkeypatch.setattr(observers, "REACH_S_MAX", 0.3)
+    monkeypatch.setattr(board_module, "REACH_S_MAX", 0.3)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         address = server.getsockname()
         crowd = [socket.socket() for _ in range(4)]
@@ -141,7 +139,7 @@ def test_a_look_that_fails_shows_nobody_and_ends_nothing(monkeypatch: pytest.Mon
     async def broken(*_: object) -> tuple[RankSample, ...]:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(observers.StackSampler, "look", broken)
+    monkeypatch.setattr(board_module.StackSampler, "look", broken)
 
     async def look(post: Post) -> None:
         post.observer.look(3, 7, {0: os.getpid()}, store=False)

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.supervisor.preload import BOOTSTRAP, bootstrap_for, worker_argv
+from holdfast.supervisor.worker_command import BOOTSTRAP, bootstrap_for, worker_argv
 
 
 def argv(kind: CommandKind, target: str, *args: str, virtual: bool = False, **command: Any) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import LOOK_SIGNAL
 from holdfast.protocol.rank_progress import RankSample
-from holdfast.supervisor import kernel, processes
+from holdfast.supervisor import processes
 from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.stack_sampler import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles, StackSampler, Tally
@@ -91,7 +91,7 @@ def test_one_that_is_stopped_is_not_asked(board: Board, start: Start, tmp_path: 
     (sample,) = look(board, process, folder=tmp_path, times=3)
     assert (sample.state, sample.frames) == ("T", ())
     assert "did not write its stacks" in Path(sample.file).read_text()
-    assert not kernel.signals(process.pid).pending(LOOK_SIGNAL), "it would answer all of them when it goes on"
+    assert not processes.signals(process.pid).pending(LOOK_SIGNAL), "it would answer all of them when it goes on"
     process.send_signal(signal.SIGCONT)
     until(lambda: bool(look(board, process)[0].frames), "the worker to be where it stays")
 
@@ -248,18 +248,18 @@ def test_what_comes_from_the_network_is_counted(board: Board, start: Start) -> N
 
 
 def test_what_disks_and_network_file_systems_have_moved(tmp_path: Path) -> None:
-    assert kernel.disk_bytes(str(tmp_path)) == 0, "where that may not be known"
+    assert processes.disk_bytes(str(tmp_path)) == 0, "where that may not be known"
     (tmp_path / "diskstats").write_text(
         "   8       0 sda 100 5 2000 30 200 7 4000 60 0 90 90 0 0 0 0 0 0\n"
         " 259       0 nvme0n1 1 0 10 0 2 0 20 0 0 0 0 0 0 0 0 0 0\n"
     )
-    assert kernel.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512
+    assert processes.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "mountstats").write_text(
         "device /dev/sda mounted on / with fstype ext4\n"
         "device nas:/data mounted on /data with fstype nfs4 statvers=1.1\n\tage:\t9\n\tbytes:\t1 2 3 4 50 60 7 8\n"
     )
-    assert kernel.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512 + 50 + 60
+    assert processes.disk_bytes(str(tmp_path)) == (2000 + 4000 + 10 + 20) * 512 + 50 + 60
 
 
 def test_what_it_has_written_for_us_is_not_its_own(board: Board, start: Start) -> None:
@@ -268,7 +268,7 @@ def test_what_it_has_written_for_us_is_not_its_own(board: Board, start: Start) -
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> list[int]:
-        stack_sampler = StackSampler(board, generation=3, rank_base=4)
+        stack_sampler = StackSampler(board, 3, lambda local_rank: 4 + local_rank)
         return [(await stack_sampler.look({0: process.pid}, None))[0].moved_bytes for _ in range(4)]
 
     before, *after = asyncio.run(scenario())
@@ -305,7 +305,7 @@ def test_looks_at_the_same_time_do_not_mix(board: Board, start: Start) -> None:
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> list[tuple[RankSample, ...]]:
-        stack_sampler = StackSampler(board, generation=1, rank_base=0)
+        stack_sampler = StackSampler(board, 1, int)
         async with asyncio.TaskGroup() as tasks:
             looks = [tasks.create_task(stack_sampler.look({0: process.pid}, None)) for _ in range(5)]
         return [each.result() for each in looks]
@@ -318,7 +318,7 @@ def test_a_board_that_is_closed_meanwhile(start: Start, board: Board, tmp_path: 
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> None:
-        stack_sampler = StackSampler(board, generation=1, rank_base=0)
+        stack_sampler = StackSampler(board, 1, int)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(stack_sampler.look({0: process.pid}, tmp_path))
             await asyncio.sleep(0)
@@ -409,7 +409,7 @@ def test_native_stacks_where_py_spy_is(
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
     async def scenario() -> str:
-        stack_sampler = StackSampler(board, generation=1, rank_base=0)
+        stack_sampler = StackSampler(board, 1, int)
         (sample,) = await stack_sampler.look({0: process.pid}, tmp_path)
         assert stack_sampler._files._spying is not None
         await stack_sampler._files._spying

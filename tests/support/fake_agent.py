@@ -91,7 +91,12 @@ class FakeAgent:
         self.workers[local_rank].wait()
         self._channels.pop(local_rank).close()
         place = {**os.environ, "RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world)}
-        place |= {"TORCHELASTIC_RUN_ID": self._run_id, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", REPLACEMENT_VARIABLE: "1"}
+        place |= {
+            "TORCHELASTIC_RUN_ID": self._run_id,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+            REPLACEMENT_VARIABLE: "1",
+        }
         self._spawn(local_rank, place)
 
     def _spawn(self, local_rank: int, place: dict[str, str]) -> None:

@@ -20,8 +20,8 @@ from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.elections import Leader, Memory, ValueElection, address_of_default_route
 from holdfast.rendezvous.shared_value import ValueApi, ValueLeaderLease, ValueWatch
 from holdfast.rendezvous.third_party import Backend, Place, SharedValue
-from holdfast.runtime import elected_client as etcd_meeting
-from holdfast.runtime.journal import Journal
+from holdfast.runtime import leadership
+from holdfast.runtime.run_folder import Journal
 from tests.support.limits import limit_s
 from tests.support.simulator.cluster import simple_judge
 
@@ -222,7 +222,7 @@ class HangingBackend(Backend):
 
 
 def test_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(etcd_meeting, "SEEK_S_MAX", 0.1)
+    monkeypatch.setattr(leadership, "SEEK_S_MAX", 0.1)
     backend = HangingBackend()
     place = ThirdPartyOptions(endpoint="somewhere", conf={})
     options = RunOptions(
@@ -237,9 +237,9 @@ def test_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
     async def attempt() -> None:
         election = ValueElection("hanging", backend, place, "job")
-        meeting = etcd_meeting.ElectedClient(options, election, simple_judge, Journal(None), print)
+        meeting = leadership.ElectedClient(options, election, simple_judge, Journal(None), print)
         try:
-            await meeting.reach(NodeSpec(member="a#1", host="a", nproc=1))
+            await meeting.connect(NodeSpec(member="a#1", host="a", nproc=1))
         finally:
             await meeting.close()
 
@@ -296,15 +296,15 @@ def test_what_the_storage_refuses_is_final_before_the_job_was_reached_only(met: 
 
     async def attempt() -> EtcdError:
         election = ValueElection("refusing", backend, place, "job")
-        meeting = etcd_meeting.ElectedClient(options, election, simple_judge, Journal(None), print)
+        meeting = leadership.ElectedClient(options, election, simple_judge, Journal(None), print)
         node = NodeSpec(member="a#1", host="a", nproc=1)
         try:
             if met:
-                (await meeting.reach(node)).close()
+                (await meeting.connect(node)).close()
                 meeting._step_down("the test takes it")
             backend.value.refuses = True
             with pytest.raises(EtcdError) as caught:
-                await meeting.reach(node)
+                await meeting.connect(node)
             return caught.value
         finally:
             await meeting.close()

@@ -24,7 +24,7 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     StateMismatchError,
 )
-from holdfast.snapshots import attempt
+from holdfast.snapshots import changes
 from holdfast.snapshots.saver_client import InProcessStaging
 from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
@@ -125,11 +125,11 @@ class Rank:
 def test_what_fails_on_one_rank_alone_is_raised_on_all_at_the_same_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_rank = attempt.write_rank
+    write_rank = changes.write_rank
 
-    def full_on_one(request: attempt.SaveRequest, data: Any) -> Any:
+    def full_on_one(request: changes.SaveRequest, data: Any) -> Any:
         if request.rank == 1:
-            attempt.refuse(request, "No space left")
+            changes.refuse(request, "No space left")
             raise SnapshotWriteError("No space left")
         return write_rank(request, data)
 
@@ -137,7 +137,7 @@ def test_what_fails_on_one_rank_alone_is_raised_on_all_at_the_same_step(
         rank = Rank(tmp_path, peers)
         return [rank.save() for _ in range(3)]
 
-    monkeypatch.setattr(attempt, "write_rank", full_on_one)
+    monkeypatch.setattr(changes, "write_rank", full_on_one)
     with pytest.warns(RuntimeWarning, match="rank 1: No space left\n1 of 2") as said:
         assert together(dist.HashStore(), talk) == [["saved", "saved", "step 3: SnapshotWriteError"]] * WORLD
     assert len(said) == 1
@@ -216,7 +216,7 @@ def test_a_rank_that_cannot_hand_over_its_part_lets_the_others_know(
     """They would wait for it for ten minutes."""
     persist = InProcessStaging.persist
 
-    def lost(self: InProcessStaging, request: attempt.SaveRequest) -> None:
+    def lost(self: InProcessStaging, request: changes.SaveRequest) -> None:
         if request.rank == 2:
             raise SaverLostError("the saver cannot be reached")
         persist(self, request)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.snapshots import folder, memory_folder
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient

@@ -52,8 +52,8 @@ def test_all_stop_at_the_same_one(board: Board) -> None:
     board.release(5)
     assert [ranks[0].reach(), ranks[0].reach()] == [False, True]
     assert [ranks[1].reach() for _ in range(5)] == [False, False, False, False, True]
-    assert board.told(0)
-    assert board.told(1)
+    assert board.stop_seen(0)
+    assert board.stop_seen(1)
     assert ranks[0].reach(), "it stays so"
 
 
@@ -70,7 +70,7 @@ def test_a_held_worker_waits_and_goes_on(board: Board) -> None:
     board.release(0)
     thread.join(limit_s(10))
     assert answers == [False]
-    assert not board.told(0)
+    assert not board.stop_seen(0)
 
 
 def test_callbacks_run_once_in_order_at_the_safe_point(board: Board) -> None:

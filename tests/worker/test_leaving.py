@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.protocol import board_layout as layout
 from holdfast.supervisor.board import Board
-from holdfast.supervisor.preload import BOOTSTRAP
+from holdfast.supervisor.worker_command import BOOTSTRAP
 from holdfast.worker import bootstrap
 from tests.support.limits import limit_s
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from holdfast.protocol import board_layout as layout
-from holdfast.supervisor.board import Board
-from holdfast.supervisor.observer import Phases
-from holdfast.supervisor.preload import BOOTSTRAP
+from holdfast.supervisor.board import Board, Phases
+from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s
 from tests.warm import Warm
 

@@ -2,6 +2,8 @@
 
     link   DOWN ──► DIALING ──► UP ──► DOWN …         retried until the join deadline
     work   IDLE ──► PREPARING ──► PREPARED ──► RUNNING ──► DRAINING ──► STOPPING ──► KILLING ──► IDLE …
+                                                 ▲ │           │
+                                             REGROUPING ◄──────┘     the workers form another generation
 
 The agent follows the coordinator, with two exceptions. A signal to the agent ends its own part in the job. An agent
 without any answer for `fence_s` kills its workers, because the others may continue without it from then on. A new
@@ -11,13 +13,15 @@ coordinator may let these workers continue if it sends Resume before that.
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from math import inf
 
 from msgspec import structs
 
-from holdfast.agent.agent_state import Lease, Link, Seeking, Term, Work
+from holdfast.agent.agent_state import WORK_TRANSITIONS, Lease, Link, Seeking, Term, Work
 from holdfast.agent.commands import (
     Command,
+    ContinueWorkers,
     Dial,
     Exit,
     HangUp,
@@ -25,10 +29,12 @@ from holdfast.agent.commands import (
     KillTree,
     LookAtWorkers,
     Prepare,
+    RegroupWorkers,
     ReleaseWorkers,
     Say,
     Send,
     SignalWorkers,
+    StartReplacements,
     StartWorkers,
 )
 from holdfast.agent.events import (
@@ -41,11 +47,14 @@ from holdfast.agent.events import (
     PassSignal,
     PrepareFailed,
     Received,
+    RegroupRefused,
+    ReplacementsReady,
     Signalled,
     StoreDied,
     TreeGone,
     WorkerEnded,
     WorkerRaised,
+    WorkersAble,
     WorkersFenced,
     WorkersHeld,
     WorkersProgress,
@@ -54,8 +63,11 @@ from holdfast.agent.events import (
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import (
+    REVISION,
     Abandon,
+    Able,
     Assign,
+    CannotRegroup,
     Drain,
     DrainTo,
     Finish,
@@ -74,6 +86,10 @@ from holdfast.protocol.messages import (
     Progress,
     Quit,
     Refuse,
+    Regroup,
+    Replace,
+    ReplacementFailed,
+    ReplacementReady,
     Resume,
     Running,
     Start,
@@ -89,28 +105,11 @@ from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
 from holdfast.protocol.policy import Limits, NodeSpec
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
-WORK_TRANSITIONS: dict[tuple[Work, Work], str] = {
-    (Work.IDLE, Work.PREPARING): "Assign",
-    (Work.PREPARING, Work.PREPARING): "Assign of a newer generation: somebody died between the phases",
-    (Work.PREPARED, Work.PREPARING): "the same",
-    (Work.PREPARING, Work.PREPARED): "NodePrepared",
-    (Work.PREPARED, Work.RUNNING): "Start",
-    (Work.PREPARING, Work.IDLE): "the link was lost, or the node is leaving; nothing was started",
-    (Work.PREPARED, Work.IDLE): "the same",
-    (Work.RUNNING, Work.DRAINING): "Drain, or a signal to the agent: the workers are held at their next safe point",
-    (Work.RUNNING, Work.STOPPING): "Stop, or a signal to the agent",
-    (Work.RUNNING, Work.KILLING): "fenced, Abandon, all ranks done (what they left is cleaned), or the job is over",
-    (Work.DRAINING, Work.RUNNING): "the link was lost before a safe point was agreed: the workers are let go",
-    (Work.DRAINING, Work.STOPPING): "Stop, no worker asks for safe points, or patience is at its end",
-    (Work.DRAINING, Work.KILLING): "all leaders are gone, fenced, or the job is over",
-    (Work.STOPPING, Work.KILLING): "all leaders are gone, or the grace is over",
-    (Work.KILLING, Work.RUNNING): "all ranks were done and are cleaned; the others are still at work",
-    (Work.KILLING, Work.IDLE): "TreeGone",
-}
-
 KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """A user wants the end now. Every other signal that ends this node's part is a notice, with time to drain."""
 
+REVISION_OF_ABLE = 2
+"""From this revision of the messages on, a coordinator knows which workers can go on after a loss."""
 FAREWELL_S = 1.0
 """A leaving node whose ranks are all done waits this long for the end of the job, which may follow at once."""
 
@@ -186,7 +185,7 @@ class AgentMachine:
             deadlines.append(self._lease.ping_at_s)
         if self._awaits_answer():
             deadlines.append(self._fence_at_s())
-        if self.work in (Work.RUNNING, Work.DRAINING):
+        if self._at_work():
             deadlines.append(self._workers_fence_at_s())
         if self._leaving is not None and self._pending_exit is None:
             deadlines.append(self._leave_by_s)
@@ -209,10 +208,7 @@ class AgentMachine:
             case Received(message):
                 self._on_message(now, message)
             case NodePrepared(generation, store_port):
-                if self._is_preparing(generation):
-                    self._enter(Work.PREPARED)
-                    self._prepared_s = now
-                    self._send(Prepared(generation, store_port))
+                self._on_prepared(now, generation, store_port)
             case PrepareFailed(generation, code, exit_code, reason):
                 if self._is_preparing(generation):
                     self._leave(f"cannot take part: {reason}")
@@ -221,6 +217,8 @@ class AgentMachine:
                 self._on_worker(event)
             case WorkersHeld() | WorkersProgress() | WorkersSeen():
                 self._on_told(now, event)
+            case WorkersAble() | ReplacementsReady() | RegroupRefused():
+                self._on_regrouping(event)
             case WorkersFenced():
                 if self._at_work() or self.work is Work.STOPPING:
                     self._note("fenced_by_keeper")
@@ -237,6 +235,15 @@ class AgentMachine:
                     self._out.append(SignalWorkers(signum, to_end=False))
             case Tick():
                 pass
+
+    def _on_prepared(self, now: float, generation: int, store_port: int | None) -> None:
+        if self.term is None or self.term.generation != generation:
+            return
+        if self.work is Work.PREPARING:
+            self._enter(Work.PREPARED)
+        if self.work in (Work.PREPARED, Work.REGROUPING):
+            self._prepared_s = now
+            self._send(Prepared(generation, store_port))
 
     def _on_told(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
         """Pass on the progress and the samples of the workers."""
@@ -270,6 +277,8 @@ class AgentMachine:
             self._out.append(Say(f"lost the coordinator{where}: {reason}; trying to reach it again"))
         if self.work in (Work.PREPARING, Work.PREPARED):
             self._idle()
+        elif self.work is Work.REGROUPING:  # they have left the generation that another coordinator could continue
+            self._kill()
         elif self.term is not None and self.term.confirmed:
             self.term.confirmed = False
             self._unconfirmed_fence_at_s = self._lease.fence_at_s
@@ -298,6 +307,10 @@ class AgentMachine:
                 self._on_assign(message)
             case Start():
                 self._on_start(message)
+            case Regroup(assign, safe_point, text):
+                self._on_regroup(assign, safe_point, text)
+            case Replace(generation, local_ranks):
+                self._on_replace(generation, local_ranks)
             case Drain(generation, text):
                 self._on_drain(generation, text)
             case DrainTo(generation, safe_point):
@@ -307,9 +320,8 @@ class AgentMachine:
             case Abandon(generation):
                 if self._at_work() and self._term().generation == generation:
                     self._kill()
-            case Stop(generation, reason, text):
-                grace_s = self.limits.hang_grace_s if reason is StopReason.HUNG else inf
-                self._on_stop(now, generation, text, grace_s)
+            case Stop():
+                self._on_stop(now, message)
             case Finish(outcome):
                 self._end(outcome)
             case Quit(drain, by):
@@ -317,21 +329,27 @@ class AgentMachine:
             case Refuse(code, text):
                 self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=2, code=code, message=text))
 
-    def _on_stop(self, now: float, generation: int, text: str, grace_s: float) -> None:
+    def _on_stop(self, now: float, stop: Stop) -> None:
         term = self.term
-        if term is None and self._leaving is not None and generation == self._last_generation:
-            # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-            self._end(self._farewell(self._leaving, drained=self._drained))
-        if term is None or term.generation != generation:
+        if term is None and stop.generation == self._last_generation:
+            if self._leaving is not None:
+                # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
+                self._end(self._farewell(self._leaving, drained=self._drained))
+            elif stop.following is not None:  # its workers ended before the order arrived
+                self._on_assign(stop.following)
+            return
+        if term is None or term.generation != stop.generation:
             return
         if self._at_work():
-            if text:
-                self._out.append(Say(text))
+            if stop.text:
+                self._out.append(Say(stop.text))
             self._stop(now, signal.SIGTERM)
-            term.kill_at_s = min(term.kill_at_s, now + grace_s)
+            if stop.reason is StopReason.HUNG:
+                term.kill_at_s = min(term.kill_at_s, now + self.limits.hang_grace_s)
         elif self.work is Work.KILLING:
             # The processes of the finished ranks are being swept: the node ends after that instead of going idle.
             term.stopped = True
+        term.following = stop.following
 
     def _on_assign(self, assign: Assign) -> None:
         if self.work not in (Work.IDLE, Work.PREPARING, Work.PREPARED) or self._going():
@@ -342,11 +360,60 @@ class AgentMachine:
         self._out.append(Prepare(assign))
 
     def _on_start(self, start: Start) -> None:
-        if self.work is Work.PREPARED and self._term().generation == start.generation:
+        if self.work in (Work.PREPARED, Work.REGROUPING) and self._term().generation == start.generation:
+            begin = StartWorkers if self.work is Work.PREPARED else ContinueWorkers
             self._lease.confirm(self._prepared_s)
             self._drained = False
             self._enter(Work.RUNNING)
-            self._out.append(StartWorkers(self._term().assign, start))
+            self._out.append(begin(self._term().assign, start))
+
+    def _on_regroup(self, assign: Assign, safe_point: int, text: str) -> None:
+        """The workers form another generation. A node that cannot take part reports that its workers are gone."""
+        self._last_generation, self._led_by = assign.generation, assign.led_by
+        term = self.term
+        if term is None:
+            self._send(Stopped(assign.generation))
+        elif self.work in (Work.STOPPING, Work.KILLING):
+            term.stopped = True
+        elif self._at_work() and assign.generation > term.generation:
+            if text:
+                self._out.append(Say(text))
+            self._enter(Work.REGROUPING)
+            self.term = term.regrouped(assign)
+            self._out.append(RegroupWorkers(assign, safe_point))
+
+    def _on_replace(self, generation: int, local_ranks: Collection[int]) -> None:
+        """Start workers for these local ranks, except where one lives already: a new coordinator does not know it."""
+        term = self.term
+        if term is None or not self._at_work() or generation != term.generation or not term.confirmed:
+            return
+        replacements = term.replacements
+        fresh = tuple(sorted(set(local_ranks) - term.active - replacements.living))
+        if fresh:
+            replacements.living.update(fresh)
+            self._out.append(StartReplacements(generation, fresh))
+        if replacements.ready.intersection(local_ranks):
+            self._send(ReplacementReady(generation, tuple(sorted(replacements.ready))))
+
+    def _on_regrouping(self, event: WorkersAble | ReplacementsReady | RegroupRefused) -> None:
+        """Pass on what workers report about their way into another generation."""
+        term = self.term
+        if term is None or not self._at_work():
+            return
+        match event:
+            case WorkersAble(generation, local_ranks) if generation == term.generation:
+                term.able = local_ranks
+                self._send_able(term)
+            case ReplacementsReady(generation, local_ranks):
+                ready = term.replacements.ready = term.replacements.living.intersection(local_ranks)
+                if ready and term.confirmed:
+                    self._send(ReplacementReady(generation, tuple(sorted(ready))))
+            case RegroupRefused(generation, text) if generation == term.generation:
+                self._report(CannotRegroup(generation, text))
+
+    def _send_able(self, term: Term) -> None:
+        if term.confirmed and self._revision >= REVISION_OF_ABLE:
+            self._send(Able(term.generation, term.able))
 
     def _on_resume(self, now: float, generation: int) -> None:
         """A new coordinator continues this generation: all its nodes have joined."""
@@ -357,6 +424,8 @@ class AgentMachine:
         self._note("resumed", generation=generation)
         for local_rank in sorted(term.done):  # some may have ended since we joined
             self._send(WorkerDone(generation, local_rank))
+        if term.able:
+            self._send_able(term)
 
     def _on_drain(self, generation: int, text: str) -> None:
         term = self.term
@@ -390,7 +459,17 @@ class AgentMachine:
 
     def _on_worker(self, event: WorkerEnded | WorkerRaised | FailureRead) -> None:
         term = self.term
-        if term is None or term.generation != event.generation:
+        if term is None:
+            return
+        if term.replacements.concerns(event):
+            failure = term.replacements.heard(event, self._node.host)
+            if failure is not None and self._at_work() and term.confirmed:
+                self._send(ReplacementFailed(term.generation, (failure,)))
+            return
+        if isinstance(event, FailureRead) and event.generation < term.generation:
+            self._on_failure(term, event.failure, bare=False, generation=event.generation)
+            return
+        if term.generation != event.generation:
             return
         match event:
             case WorkerRaised(_, local_rank, failure, evidence_follows):
@@ -416,13 +495,13 @@ class AgentMachine:
             if self._at_work() and term.confirmed:
                 self._send(WorkerDone(event.generation, event.local_rank, event.left))
 
-    def _on_failure(self, term: Term, failure: Failure, *, bare: bool) -> None:
+    def _on_failure(self, term: Term, failure: Failure, *, bare: bool, generation: int = 0) -> None:
         """Report a failure. A worker that failed before the order to stop arrived may be the culprit. One that failed
         after it may be the culprit only if it raised an exception."""
         if failure.after_stop and not failure.error_type:
             return
         if not bare:
-            self._report(WorkersFailed(term.generation, (failure,)))
+            self._report(WorkersFailed(generation or term.generation, (failure,)))
         elif self._revision or not term.confirmed:
             self._report(WorkersFailed(term.generation, (failure,), evidence_follows=True))
 
@@ -438,7 +517,9 @@ class AgentMachine:
             return
         self._drained = term.left_at_safe_point
         self._idle()
-        self._send(Stopped(generation))
+        self._send(Stopped(max(generation, self._last_generation)))
+        if term.following is not None and term.confirmed and self._leaving is None:
+            self._on_assign(term.following)
         if self._leaving is not None and not (self._drained and self.link is Link.UP):
             self._end(self._farewell(self._leaving, drained=self._drained))
 
@@ -528,7 +609,8 @@ class AgentMachine:
         if term is None:
             return
         if self._at_work():
-            ended = term.all_ended if self.work is Work.DRAINING else term.all_done and not term.cleaned
+            drained = self.work is Work.DRAINING and bool(term.active) and term.all_ended
+            ended = drained or (term.all_done and not term.cleaned)
             if ended:
                 self._kill()
             elif now >= self._workers_fence_at_s():
@@ -560,13 +642,14 @@ class AgentMachine:
         """The link is up but this agent has not joined: join without workers, or with workers that the coordinator may
         let continue. Workers that drain reach their safe point (or their fence) first."""
         broken = self.work is Work.RUNNING and bool(self._term().raised or self._term().ended != self._term().done)
-        if self.work is Work.STOPPING or broken:
+        if self.work is Work.STOPPING or broken or (self.work is Work.RUNNING and not self._term().active):
             self._kill()
         elif self.work in (Work.IDLE, Work.RUNNING) and self._join_sent_s is None:
             self._join_sent_s = now
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
-            self._send(Join(self._named_node(), self._last_generation, unlinked_s, self._running(), self._led_by))
+            node, running = self._named_node(), self._running()
+            self._send(Join(node, self._last_generation, unlinked_s, running, self._led_by, REVISION))
 
     # ---------------------------------------------------------------- fences
 
@@ -584,7 +667,7 @@ class AgentMachine:
     @property
     def fence_at_s(self) -> float | None:
         """When the workers are killed unless an answer arrives before; None: never, or there are none."""
-        if self.work not in (Work.RUNNING, Work.DRAINING, Work.STOPPING):
+        if not (self._at_work() or self.work is Work.STOPPING):
             return None
         at_s = self._workers_fence_at_s()
         return None if at_s == inf else at_s
@@ -644,7 +727,7 @@ class AgentMachine:
         return self.work is Work.PREPARING and self._term().generation == generation
 
     def _at_work(self) -> bool:
-        return self.work in (Work.RUNNING, Work.DRAINING)
+        return self.work in (Work.RUNNING, Work.DRAINING, Work.REGROUPING)
 
     def _going(self) -> bool:
         return self._pending_exit is not None
@@ -695,9 +778,9 @@ class AgentMachine:
         term = self.term
         if term is None:
             return None
-        place = term.assign
+        place, done = term.assign, tuple(sorted(term.done))
         return Running(
-            term.generation, place.group_rank, place.group_world_size, place.restart_count, tuple(sorted(term.done))
+            term.generation, place.group_rank, place.group_world_size, place.restart_count, done, place.local_ranks
         )
 
     @staticmethod

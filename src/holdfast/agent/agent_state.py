@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from holdfast.agent.events import DialFailed
+from holdfast.agent.events import DialFailed, FailureRead, WorkerEnded, WorkerRaised
 from holdfast.protocol.errors import CoordinatorLostError, CoordinatorUnreachableError
 from holdfast.protocol.machines import Pauses
 from holdfast.protocol.messages import Assign
-from holdfast.protocol.outcome import Outcome, OutcomeKind, Verdict
+from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Limits
 
 
@@ -129,10 +129,73 @@ class Work(Enum):
     RUNNING = "running"
     DRAINING = "draining"
     """The workers are held at their next safe point, or continue to the one at which they stop."""
+    REGROUPING = "regrouping"
+    """The workers leave their generation, and wait for their place in the next one."""
     STOPPING = "stopping"
     """The first signal was sent; leaders may still be saving."""
     KILLING = "killing"
     """All remaining processes get SIGKILL; only TreeGone ends this state."""
+
+
+WORK_TRANSITIONS: dict[tuple[Work, Work], str] = {
+    (Work.IDLE, Work.PREPARING): "Assign, or the last Stop announced the next generation",
+    (Work.PREPARING, Work.PREPARING): "Assign of a newer generation: somebody died between the phases",
+    (Work.PREPARED, Work.PREPARING): "the same",
+    (Work.PREPARING, Work.PREPARED): "NodePrepared",
+    (Work.PREPARED, Work.RUNNING): "Start",
+    (Work.PREPARING, Work.IDLE): "the link was lost, or the node is leaving; nothing was started",
+    (Work.PREPARED, Work.IDLE): "the same",
+    (Work.RUNNING, Work.DRAINING): "Drain, or a signal to the agent: the workers are held at their next safe point",
+    (Work.RUNNING, Work.REGROUPING): "Regroup: the workers form another generation with or without others",
+    (Work.DRAINING, Work.REGROUPING): "the same",
+    (Work.REGROUPING, Work.REGROUPING): "Regroup of a newer generation",
+    (Work.REGROUPING, Work.RUNNING): "Start",
+    (Work.REGROUPING, Work.STOPPING): "Stop, or a signal to the agent",
+    (Work.REGROUPING, Work.KILLING): "the link was lost, fenced, Abandon, all ranks done, or the job is over",
+    (Work.RUNNING, Work.STOPPING): "Stop, or a signal to the agent",
+    (Work.RUNNING, Work.KILLING): "fenced, Abandon, all ranks done (what they left is cleaned), or the job is over",
+    (Work.DRAINING, Work.RUNNING): "the link was lost before a safe point was agreed: the workers are let go",
+    (Work.DRAINING, Work.STOPPING): "Stop, no worker asks for safe points, or patience is at its end",
+    (Work.DRAINING, Work.KILLING): "all leaders are gone, fenced, or the job is over",
+    (Work.STOPPING, Work.KILLING): "all leaders are gone, or the grace is over",
+    (Work.KILLING, Work.RUNNING): "all ranks were done and are cleaned; the others are still at work",
+    (Work.KILLING, Work.IDLE): "TreeGone",
+}
+
+
+@dataclass(slots=True)
+class LocalReplacements:
+    """Workers of this node that were started for lost ones, and take no part yet. All by local rank."""
+
+    living: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    """Those that wait for their place."""
+    failing: dict[int, Failure | None] = field(default_factory=dict)
+    """Those that have ended, or have raised an exception and will end. None: the evidence is being read."""
+
+    def concerns(self, event: WorkerEnded | WorkerRaised | FailureRead) -> bool:
+        """Whether this event is about one of them, and not about the worker for which it was started."""
+        return event.local_rank in (self.failing if isinstance(event, FailureRead) else self.living)
+
+    def heard(self, event: WorkerEnded | WorkerRaised | FailureRead, host: str) -> Failure | None:
+        """The failure of one of them, once its process has ended and the evidence was read."""
+        local_rank = event.local_rank
+        match event:
+            case WorkerRaised():
+                self.failing[local_rank] = None if event.evidence_follows else event.failure
+                self.ready.discard(local_rank)
+            case FailureRead(failure=failure):
+                self.failing[local_rank] = failure
+            case WorkerEnded(failure=failure):
+                self.living.discard(local_rank)
+                self.ready.discard(local_rank)
+                if local_rank not in self.failing:
+                    text = "it ended before it had a place"
+                    early = Failure(rank=0, local_rank=local_rank, host=host, pid=0, exit_code=0, message=text)
+                    self.failing[local_rank] = None if event.evidence_follows else failure or early
+        if local_rank in self.living or self.failing[local_rank] is None:
+            return None
+        return self.failing.pop(local_rank)
 
 
 @dataclass(slots=True)
@@ -141,6 +204,11 @@ class Term:
 
     assign: Assign
     nproc: int
+    active: frozenset[int] = field(init=False)
+    """Local ranks that take part."""
+    able: tuple[int, ...] = ()
+    """Of these, the ones that can go on in another generation."""
+    replacements: LocalReplacements = field(default_factory=LocalReplacements)
     ended: set[int] = field(default_factory=set)
     """Local ranks whose leader process has ended."""
     done: set[int] = field(default_factory=set)
@@ -165,6 +233,21 @@ class Term:
     """All ranks were done, and their remaining processes are gone."""
     stopped: bool = False
     """The order to stop has arrived."""
+    following: Assign | None = None
+    """This node's place in the next generation, which that order announced."""
+
+    def __post_init__(self) -> None:
+        local_ranks = self.assign.local_ranks
+        self.active = frozenset(range(self.nproc) if local_ranks is None else local_ranks)
+
+    def regrouped(self, assign: Assign) -> Term:
+        """This node's part in the next generation, which its running workers form."""
+        term = Term(assign, self.nproc)
+        term.ended, term.done, term.raised = (known & term.active for known in (self.ended, self.done, self.raised))
+        term.replacements = self.replacements
+        term.replacements.living -= term.active
+        term.replacements.ready -= term.active
+        return term
 
     @property
     def generation(self) -> int:
@@ -172,13 +255,13 @@ class Term:
 
     @property
     def all_ended(self) -> bool:
-        return len(self.ended) == self.nproc
+        return self.ended >= self.active
 
     @property
     def left_at_safe_point(self) -> bool:
         """All workers are done or have left at the safe point, and at least one has left there."""
-        return bool(self.drained) and len(self.drained | self.done) == self.nproc
+        return bool(self.drained) and self.drained | self.done >= self.active
 
     @property
     def all_done(self) -> bool:
-        return len(self.done) == self.nproc
+        return bool(self.active) and self.done >= self.active

@@ -33,10 +33,33 @@ class Prepare(Struct, frozen=True):
 
 
 class StartWorkers(Struct, frozen=True):
-    """Start all local workers. Ends in one WorkerEnded for each."""
+    """Start the local workers that take part. Ends in one WorkerEnded for each."""
 
     assign: Assign
     start: Start
+
+
+class RegroupWorkers(Struct, frozen=True):
+    """Phase one of a generation of running workers: release those that take part, let them wait, and bind the store's
+    socket if asked. Ends in NodePrepared or RegroupRefused, or in WorkerEnded of a worker that did not come."""
+
+    assign: Assign
+    safe_point: int
+    """Where they stop; 0: at once."""
+
+
+class ContinueWorkers(Struct, frozen=True):
+    """Phase two for running workers: give each that takes part its new environment."""
+
+    assign: Assign
+    start: Start
+
+
+class StartReplacements(Struct, frozen=True):
+    """Start workers that have no place yet. Ends in ReplacementsReady or WorkerEnded for each."""
+
+    generation: int
+    local_ranks: tuple[int, ...]
 
 
 class SignalWorkers(Struct, frozen=True):
@@ -69,7 +92,8 @@ class LookAtWorkers(Struct, frozen=True):
 
 
 class KillTree(Struct, frozen=True):
-    """SIGKILL to all living processes of this generation. Ends in TreeGone, after the last WorkerEnded."""
+    """SIGKILL to all living processes of this generation and to replacements. Ends in TreeGone, after
+    the last WorkerEnded."""
 
     generation: int
 
@@ -95,6 +119,9 @@ Command = (
     | HangUp
     | Prepare
     | StartWorkers
+    | RegroupWorkers
+    | ContinueWorkers
+    | StartReplacements
     | SignalWorkers
     | HoldWorkers
     | ReleaseWorkers

@@ -36,7 +36,7 @@ class Received(Struct, frozen=True):
 
 
 class NodePrepared(Struct, frozen=True):
-    """Answer to Prepare."""
+    """Answer to Prepare, and to RegroupWorkers once the workers that take part wait."""
 
     generation: int
     store_port: int | None
@@ -81,6 +81,28 @@ class FailureRead(Struct, frozen=True):
     generation: int
     local_rank: int
     failure: Failure
+
+
+class WorkersAble(Struct, frozen=True):
+    """These workers can go on in another generation. The whole set of this node; sent when it changes."""
+
+    generation: int
+    local_ranks: tuple[int, ...]
+
+
+class ReplacementsReady(Struct, frozen=True):
+    """These replacements wait for their place. The whole set of this node."""
+
+    generation: int
+    """The one named in StartReplacements."""
+    local_ranks: tuple[int, ...]
+
+
+class RegroupRefused(Struct, frozen=True):
+    """Answer to RegroupWorkers: a worker cannot go on. Also sent later, if a worker finds out after Start."""
+
+    generation: int
+    text: str
 
 
 class WorkersHeld(Struct, frozen=True):
@@ -150,6 +172,9 @@ Event = (
     | WorkerEnded
     | WorkerRaised
     | FailureRead
+    | WorkersAble
+    | ReplacementsReady
+    | RegroupRefused
     | WorkersHeld
     | WorkersProgress
     | WorkersSeen

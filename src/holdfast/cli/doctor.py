@@ -106,7 +106,7 @@ def look(parsed: Parsed) -> Found:
 
     from holdfast.cli.rendezvous import resolve
     from holdfast.protocol.policy import Limits
-    from holdfast.runtime.secret_variables import forget_secrets
+    from holdfast.runtime.inherited import forget_secrets
 
     notices = list(parsed.notices)
     place = resolve(parsed, os.environ, patience=Limits(), notices=notices)
@@ -210,7 +210,7 @@ def number_of_workers(parsed: Parsed) -> int:
 
 
 def log_folder(parsed: Parsed) -> str | None:
-    from holdfast.supervisor.log_layout import default_log_dir
+    from holdfast.runtime.run_folder import default_log_dir
 
     if parsed.values.log_dir == os.devnull:
         return None

@@ -18,9 +18,9 @@ from holdfast.diagnosis.screen import how_it_ended, render_again
 from holdfast.protocol.errors import ControlRefusedError, NoRunError
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime import running
-from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
+from holdfast.runtime.run_folder import default_log_dir, safe_name
 from holdfast.runtime.running import RunningAgent
-from holdfast.supervisor.log_layout import default_log_dir, safe_name
 from holdfast.text import duration, spoken
 
 VERDICT = "verdict.json"

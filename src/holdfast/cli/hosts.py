@@ -27,7 +27,7 @@ from holdfast.launchers.ssh.facts import Expected, LaunchSpec
 from holdfast.launchers.ssh.hosts import HostSpec, parse_file, parse_list, select
 from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.protocol.options import CommandKind
-from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
+from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.text import is_loopback, listed
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def resolve_there(
 def expected(parsed: Parsed, options: RunOptions) -> Expected:
     """How this machine is, which the hosts have to be like. With --python it is another one's: they agree with the
     first."""
-    from holdfast.runtime.versions import torch_versions
+    from holdfast.supervisor.worker_command import torch_versions
     from holdfast.version import __version__
 
     kind = options.command.kind

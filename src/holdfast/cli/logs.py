@@ -15,12 +15,12 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.cli.finding import run_folders, running_job
 from holdfast.cli.printing import Parser, ranks_of
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
-from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
 from holdfast.runtime.running import Call
 from holdfast.supervisor.log_fold import LineCutter
 from holdfast.supervisor.log_tail import ChangeWatch
@@ -128,21 +128,16 @@ class Wanted(NamedTuple):
 
 def log_files(folder: Path) -> list[LogFile]:
     """All log files of a run folder; its journal records the ranks of each generation."""
-    found = []
-    for generation, restart_count, rank_base, nproc in generations(folder):
-        attempt = folder / f"attempt_{restart_count}_generation_{generation}"
-        if not attempt.is_dir():
-            attempt = folder / f"attempt_{restart_count}"
-        for local_rank in range(nproc):
-            for stream in ("stdout", "stderr"):
-                path = attempt / str(local_rank) / f"{stream}.log"
-                if path.is_file():
-                    found.append(LogFile(rank_base + local_rank, stream, generation, path))
-    return found
+    return [
+        LogFile(rank, stream, generation, path)
+        for generation, rank, its_folder in workers(folder)
+        for stream in ("stdout", "stderr")
+        if (path := its_folder / f"{stream}.log").is_file()
+    ]
 
 
-def generations(folder: Path) -> Iterator[tuple[int, int, int, int]]:
-    """Each generation that was started here: number, restart count, rank of its first worker here, workers."""
+def workers(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Each worker of each generation that was started here: generation, rank, the folder of its logs."""
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines()
     except OSError as error:
@@ -152,8 +147,23 @@ def generations(folder: Path) -> Iterator[tuple[int, int, int, int]]:
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
             event = json.loads(line)
-            if event["event"] == "generation":
-                yield event["generation"], event["restart_count"], event["rank_base"], event["nproc"]
+            match event["event"]:
+                case "generation":
+                    for place, its_folder in enumerate(folders_of(event, folder)):
+                        yield event["generation"], event["rank_base"] + place, its_folder
+                case "replacing":
+                    yield event["generation"], event["rank"], folder / event["folder"]
+
+
+def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:
+    """The log folders of a generation's workers here, in the order of their ranks."""
+    if "folders" in generation:  # they have gone on from another generation
+        return [folder / name for name in generation["folders"]]
+    number, restart_count = generation["generation"], generation["restart_count"]
+    attempt = folder / f"attempt_{restart_count}_generation_{number}"
+    if not attempt.is_dir():
+        attempt = folder / f"attempt_{restart_count}"
+    return [attempt / str(local_rank) for local_rank in range(generation["nproc"])]
 
 
 class Printer:

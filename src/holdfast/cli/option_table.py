@@ -134,6 +134,17 @@ OPTIONS: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "--survive",
+        TEXT,
+        "shrink",
+        LIFE,
+        "when a worker is lost, the others, in ht.survive: shrink (go on with fewer), wait for it, or off (restart)",
+        "HOW",
+        choices=("shrink", "wait", "off"),
+        ours=True,
+    ),
+    Option("--min-ranks", INT, 1, LIFE, "with fewer workers left than this, all are restarted instead", "N", ours=True),
+    Option(
         "--drain-timeout",
         FLOAT,
         60.0,

@@ -18,7 +18,7 @@ from holdfast.cli.grammar import FROM_FLAG
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind
 from holdfast.protocol.worker_env import worker_environment
-from holdfast.supervisor.log_layout import safe_name
+from holdfast.runtime.run_folder import safe_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -224,7 +224,7 @@ def attempt_folder(options: RunOptions, job_id: str) -> str | None:
 
 def command_text(options: RunOptions, local_rank: int) -> str:
     """The command as torchrun would write it: without the bootstrap that holdfast puts around a script."""
-    from holdfast.supervisor.preload import bootstrap_for, worker_argv
+    from holdfast.supervisor.worker_command import bootstrap_for, worker_argv
 
     argv = worker_argv(options, local_rank)
     bootstrap = bootstrap_for(options.command.python or sys.executable)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.cli.values import node_range
 from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
-from holdfast.protocol.policy import Grow, JobSpec, Limits
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
 from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
-from holdfast.runtime.secret_variables import read_token, weakness
+from holdfast.runtime.inherited import read_token, weakness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,6 +86,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
             fixed_ranks=fixed,
             grow=Grow(parsed.values.grow),
             exclude_after=parsed.values.exclude_after,
+            survive=Survive(parsed.values.survive),
+            min_ranks=parsed.values.min_ranks,
             requeues=parsed.requeues,
         ),
         limits=limits,

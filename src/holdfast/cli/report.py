@@ -1,6 +1,6 @@
 """`holdfast report [RUN ...]`: where a run's time went, and how long each part of its starts took, running or ended.
 
-Knows where runs are kept and what is printed; diagnosis (timeline.py, history.py) knows the meaning of journals.
+Knows where runs are kept and what is printed; diagnosis (history.py, incidents.py) knows the meaning of journals.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import msgspec
 
 from holdfast.cli.finding import outcome_of, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Timeline, history, timeline
+from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Outcome
-from holdfast.runtime.journal import FILE_NAME as JOURNAL
+from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
 from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
@@ -70,7 +70,7 @@ def folders_of(run: str) -> list[Path]:
 
 def newest_run() -> Path:
     """Raises UsageError where there is none."""
-    from holdfast.supervisor.log_layout import default_log_dir
+    from holdfast.runtime.run_folder import default_log_dir
 
     log_dir = Path(default_log_dir())
     runs = [folder for folder in log_dir.glob("*") if (folder / JOURNAL).is_file()]
@@ -139,6 +139,16 @@ def history_as_json(past: History | None) -> dict[str, Any] | None:
         **{f"{doing.name.lower()}_s": round(past.spent_s(doing), 3) for doing in Activity},
         "effective": round(past.effective, 4) if past.effective is not None else None,
         "lost_steps": past.lost_steps,
+        "survivals": [
+            {
+                "generation": each.generation,
+                "ranks": each.ranks,
+                "went_on_s": round(each.went_on_s, 3),
+                "steps_lost": each.steps_lost,
+                "replaced_s": round(each.replaced_s, 3) if each.replaced_s is not None else None,
+            }
+            for each in past.survivals
+        ],
         "stretches": [
             {
                 "doing": each.doing.name.lower(),
@@ -159,7 +169,7 @@ def write_page(
     folders: Sequence[Path],
 ) -> None:
     """Raises UsageError when the file cannot be written."""
-    from holdfast.diagnosis.history import incidents
+    from holdfast.diagnosis.incidents import incidents
     from holdfast.diagnosis.page import PageContent, render
 
     end = first_outcome(folders)
@@ -177,12 +187,28 @@ def write_page(
     print(place)
 
 
-def print_history(past: History) -> None:
+def print_history(told: Timeline, past: History) -> None:
     parts = [f"{doing.value} {duration(seconds)}" for doing in Activity if (seconds := past.spent_s(doing)) > 0]
     effective = f"; effective training time {past.effective:.1%}" if past.effective is not None else ""
     print(f"{duration(past.total_s)}: {', '.join(parts)}{effective}")
     if past.lost_steps:
         print(f"restarts lost {plural(past.lost_steps, 'step')}")
+    why = {generation.number: generation.why for generation in told.generations}
+    for each in past.survivals:
+        print(survival_text(each, why.get(each.generation, "")))
+
+
+def survival_text(each: Survival, why: str) -> str:
+    """
+    >>> survival_text(Survival(2, 7, 0.21, 0, 11.2), "rank 3 on b was lost (killed by SIGKILL)")
+    'rank 3 on b was lost (killed by SIGKILL): 7 ranks went on after 0.21 s; 0 steps lost; replaced after 11 s'
+    """
+    parts = [
+        f"{plural(each.ranks, 'rank')} went on after {each.went_on_s:.2f} s",
+        f"{plural(each.steps_lost, 'step')} lost",
+        *([f"replaced after {duration(each.replaced_s)}"] if each.replaced_s is not None else []),
+    ]
+    return f"{why or f'generation {each.generation - 1} lost a rank'}: {'; '.join(parts)}"
 
 
 def print_report(told: Timeline, past: History | None = None) -> None:
@@ -191,7 +217,7 @@ def print_report(told: Timeline, past: History | None = None) -> None:
         f"run {told.run_id} on {', '.join(told.nodes)}: {number} generation{'' if number == 1 else 's'}, {ending(told)}"
     )
     if past is not None and past.stretches:
-        print_history(past)
+        print_history(told, past)
     if told.preloaded:
         print(f"preloaded: {'; '.join(told.preloaded)}")
     if told.standbys:

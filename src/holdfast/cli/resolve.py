@@ -116,6 +116,8 @@ def check_plain_values(parsed: Parsed) -> None:
         raise parsed.error("drain_timeout", UsageError, "must be a positive number of seconds")
     if not 0 <= given.hang_timeout < float("inf"):
         raise parsed.error("hang_timeout", UsageError, "must be a number of seconds, 0 for never")
+    if given.min_ranks < 1:
+        raise parsed.error("min_ranks", UsageError, "must be 1 or more")
     if given.exclude_after < 0:
         raise parsed.error("exclude_after", UsageError, "must be 0 or more")
     if given.event_log_handler not in EVENT_HANDLERS:
@@ -279,7 +281,7 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
     """The log folder, absolute; None when no files are wanted."""
     log_dir: str | None = parsed.values.log_dir
     if not log_dir:
-        from holdfast.supervisor.log_layout import TEMPORARY_NAME, default_log_dir
+        from holdfast.runtime.run_folder import TEMPORARY_NAME, default_log_dir
 
         folder = default_log_dir()
         if os.path.basename(folder).startswith(TEMPORARY_NAME):

@@ -118,7 +118,7 @@ def start(
 
     `begin` is called before it begins; `show` says what the console shows at the end.
     """
-    from holdfast.runtime.secret_variables import forget_secrets
+    from holdfast.runtime.inherited import forget_secrets
     from holdfast.supervisor.supervisor import fork_supervisor
 
     be_interruptible()
@@ -129,11 +129,11 @@ def start(
         forget_secrets()
         for notice in options.notices if say_notices else ():
             print(f"holdfast: {notice}", file=sys.stderr)
-        from holdfast.runtime import descriptors
-        from holdfast.supervisor import preload
+        from holdfast.runtime.inherited import provide_descriptors
+        from holdfast.supervisor import worker_command
 
-        descriptors.provide(options.nproc)
-        preload.begin(supervisor, options)  # before our own heavy modules: it imports while we do
+        provide_descriptors(options.nproc)
+        worker_command.begin(supervisor, options)  # before our own heavy modules: it imports while we do
         from holdfast.diagnosis.causes import judge
         from holdfast.runtime.agent_service import run_job
 
@@ -156,7 +156,7 @@ def load_end() -> None:
 
 def last_screen(end: Finished) -> str:
     from holdfast.diagnosis.screen import render
-    from holdfast.supervisor.log_layout import default_log_dir
+    from holdfast.runtime.run_folder import default_log_dir
 
     return render(end.outcome, end.folder, home=os.environ.get("HOME", ""), runs=default_log_dir())
 

@@ -20,7 +20,7 @@ from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.printing import Parser
 from holdfast.protocol.errors import HoldfastError, UsageError
 from holdfast.rendezvous.registry import is_built_in
-from holdfast.runtime.secret_variables import draw_token
+from holdfast.runtime.inherited import draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.protocol.errors import SnapshotError, SnapshotGoneError, UsageError
-from holdfast.snapshots import folder, lease, retention
+from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotGoneError, UsageError
+from holdfast.snapshots import changes, folder, lease
+from holdfast.snapshots.changes import Keep, Pruned
 from holdfast.snapshots.folder import Snapshot, Survey
-from holdfast.snapshots.manifest import MANIFEST
-from holdfast.snapshots.retention import Keep, Pruned
+from holdfast.snapshots.layout import MANIFEST
 
 EXIT_DAMAGED = 1
 FORMATS = ("torch", "dcp", "safetensors")
@@ -179,7 +179,7 @@ def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, li
     """What was (or with --dry-run would be) deleted: snapshots, and other folders."""
     done = Pruned((), (), ())
     if keep is not None:
-        done = retention.prune(chosen.folder, keep, dry_run=chosen.dry_run)
+        done = changes.prune(chosen.folder, keep, dry_run=chosen.dry_run)
     found = folder.survey(chosen.folder)
     others = list(found.debris) if chosen.debris else []
     if chosen.debris and not chosen.dry_run:
@@ -216,7 +216,7 @@ def report(chosen: argparse.Namespace, done: Pruned, others: list[Path]) -> int:
 
 def set_aside(path: str, results: Sequence[Result]) -> None:
     """Quarantine what is damaged; what only could not be read stays where it is."""
-    damaged = [(each, error) for each, error in results if error is not None and folder.is_damage(error)]
+    damaged = [(each, error) for each, error in results if isinstance(error, SnapshotDamagedError)]
     if damaged:
         with lease.acquire(path, ""):
             for each, error in damaged:

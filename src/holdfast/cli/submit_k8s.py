@@ -50,7 +50,7 @@ from holdfast.protocol.errors import (
     UsageError,
 )
 from holdfast.rendezvous.conf import parse_conf
-from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
+from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.values import node_range
 from holdfast.launchers.slurm.step import SlurmStep, address_of, number, read_step
 from holdfast.protocol.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
-from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
+from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

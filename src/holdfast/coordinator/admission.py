@@ -138,7 +138,8 @@ def _claims_too_much(join: Join) -> str:
         1 <= running.generation <= newest
         and 0 <= running.group_rank < running.group_world_size
         and running.restart_count >= 0
-        and all(0 <= local_rank < join.node.nproc for local_rank in running.done)
+        and all(0 <= local_rank < join.node.nproc for local_rank in (*running.done, *(running.local_ranks or ())))
+        and running.local_ranks != ()
     )
     return "" if possible else f"{name} says that it has workers of generation {running.generation}, which cannot be"
 

@@ -5,14 +5,14 @@ The shell makes the events; the machine never asks. No command has an answer: it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from msgspec import Struct
 
 from holdfast.protocol.machines import Note, Tick
-from holdfast.protocol.messages import FromAgent, FromCoordinator, StopReason
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Finding, RankStory
@@ -72,6 +72,13 @@ class Conclude(Struct, frozen=True):
 Command = Tell | DropLink | Conclude | Note
 
 
+class EndGeneration(Struct, frozen=True):
+    """What a part of the machine may want besides commands: the machine has to stop the running generation."""
+
+    reason: StopReason
+    text: str
+
+
 LEFT_MAX = 8
 """Of this many workers that ended with 0 the details are kept: as many as a verdict names."""
 
@@ -82,8 +89,40 @@ class Phase(Enum):
     RUNNING = "running"
     DRAINING = "draining"
     """The workers continue to the safe point at which all of them stop."""
+    REGROUPING = "regrouping"
+    """Running workers leave their generation, and wait for the start of the next one."""
     STOPPING = "stopping"
     OVER = "over"
+
+
+TRANSITIONS: dict[tuple[Phase, Phase], str] = {
+    (Phase.GATHERING, Phase.PREPARING): (
+        "the formation rule says so; Assign is sent to every member that does not know its place from Stop"
+    ),
+    (Phase.GATHERING, Phase.OVER): "too few nodes before the join deadline",
+    (
+        Phase.GATHERING,
+        Phase.RUNNING,
+    ): "a previous leader's generation is whole: every node of it came with living workers",
+    (Phase.PREPARING, Phase.RUNNING): "every member is prepared and the store has a port; Start is sent",
+    (Phase.PREPARING, Phase.GATHERING): "a member of the new world was lost or left; nothing was started yet",
+    (Phase.RUNNING, Phase.DRAINING): "a member arrived, or wants to leave and its workers ask for safe points",
+    (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived, or all stand still",
+    (Phase.RUNNING, Phase.OVER): "every rank is done",
+    (Phase.RUNNING, Phase.REGROUPING): "ranks were lost, and the others can go on without them; Regroup is sent",
+    (Phase.DRAINING, Phase.REGROUPING): "replacements join at a safe point that all can reach; or ranks were lost",
+    (Phase.REGROUPING, Phase.REGROUPING): "more ranks were lost; or those for which the others wait are ready",
+    (Phase.REGROUPING, Phase.RUNNING): "every member is prepared, and its workers wait; Start is sent",
+    (Phase.REGROUPING, Phase.STOPPING): "the workers cannot go on, or do not come in time; a member left",
+    (Phase.REGROUPING, Phase.OVER): "every rank is done",
+    (Phase.DRAINING, Phase.STOPPING): (
+        "all have left at the safe point; or no worker asks for one, one failed, a member was lost, "
+        "or it takes too long"
+    ),
+    (Phase.DRAINING, Phase.OVER): "every rank is done",
+    (Phase.STOPPING, Phase.GATHERING): "no worker of the generation is alive; another generation follows",
+    (Phase.STOPPING, Phase.OVER): "no worker of the generation is alive; the budget is spent, or please requeue",
+}
 
 
 @dataclass(slots=True)
@@ -100,6 +139,8 @@ class Member:
     last_heard_s: float
     leaving: str = ""
     """Why it leaves; empty while it does not."""
+    revision: int = 0
+    """The REVISION of messages that the agent understands."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
@@ -138,6 +179,8 @@ class Draining:
     """The newest safe point that any worker has reached; 0: none has asked for one."""
     safe_point: int | None = None
     """Where all workers stop; None: not decided yet."""
+    grows: bool = False
+    """The workers do not end there: they form the next generation together with new ones."""
 
     def heard(self, member: str, reached: int) -> None:
         self.awaited.discard(member)
@@ -151,7 +194,8 @@ class World:
     generation: int
     order: tuple[str, ...]
     """Member names by group rank."""
-    nproc: dict[str, int]
+    places: dict[str, tuple[int, ...]]
+    """The local ranks of each member that take part, sorted. None of them: its workers are being replaced."""
     size: int = field(init=False)
     """Number of all ranks."""
     prepared: set[str] = field(default_factory=set)
@@ -164,11 +208,19 @@ class World:
     started_s: float | None = None
     failures: list[Failure] = field(default_factory=list)
     """In the order in which they were reported."""
-    unread: set[int] = field(default_factory=set)
-    """Ranks whose failure was reported, but not its evidence yet."""
+    unread: set[tuple[int, int]] = field(default_factory=set)
+    """(Rank, process) of each failure that was reported, but not its evidence yet."""
+    charged: bool = False
+    """These failures have been charged to the restart budget: the others went on without the ranks that failed."""
     lost_nodes: list[str] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
     lost_ranks: list[int] = field(default_factory=list)
+    able: dict[str, set[int]] = field(default_factory=dict)
+    """Local ranks that can go on in another generation, by member. Changed by `set_able`."""
+    able_count: int = 0
+    gone: dict[str, set[int]] = field(default_factory=dict)
+    """Local ranks that failed, by member."""
+    master: tuple[str, int] = ("", 0)
     drain: Draining | None = None
     stop_reason: StopReason | None = None
     stop_text: str = ""
@@ -181,49 +233,88 @@ class World:
     """Where the other ranks were after a time-out, before they were stopped."""
 
     def __post_init__(self) -> None:
-        self.size = sum(self.nproc.values())
+        self.size = sum(len(places) for places in self.places.values())
+
+    def on_prepared(self, member: str, store_port: int | None) -> None:
+        """A member is prepared. Only the first one's store counts."""
+        if member in self.places:
+            self.prepared.add(member)
+        if store_port is not None and member == self.order[0]:
+            self.store_port = store_port
 
     def mark_done(self, member: str, local_rank: int, left: Failure | None = None) -> None:
         ranks = self.done.setdefault(member, set())
-        if 0 <= local_rank < self.nproc[member] and local_rank not in ranks:
+        if local_rank in self.places[member] and local_rank not in ranks:
             ranks.add(local_rank)
             self.done_count += 1
             if left is not None and len(self.left) < LEFT_MAX:
                 self.left.append(left)
 
+    def set_able(self, member: str, local_ranks: Iterable[int]) -> None:
+        before, after = self.able.get(member, set()), set(local_ranks).intersection(self.places[member])
+        self.able[member] = after
+        self.able_count += len(after) - len(before)
+
+    def lose(self, member: str, local_ranks: Iterable[int]) -> None:
+        """These ranks failed."""
+        lost = set(local_ranks).intersection(self.places[member])
+        if lost:
+            self.gone.setdefault(member, set()).update(lost)
+
+    @property
+    def all_able(self) -> bool:
+        return self.able_count == self.size and not self.done_count and not self.gone
+
+    @property
+    def all_prepared(self) -> bool:
+        return self.store_port is not None and len(self.prepared) == len(self.order)
+
+    def drop(self, member: str) -> None:
+        """Remove a member without a rank."""
+        assert not self.places[member]
+        del self.places[member]
+        self.order = tuple(name for name in self.order if name != member)
+        self.prepared.discard(member)
+
     def failed(self, failures: Sequence[Failure], *, evidence_follows: bool) -> bool:
         """Add failures. True if any of them is new, and not the evidence of a failure that was reported before."""
         new = False
         for failure in failures:
-            if failure.rank in self.unread and not evidence_follows:
-                self.unread.discard(failure.rank)
-                place = next(n for n, each in enumerate(self.failures) if each.rank == failure.rank)
+            key = failure.rank, failure.pid
+            if key in self.unread and not evidence_follows:
+                self.unread.discard(key)
+                place = next(n for n, each in enumerate(self.failures) if (each.rank, each.pid) == key)
                 self.failures[place] = failure
                 continue
             new = True
             self.failures.append(failure)
             if evidence_follows:
-                self.unread.add(failure.rank)
+                self.unread.add(key)
         return new
+
+    def awaits(self, failures: Sequence[Failure]) -> bool:
+        """Whether these are the evidence of failures that were reported before."""
+        return all((failure.rank, failure.pid) in self.unread for failure in failures)
 
     def done_ranks(self) -> tuple[int, ...]:
         """All ranks that ended with 0."""
         ranks: list[int] = []
         base = 0
         for name in self.order:
-            ranks += [base + local_rank for local_rank in sorted(self.done.get(name, ()))]
-            base += self.nproc[name]
+            places, done = self.places[name], self.done.get(name, ())
+            ranks += [base + place for place, local_rank in enumerate(places) if local_rank in done]
+            base += len(places)
         return tuple(ranks)
 
     def rank_base(self, member: str) -> int:
         """The first rank of this member."""
-        return sum(self.nproc[name] for name in self.order[: self.order.index(member)])
+        return sum(len(self.places[name]) for name in self.order[: self.order.index(member)])
 
     def lost(self, member: str, host: str, reason: str) -> None:
         self.lost_nodes.append(f"{host} ({reason})")
         self.lost_hosts.append(host)
         base = self.rank_base(member)
-        self.lost_ranks += range(base, base + self.nproc[member])
+        self.lost_ranks += range(base, base + len(self.places[member]))
 
     @property
     def drain_agreed(self) -> bool:
@@ -231,8 +322,17 @@ class World:
         return self.drain is not None and self.drain.safe_point is not None
 
     def finished(self, member: str) -> bool:
-        """Whether all workers of this member ended with 0."""
-        return len(self.done.get(member, ())) == self.nproc[member]
+        """Whether all workers of this member that take part ended with 0."""
+        return len(self.done.get(member, ())) == len(self.places[member])
+
+
+@dataclass(slots=True)
+class Formation:
+    """A generation as it is formed, or as it was announced with the stop of the one before."""
+
+    world: World
+    places: Mapping[str, Assign]
+    """By member."""
 
 
 def is_local(address: str) -> bool:

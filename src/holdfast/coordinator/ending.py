@@ -47,6 +47,11 @@ class Budget:
         """The number of this restart, in words."""
         return f"restart {self.used}" + (f" of {self.max_restarts}" if self.max_restarts < UNBOUNDED else "")
 
+    @property
+    def allows_restart(self) -> bool:
+        """Whether the next failure is followed by a restart, whatever it is."""
+        return self.used < self.max_restarts and self.identical + 1 < self.limits.identical_failures_max
+
     def charge(self, signature: str, lived_s: float) -> Retry | GiveUp:
         """Charge a generation that failed by its own fault after running for `lived_s`."""
         if self.used >= self.max_restarts:
@@ -97,6 +102,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     | the store host died                     | again, free, with back-off                        |
     | no worker failed (arrival, leave)       | again, free                                       |
     | it was drained                          | again, free, whatever its workers ended with      |
+    | others could not go on after a loss     | again: the loss has been charged                  |
     | a worker failed, or all stood still     | again if the budget allows, else over             |
     """
     lived_s = world.stop_began_s - (world.started_s if world.started_s is not None else world.stop_began_s)
@@ -106,7 +112,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
     verdict = judge(_evidence(world, budget, ""))
     decision: Retry | GiveUp = Retry(0.0)
-    if not (world.lost_nodes or world.drain_agreed):
+    if not (world.lost_nodes or world.drain_agreed or world.charged):
         if world.stop_reason is StopReason.STORE_LOST:
             decision = budget.pause("the store host died", lived_s)
         elif own or world.stop_reason is StopReason.HUNG:
@@ -202,11 +208,22 @@ class Endings:
         if isinstance(end, Outcome):
             return end
         verdict = self._newest = end.verdict
-        text = restart_text(end, self._budget, charged=self._budget.used > used)
-        told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
-        self._note("verdict", generation=world.generation, **told)
+        text = restart_text(end, self._budget, charged=world.charged or self._budget.used > used)
+        self._note_verdict(world, verdict)
         notice = Notice(text, verdict.victims) if text else None
         return Restart(end.backoff_s, notice, self._excluded(now, world, verdict))
+
+    def survived(self, now: float, world: World) -> tuple[Notice, tuple[Waiting, ...]]:
+        """What ranks of this world were lost by, now that the others go on without them. Also the hosts that are
+        excluded now."""
+        verdict = self._judged(_evidence(world, self._budget, ""))
+        self._note_verdict(world, verdict)
+        charged = f"; it counts as {self._budget.newest}" if world.charged else ""
+        return Notice(f"{verdict.code}: {verdict.cause}{charged}"), self._excluded(now, world, verdict)
+
+    def _note_verdict(self, world: World, verdict: Verdict) -> None:
+        told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
+        self._note("verdict", generation=world.generation, **told)
 
     def _excluded(self, now: float, world: World, verdict: Verdict) -> tuple[Waiting, ...]:
         """Count the end of this generation against the host that caused it. Returns the hosts that are excluded now."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from holdfast.coordinator.coordinator_state import Member, World, is_local
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.text import spans
@@ -134,42 +135,68 @@ def natural(text: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", text) if part)
 
 
+def all_places(seats: Sequence[NodeSpec]) -> dict[str, tuple[int, ...]]:
+    """Every local rank of each member."""
+    return {node.member: tuple(range(node.nproc)) for node in seats}
+
+
 def assignments(
-    seats: Sequence[NodeSpec], *, generation: int, restart_count: int, local_world: bool
+    seats: Sequence[NodeSpec],
+    places: Mapping[str, tuple[int, ...]],
+    *,
+    generation: int,
+    restart_count: int,
+    local_world: bool,
 ) -> Mapping[str, Assign]:
-    """One Assign per member. Ranks are prefix sums in the order of the seats, over all workers and within each role."""
-    world_size = sum(node.nproc for node in seats)
+    """One Assign per member. Ranks are prefix sums in the order of the seats, over all workers that take part and
+    within each role. `places`: the local ranks of each member that take part."""
+    sizes = [len(places[node.member]) for node in seats]
     role_size: dict[str, int] = {}
-    for node in seats:
-        role_size[node.role] = role_size.get(node.role, 0) + node.nproc
-    led_by = _led_by(seats)
+    for node, size in zip(seats, sizes, strict=True):
+        role_size[node.role] = role_size.get(node.role, 0) + size
+    led_by = _led_by(seats, sizes)
     result: dict[str, Assign] = {}
     rank_base, role_base = 0, dict.fromkeys(role_size, 0)
-    for group_rank, node in enumerate(seats):
+    for group_rank, (node, size) in enumerate(zip(seats, sizes, strict=True)):
         result[node.member] = Assign(
             generation=generation,
             restart_count=restart_count,
             group_rank=group_rank,
-            group_world_size=len(seats),
+            group_world_size=len(seats) - sizes.count(0),
             rank_base=rank_base,
-            world_size=world_size,
+            world_size=sum(sizes),
             role_rank_base=role_base[node.role],
             role_world_size=role_size[node.role],
             hosts_store=group_rank == 0,
             local_world=local_world,
             led_by=led_by,
+            local_ranks=None if size == node.nproc else places[node.member],
         )
-        rank_base += node.nproc
-        role_base[node.role] += node.nproc
+        rank_base += size
+        role_base[node.role] += size
     return result
 
 
-def _led_by(seats: Sequence[NodeSpec]) -> str:
+def assigned(
+    world: World, members: Mapping[str, Member], restart_count: int, arriving: Sequence[Member] = ()
+) -> Mapping[str, Assign]:
+    """The place of each member of this world. `arriving`: members that join it without a rank."""
+    there = [*(members[name] for name in world.order), *arriving]
+    return assignments(
+        [member.node for member in there],
+        {**world.places, **{member.name: () for member in arriving}},
+        generation=world.generation,
+        restart_count=restart_count,
+        local_world=all(is_local(member.address) for member in there),
+    )
+
+
+def _led_by(seats: Sequence[NodeSpec], sizes: Sequence[int]) -> str:
     """Text for the other agents: if that node is lost, no coordinator is left that could name it."""
     first = 0
-    for node in seats:
-        if node.hosts_coordinator:
-            ranks = range(first, first + node.nproc)
-            return f"{node.host} (rank{'' if len(ranks) == 1 else 's'} {spans(ranks)})"
-        first += node.nproc
+    for node, size in zip(seats, sizes, strict=True):
+        if node.hosts_coordinator and size:
+            ranks = range(first, first + size)
+            return f"{node.host} (rank{'' if size == 1 else 's'} {spans(ranks)})"
+        first += size
     return ""

@@ -141,6 +141,10 @@ class Membership:
         self._refresh(now)
         return self._candidates.values()
 
+    def is_candidate(self, member: Member, now: float) -> bool:
+        self._refresh(now)
+        return member.name in self._candidates
+
     def waiting(self, now: float) -> list[tuple[Member, float]]:
         """Members on host back-off, each with the time at which it ends."""
         self._refresh(now)
@@ -183,6 +187,10 @@ class Membership:
         for name, member in self.members.items():
             assert self._by_link[member.link] == name
             assert (name in self._busy) == bool(member.busy_generation)
+
+
+def _places(node: NodeSpec, local_ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+    return tuple(range(node.nproc)) if local_ranks is None else local_ranks
 
 
 @dataclass(slots=True)
@@ -316,7 +324,7 @@ class PreviousLeader:
         world = World(
             generation=self.generation,
             order=tuple(member.name for member, _ in parts),
-            nproc={member.name: member.node.nproc for member, _ in parts},
+            places={member.name: _places(member.node, running.local_ranks) for member, running in parts},
             started_s=now,
         )
         for member, running in parts:

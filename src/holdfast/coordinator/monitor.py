@@ -1,5 +1,5 @@
 """Monitors the running generation: throughput, stragglers, hangs, and the sample rounds that collect the stacks of all
-workers. Also builds the view of the job for users (`node_views`).
+workers.
 
 The coordinator owns it, passes events to it and carries out the commands it returns. Only one of them changes the state
 of the job: `EndGeneration`. What the verdict needs is stored in the World.
@@ -12,13 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from msgspec import Struct
-
-from holdfast.coordinator.coordinator_state import Command, Member, Phase, Tell, World
+from holdfast.coordinator.coordinator_state import Command, EndGeneration, Member, Tell, World
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang
-from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.stragglers import Straggler, Stragglers
-from holdfast.coordinator.throughput import RankThroughput, Throughput, of_world
+from holdfast.coordinator.throughput import Throughput, of_world
 from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
 from holdfast.protocol.outcome import Failure
@@ -27,12 +24,9 @@ from holdfast.protocol.rank_progress import (
     Examine,
     Finding,
     HangKind,
-    NodeView,
     RankSample,
     RankStory,
-    RankView,
     Stage,
-    Standing,
 )
 
 SIGKILL = 9
@@ -83,13 +77,6 @@ def lost_a_peer(failures: Iterable[Failure]) -> bool:
 def cannot_tell(stories: object) -> Finding:  # noqa: ARG001 - it takes the place of a function that looks at them
     """The `examine` function of a coordinator that has none: it finds nothing."""
     return Finding(kind=HangKind.MOVING, code="", text="")
-
-
-class EndGeneration(Struct, frozen=True):
-    """The coordinator has to stop the running generation."""
-
-    reason: StopReason
-    text: str
 
 
 @dataclass(slots=True)
@@ -153,7 +140,7 @@ class Monitor:
         throughput = self._measured()
         if not throughput.heard(member.name, message.ranks, now):
             return []
-        for pace in throughput.of_member(member.name, len(message.ranks)):
+        for pace in throughput.of_member(member.name):
             if pace.stage is not Stage.DONE:
                 self._stragglers.heard(pace)
         if self._watch is not None:
@@ -262,7 +249,7 @@ class Monitor:
             world = self._world()
             assert world.started_s is not None
             hosts = {name: self._members[name].node.host for name in world.order if name in self._members}
-            nodes = of_world(world.order, world.nproc, hosts)
+            nodes = of_world(world.order, world.places, hosts)
             self._throughput = Throughput(nodes, world.started_s, self._limits.slow_report_s)
             self._stragglers = Stragglers(self._limits.straggler_window_s)
             for name, done in world.done.items():
@@ -399,86 +386,4 @@ def _failure_of(story: RankStory, finding: Finding, lived_s: float) -> Failure:
         exit_code=-SIGKILL,
         message=finding.text.partition("\n")[0],
         lived_s=round(lived_s, 3),
-    )
-
-
-IN_WORLD = {
-    Phase.PREPARING: "starting",
-    Phase.RUNNING: "running",
-    Phase.DRAINING: "draining",
-    Phase.STOPPING: "stopping",
-}
-
-
-def node_views(
-    members: Iterable[Member],
-    world: World | None,
-    phase: Phase,
-    throughput: Throughput | None,
-    membership: Membership,
-    now: float,
-    hang: Finding | None = None,
-) -> tuple[NodeView, ...]:
-    """The nodes of the world by group rank, then the others in order of arrival. `hang`: the hang that was reported."""
-    found = _places(hang)
-    places = {name: place for place, name in enumerate(world.order)} if world is not None and phase in IN_WORLD else {}
-    on_host_backoff = {member.name for member, _ in membership.waiting(now)}
-    views: list[NodeView] = []
-    for member in sorted(members, key=lambda one: (places.get(one.name, len(places)), one.arrival)):
-        in_world = world if member.name in places else None
-        at_work = in_world is not None and phase is not Phase.PREPARING
-        known = throughput if at_work else None
-        views.append(
-            NodeView(
-                member=member.name,
-                host=member.node.host,
-                group_rank=places.get(member.name),
-                state=_state(member, in_world, phase, on_host_backoff),
-                heard_s=now - member.last_heard_s,
-                ranks=tuple(_rank(pace, now, found) for pace in known.of_member(member.name, member.node.nproc))
-                if known is not None
-                else (),
-            )
-        )
-    return tuple(views)
-
-
-def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: set[str]) -> str:
-    if world is None:
-        if member.leaving:
-            return "leaving"
-        if member.name in on_host_backoff:
-            return "on host back-off"
-        return "arriving" if phase is Phase.GATHERING else "spare"
-    if phase is Phase.PREPARING:
-        return "prepared" if member.name in world.prepared else "starting"
-    if world.finished(member.name):
-        return "done"
-    return "leaving" if member.leaving else IN_WORLD[phase]
-
-
-def _places(hang: Finding | None) -> dict[int, tuple[Standing, str]]:
-    """By rank: its state in this hang, and its place in words."""
-    found: dict[int, tuple[Standing, str]] = {}
-    if hang is None:
-        return found
-    for place in hang.groups:
-        for rank in place.ranks:
-            waits = Standing.WAITING if place.words.startswith("waits ") else Standing.STILL
-            found[rank] = (Standing.HUNG if rank in hang.culprits else waits, place.words)
-    return found
-
-
-def _rank(pace: RankThroughput, now: float, found: Mapping[int, tuple[Standing, str]]) -> RankView:
-    standing, place = found.get(pace.rank, (None, ""))
-    return RankView(
-        rank=pace.rank,
-        local_rank=pace.local_rank,
-        stage=pace.stage,
-        steps=pace.steps,
-        step_s=pace.step_s,
-        own_s=pace.own_step_s,
-        age_s=max(0.0, now - pace.newest_s),
-        standing=standing,
-        place=place,
     )

@@ -110,12 +110,12 @@ class RankThroughput:
 class Throughput:
     """Throughput of all ranks of one generation."""
 
-    def __init__(self, nodes: Iterable[tuple[str, str, int]], began_s: float, gap_s_max: float) -> None:
-        """`nodes`: (member, host, number of workers) by group rank. `gap_s_max`: a longer time without a step does not
+    def __init__(self, nodes: Iterable[tuple[str, str, Iterable[int]]], began_s: float, gap_s_max: float) -> None:
+        """`nodes`: (member, host, local ranks) by group rank. `gap_s_max`: a longer time without a step does not
         count as training."""
         self.ranks: list[RankThroughput] = []
-        self._first: dict[str, int] = {}
-        """The first rank of each member."""
+        self._by_member: dict[str, dict[int, RankThroughput]] = {}
+        """By local rank."""
         self._began_s = began_s
         self._gap_s_max = gap_s_max
         self.newest_s: float | None = None
@@ -126,10 +126,11 @@ class Throughput:
         """When a rank last reached a new stage."""
         self.training_s = 0.0
         self.in_stage: dict[Stage, int] = dict.fromkeys(Stage, 0)
-        for member, host, nproc in nodes:
-            self._first[member] = len(self.ranks)
-            for local_rank in range(nproc):
-                self.ranks.append(RankThroughput(len(self.ranks), member, host, local_rank, began_s, began_s))
+        for member, host, local_ranks in nodes:
+            own = self._by_member[member] = {}
+            for local_rank in local_ranks:
+                own[local_rank] = RankThroughput(len(self.ranks), member, host, local_rank, began_s, began_s)
+                self.ranks.append(own[local_rank])
         self.in_stage[Stage.STARTING] = len(self.ranks)
 
     def heard(self, member: str, ranks: Iterable[RankProgress], now: float) -> bool:
@@ -151,15 +152,10 @@ class Throughput:
         return moved
 
     def of(self, member: str, local_rank: int) -> RankThroughput | None:
-        first = self._first.get(member)
-        if first is None or local_rank < 0 or first + local_rank >= len(self.ranks):
-            return None
-        pace = self.ranks[first + local_rank]
-        return pace if pace.member == member else None
+        return self._by_member.get(member, {}).get(local_rank)
 
-    def of_member(self, member: str, nproc: int) -> list[RankThroughput]:
-        first = self._first.get(member)
-        return [] if first is None else self.ranks[first : first + nproc]
+    def of_member(self, member: str) -> Collection[RankThroughput]:
+        return self._by_member.get(member, {}).values()
 
     def enter(self, pace: RankThroughput, stage: Stage, now: float) -> bool:
         if stage is pace.stage:
@@ -209,6 +205,8 @@ def median(values: Collection[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def of_world(order: Iterable[str], nproc: Mapping[str, int], hosts: Mapping[str, str]) -> list[tuple[str, str, int]]:
+def of_world(
+    order: Iterable[str], places: Mapping[str, Iterable[int]], hosts: Mapping[str, str]
+) -> list[tuple[str, str, Iterable[int]]]:
     """The `nodes` argument of Throughput for a world. A member of unknown host is listed under its own name."""
-    return [(member, hosts.get(member, member.partition("#")[0]), nproc[member]) for member in order]
+    return [(member, hosts.get(member, member.partition("#")[0]), places[member]) for member in order]

@@ -1,5 +1,5 @@
-"""Reconstructs a run from the journals of its nodes: its generations and why each began (timeline), how its time was
-spent (history), and its events in order of time (incidents).
+"""Reconstructs a run from the journals of its nodes: its generations and why each began (timeline), and how its time
+was spent (history).
 
 Pure: parsed lines of events.jsonl in, rows and time intervals out. Times of different nodes are compared by the nodes'
 own clocks. Knows the names of events; reads no files.
@@ -16,15 +16,12 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast.diagnosis.screen import how_it_ended
-from holdfast.protocol.errors import EXIT_REQUEUE, UsageError
+from holdfast.protocol.errors import UsageError
 
 Event = Mapping[str, Any]
 
 PHASES = ("detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step")
 """Phases in their order; docs/report.md explains each."""
-
-NOBODY_FAILED = "HF200"
-"""A generation was ended on request: by a signal, by `holdfast stop`, or because a node joined or left."""
 
 
 class Generation(Struct):
@@ -94,6 +91,13 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
                     if event.get("reason") == "member_lost":
                         # The journals of the other nodes do not show how long the lost node had been silent.
                         detect_s = silent_s
+                case "coordinator.regroup_begun":
+                    generation = _generation(found, event["generation"])
+                    generation.world_size, generation.why = event["world_size"], event["text"].partition("; ")[0]
+                    generation.began_epoch_s = event["time"]
+                    if silent_s:
+                        generation.phases_s["detect"] = silent_s
+                    silent_s = 0.0
                 case "coordinator.assigned":
                     generation = _generation(found, event["generation"])
                     generation.world_size, generation.why = event["world_size"], why
@@ -169,6 +173,10 @@ class Life(Struct):
     began_at: int = -1
     """Step of the whole job at its start; -1: the script does not report steps. `ended_at` is the same for its end."""
     ended_at: int = -1
+    survived: bool = False
+    """Whether its workers have gone on from the generation before, all but replacements."""
+    steps_again: int = 0
+    """Steps that a worker which went on did again."""
     again: int | None = None
     """Steps of it that a later generation repeated; None: unknown."""
 
@@ -199,6 +207,20 @@ class NodeHistory(Struct):
     """Whether its journal has its end."""
 
 
+class Survival(Struct, frozen=True):
+    """A loss after which the other workers went on in their processes."""
+
+    generation: int
+    """The one that the others formed."""
+    ranks: int
+    """How many went on."""
+    went_on_s: float
+    """From the loss until all of them had done a step."""
+    steps_lost: int
+    replaced_s: float | None
+    """From the loss until as many ranks as before had done a step; None: they have not."""
+
+
 class History(Struct):
     nodes: list[NodeHistory]
     lives: list[Life]
@@ -207,6 +229,7 @@ class History(Struct):
     """Intervals of the job, without gaps."""
     lost_steps: int | None
     """Steps lost in all restarts together; None: the script does not report steps."""
+    survivals: list[Survival] = []
 
     @property
     def total_s(self) -> float:
@@ -239,7 +262,18 @@ def history(journals: Iterable[Iterable[Event]]) -> History | None:
     for life, after in pairwise(told):
         life.again = max(0, life.ended_at - after.began_at)
     stretches = list(stretched(lives, began_s, ended_s))
-    return History(nodes, lives, stretches, sum(life.again or 0 for life in told) if told else None)
+    lost_steps = sum(life.again or 0 for life in told) if told else None
+    return History(nodes, lives, stretches, lost_steps, list(survivals(lives)))
+
+
+def survivals(lives: list[Life]) -> Iterable[Survival]:
+    """The losses after which others went on: each generation that is smaller than the one before, or that waited."""
+    for number, (before, life) in enumerate(pairwise(lives), start=1):
+        if not (life.survived and before.broken and life.ready_s is not None):
+            continue
+        later = [each.ready_s for each in lives[number:] if each.world_size >= before.world_size]
+        back_s = later[0] - before.over_s if later and later[0] is not None else None
+        yield Survival(life.number, life.world_size, life.ready_s - before.over_s, life.steps_again, back_s)
 
 
 def stretched(lives: list[Life], began_s: float, ended_s: float) -> Iterable[Stretch]:
@@ -276,6 +310,8 @@ def _together(lives: list[Life]) -> Life:
         lives[0].number,
         ordered_s=min(life.ordered_s for life in lives),
         over_s=min(broken) if broken else max(life.over_s for life in lives),
+        survived=any(life.survived for life in lives),
+        steps_again=max(life.steps_again for life in lives),
         ready_s=max(ready) if ready else None,
         stepped=any(life.stepped for life in lives),
         alive=sum(life.alive for life in lives),
@@ -309,8 +345,22 @@ def _take(event: Event, found: dict[int, Life], told: NodeHistory) -> None:
             told.ended, told.ended_s = True, event["time"]
         case "generation":
             number = event["generation"]
-            size = event["world_size"]
-            found[number] = Life(number, event["time"], event["time"], alive=event["nproc"], world_size=size)
+            found[number] = Life(
+                number,
+                event["time"],
+                event["time"],
+                alive=event["nproc"],
+                world_size=event["world_size"],
+                survived="local_ranks" in event,
+            )
+        case "regroup" if found:
+            before = found[max(found)]
+            before.alive = 0
+            if not before.broken:
+                before.over_s = event["time"]
+        case "went_on" if life is not None:
+            life.ready_s, life.stepped = event["time"], True
+            life.steps_again = max(life.steps_again, event["steps_lost"])
         case "phases" if life is not None and "until_monotonic" in event and "spawn_s" in event:
             life.ready_s = event["time"] - (event["monotonic"] - event["until_monotonic"])
             life.stepped = "first_step_s" in event
@@ -335,120 +385,3 @@ def _progress(event: Event, life: Life, told: NodeHistory) -> None:
     life.began_at = max(life.began_at, *event["began_at"])
     life.ended_at = max(life.ended_at, *at)
     told.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps), event["generation"]))
-
-
-class Incident(Struct, frozen=True, kw_only=True):
-    at_s: float
-    """Epoch seconds."""
-    what: str
-    """One or two words."""
-    text: str
-    generation: int = 0
-    """0: no generation."""
-    code: str = ""
-    advice: str = ""
-    groups: tuple[tuple[tuple[int, ...], str], ...] = ()
-    """For a hang: ranks at one place, and the place in words."""
-    files: tuple[tuple[str, str], ...] = ()
-    """For a hang: rank and the file with its stacks."""
-
-
-def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
-    found = [each for journal in journals for each in map(_incident_or_none, _of_the_job(journal)) if each is not None]
-    return sorted(found, key=lambda each: each.at_s)
-
-
-def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
-    """Events without the ends of agents after the job, and without the end of a generation that drained as planned."""
-    drained: set[int] = set()
-    for event in journal:
-        match event["event"]:
-            case "coordinator.over":
-                return
-            case "coordinator.drain_to":
-                drained.add(event.get("generation", 0))
-            case "coordinator.verdict" if event.get("generation", 0) in drained:
-                continue
-        yield event
-
-
-def _incident_or_none(event: Event) -> Incident | None:
-    try:
-        return _incident(event)
-    except KeyError:
-        return None  # of a version that wrote less
-
-
-def _incident(event: Event) -> Incident | None:
-    at_s, generation = event.get("time", 0.0), event.get("generation", 0)
-    match event["event"]:
-        case "coordinator.verdict" if event["code"] != NOBODY_FAILED:
-            return Incident(
-                at_s=at_s,
-                what="failure",
-                text=event["cause"],
-                generation=generation,
-                code=event["code"],
-                advice=event.get("advice", ""),
-            )
-        case "coordinator.quit":
-            return Incident(at_s=at_s, what="stop", text=f"asked for by {event['by']}")
-        case "worker_failed" if event["exit_code"] == EXIT_REQUEUE:
-            text = f"rank {event['rank']} asked to be requeued (exit code {EXIT_REQUEUE})"
-            return Incident(at_s=at_s, what="stop", text=text, generation=generation)
-        case "worker_failed" if not event["after_stop"]:
-            what, rank = f"exit code {event['exit_code']}", event["rank"]
-            text = f"rank {rank}: {event['message'] or what}"
-            return Incident(at_s=at_s, what="worker", text=text, generation=generation)
-        case "coordinator.lost":
-            return Incident(at_s=at_s, what="node lost", text=f"{_host(event)}: {event['reason']}")
-        case "coordinator.leaving":
-            return Incident(at_s=at_s, what="node leaves", text=f"{_host(event)}: {event['reason']}")
-        case "coordinator.excluded":
-            return Incident(at_s=at_s, what="excluded", text=f"{event['host']} for {event['for_s']:g} s")
-        case "coordinator.hang":
-            return _hang(event, at_s, generation)
-        case "coordinator.hang_over":
-            text = f"steps again, after {event['still_s']:.0f} s"
-            return Incident(at_s=at_s, what="hang over", text=text, generation=generation)
-        case "coordinator.straggler" | "coordinator.straggler_over":
-            return _straggler(event, at_s, generation)
-        case "agent.fenced" | "agent.fenced_by_keeper":
-            return Incident(at_s=at_s, what="fenced", text="cut off too long: it stopped its own workers")
-        case "keeper_died":
-            return Incident(at_s=at_s, what="supervisor", text="the supervisor was killed, and the workers with it")
-        case "store_lost":
-            return Incident(at_s=at_s, what="store lost", text=event["why"], generation=generation)
-        case "unkillable":
-            text = f"SIGKILL does not end {', '.join(map(str, event['pids']))}"
-            return Incident(at_s=at_s, what="unkillable", text=text)
-    return None
-
-
-def _host(event: Event) -> str:
-    return str(event["member"]).partition("#")[0]
-
-
-def _hang(event: Event, at_s: float, generation: int) -> Incident:
-    return Incident(
-        at_s=at_s,
-        what="hang",
-        text=event["text"],
-        generation=generation,
-        code=event["code"],
-        groups=tuple((tuple(group["ranks"]), group["place"]) for group in event["groups"]),
-        files=tuple((str(rank), str(path)) for rank, path in event["files"].items()),
-    )
-
-
-def _straggler(event: Event, at_s: float, generation: int) -> Incident:
-    over = event["event"].endswith("_over")
-    who = f"{event['host']}, rank{'s' if len(event['ranks']) > 1 else ''} {', '.join(map(str, event['ranks']))}"
-    numbers = f"{event['own_s'] * 1000:.1f} ms of its own per step, its peers {event['peers_s'] * 1000:.1f} ms"
-    return Incident(
-        at_s=at_s,
-        what="straggler over" if over else "straggler",
-        text=f"{who}: {numbers}",
-        generation=generation,
-        code=event["code"],
-    )

@@ -67,16 +67,15 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.cli.run import examine, load_end
         from holdfast.diagnosis.causes import judge
         from holdfast.protocol.options import CallFds
-        from holdfast.runtime import descriptors
-        from holdfast.runtime.secret_variables import forget_secrets
-        from holdfast.supervisor import preload
+        from holdfast.runtime import inherited
+        from holdfast.supervisor import worker_command
 
         options = structs.replace(
             resolve(parsed, os.environ).options, call_fds=CallFds(call=call_fd, results=result_fds)
         )
-        forget_secrets()
-        descriptors.provide(options.nproc)
-        preload.begin(supervisor, options)
+        inherited.forget_secrets()
+        inherited.provide_descriptors(options.nproc)
+        worker_command.begin(supervisor, options)
         for notice in options.notices:
             sys.stderr.write(f"holdfast: {notice}\n")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from holdfast.protocol.errors import MissingPackageError, PortInUseError
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.rank_progress import JobView, RankProgress
-from holdfast.runtime.journal import Journal
+from holdfast.runtime.run_folder import Journal
 
 if TYPE_CHECKING:
     import socket

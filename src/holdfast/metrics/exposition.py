@@ -49,6 +49,7 @@ class Metrics(Collector):
         )
         yield _gauge("generation", "The newest generation that this node took part in.", facts.generation)
         yield _counter("restarts", "Restarts charged to the job's budget, before this generation.", facts.restart_count)
+        yield _counter("regroups", "Generations that this node's running workers formed.", facts.regroups)
         yield _gauge("world_size", "Ranks of this generation.", facts.world_size)
         yield _gauge("workers", "Workers that are alive on this node.", facts.alive)
         exits = CounterMetricFamily(

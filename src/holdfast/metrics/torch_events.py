@@ -33,6 +33,8 @@ class TorchEvents:
 
     def heard(self, event: str, fields: Mapping[str, Any]) -> None:
         match event:
+            case "generation" if "local_ranks" in fields:  # torchrun knows no workers that go on
+                self._world = fields
             case "generation":
                 duration_ms = (time.monotonic() - self._free_s) * 1000
                 self._tell("RENDEZVOUS", duration_ms=duration_ms)  # in the words of the world before, as torchrun's

@@ -55,6 +55,8 @@ class VitalsSample(Struct, frozen=True, kw_only=True):
     """Number of workers of this node that have ended, by exit code."""
     failures: dict[str, int] = {}
     """Number of generations that failed, by code of the verdict; only on the coordinator's node."""
+    regroups: int = 0
+    """Number of generations that running workers have formed."""
     ranks: tuple[RankFacts, ...] = ()
     job: JobView | None = None
     """Only on the coordinator's node."""
@@ -83,7 +85,9 @@ class Vitals:
         self._exits: dict[str, int] = {}
         self._failures: dict[str, int] = {}
         self._phases_s: dict[str, float] = {}
-        self._rank_base = 0
+        self._regroups = 0
+        self._ranks: dict[int, int] = {}
+        """The rank of each local rank that takes part."""
         self._carried: dict[int, tuple[int, float]] = {}
         """Steps and own seconds of earlier generations, by local rank."""
         self._seen: dict[int, RankProgress] = {}
@@ -115,13 +119,16 @@ class Vitals:
         match event:
             case "generation":
                 self._carry()
-                self._rank_base = fields["rank_base"]
+                survivors = fields.get("local_ranks")
+                self._regroups += survivors is not None
+                places = range(fields["nproc"]) if survivors is None else survivors
+                self._ranks = {local_rank: fields["rank_base"] + place for place, local_rank in enumerate(places)}
                 self._known |= {
                     "generation": fields["generation"],
                     "restart_count": fields["restart_count"],
                     "world_size": fields["world_size"],
                     "wanted": fields["nproc"],
-                    "alive": 0,
+                    "alive": 0 if survivors is None else len(survivors),
                 }
             case "worker_started":
                 self._known["alive"] = self._known.get("alive", 0) + 1
@@ -168,6 +175,7 @@ class Vitals:
             phases_s=self._phases_s,
             exits=dict(self._exits),
             failures=dict(self._failures),
+            regroups=self._regroups,
             ranks=tuple(self._rank(each) for _, each in sorted(self._seen.items())),
             job=self._view(),
             **self._known,
@@ -178,7 +186,7 @@ class Vitals:
         began_s, first = self._looks[0][0], self._looks[0][1].get(seen.local_rank, 0)
         made = seen.steps - first
         return RankFacts(
-            rank=self._rank_base + seen.local_rank,
+            rank=self._ranks.get(seen.local_rank, seen.local_rank),
             local_rank=seen.local_rank,
             stage=seen.stage.value,
             steps_total=steps + seen.steps,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 BOARD_VARIABLE = "HOLDFAST_BOARD"
 """Variable of a worker's environment: `PATH@SLOT`, the board's file and the first word of this worker's slot."""
+REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
+"""Set for a worker that is started while the others run: it gets its place when it is ready."""
 
 WORD_BYTES = 8
 SLOT_WORDS = 16
@@ -76,5 +78,6 @@ def slot(local_rank: int) -> int:
 
 
 def channel_name(address: str) -> bytes:
-    """The name of the agent's abstract socket for workers that survive; `address`: the value of HOLDFAST_BOARD."""
+    """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
+    abstract name space. `address`: the value of BOARD_VARIABLE."""
     return b"\0holdfast" + address.rpartition("@")[0].encode()

@@ -14,7 +14,15 @@ from msgspec.structs import replace
 
 from holdfast.protocol.errors import ProtocolError
 from holdfast.protocol.framing import FRAME_BYTES_MAX
-from holdfast.protocol.messages import Finish, FromAgent, FromCoordinator, Looked, WorkerDone, WorkersFailed
+from holdfast.protocol.messages import (
+    Finish,
+    FromAgent,
+    FromCoordinator,
+    Looked,
+    ReplacementFailed,
+    WorkerDone,
+    WorkersFailed,
+)
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome
 from holdfast.protocol.rank_progress import Frame, RankSample
 from holdfast.protocol.words import clean
@@ -77,7 +85,7 @@ def decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes, sender: str) 
 def _cut(message: Struct, chars_max: int) -> Struct:
     if isinstance(message, WorkerDone) and message.left is not None:
         return replace(message, left=_cut_failure(message.left, chars_max))
-    if isinstance(message, WorkersFailed):
+    if isinstance(message, WorkersFailed | ReplacementFailed):
         return replace(message, failures=_cut_failures(message.failures, chars_max))
     if isinstance(message, Finish):
         return replace(message, outcome=_cut_outcome(message.outcome, chars_max))

@@ -1,7 +1,8 @@
 """The messages between agent and coordinator, as data. `protocol.codec` encodes them.
 
 A formation costs every agent four messages whatever the size of the job:
-Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster.
+Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster. After a failure Stop carries
+the Assign, and Prepared follows Stopped: one message and one round trip fewer.
 
 Structs are array-like on the wire: new fields go to the end and have defaults.
 """
@@ -22,9 +23,10 @@ OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
-REVISION = 1
-"""Revision of these messages. From 1 on, an agent reports a failure before it has read the evidence, if the coordinator
-understands that (`Joined.revision`)."""
+REVISION = 2
+"""Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
+has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
+after a loss (`Able`)."""
 
 
 class StopReason(Enum):
@@ -63,6 +65,8 @@ class Running(Struct, frozen=True, array_like=True):
     restart_count: Rank
     done: LocalRanks = ()
     """Local ranks that have ended with 0."""
+    local_ranks: LocalRanks | None = None
+    """As in Assign."""
 
 
 class Join(AgentMessage, frozen=True, tag="join"):
@@ -76,6 +80,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     """The generation whose workers are alive. Resume lets them continue; else the agent kills them at its fence."""
     led_by: str = ""
     """`led_by` of the Assign of last_generation, so that a new coordinator can report which node was lost."""
+    revision: Count = 0
+    """The agent's REVISION."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
@@ -147,6 +153,37 @@ class Looked(AgentMessage, frozen=True, tag="looked"):
     """Why the test connection failed, in words; empty: it was made, or was not asked for."""
 
 
+class Able(AgentMessage, frozen=True, tag="able"):
+    """These workers can go on in another generation: their training function runs in `ht.survive`. The whole set of
+    this node; sent when it changes."""
+
+    generation: Count
+    local_ranks: LocalRanks
+
+
+class ReplacementReady(AgentMessage, frozen=True, tag="replacement_ready"):
+    """These replacements have started and wait for their place. The whole set of this node; sent when it grows."""
+
+    generation: Count
+    """The generation that was running when they were ordered."""
+    local_ranks: LocalRanks
+
+
+class ReplacementFailed(AgentMessage, frozen=True, tag="replacement_failed"):
+    """Replacements ended before they had a place."""
+
+    generation: Count
+    """The generation that was running when they were ordered."""
+    failures: Annotated[tuple[Failure, ...], OF_ONE_NODE]
+
+
+class CannotRegroup(AgentMessage, frozen=True, tag="cannot_regroup"):
+    """A worker cannot go on in another generation: the coordinator orders a restart."""
+
+    generation: Count
+    text: str
+
+
 class Ping(AgentMessage, frozen=True, tag="ping"):
     number: Count
 
@@ -194,6 +231,12 @@ class Assign(CoordinatorMessage, frozen=True, tag="assign"):
     """All nodes of this world use loopback: the store need not listen on other addresses."""
     led_by: str = ""
     """The node that hosts the coordinator, and its ranks, in words: `a (ranks 0-7)`. Empty: it has no rank."""
+    local_ranks: LocalRanks | None = None
+    """The local ranks of this node that take part, sorted; None: all. None of them: the node waits for replacements."""
+
+    def place(self, local_rank: int) -> int:
+        """The position of this local rank among those of the node that take part: what is added to a rank base."""
+        return local_rank if self.local_ranks is None else self.local_ranks.index(local_rank)
 
 
 class Start(CoordinatorMessage, frozen=True, tag="start"):
@@ -202,6 +245,24 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     generation: Count
     master_addr: str
     master_port: Port
+
+
+class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):
+    """Phase one of a generation of workers that are already running. Answered by Prepared, which here also says that
+    all workers of the node that take part wait for Start."""
+
+    assign: Assign
+    safe_point: Count = 0
+    """Where the workers stop for it; 0: at once, in whatever they do."""
+    text: str = ""
+    """What was lost or is new, in words, for the console."""
+
+
+class Replace(CoordinatorMessage, frozen=True, tag="replace"):
+    """Start replacements for these local ranks. Each ends in ReplacementReady or in ReplacementFailed."""
+
+    generation: Count
+    local_ranks: LocalRanks
 
 
 class Drain(CoordinatorMessage, frozen=True, tag="drain"):
@@ -234,6 +295,9 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     generation: Count
     reason: StopReason
     text: str = ""
+    following: Assign | None = None
+    """This node's place in the next generation, unless members change before that is formed. The node prepares it when
+    its workers are gone, without another Assign. An Assign of a newer generation replaces it."""
 
 
 class Look(CoordinatorMessage, frozen=True, tag="look"):
@@ -285,13 +349,30 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
 
 
 FromAgent = (
-    Join | Prepared | WorkerDone | WorkersFailed | Stopped | StoreLost | Leave | Held | Progress | Looked | Ping | Ask
+    Join
+    | Prepared
+    | WorkerDone
+    | WorkersFailed
+    | Stopped
+    | StoreLost
+    | Leave
+    | Held
+    | Progress
+    | Looked
+    | Able
+    | ReplacementReady
+    | ReplacementFailed
+    | CannotRegroup
+    | Ping
+    | Ask
 )
 FromCoordinator = (
     Joined
     | Waiting
     | Assign
     | Start
+    | Regroup
+    | Replace
     | Drain
     | DrainTo
     | Resume

@@ -20,6 +20,17 @@ class Grow(Enum):
     """The node waits until the job is regrouped for another reason."""
 
 
+class Survive(Enum):
+    """What the other workers do when one is lost (--survive). For workers that run in `ht.survive`."""
+
+    SHRINK = "shrink"
+    """They go on with fewer ranks, and a replacement joins when it is ready."""
+    WAIT = "wait"
+    """They keep their state and wait for the replacement."""
+    OFF = "off"
+    """All workers are stopped and started again."""
+
+
 class JobSpec(Struct, frozen=True, kw_only=True):
     """Properties of a job that must be the same on all nodes; taken from the command line."""
 
@@ -33,6 +44,9 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     grow: Grow = Grow.DRAIN
     exclude_after: int = 0
     """A host that caused this many failures is excluded for a time (--exclude-after); 0: never."""
+    survive: Survive = Survive.SHRINK
+    min_ranks: int = 1
+    """With fewer ranks than this the workers do not go on without the lost ones (--min-ranks)."""
     requeues: int = 0
     """How often a scheduler has requeued this job. Agents of an earlier start are refused."""
 
@@ -85,6 +99,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     exclude_first_s: float = 60.0
     """How long the first exclusion of a host lasts; each later one doubles."""
     exclude_max_s: float = 3600.0
+    release_s: float = 2.0
+    """From the order to regroup until every worker has left its collective; then it is killed."""
+    regroup_s: float = 5.0
+    """From the order to regroup until every node is prepared; then all workers are stopped and started again."""
     progress_interval_s: float = 1.0
     """How often an agent reports the progress of its workers."""
     hang_report_s: float = 12.0

@@ -21,20 +21,20 @@ def worker_environment(
     error_file: str,
     parent: Mapping[str, str],
 ) -> dict[str, str]:
-    """Variables to set for one worker. `parent` is the agent's own environment; `error_file` empty: none.
+    """Variables to set for one worker of `assign`. `parent` is the agent's own environment; `error_file` empty: none.
 
     Raises BindingError when --virtual-local-rank finds too few entries in CUDA_VISIBLE_DEVICES.
     """
     environment = {
-        "RANK": str(assign.rank_base + local_rank),
+        "RANK": str(assign.rank_base + assign.place(local_rank)),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(assign.world_size),
-        "LOCAL_WORLD_SIZE": str(options.nproc),
+        "LOCAL_WORLD_SIZE": str(options.nproc if assign.local_ranks is None else len(assign.local_ranks)),
         "GROUP_RANK": str(assign.group_rank),
         "NODE_RANK": str(assign.group_rank),
         "GROUP_WORLD_SIZE": str(assign.group_world_size),
         "ROLE_NAME": options.role,
-        "ROLE_RANK": str(assign.role_rank_base + local_rank),
+        "ROLE_RANK": str(assign.role_rank_base + assign.place(local_rank)),
         "ROLE_WORLD_SIZE": str(assign.role_world_size),
         "MASTER_ADDR": start.master_addr,
         "MASTER_PORT": str(start.master_port),

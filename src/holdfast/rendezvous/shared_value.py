@@ -2,7 +2,7 @@
 
 The leader changes the value periodically (`beat`). A value that has not changed for one lease is free. Each observing
 agent measures that by its own clock, from when it first saw the value. The holder steps down before that, by its own
-clock (runtime/etcd_service.py). No clock of another machine and no time-out of the storage is trusted.
+clock (runtime/leadership.py). No clock of another machine and no time-out of the storage is trusted.
 
 It implements the interfaces of elections.py, as etcd.py does.
 """

@@ -25,6 +25,7 @@ from msgspec import Struct, json
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.commands import (
     Command,
+    ContinueWorkers,
     Dial,
     Exit,
     HangUp,
@@ -32,10 +33,12 @@ from holdfast.agent.commands import (
     KillTree,
     LookAtWorkers,
     Prepare,
+    RegroupWorkers,
     ReleaseWorkers,
     Say,
     Send,
     SignalWorkers,
+    StartReplacements,
     StartWorkers,
 )
 from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled
@@ -51,13 +54,12 @@ from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_handlers import ControlRequests, OwnNode
 from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of, run_detached
-from holdfast.runtime.journal import FILE_NAME, Journal
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
-from holdfast.runtime.versions import node_versions
+from holdfast.runtime.run_folder import JOURNAL_NAME, Journal, RunFolder
 from holdfast.supervisor.console import Console
-from holdfast.supervisor.log_layout import RunFolder
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.supervisor import SupervisorHandle
+from holdfast.supervisor.worker_command import node_versions
 from holdfast.supervisor.worker_group import WorkerGroup
 
 OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -144,7 +146,7 @@ async def _run_job(
 ) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
-    journal = Journal(folder.path / FILE_NAME if folder.path is not None else None)
+    journal = Journal(folder.path / JOURNAL_NAME if folder.path is not None else None)
     host = socket.gethostname().partition(".")[0]
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
@@ -244,7 +246,7 @@ class AgentService:
         """None: no worker has been started yet."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
-        self._meeting = RendezvousClient(options, judge, journal, console.say, examine)
+        self._rendezvous = RendezvousClient(options, judge, journal, console.say, examine)
         self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
         self._worker_group: WorkerGroup | None = None
@@ -279,7 +281,7 @@ class AgentService:
                 self._feed,
                 host=self._host,
                 work=lambda: machine.work,
-                on_store=self._meeting.store_opened,
+                on_store=self._rendezvous.store_opened,
                 on_notice=self._console.say,
             )
             self._worker_group = worker_group
@@ -301,7 +303,7 @@ class AgentService:
                     self._load_timer.cancel()
                 if self._dialing is not None:
                     self._dialing.cancel()
-                await self._meeting.close()
+                await self._rendezvous.close()
                 await worker_group.close()
                 await control.close(self._outcome())
         return outcome
@@ -317,7 +319,7 @@ class AgentService:
 
     def view(self) -> JobView | None:
         """The coordinator's view of the job; None where it does not run here."""
-        coordinator = self._meeting.coordinator
+        coordinator = self._rendezvous.coordinator
         return coordinator.machine.view(self._loop.time()) if coordinator is not None else None
 
     # ---------------------------------------------------------------- events
@@ -399,24 +401,6 @@ class AgentService:
                     assert self._control_requests is not None
                     self._control_requests.link_lost()
                     link.close(reason)
-            case Prepare(assign):
-                self._worker_group.prepare(assign)
-            case StartWorkers(assign, start):
-                self._worker_group.start(assign, start)
-                if self._load is not None and self._load_timer is None:
-                    self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
-            case SignalWorkers(signum, to_end):
-                self._worker_group.signal(signum, to_end=to_end)
-                if to_end:
-                    self._load_end()
-            case HoldWorkers(generation):
-                self._worker_group.hold(generation)
-            case ReleaseWorkers(generation, safe_point):
-                self._worker_group.release(generation, safe_point)
-            case LookAtWorkers(generation, number, store):
-                self._worker_group.look(generation, number, store=store)
-            case KillTree():
-                self._worker_group.kill_tree()
             case Say(text, victims):
                 if victims is not None:
                     self._router.tell_elsewhere(victims)
@@ -426,6 +410,35 @@ class AgentService:
             case Exit(outcome):
                 if not self._ended.done():
                     self._ended.set_result(outcome)
+            case _:
+                self._order_workers(self._worker_group, command)
+
+    def _order_workers(self, group: WorkerGroup, command: Command) -> None:
+        match command:
+            case Prepare(assign):
+                group.prepare(assign)
+            case StartWorkers(assign, start):
+                group.start(assign, start)
+                if self._load is not None and self._load_timer is None:
+                    self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
+            case RegroupWorkers(assign, safe_point):
+                group.regroup(assign, safe_point)
+            case ContinueWorkers(_, start):
+                group.go_on(start)
+            case StartReplacements(generation, local_ranks):
+                group.replace(generation, local_ranks)
+            case SignalWorkers(signum, to_end):
+                group.signal(signum, to_end=to_end)
+                if to_end:
+                    self._load_end()
+            case HoldWorkers(generation):
+                group.hold(generation)
+            case ReleaseWorkers(generation, safe_point):
+                group.release(generation, safe_point)
+            case LookAtWorkers(generation, number, store):
+                group.look(generation, number, store=store)
+            case KillTree():
+                group.kill_tree()
 
     def _load_end(self) -> None:
         """Import, once, the modules that the verdict and the last screen need."""
@@ -441,10 +454,10 @@ class AgentService:
             self._journal.fault("load", error)
 
     async def _dial(self, node: NodeSpec) -> None:
-        answer = await self._meeting.reach(node)
+        answer = await self._rendezvous.connect(node)
         if isinstance(answer, DialFailed):
             self._feed(answer)
             return
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
-        self._feed(Dialed(local=self._meeting.coordinator is not None))
+        self._feed(Dialed(local=self._rendezvous.coordinator is not None))

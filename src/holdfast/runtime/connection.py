@@ -208,12 +208,11 @@ async def dial(
     token: bytes | None = None,
     *,
     handshake_s_max: float = HANDSHAKE_S_MAX,
-    nonces: Callable[[], bytes] = fresh_nonce,
 ) -> Connection[FromCoordinator]:
     """Return an accepted connection to the job's coordinator. Raises what `dial_endpoint` raises."""
 
     def session() -> Session[FromCoordinator]:
-        return Session(ClientHandshake(job, node, token, nonces()), decode_from_coordinator)
+        return Session(ClientHandshake(job, node, token, fresh_nonce()), decode_from_coordinator)
 
     return await dial_endpoint(endpoint, session, handshake_s_max)
 

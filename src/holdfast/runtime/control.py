@@ -24,9 +24,8 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime import running
 from holdfast.runtime.driver import run_detached
-from holdfast.runtime.journal import Journal
+from holdfast.runtime.run_folder import Journal, RunFolder
 from holdfast.runtime.running import Reply
-from holdfast.supervisor.log_layout import RunFolder
 
 REQUEST_BYTES_MAX = 4096
 REQUEST_S_MAX = 5.0

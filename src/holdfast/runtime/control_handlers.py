@@ -8,8 +8,8 @@ way from their machine's state; stacks are collected first. Only the machines de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -18,7 +18,7 @@ from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import Event, Received
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import QuitAsked
-from holdfast.protocol.messages import Answer, Ask, FromAgent, FromCoordinator, Look, Looked, Question, Quit
+from holdfast.protocol.messages import Answer, Ask, Assign, FromAgent, FromCoordinator, Look, Looked, Question, Quit
 from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.rank_progress import (
     Frame,
@@ -31,9 +31,6 @@ from holdfast.protocol.rank_progress import (
     StacksView,
 )
 from holdfast.runtime.running import Reply
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ANSWER_S_MAX = {Question.STATUS: 3.0, Question.STACKS: 8.0, Question.STOP: 3.0, Question.KILL: 3.0}
 """How long an agent waits for the coordinator; stacks are collected on all nodes first."""
@@ -141,8 +138,8 @@ class _JobLook(Struct):
     ask: Ask
     generation: int
     world_size: int
-    awaited: dict[int, tuple[str, int]]
-    """By link: the host, and the rank of its first worker."""
+    awaited: dict[int, tuple[str, int, tuple[int, ...]]]
+    """By link: the host, the rank of its first worker, and its local ranks."""
     timer: asyncio.TimerHandle
     seen: list[tuple[str, int, RankSample]] = msgspec.field(default_factory=list)
 
@@ -190,8 +187,9 @@ class Answers:
             return False
         look = self._looks.get(message.number)
         if look is not None and link in look.awaited:
-            host, base = look.awaited.pop(link)
-            look.seen += [(host, base + sample.local_rank, sample) for sample in message.samples]
+            host, base, places = look.awaited.pop(link)
+            ranks = {local_rank: base + place for place, local_rank in enumerate(places)}
+            look.seen += [(host, ranks[each.local_rank], each) for each in message.samples if each.local_rank in ranks]
             self._finish_if_complete(message.number)
         return True
 
@@ -213,8 +211,8 @@ class Answers:
             assert world is not None
             member = machine.members.get(name)
             if member is not None and member.link in self._links and member.busy_generation:
-                awaited[member.link] = (member.node.host, base)
-            base += world.nproc[name]
+                awaited[member.link] = (member.node.host, base, world.places[name])
+            base += len(world.places[name])
         timer = self._loop.call_later(LOOK_S_MAX, self._finish, number)
         self._looks[number] = _JobLook(link, ask, machine.generation, base, awaited, timer)
         for to in list(awaited):
@@ -228,7 +226,7 @@ class Answers:
     def _finish(self, number: int) -> None:
         look = self._looks.pop(number)
         look.timer.cancel()
-        silent = tuple(host for host, _ in look.awaited.values())
+        silent = tuple(host for host, _, _ in look.awaited.values())
         run_id = self._machine.job.run_id
         self._tell(
             look.link,
@@ -275,7 +273,7 @@ class OwnNode:
     def view(self) -> JobView:
         machine, term = self._machine, self._machine.term
         place = term.assign if term is not None else None
-        ranks = self._ranks(place.rank_base) if place is not None else ()
+        ranks = self._ranks(place) if place is not None else ()
         own = NodeView(
             member=machine.identity,
             host=self._node.host,
@@ -301,9 +299,10 @@ class OwnNode:
     async def stacks(self) -> bytes:
         term = self._machine.term
         place = term.assign if term is not None else None
-        base = place.rank_base if place is not None else 0
-        samples = await self._look() if place is not None else ()
-        seen = [(self._node.host, base + sample.local_rank, sample) for sample in samples]
+        seen = []
+        if place is not None:
+            samples = [each for each in await self._look() if takes_part(place, each.local_rank)]
+            seen = [(self._node.host, rank_in(place, each.local_rank), each) for each in samples]
         generation = term.generation if term is not None else 0
         return stacks_body(stacks_view(self._job.run_id, generation, place.world_size if place else 0, seen))
 
@@ -312,10 +311,10 @@ class OwnNode:
         self._loop.call_soon(self._feed, Received(Quit(drain=drain, by=by)))
         return 1
 
-    def _ranks(self, base: int) -> tuple[RankView, ...]:
+    def _ranks(self, place: Assign) -> tuple[RankView, ...]:
         return tuple(
             RankView(
-                rank=base + each.local_rank,
+                rank=rank_in(place, each.local_rank),
                 local_rank=each.local_rank,
                 stage=each.stage,
                 steps=each.steps,
@@ -324,7 +323,17 @@ class OwnNode:
                 age_s=each.age_s,
             )
             for each in self._progress()
+            if takes_part(place, each.local_rank)
         )
+
+
+def takes_part(place: Assign, local_rank: int) -> bool:
+    """Whether this worker has a place in a node's generation. What was read before a regroup may be of another one."""
+    return place.local_ranks is None or local_rank in place.local_ranks
+
+
+def rank_in(place: Assign, local_rank: int) -> int:
+    return place.rank_base + place.place(local_rank)
 
 
 class ControlRequests:

@@ -105,11 +105,10 @@ def private_folder() -> str:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-            os.close(_open_private(path))
+            with _private(path):
+                return path
         except OSError as problem:
             error = problem
-            continue
-        return path
     raise error
 
 
@@ -126,12 +125,8 @@ def remove(path: str) -> None:
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         os.unlink(path)
-    with contextlib.suppress(OSError):
-        fd = _open_private(folder)
-        try:
-            _read_folder(fd)
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), _private(folder) as fd:
+        _read_folder(fd)
     if not os.environ.get(FOLDER_VARIABLE):  # a folder that the user named is kept
         with contextlib.suppress(OSError):
             os.rmdir(folder)
@@ -155,12 +150,8 @@ def entries() -> list[RunningAgent]:
     """The agents of this user that run on this host, oldest first. Removes the entries of dead agents."""
     found: list[RunningAgent] = []
     for folder in folders():
-        with contextlib.suppress(OSError):
-            fd = _open_private(folder)
-            try:
-                found += _read_folder(fd)
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), _private(folder) as fd:
+            found += _read_folder(fd)
     return sorted(found, key=lambda entry: entry.began_epoch_s)
 
 
@@ -220,14 +211,17 @@ def _read_entry(folder: int, name: str) -> RunningAgent | None:
         os.close(fd)
 
 
-def _open_private(path: str) -> int:
-    """A descriptor of a folder that is ours alone. Raises OSError for a link, or a folder of another user."""
+@contextlib.contextmanager
+def _private(path: str) -> Iterator[int]:
+    """A descriptor of a folder that belongs to this user alone. Raises OSError for a link and for any other folder."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    told = os.fstat(fd)
-    if told.st_uid == os.geteuid() and stat.S_IMODE(told.st_mode) & 0o077 == 0:
-        return fd
-    os.close(fd)
-    raise OSError(errno.EACCES, f"{path} is not this user's alone")
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise OSError(errno.EACCES, f"{path} is not this user's alone")
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _owner(path: str) -> int | None:
@@ -308,7 +302,7 @@ class Call:
             reply = msgspec.json.decode(bytes(self._received), type=Reply)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ControlRefusedError(
-                f"what listens at {self._entry.socket} is no agent of holdfast's: {error}"
+                f"the process at {self._entry.socket} is not an agent of holdfast: {error}"
             ) from None
         if reply.code:
             kind = ControlSilentError if reply.code == ControlSilentError.code else ControlRefusedError
@@ -352,7 +346,7 @@ def _plight(pid: int) -> str:
         case None:
             return ""
         case "T" | "t":
-            return f": it was stopped by a signal; `kill -CONT {pid}` lets it go on"
+            return f": it was stopped by a signal; `kill -CONT {pid}` resumes it"
         case "D":
             return ": it waits in the kernel, for a disk perhaps"
         case _:

@@ -1,24 +1,12 @@
-"""Files as the commit protocol needs them: durable when a call returns, read with bounds, and their digests.
+"""Files for snapshots: durable when a call returns, read with bounds, and their digests. Knows nothing of snapshots.
 
-Knows nothing of snapshots.
+**Writing** goes past the page cache: it takes the same time whatever else is in the cache, and leaves the cache to the
+data loader.
 
-**Writing** goes past the page cache. Measured with 473 MB: through the page cache a write and its fsync take 0.3 to
-1.6 s, depending on what else is in the cache; with O_DIRECT 0.16 to 0.21 s every time, and the cache stays the data
-loader's.
-
-**The digest** is sha256 over chunks of 4 MiB, and sha256 over theirs: so that all cores take part, that hashing goes on
-while the disk writes, and that a reader who needs a part of a file (another world size) checks just what it reads. A
-rank's record holds the chunks' digests, the manifest their root. Every flipped bit, zeroed page, lost end or exchanged
-file changes the root. Chosen by measurement: 473 MB in /dev/shm on 2 cores
-with SHA instructions, seconds of one core | end to end of a durable write, with two threads that hash meanwhile:
-
-    zlib.crc32  0.14 | 0.21     32 bits: one damaged chunk in four billion passes
-    sha1        0.29 |
-    sha256      0.31 | 0.22     chosen: nothing passes, and it costs 0.01 s
-    blake2b     0.61 | 0.33     faster than sha256 only on processors without SHA instructions
-    md5 0.74, sha512 0.66, blake2s 1.06, sha3_256 1.14
-
-One thread instead of two: sha256 0.34. The same through the page cache: 1.4.
+**The digest** is sha256 over chunks of 4 MiB, and sha256 over their digests. So all cores take part, hashing continues
+while the disk writes, and a reader that needs a part of a file (another world size) checks only what it reads. A rank's
+record holds the digests of the chunks, the manifest their root. Every flipped bit, zeroed page, lost end or exchanged
+file changes the root. docs/measured.md has the measurements behind both choices.
 """
 
 from __future__ import annotations
@@ -39,7 +27,7 @@ from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, Snapsh
 ALGORITHM = "sha256-4MiB"
 CHUNK_BYTES = 4 << 20
 HASH_THREADS_MAX = 8
-"""Beyond that no disk follows."""
+"""More threads would be faster than any disk."""
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -53,10 +41,10 @@ def hash_threads() -> int:
 def submit(
     pool: ThreadPoolExecutor, work: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs
 ) -> Future[_Made]:
-    """Have the pool do it; where no thread can be had it is done when this returns.
+    """Let the pool do the work. Where there is no thread for it, it is done when this returns.
 
-    An interpreter that ends takes nothing into its pools any more, while what runs at exit, and a save that still goes
-    on, have to be done. `work` may be done twice then: once here, once by a thread of the pool that came late.
+    An interpreter that is ending accepts no work for its pools, but exit functions and a running save still need it.
+    `work` may then be done twice: here, and by a thread of the pool that started late.
     """
     try:
         return pool.submit(work, *given, **named)
@@ -64,7 +52,7 @@ def submit(
         done: Future[_Made] = Future()
         try:
             done.set_result(work(*given, **named))
-        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+        except Exception as error:  # noqa: BLE001 - raised when the result is read
             done.set_exception(error)
         return done
 
@@ -94,18 +82,18 @@ class ChunkDigests:
         self._stopped = False
 
     def start(self) -> None:
-        """A share per thread: a task for each chunk would keep the interpreter's lock busy, which the writer needs,
-        too."""
+        """Start the threads. Each gets one share: a task for each chunk would keep the interpreter's lock busy, which
+        the writer also needs."""
         count = hash_threads()
         self._shares = [submit(self._pool, self._digest, self._begins[first::count]) for first in range(count)]
 
     def results(self) -> tuple[str, ...]:
-        """Of all chunks, in their order; they were started."""
+        """The digests of all chunks, in their order. Call it after `start`."""
         shares = [share.result() for share in self._shares]
         return tuple(shares[number % len(shares)][number // len(shares)] for number in range(len(self._begins)))
 
     def stop(self) -> None:
-        """Nobody wants the rest."""
+        """The remaining digests are not needed."""
         self._stopped = True
 
     def _digest(self, begins: Iterable[int]) -> list[str]:
@@ -114,7 +102,7 @@ class ChunkDigests:
 
 @contextmanager
 def chunk_digests(data: memoryview) -> Iterator[ChunkDigests]:
-    """Threads for the digests of `data`; they are gone when the body is left."""
+    """Threads for the digests of `data`; they have ended when the body is left."""
     pool = ThreadPoolExecutor(hash_threads(), "holdfast-digest")
     digests = ChunkDigests(data, pool)
     try:
@@ -125,7 +113,7 @@ def chunk_digests(data: memoryview) -> Iterator[ChunkDigests]:
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """The digest of `data`: what `root_digest` makes of its chunks."""
+    """The digest of `data`: `root_digest` of its chunks."""
     view = memoryview(data).cast("B")
     with chunk_digests(view) as digests:
         digests.start()
@@ -133,22 +121,21 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 FIRST_BYTES = 16 << 20
-"""Written before anything else is begun beside it."""
+"""Written before parallel work starts."""
 WRITE_BYTES_MAX = 256 << 20
-"""The disk waits between two writes: 473 MB took 0.22 s in pieces of 16 MiB, 0.19 s in these."""
+"""The disk is idle between two writes: larger pieces are faster."""
 BLOCK_BYTES = 4096
-"""O_DIRECT needs lengths and offsets that are multiples of it, with every file system we know."""
+"""Lengths and offsets with O_DIRECT are multiples of this, on every known file system."""
 
 DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EILSEQ, errno.EUCLEAN)
-"""What the kernel says of files that are lost. Anything else (permissions, no memory, a server away) may pass."""
+"""The kernel's errors for files that are lost. Other errors (permissions, no memory, no server) may be temporary."""
 
 
 def write_all(path: Path, data: memoryview, beside: Callable[[], None] | None = None) -> None:
     """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
 
-    `beside` starts what is to be done meanwhile: it is called when the disk has begun, which otherwise would wait for
-    it (15 ms of 300, with two cores that hash). OSError; FileNotFoundError when somebody has removed or replaced the
-    file."""
+    `beside` starts parallel work. It is called when the disk has begun, so that the disk does not wait for it. OSError;
+    FileNotFoundError when the file was removed or replaced meanwhile."""
     file = _create(path)
     try:
         if beside is not None:
@@ -208,21 +195,21 @@ def read_text(path: Path, bytes_max: int) -> str:
 
 
 def read_error(error: OSError, path: Path) -> SnapshotError:
-    """What to tell a person when a file of a snapshot cannot be read: damage, or a reason that lies elsewhere."""
+    """The error for a file of a snapshot that cannot be read: damage, or another reason."""
     kind = SnapshotDamagedError if error.errno in DAMAGE else SnapshotError
     return kind(f"{path}: {error.strerror or error}")
 
 
 def vanished(folder: Path) -> SnapshotFolderError:
-    """What to tell a person whose running job has lost its snapshot folder."""
+    """The error for a running job that has lost its snapshot folder."""
     return SnapshotFolderError(
         f"{folder} has vanished: it was removed, renamed or unmounted while this job used it\n"
-        "nothing is made in its place; put it back, or end the job and start it with another folder"
+        "no new folder is made in its place; put it back, or end the job and start it with another folder"
     )
 
 
 def write_error(error: OSError, path: Path, size_bytes: int = 0) -> SnapshotWriteError:
-    """What to tell a person when a snapshot cannot be written."""
+    """The error for a snapshot that cannot be written."""
     need = f" (it needs {size_bytes / 1e6:.0f} MB)" if size_bytes >= 10**6 else ""
     said = f"cannot write {path}{need}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -241,7 +228,7 @@ def _create(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # A file system without it. Some of them have made the file all the same.
+    # A file system without O_DIRECT. Some have made the file nevertheless.
     with suppress(FileNotFoundError):
         path.unlink()
     return os.open(path, flags, 0o666)
@@ -264,7 +251,7 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            # The buffer does not begin at a multiple of the block, or the file system promised too much.
+            # The buffer does not begin at a multiple of the block, or the file system does not keep its promise.
             direct = leave_direct(file)
             continue
         begin += written
@@ -273,15 +260,13 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
 
 
 def go_direct(file: int) -> None:
-    """Read past the page cache from here on, whole blocks into whole pages; on a file system that cannot, through
-    it."""
+    """From now on read past the page cache, whole blocks into whole pages, if the file system can."""
     with suppress(OSError):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 def read_into(file: int, into: memoryview, begin: int) -> int:
-    """As os.preadv with one buffer; a file system that promised too much with O_DIRECT is read through the page
-    cache. OSError."""
+    """As os.preadv with one buffer. If reading past the page cache fails, read through it. OSError."""
     try:
         return os.preadv(file, [into], begin)
     except OSError as error:
@@ -292,6 +277,6 @@ def read_into(file: int, into: memoryview, begin: int) -> int:
 
 
 def leave_direct(file: int) -> bool:
-    """Through the page cache from here on. False, for whoever keeps the state."""
+    """From now on use the page cache. Returns False, the new value of "direct"."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
     return False

@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, folder, memory_folder, slots
-from holdfast.snapshots.attempt import SaveRequest, abandon, commit, write_rank
+from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
 from holdfast.snapshots.folder import being_written, inspect, is_being_written
-from holdfast.snapshots.manifest import FolderKind, Key, attempt_path, parse_name
-from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.layout import FolderKind, Key, parse_name
+from holdfast.snapshots.memory_folder import Mappings
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
 """Numbers of the attempts in which memory steps are written; no other attempts have them."""
@@ -42,7 +42,7 @@ LINGER_S = 5.0
 """How long a rank that has nothing newer than the disk stays for others that may have: they then read its list at
 once."""
 LOOK_AGAIN_S = 0.02
-OFFER_BYTES_MAX = 1 << 16
+INVENTORY_BYTES_MAX = 1 << 16
 
 
 def rescue_attempt() -> int:
@@ -84,15 +84,15 @@ class Inventory:
             steps = tuple(StepInMemory(int(step), int(save)) for step, save in found["steps"])
             return cls(steps, int(found["asked"]), int(found["on_disk"]))
         except (ValueError, TypeError, KeyError) as error:
-            raise SnapshotDamagedError(f"what a rank has left for the others is not readable: {error}") from None
+            raise SnapshotDamagedError(f"the list that a rank left for the others cannot be read: {error}") from None
 
 
-def choose(offers: Sequence[Inventory]) -> StepInMemory | None:
+def choose(inventories: Sequence[Inventory]) -> StepInMemory | None:
     """The newest step that all ranks have; None: there is none, or every rank has written it or is writing it."""
-    newest = max(set.intersection(*(set(each.steps) for each in offers)), default=None)
-    if newest is None or newest.step <= max(each.on_disk for each in offers):
+    newest = max(set.intersection(*(set(each.steps) for each in inventories)), default=None)
+    if newest is None or newest.step <= max(each.on_disk for each in inventories):
         return None
-    return None if all(each.asked >= newest.step for each in offers) else newest
+    return None if all(each.asked >= newest.step for each in inventories) else newest
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PendingFlush:
     memory_folder: Path
     held: Mapping[StepInMemory, tuple[slots.Slot, SaveRequest]]
     """States that all ranks of the node have. There is at least one."""
-    offer: Inventory
+    inventory: Inventory
     alone: StepInMemory | None = None
     """The step to write when all ranks are on this node: no meeting is needed."""
 
@@ -115,7 +115,7 @@ class PendingFlush:
         """The step that all ranks of the job write now; None: none. SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
-        if self.request.step > self.offer.on_disk:
+        if self.request.step > self.inventory.on_disk:
             return self._meet(patience_s)
         with contextlib.suppress(SnapshotIncompleteError, SnapshotWriteError):  # nothing is lost
             self._meet(min(patience_s, LINGER_S))
@@ -125,13 +125,13 @@ class PendingFlush:
         request, deadline = self.request, time.monotonic() + patience_s
         try:
             place = _meeting_place(request, deadline)
-            disk.write_atomically(place / _offer_file(request.rank), self.offer.dump())
-            return choose(_offers(place, request, deadline))
+            disk.write_atomically(place / _inventory_file(request.rank), self.inventory.dump())
+            return choose(_inventories(place, request, deadline))
         except FileNotFoundError as error:
             if request.rank:
                 return None  # rank 0 has ended the meeting: nothing to write, or it has reported the error
             raise SnapshotIncompleteError(
-                f"step {request.step}, which is in memory, was not saved: the job went on before all ranks had come"
+                f"step {request.step}, which is in memory, was not saved: the job continued before all ranks had saved"
             ) from error
         except OSError as error:
             raise disk.write_error(error, Path(request.folder)) from error
@@ -143,7 +143,7 @@ class PendingFlush:
 
 
 def _place_of(request: SaveRequest) -> Path:
-    return attempt_path(Path(request.folder), Key(request.step, request.attempt - MEETING_BELOW))
+    return Path(request.folder, Key(request.step, request.attempt - MEETING_BELOW).named(FolderKind.ATTEMPT))
 
 
 def _meeting_place(request: SaveRequest, deadline: float) -> Path:
@@ -163,18 +163,18 @@ def _meeting_place(request: SaveRequest, deadline: float) -> Path:
         time.sleep(LOOK_AGAIN_S)
 
 
-def _offers(place: Path, request: SaveRequest, deadline: float) -> list[Inventory]:
+def _inventories(place: Path, request: SaveRequest, deadline: float) -> list[Inventory]:
     """The lists of all ranks. OSError; SnapshotIncompleteError."""
-    offers: dict[int, Inventory] = {}
+    inventories: dict[int, Inventory] = {}
     while True:
         names = set(os.listdir(place))
         for rank in range(request.world):
-            if rank not in offers and _offer_file(rank) in names:
-                offers[rank] = Inventory.load(disk.read_text(place / _offer_file(rank), OFFER_BYTES_MAX))
-        if len(offers) == request.world:
-            return list(offers.values())
+            if rank not in inventories and _inventory_file(rank) in names:
+                inventories[rank] = Inventory.load(disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX))
+        if len(inventories) == request.world:
+            return list(inventories.values())
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(request.world) if rank not in offers]
+            missing = [rank for rank in range(request.world) if rank not in inventories]
             more = " …" if len(missing) > 8 else ""
             raise SnapshotIncompleteError(
                 f"step {request.step}, which is in memory, was not saved: nothing came from rank "
@@ -183,7 +183,7 @@ def _offers(place: Path, request: SaveRequest, deadline: float) -> list[Inventor
         time.sleep(LOOK_AGAIN_S)
 
 
-def _offer_file(rank: int) -> str:
+def _inventory_file(rank: int) -> str:
     return f"rank_{rank:05d}.offer"
 
 
@@ -220,11 +220,11 @@ def pending_flush(
         folder, _, world = life
         common = set.intersection(*(set(each) for each in held.values()))
         on_disk = newest_on_disk(folder)
-        offers = {each: Inventory(tuple(sorted(common)), asked.get((folder, each), -1), on_disk) for each in held}
-        alone = choose(list(offers.values())) if len(held) == world else None
+        inventories = {each: Inventory(tuple(sorted(common)), asked.get((folder, each), -1), on_disk) for each in held}
+        alone = choose(list(inventories.values())) if len(held) == world else None
         if alone or (common and len(held) < world):
             found += [
-                PendingFlush(memory_folder, {step: theirs[step] for step in common}, offers[local_rank], alone)
+                PendingFlush(memory_folder, {step: theirs[step] for step in common}, inventories[local_rank], alone)
                 for local_rank, theirs in held.items()
             ]
     return found
@@ -359,7 +359,7 @@ def _write(save: Save) -> None:
     try:
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
-            raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot is not what it was.")
+            raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")
         if not os.path.isabs(save.request.folder):
             raise SnapshotWriteError(f"{save.request.folder} is not an absolute path")
         if save.pending_flush is not None:

@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.protocol.errors import (
     NoValidSnapshotError,
@@ -33,15 +32,17 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import disk
 from holdfast.snapshots.disk import CHUNK_BYTES, chunk_begins, chunk_digest, hash_threads, submit
-from holdfast.snapshots.image import LENGTH_BYTES, Image, head_bytes
-from holdfast.snapshots.manifest import (
+from holdfast.snapshots.layout import (
+    LENGTH_BYTES,
     MANIFEST,
     MANIFEST_BYTES_MAX,
     RECORD_BYTES_MAX,
     FolderKind,
+    Image,
     Key,
     Manifest,
     RankRecord,
+    head_bytes,
     parse_name,
     record_file,
 )
@@ -131,9 +132,7 @@ class RankFile:
     def __enter__(self) -> RankFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_record(self, snapshot: Snapshot, rank: int) -> RankRecord:
@@ -240,7 +239,7 @@ class Problem:
     @property
     def damaged(self) -> bool:
         """Whether it can never be read as a snapshot; otherwise (permissions, a newer version) it may well be valid."""
-        return is_damage(self.error)
+        return isinstance(self.error, SnapshotDamagedError)
 
 
 @dataclass(frozen=True)
@@ -309,11 +308,6 @@ def inspect(path: Path) -> Snapshot:
     except OSError as error:
         raise unreadable(path, error) from error
     return Snapshot(path, manifest)
-
-
-def is_damage(error: SnapshotError) -> bool:
-    """Whether this snapshot can never be read; otherwise (permissions, a newer version) it may well be valid."""
-    return isinstance(error, SnapshotDamagedError)
 
 
 def unreadable(snapshot: Path, error: OSError) -> SnapshotError:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from holdfast.linux import boot_id, process_stat
@@ -116,13 +115,11 @@ class FolderLease:
     """The lease of a folder, held until `release`; its own thread advances the counter. See `acquire`."""
 
     def __init__(self, folder: Path, number: int, file: int, counter_at: int, beat_s: float) -> None:
-        self._folder, self._number, self._file, self._counter_at, self._beat_s = (
-            folder,
-            number,
-            file,
-            counter_at,
-            beat_s,
-        )
+        self._folder = folder
+        self._number = number
+        self._file = file
+        self._counter_at = counter_at
+        self._beat_s = beat_s
         self._trouble: SnapshotError | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="holdfast-lease", daemon=True)
@@ -147,7 +144,9 @@ class FolderLease:
         try:
             newest = _newest(self._folder)
             if newest is not None and newest.number != self._number:
-                raise _lost(self._folder, newest)
+                raise SnapshotBusyError(
+                    f"{self._folder} was taken over by {newest.owner}: each job needs a folder of its own"
+                )
             there = os.stat(self._folder / _name(self._number))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise disk.vanished(self._folder) from error
@@ -170,9 +169,7 @@ class FolderLease:
     def __enter__(self) -> FolderLease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _beat_on(self) -> None:
@@ -286,10 +283,6 @@ def _claim(folder: Path, number: int, me: LeaseOwner, beat_s: float) -> FolderLe
             with contextlib.suppress(OSError):
                 (folder / _name(name)).unlink()
     return FolderLease(folder, number, file, len(line), beat_s)
-
-
-def _lost(folder: Path, newest: _Seen) -> SnapshotBusyError:
-    return SnapshotBusyError(f"{folder} was taken over by {newest.owner}: each job needs a folder of its own")
 
 
 def _newest(folder: Path) -> _Seen | None:

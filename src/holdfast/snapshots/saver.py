@@ -38,10 +38,9 @@ from pathlib import Path
 
 from holdfast import seqpacket
 from holdfast.snapshots import memory_folder, slots
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
-from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
+from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, Mappings
 
 SAVES_PER_WORKER_MAX = 8
 """Saves in flight; there are only two slots, so more is a fault of the caller."""
@@ -205,7 +204,7 @@ class Saver:
         except BlockingIOError:
             return False
         except ValueError as error:
-            self._news_to_agent(f"the saver was told what it cannot understand: {error}")
+            self._news_to_agent(f"the saver got a request that it does not understand: {error}")
         self._drop(worker)
         return False
 

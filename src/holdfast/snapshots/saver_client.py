@@ -39,8 +39,8 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import attempt, folder, memory_folder
-from holdfast.snapshots.attempt import PATIENCE_S, SaveRequest
+from holdfast.snapshots import changes, folder, memory_folder
+from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
@@ -442,9 +442,9 @@ class InProcessStaging:
 
     def _write(self, request: SaveRequest, data: memoryview) -> None:
         try:
-            attempt.write_rank(request, data)
+            changes.write_rank(request, data)
             if request.rank == 0:
-                attempt.commit(request)
+                changes.commit(request)
         except SnapshotError as error:
             self._failures.append(error)
         except (OSError, ValueError) as error:

@@ -6,27 +6,27 @@
     ...copy into memory...
     slot = slots.commit()                          # from here on a restarted worker finds it
 
-A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (image.py). Its memory is taken
+A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (layout.py). Its memory is taken
 with posix_fallocate, so a full /dev/shm is an error when it is reserved and never a SIGBUS later, mapped once with its
 pages present, and used again and again.
 
-**What makes a slot good.** The commit word: it is zeroed before the first byte of a slot changes, and set to the
-slot's sequence number after the last one. A worker that dies in between, of whatever, has executed every store before
-the one that killed it and none after; a machine that dies takes its memory along. So process death alone cannot make
-a torn slot look whole, and a checksum of everything would add three copies of the state to the stall of a save that
-may cost 1.2. What the commit word cannot see is a caller that goes on writing after `commit()` (a copy from a GPU
-that was not waited for) or somebody's stray write. Against those the header carries a CRC of itself and one of a
-sample: SAMPLES places at equal distances and the body's last bytes. A damage that covers a hundredth of it is always
-found; smaller ones are found when the saver has written the slot, by the digests of the snapshot on disk.
+**A slot is valid** if its commit word is set. The word is zeroed before the first byte of a slot changes, and set to
+the slot's sequence number after the last one. So the death of a process cannot make a torn slot look whole, and a
+machine that stops loses its memory anyway. The commit word does not detect writes after `commit()`: a copy from a GPU
+that was not waited for, or a stray write of another part of the program. Against those the header carries a CRC of
+itself and one of a sample: SAMPLES places at equal distances and the body's last bytes. Damage to a hundredth of the
+body is always found. Smaller damage is found by the digests of the snapshot on disk, when the saver has written the
+slot. A checksum of all bytes would make a save several times as slow.
 
-**Who may touch it.** A process that stages a slot holds an exclusive lock (flock) on its file, one that writes it out a
-shared lock. The lock travels with a descriptor through the saver's socket, so there is no gap during the handover, and
-the kernel drops it when its holder dies. `stage` takes the slot that is older and not being
-written out; so the newest committed one is only overwritten while the other one, committed too, is being saved. When
-both are being saved there is none: the caller skips, or waits for the saver. A second process with the same local
-rank (a launcher inside a worker hands its environment on) is refused by a lock that a process holds for itself.
+**Locks.** A process that stages a slot holds an exclusive lock (flock) on its file, one that writes it out a shared
+lock. The lock travels with a descriptor through the saver's socket, so there is no gap during the handover, and the
+kernel drops it when its holder dies. `stage` takes the older slot, unless it is being written out. So the newest
+committed slot is overwritten only while the other one, also committed, is being saved. When both are being saved there
+is none: the caller skips, or waits for the saver. A second process with the same local rank (a launcher inside a worker
+passes its environment on) is refused by a lock that belongs to one process.
 
-Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only."""
+Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import sys
 import threading
 import zlib
@@ -47,8 +48,8 @@ from typing import Any, NamedTuple
 
 from holdfast.linux import group_folders, group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
-from holdfast.snapshots.attempt import SaveRequest
-from holdfast.snapshots.mapping import MappedFile, Mappings
+from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.memory_folder import MappedFile, Mappings
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
@@ -207,14 +208,9 @@ class Slots:
             self._staging = None
 
     def committed(self) -> list[Slot]:
-        """All valid slots, newest first."""
+        """All valid slots of this and of previous workers, newest first."""
         self.abandon()
-        found = [read_file(file.path, index) for index, file in enumerate(self._files)]
-        return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
-
-    def newest(self) -> Slot | None:
-        """The slot that this or a previous worker committed last; None: there is none."""
-        return next(iter(self.committed()), None)
+        return committed_slots(self._folder, self._owner.local_rank)
 
     def forget(self, *, above_step: int) -> None:
         """Drop slots of later steps: the ranks agreed to continue from this step."""
@@ -279,7 +275,8 @@ class _File:
         self.mapped: MappedFile | None = None
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
-        self.sequence = _sequence_of(path)
+        slot = read_file(path)
+        self.sequence = 0 if slot is None else slot.sequence
         """The sequence number of its committed bytes; 0: none."""
 
     def grow(self, size_bytes: int) -> None:
@@ -462,11 +459,6 @@ def sample(data: memoryview) -> int:
     return crc
 
 
-def _sequence_of(path: Path) -> int:
-    slot = read_file(path)
-    return 0 if slot is None else slot.sequence
-
-
 def _check_memory(more_bytes: int) -> None:
     """A tmpfs may be larger than the free memory: taking that would wake the kernel's OOM killer. Raises OSError."""
     if more_bytes > min(_available_bytes(), *map(group_room_bytes, group_folders())):
@@ -482,8 +474,6 @@ def _available_bytes() -> float:
 
 
 def _free_bytes(folder: Path) -> int:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return 0

@@ -1,19 +1,30 @@
-"""The agent's side of the board: holds workers at their safe points, sets where they stop, reads their progress.
+"""The agent's side of the board, and what this node reads from it: progress, phases of the start, stack samples.
 
-Also holds, for each worker, the memory file into which it writes its stacks when the agent samples them (see
-stack_sampler.py).
+`Board` holds workers at their safe points, sets where they stop, and reads what they have written. It also holds, for
+each worker, the memory file into which it writes its stacks when they are sampled (see stack_sampler.py).
+
+It is read at intervals: `Observer` reports to the agent's machine, `Phases` and `ProgressNotes` write events into the
+journal. They execute, and decide nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
+import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
+from math import inf
+from pathlib import Path
 
+from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
 from holdfast.protocol import board_layout as layout
 from holdfast.protocol.bounds import COUNT_MAX
-from holdfast.protocol.rank_progress import RankProgress, Stage
+from holdfast.protocol.messages import Start
+from holdfast.protocol.rank_progress import RankProgress, RankSample, Stage
+from holdfast.supervisor.stack_sampler import StackSampler
 
 HOLD_SETTLES_S = 0.02
 """From setting HELD until every worker's newest safe point can be read: a worker that read HELD before it was set has
@@ -23,8 +34,8 @@ REPORTS_AT_ONCE = 64
 
 
 class Board:
-    """The board of one generation. Its memory belongs to no file system: it is freed when the last process that maps it
-    ends."""
+    """The board of workers that were started together, and of their replacements. Its memory belongs to no file system:
+    it is freed when the last process that maps it ends."""
 
     def __init__(self, nproc: int) -> None:
         """Raises OSError when there is no memory for the board."""
@@ -34,6 +45,8 @@ class Board:
         self._memory = mmap.mmap(self._fd, layout.size_bytes(nproc))
         self._words = memoryview(self._memory).cast("Q")
         self._began_ns = time.monotonic_ns()
+        self._before = [(0, 0, 0)] * nproc
+        """By local rank: steps, beats and own time of earlier generations."""
         self._stacks: list[int] = []
         for rank in range(nproc):
             fd = os.memfd_create("holdfast-stacks")
@@ -63,12 +76,35 @@ class Board:
             self._words[layout.SAFE_POINT] = safe_point
         self._words[layout.HELD] = 0
 
+    def clear(self, local_rank: int) -> None:
+        """Prepare the slot for another process."""
+        at = layout.slot(local_rank)
+        for word in range(layout.SLOT_WORDS):
+            if word != layout.STACKS:
+                self._words[at + word] = 0
+        os.truncate(self._stacks[local_rank], 0)
+        self._before[local_rank] = (0, 0, 0)
+
+    def begin_again(self) -> None:
+        """The workers go on in another generation, which counts safe points and steps from 0. They wait now."""
+        self._words[layout.HELD] = self._words[layout.SAFE_POINT] = 0
+        self._began_ns = time.monotonic_ns()
+        for rank in range(self._nproc):
+            at = layout.slot(rank)
+            for word in (layout.REACHED, layout.TOLD, layout.BEGAN_AT):
+                self._words[at + word] = 0
+            self._before[rank] = (
+                self._words[at + layout.STEPS],
+                self._words[at + layout.BEATS],
+                self._words[at + layout.OWN],
+            )
+
     def reached(self) -> int:
         """The newest safe point that any worker has reached; 0: no worker has called should_stop()."""
         return min(COUNT_MAX, max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc)))
 
-    def told(self, local_rank: int) -> bool:
-        """Whether this worker knows that it must stop."""
+    def stop_seen(self, local_rank: int) -> bool:
+        """Whether this worker has seen that it must stop."""
         return self._words[layout.slot(local_rank) + layout.TOLD] != 0
 
     def moment(self, mark: int) -> float | None:
@@ -86,7 +122,10 @@ class Board:
         at = layout.slot(local_rank)
         words = self._words[at : at + layout.SLOT_WORDS]
         # A worker may write anything into its memory: the values must still fit into a message.
-        steps, beats = min(words[layout.STEPS], COUNT_MAX), min(words[layout.BEATS], COUNT_MAX)
+        counted = (words[layout.STEPS], words[layout.BEATS], words[layout.OWN])
+        steps, beats, own_ns = (
+            max(0, min(now, COUNT_MAX) - before) for now, before in zip(counted, self._before[local_rank], strict=True)
+        )
         if steps or beats:
             stage = Stage.STEPPING
         elif words[layout.GROUP]:
@@ -95,9 +134,9 @@ class Board:
             stage = Stage.GROUPING
         else:
             stage = Stage.MEETING if words[layout.MEETING] else Stage.STARTING
-        since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT]) or self._began_ns
+        since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT], self._began_ns)
         age_s = max(0, now_ns - since_ns) / 1e9
-        return RankProgress(local_rank, stage, steps or beats, age_s, words[layout.OWN] / 1e9, beats)
+        return RankProgress(local_rank, stage, steps or beats, age_s, own_ns / 1e9, beats)
 
     def job_steps(self, local_rank: int) -> tuple[int, int]:
         """The step of the whole job at which this worker began, and its present one; -1: the script does not report
@@ -108,8 +147,8 @@ class Board:
     def step(self, local_rank: int) -> int:
         """The worker's present step, by its script's own count or else counted from the worker's start; 0: unknown."""
         at = layout.slot(local_rank)
-        told, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
-        return told - 1 if told else (done + 1 if done else 0)
+        reported, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
+        return reported - 1 if reported else (done + 1 if done else 0)
 
     def raised(self) -> set[int]:
         """The local ranks that have reported an exception since the last call."""
@@ -130,3 +169,320 @@ class Board:
         os.close(self._fd)
         for fd in self._stacks:
             os.close(fd)
+
+
+PHASE_DIGITS = 4
+LOOK_FIRST_S, LOOK_GROWTH, LOOK_S_MAX = 0.25, 1.5, 10.0
+"""Between two reads of the board, until the first step is done; each read costs some microseconds."""
+
+MARKS = {
+    "import": layout.MEETING,
+    "store": layout.STORE,
+    "process_group": layout.GROUP,
+    "first_step": layout.FIRST_STEP,
+}
+
+
+class Repeat:
+    """Calls a function at intervals that grow, until `stop`. Runs on the running loop."""
+
+    def __init__(self, call: Callable[[], None], first_s: float, growth: float = 1.0, longest_s: float = inf) -> None:
+        self._call = call
+        self._growth = growth
+        self._longest_s = longest_s
+        self._timer = asyncio.get_running_loop().call_later(first_s, self._ring, first_s)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _ring(self, after_s: float) -> None:
+        after_s = min(after_s * self._growth, self._longest_s)
+        self._timer = asyncio.get_running_loop().call_later(after_s, self._ring, after_s)
+        self._call()
+
+
+class Phases:
+    """How long each part of a generation's start took on this node: the event `phases`, once per generation.
+
+        detect          a worker of the one before has ended in failure  →  its end is ordered
+        stop            → no process of it is alive
+        form            → (or: the agent begins) the order to start: the nodes meet, are assigned and prepared
+        spawn           → all workers run
+        import          → they ask for their process group: imports (the fork server's too if they waited for it)
+                        and whatever else the script does first
+        store           → they are connected to the store
+        process_group   → they have their process group
+        first_step      → the first step of an optimizer is done
+
+    When workers go on in another generation, `stop` ends when all wait for it, `process_group` when all have joined it,
+    and `first_step` with the first step of the training function.
+
+    A part that was not there (no failure, no process group, no optimizer) is left out; what follows is measured from
+    the last moment there was. Where workers differ, the slowest counts. `write` gets the journal's event."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self._durations_s: dict[str, float] = {}
+        """The phases of the generation that starts or runs, seconds."""
+        self._generation: dict[str, int] = {}
+        """The generation's numbers, once it has been ordered to start."""
+        self._last_s = self._loop.time()
+        """The end of the last phase."""
+        self._trouble_s: float | None = None
+        self._stopping = False
+        self._awaited = 0
+        """Workers that do not run yet."""
+        self._board: Board | None = None
+        self._timer: Repeat | None = None
+
+    def trouble(self) -> None:
+        """A worker has failed, and the generation still runs."""
+        if self._trouble_s is None and not self._stopping:
+            self._trouble_s = self._loop.time()
+
+    def stop(self) -> None:
+        """The end of the generation was ordered."""
+        if self._stopping:
+            return
+        self.close()
+        self._stopping = True
+        self._last_s = self._loop.time() if self._trouble_s is None else self._trouble_s
+        if self._trouble_s is not None:
+            self._passed("detect")
+
+    def gone(self) -> None:
+        """No process of the generation is alive."""
+        if self._stopping:
+            self._passed("stop")
+
+    def start(self, generation: int, restart_count: int, nproc: int, board: Board | None) -> None:
+        """The workers were ordered to start. 0 workers and no board: to go on from another generation."""
+        self._passed("form")
+        self._stopping, self._trouble_s = False, None
+        self._generation = {"generation": generation, "restart_count": restart_count}
+        self._awaited, self._board = nproc, board
+
+    def able(self) -> None:
+        """All workers that went on have their process group."""
+        if self._generation and self._board is None:
+            self._passed("process_group")
+
+    def went_on(self) -> None:
+        """All workers that went on have done their first step."""
+        if self._generation and self._board is None:
+            self._passed("first_step")
+            self.close()
+
+    def imported(self) -> None:
+        """The fork server has imported the modules that the workers need; workers that were requested have waited for
+        it."""
+        if self._awaited:
+            self._passed("import")
+
+    def spawned(self) -> None:
+        """One more worker runs. Ignored when the end of its generation has been ordered meanwhile."""
+        if not self._awaited:
+            return
+        self._awaited -= 1
+        if self._awaited == 0:
+            self._passed("spawn")
+            self._timer = Repeat(self._look, LOOK_FIRST_S, LOOK_GROWTH, LOOK_S_MAX)
+
+    def close(self) -> None:
+        """The generation is over: write the phases that were measured."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+        if self._generation:
+            if self._awaited == 0 and self._board is not None:
+                self._read()
+            durations_s = {f"{name}_s": s for name, s in self._durations_s.items()}
+            self._write("phases", **self._generation, **durations_s, until_monotonic=round(self._last_s, PHASE_DIGITS))
+        self._generation, self._durations_s, self._board, self._awaited = {}, {}, None, 0
+
+    def _passed(self, phase: str, moment_s: float | None = None) -> None:
+        now = self._loop.time() if moment_s is None else moment_s
+        self._durations_s[phase] = round(self._durations_s.get(phase, 0.0) + max(0.0, now - self._last_s), PHASE_DIGITS)
+        self._last_s = max(now, self._last_s)
+
+    def _look(self) -> None:
+        assert self._board is not None
+        if self._board.moment(layout.FIRST_STEP) is not None:
+            self.close()
+
+    def _read(self) -> None:
+        assert self._board is not None
+        for phase, mark in MARKS.items():
+            moment_s = self._board.moment(mark)
+            if moment_s is not None:
+                self._passed(phase, moment_s)
+
+
+FIRST_S, GROWTH, EVERY_S = 1.0, 2.0, 10.0
+"""Between two events: soon after the start, so that short runs have events too, then rarely."""
+PROGRESS_DIGITS = 3
+
+
+class ProgressNotes:
+    """Writes the progress of one node's workers, generation after generation. `write` gets the journal's event."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self._note: Callable[[], None] | None = None
+        """Writes one event of the running generation."""
+        self._timer: Repeat | None = None
+
+    def start(
+        self, generation: int, rank_base: int, board: Board, look: Callable[[], tuple[RankProgress, ...]]
+    ) -> None:
+        """The workers of this generation were ordered to start."""
+        self._stop()
+
+        def note() -> None:
+            ranks = look()
+            steps = [board.job_steps(each.local_rank) for each in ranks]
+            self._write(
+                "progress",
+                generation=generation,
+                rank_base=rank_base,
+                stages=[each.stage.value for each in ranks],
+                steps=[each.steps for each in ranks],
+                ages_s=[round(each.age_s, PROGRESS_DIGITS) for each in ranks],
+                own_s=[round(each.own_s, PROGRESS_DIGITS) for each in ranks],
+                began_at=[began for began, _ in steps],
+                at=[at for _, at in steps],
+            )
+
+        self._note = note
+        self._timer = Repeat(note, FIRST_S, GROWTH, EVERY_S)
+
+    def close(self) -> None:
+        """The generation is over; its board is still open."""
+        note = self._note
+        self._stop()
+        if note is not None:
+            note()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+        self._note = None
+
+
+REACH_S_MAX = 3.0
+"""Limit for the test connection to the generation's store."""
+
+
+class Observer:
+    """Reports the workers of one node, generation after generation. `emit` gets the machine's events, on the loop."""
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        emit: Callable[[Event], None],
+        *,
+        host: str,
+        folder: Path | None,
+        interval_s: float,
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        """`folder`: the run's, where evidence is kept; None: no evidence is kept. `fault`: gets the error of a failed
+        sample, whose result is then empty."""
+        self._fault = fault
+        self._tasks = tasks
+        self._emit = emit
+        self._host = host
+        self._folder = folder
+        self._interval_s = interval_s
+        self._generation = 0
+        self._stack_sampler: StackSampler | None = None
+        self._store = ("", 0)
+        self._timer: Repeat | None = None
+
+    def start(
+        self,
+        start: Start,
+        board: Board,
+        rank_of: Callable[[int], int],
+        progress: Callable[[], tuple[RankProgress, ...]],
+    ) -> None:
+        """The workers of this generation were ordered to start. The board may be closed once others are started.
+        `rank_of`: the present rank of a local rank."""
+        self.stop()
+        if self._stack_sampler is not None:
+            self._tasks.create_task(self._stack_sampler.close())
+        self._stack_sampler = StackSampler(board, start.generation, rank_of)
+        self._begin(start, progress)
+
+    def regrouped(self, start: Start, progress: Callable[[], tuple[RankProgress, ...]]) -> None:
+        """The workers were ordered to go on in this generation."""
+        self.stop()
+        assert self._stack_sampler is not None
+        self._stack_sampler.regrouped(start.generation)
+        self._begin(start, progress)
+
+    def _begin(self, start: Start, progress: Callable[[], tuple[RankProgress, ...]]) -> None:
+        self._generation = start.generation
+        self._store = (start.master_addr, start.master_port)
+
+        def report() -> None:
+            self._emit(WorkersProgress(start.generation, progress()))
+
+        self._timer = Repeat(report, self._interval_s)
+
+    def stop(self) -> None:
+        """No worker of the generation is alive."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+
+    async def close(self) -> None:
+        self.stop()
+        if self._stack_sampler is not None:
+            await self._stack_sampler.close()
+
+    def look(self, generation: int, number: int, pids: Mapping[int, int], *, store: bool) -> None:
+        """Sample each of these workers (local rank -> pid), and try to reach the store if asked. Answers with
+        WorkersSeen."""
+        self._tasks.create_task(self._look(generation, number, pids, store=store))
+
+    async def _look(self, generation: int, number: int, pids: Mapping[int, int], *, store: bool) -> None:
+        samples, reach = await asyncio.gather(self.samples(generation, pids), self._reach(store))
+        self._emit(WorkersSeen(generation, number, samples, reach))
+
+    async def samples(self, generation: int, pids: Mapping[int, int]) -> tuple[RankSample, ...]:
+        """One sample of each of these workers; none when the generation is over."""
+        if self._stack_sampler is None or generation != self._generation:
+            return ()
+        try:
+            return await self._stack_sampler.look(pids, self._folder)
+        except OSError:  # no descriptor left, or the generation is over meanwhile: no samples
+            return ()
+        except Exception as error:  # noqa: BLE001 - no thread left, or a fault of ours: what only looks ends no job
+            self._fault("look", error)
+            return ()
+
+    async def _reach(self, wanted: bool) -> tuple[str, ...]:
+        """The problems with the connection to the store, in words."""
+        if not wanted:
+            return ()
+        address, port = self._store
+        try:
+            async with asyncio.timeout(REACH_S_MAX):
+                _, writer = await asyncio.open_connection(address, port)
+        except TimeoutError:
+            problem = "timed out"
+        except socket.gaierror as error:
+            problem = f"the name is not known here ({error.strerror})"
+        except UnicodeError:
+            problem = "that is no name of a host"
+        except OSError as error:
+            problem = (
+                "connection refused" if isinstance(error, ConnectionRefusedError) else str(error.strerror or error)
+            )
+        else:
+            writer.close()
+            return ()
+        return (f"{self._host} cannot reach {address}:{port}: {problem}",)

@@ -131,8 +131,8 @@ class SupervisorClient:
         return not self._ended.is_set()
 
     def start_fork_server(self, order: seqpacket.Message) -> None:
-        """Import the modules of `preload.order_for` in the fork server, for every `warm` process that is spawned from
-        now on."""
+        """Import modules in the fork server, for every `warm` process that is spawned from now on. `order`: from
+        worker_command.py."""
         self._send(order)
 
     def spawn(
@@ -173,6 +173,10 @@ class SupervisorClient:
     def signal(self, key: str, signum: int) -> None:
         """Signal the process itself, not its children; does nothing when it has ended."""
         self._send({"do": "signal", "key": key, "signum": int(signum)})
+
+    def kill_session(self, pid: int) -> None:
+        """SIGKILL the children that this process left behind: those in its session, and all below them."""
+        self._send({"do": "kill_session", "pid": pid})
 
     def ignore(self, signum: int) -> None:
         """Every process spawned from now on starts with this signal ignored."""

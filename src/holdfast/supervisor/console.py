@@ -256,10 +256,10 @@ class Console:
             os.close(self._wake_fd)
 
     def _say_lost(self) -> None:
-        """Report once that stdout's reader is gone (`| head`), since the job itself goes on."""
+        """Report once that stdout's reader is gone (`| head`), since the job itself continues."""
         if self.out.broken and not self._lost and not self.err.broken:
             self._lost = True
-            self.say("nobody reads standard output any more; the job goes on, and `holdfast logs` shows its lines")
+            self.say("standard output has no reader any more; the job continues, and `holdfast logs` shows its lines")
 
     def _put_said(self) -> None:
         if not self.err.free:

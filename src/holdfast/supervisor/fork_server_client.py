@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -38,83 +38,59 @@ Command = dict[str, Any]
 
 
 class Fork:
-    """A requested worker. Owns its descriptors, because it may have to be started by exec."""
+    """A requested worker, or a standby. Owns a worker's descriptors, because it may have to be started by exec."""
 
-    def __init__(self, command: Command, fds: list[int], standby: Standby | None = None) -> None:
-        """Raises OSError when no descriptor is left. `standby`: the standby that is to become this worker."""
+    def __init__(self, command: Command | None = None, fds: Sequence[int] = ()) -> None:
+        """Raises OSError when no descriptor is left."""
         self.command = command
-        self.fds = fds
-        self.standby = standby
-        self.theirs: socket.socket | None = None
-        if standby is None:
-            self.ours, self.theirs = seqpacket.pair()
-        else:
-            self.ours = standby.ours
+        """None: a standby, which waits for the command that makes it a worker."""
+        self.fds = list(fds)
+        self.parked_pid = 0
+        """The process, once it is a parked standby; it stays set when the standby becomes a worker."""
+        self.ours, self.theirs = seqpacket.pair()
 
-    def packet(self, supervisor: int) -> tuple[Command, list[int]]:
+    def packet(self) -> tuple[Command, list[int]]:
         """The request, and the descriptors that go with it: 0, 1 and 2 are the supervisor's own where not named."""
+        answer = [] if self.parked_pid else [self.theirs.fileno()]
+        if self.command is None:
+            return {"park": True, "supervisor": os.getpid()}, answer
         numbers = list(self.command["fds"])
         own = [number for number in (0, 1, 2) if number not in numbers]
         wish = {name: self.command[name] for name in WISH_FIELDS}
-        answer = [self.theirs.fileno()] if self.theirs is not None else []
-        return {**wish, "fds": numbers + own, "supervisor": supervisor}, [*answer, *self.fds, *own]
-
-    def sent(self) -> None:
-        if self.theirs is not None:
-            self.theirs.close()
+        return {**wish, "fds": numbers + own, "supervisor": os.getpid()}, [*answer, *self.fds, *own]
 
     def close(self) -> None:
         self.ours.close()
-        self.sent()
+        self.theirs.close()
         for fd in self.fds:
             os.close(fd)
         self.fds = []
 
 
-class Standby:
-    """A forked worker that waits for its assignment. Until it has sent its pid, it is still being forked."""
-
-    def __init__(self) -> None:
-        """Raises OSError when no descriptor is left."""
-        self.ours, self.theirs = seqpacket.pair()
-        self.pid = 0
-
-    def packet(self, supervisor: int) -> tuple[Command, list[int]]:
-        return {"park": True, "supervisor": supervisor}, [self.theirs.fileno()]
-
-    def sent(self) -> None:
-        self.theirs.close()
-
-    def close(self) -> None:
-        self.ours.close()
-        self.theirs.close()
-
-
 class ForkServerClient:
-    """Runs at most one fork server at a time. Every request ends in `born`, in `spawn`, or in an `ended` event."""
+    """Runs at most one fork server at a time. Every request ends in `forked`, in `spawn`, or in an `ended` event."""
 
     def __init__(
         self,
         poller: select.poll,
         spawn: Callable[[Command, list[int]], None],
-        born: Callable[[Command, int], None],
+        forked: Callable[[Command, int], None],
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`spawn` starts a program by exec, `born` records a worker that was forked, `tell` passes an event on."""
+        """`spawn` starts a program by exec, `forked` records a worker that was forked, `tell` passes an event on."""
         self._poller = poller
         self._spawn = spawn
-        self._born = born
+        self._forked = forked
         self._tell = tell
         self._order: Command | None = None
         self._control: socket.socket | None = None
         self._ready = False
         self._rebuilds = 0
         self._unfit = False
-        self._queue: deque[tuple[Command, list[int], Fork | Standby | None]] = deque()
+        self._queue: deque[tuple[Command, list[int], Fork | None]] = deque()
+        """Requests that the fork server has not taken yet."""
         self._forks: dict[int, Fork] = {}
-        """By descriptor of our end of the answer's socket."""
-        self._standbys: dict[int, Standby] = {}
-        """The same; parked, or still being forked."""
+        """Requested workers and standbys, by descriptor of our end of the answer's socket."""
         self._park_at_s = inf
         """When standbys are due, by the monotonic clock."""
         self._later = 0
@@ -124,7 +100,7 @@ class ForkServerClient:
         self._told: set[str] = set()
 
     def begin(self, order: Command) -> None:
-        """Start the fork server; `order` comes from supervisor/preload.py."""
+        """Start the fork server; `order` comes from supervisor/worker_command.py."""
         self._order = order
         self._try_start(order)
 
@@ -141,15 +117,12 @@ class ForkServerClient:
             if self._promote(command, fds):
                 return
         try:
-            fork = Fork(command, fds)
+            self._request(Fork(command, fds))
         except OSError:  # no descriptors left
             self._spawn(command, fds)
             for fd in fds:
                 os.close(fd)
             return
-        self._forks[fork.ours.fileno()] = fork
-        self._poller.register(fork.ours, select.POLLIN)
-        self._queue.append((*fork.packet(os.getpid()), fork))
         self._flush()
 
     def patience_s(self) -> float:
@@ -166,36 +139,32 @@ class ForkServerClient:
             self._park()
 
     def owns(self, fd: int) -> bool:
-        return fd in self._forks or fd in self._standbys or (self._control is not None and fd == self._control.fileno())
+        return fd in self._forks or (self._control is not None and fd == self._control.fileno())
 
     def serve(self, fd: int) -> None:
         """Handle a descriptor that is ready."""
         if fd in self._forks:
-            self._settle(self._forks[fd])
-        elif fd in self._standbys:
-            self._hear_standby(self._standbys[fd])
+            self._read_answer(self._forks[fd])
         else:
             self._flush()
             self._listen()
 
-    def settle_all(self) -> None:
+    def read_answers(self) -> None:
         """Process every answer that has already arrived."""
         for fork in list(self._forks.values()):
-            self._settle(fork)
-        for standby in list(self._standbys.values()):
-            self._hear_standby(standby)
+            self._read_answer(fork)
 
     def cancel(self, key: str | None, signum: int) -> None:
         """A signal ends workers that are still being forked, as it would end a Python that is starting.
 
         `key`: that worker; None: all but services.
         """
-        self.settle_all()
+        self.read_answers()
         for fork in list(self._forks.values()):
-            if fork.command["key"] == key or (key is None and not fork.command["service"]):
-                self._forget(fork)
-                fork.close()
-                self._tell({"is": "ended", "key": fork.command["key"], "pid": 0, "exit_code": -signum})
+            command = fork.command
+            if command is not None and (command["key"] == key or (key is None and not command["service"])):
+                self._drop(fork)
+                self._tell({"is": "ended", "key": command["key"], "pid": 0, "exit_code": -signum})
 
     def ended(self, exit_code: int) -> None:
         """The process has ended: start another one, unless that would end in the same way."""
@@ -263,7 +232,7 @@ class ForkServerClient:
                 continue
             self._queue.popleft()
             if fork is not None:
-                fork.sent()
+                fork.theirs.close()
         if self._control is not None:
             self._poller.modify(self._control, select.POLLIN | (select.POLLOUT if self._queue else 0))
 
@@ -318,98 +287,89 @@ class ForkServerClient:
 
     # --- the workers --------------------------------------------------------------------------------------------------
 
-    def _settle(self, fork: Fork) -> None:
-        answer = _heard(fork.ours)
+    def _request(self, fork: Fork) -> None:
+        self._forks[fork.ours.fileno()] = fork
+        self._poller.register(fork.ours, select.POLLIN)
+        self._queue.append((*fork.packet(), fork))
+
+    def _read_answer(self, fork: Fork) -> None:
+        answer = _answer(fork.ours)
         if answer is None:
             return
         word, rest = answer
         if word != "pid":
             self._give_up(fork, rest)
-            return
-        self._forget(fork)
-        self._born(fork.command, int(rest))
-        with contextlib.suppress(OSError):  # it has been killed
-            fork.ours.send(b"go")
-        fork.close()
+        elif fork.command is None:
+            self._parked(fork, int(rest))
+        else:
+            self._forked(fork.command, int(rest))
+            with contextlib.suppress(OSError):  # it has been killed
+                fork.ours.send(b"go")
+            self._drop(fork)
 
-    def _give_up(self, fork: Fork | Standby, why: str) -> None:
+    def _give_up(self, fork: Fork, why: str) -> None:
         """It will not be forked: a worker is started by exec, a standby is dropped."""
-        if isinstance(fork, Standby):
-            self._dismiss(fork)
+        command = fork.command
+        if command is None:
+            self._drop(fork)
             return
-        if fork.standby is not None and not why and self.takes(fork.command):  # it was killed: fork another one
-            fds, fork.fds = fork.fds, []
-            self._forget(fork)
-            fork.close()
-            self.ask(fork.command, fds)
+        fds, fork.fds = fork.fds, []
+        self._drop(fork)
+        if fork.parked_pid and not why and self.takes(command):  # the standby was killed: fork another one
+            self.ask(command, fds)
             return
         if why and why not in self._told:
             self._told.add(why)
             self._say(why, "")
-        self._forget(fork)
         try:
-            self._spawn(fork.command, fork.fds)
+            self._spawn(command, fds)
         finally:
-            fork.close()
+            for fd in fds:
+                os.close(fd)
+
+    def _drop(self, fork: Fork) -> None:
+        """Forget this fork and close its descriptors, which ends a parked standby."""
+        del self._forks[fork.ours.fileno()]
+        self._poller.unregister(fork.ours)
+        self._queue = deque(item for item in self._queue if item[2] is not fork)
+        fork.close()
 
     # --- the standbys -------------------------------------------------------------------------------------------------
 
     def _park(self) -> None:
         assert self._order is not None
         try:
-            for _ in range(self._order["standby"] - len(self._standbys)):
-                standby = Standby()
-                self._standbys[standby.ours.fileno()] = standby
-                self._poller.register(standby.ours, select.POLLIN)
-                self._queue.append((*standby.packet(os.getpid()), standby))
+            for _ in range(self._order["standby"] - len(self._standbys())):
+                self._request(Fork())
         except OSError:  # no descriptors left: restarts fork then
             pass
         self._flush()
 
-    def _hear_standby(self, standby: Standby) -> None:
-        answer = _heard(standby.ours)
-        if answer is None:
-            return
-        word, rest = answer
-        if word != "pid":
-            self._dismiss(standby)
-            return
-        standby.pid = int(rest)
-        self._born({"key": STANDBY, "service": True}, standby.pid)
-        if all(each.pid for each in self._standbys.values()):
-            own = [processes.own_bytes(each.pid) for each in self._standbys.values()]
-            self._tell({"is": "standby", "pids": [each.pid for each in self._standbys.values()], "own_bytes": sum(own)})
+    def _standbys(self) -> list[Fork]:
+        return [fork for fork in self._forks.values() if fork.command is None]
+
+    def _parked(self, standby: Fork, pid: int) -> None:
+        standby.parked_pid = pid
+        self._forked({"key": STANDBY, "service": True}, pid)
+        pids = [each.parked_pid for each in self._standbys()]
+        if all(pids):
+            self._tell({"is": "standby", "pids": pids, "own_bytes": sum(map(processes.own_bytes, pids))})
 
     def _promote(self, command: Command, fds: list[int]) -> bool:
         """Turn a parked standby into a worker, if there is one; then takes ownership of `fds`."""
-        for standby in [each for each in self._standbys.values() if each.pid]:
-            fork = Fork(command, fds, standby)
-            packet, given = fork.packet(os.getpid())
+        for standby in [each for each in self._standbys() if each.parked_pid]:
+            standby.command, standby.fds = command, fds
             try:
-                seqpacket.send(standby.ours, packet, given)
+                seqpacket.send(standby.ours, *standby.packet())
             except OSError:  # it has been killed
-                self._dismiss(standby)
+                standby.command, standby.fds = None, []
+                self._drop(standby)
                 continue
-            number = standby.ours.fileno()
-            del self._standbys[number]
-            self._forks[number] = fork
             return True
         return False
 
-    def _dismiss(self, standby: Standby) -> None:
-        """End this standby, if it lives."""
-        del self._standbys[standby.ours.fileno()]
-        self._poller.unregister(standby.ours)
-        self._queue = deque(item for item in self._queue if item[2] is not standby)
-        standby.close()
 
-    def _forget(self, fork: Fork) -> None:
-        del self._forks[fork.ours.fileno()]
-        self._poller.unregister(fork.ours)
-        self._queue = deque(item for item in self._queue if item[2] is not fork)
-
-
-def _heard(sock: socket.socket) -> tuple[str, str] | None:
+def _answer(sock: socket.socket) -> tuple[str, str] | None:
     """The first word of an answer, and the rest; empty when the sender is gone. None: no answer yet."""
     try:
         answer = sock.recv(ANSWER_BYTES_MAX)

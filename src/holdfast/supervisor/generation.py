@@ -1,4 +1,7 @@
-"""The workers of one generation on one node, from the order to start until no process of it is alive.
+"""The workers of one node, from the order to start until no process of them is alive, and their replacements.
+
+Workers that can go on take part in several generations: they are released from one, wait at the gate, and get their
+place in the next.
 
 Executes; decides nothing. Only the agent's machine knows the phase of the generation: `work` returns it.
 """
@@ -6,37 +9,65 @@ Executes; decides nothing. Only the agent's machine knows the phase of the gener
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from holdfast.agent.agent_state import Work
-from holdfast.agent.events import Event, WorkerEnded
-from holdfast.protocol.board_layout import BOARD_VARIABLE
+from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
+from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Survive
 from holdfast.protocol.rank_progress import RankProgress
 from holdfast.protocol.worker_env import worker_environment
-from holdfast.runtime.journal import Journal
-from holdfast.supervisor.board import Board
+from holdfast.runtime.run_folder import Journal, WorkerStreams
+from holdfast.supervisor.board import Board, Phases
+from holdfast.supervisor.channel import (
+    AtGate,
+    Refuses,
+    SaysAble,
+    SaysReady,
+    SaysUnable,
+    WentOn,
+    WorkerChannel,
+    WorkerMessage,
+)
 from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
-from holdfast.supervisor.log_layout import WorkerStreams
-from holdfast.supervisor.observer import Phases
-from holdfast.supervisor.preload import worker_argv, worker_fds
+from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)
 """A worker that ends in one of these states was stopped."""
 
 
+Variables = Callable[[int, int], Mapping[str, str]]
+"""More variables of a worker, by generation and local rank."""
+
+
+def taking_part(assign: Assign, nproc: int) -> Sequence[int]:
+    """The local ranks of a node with `nproc` workers that take part in a generation."""
+    return range(nproc) if assign.local_ranks is None else assign.local_ranks
+
+
+def _folder(streams: WorkerStreams) -> str:
+    """Where a worker writes its logs, below the run folder; empty: there are no files."""
+    file = streams.stdout_file
+    return os.path.join(file.parent.parent.name, file.parent.name) if file is not None else ""
+
+
 class RunningGeneration:
-    """Holds the generation's board and workers, and reports the end of each worker."""
+    """Holds the workers' board and channel, and reports what they say and how each of them ends."""
 
     def __init__(
         self,
         options: RunOptions,
         assign: Assign,
+        start: Start,
         streams: Mapping[int, WorkerStreams],
         *,
         host: str,
@@ -45,95 +76,282 @@ class RunningGeneration:
         journal: Journal,
         phases: Phases,
         ends: Ends,
+        on_gate: Callable[[], None],
+        parent: Mapping[str, str],
+        variables: Variables,
     ) -> None:
-        """`streams`: by local rank."""
+        """`streams`: by local rank. `on_gate`: one more worker waits at the gate. `parent`: the environment that
+        workers inherit; `variables`: what they get beside their place."""
         self.number = assign.generation
         self.board = Board(options.nproc)
         self._options = options
-        self._assign = assign
+        self.assign = assign
+        self._start = start
+        self._began_in = assign.generation
         self._host = host
         self._work = work
         self._emit = emit
         self._journal = journal
         self._phases = phases
         self._ends = ends
+        self._on_gate = on_gate
+        self._parent = parent
+        self._variables = variables
         self._loop = asyncio.get_running_loop()
+        self._ranks = {rank: assign.rank_base + rank for rank in range(options.nproc)}
+        """The newest rank of each local rank, whether it takes part now or not."""
+        self._gathering = False
+        """The workers are on their way to the gate, or wait there."""
+        self._replacing = self.number
+        """The generation in which the newest replacements were ordered."""
+        self._left: list[int] = []
+        """The processes of workers that have ended. Their children may live."""
         self._workers = {
-            self._key(rank): Worker(rank, its_streams, began_s=self._loop.time())
-            for rank, its_streams in streams.items()
+            rank: self._new_worker(rank, its_streams, self.number) for rank, its_streams in streams.items()
         }
         self._loop.add_reader(self.board.raised_fd, self._on_raised)
+        self._channel = self._open_channel()
 
-    def _key(self, local_rank: int) -> str:
-        return f"worker#{self.number}#{local_rank}"
+    def _new_worker(self, local_rank: int, streams: WorkerStreams, generation: int) -> Worker:
+        key = f"worker#{self.number}#{local_rank}"
+        return Worker(local_rank, streams, key, generation, began_s=self._loop.time())
+
+    def _open_channel(self) -> WorkerChannel | None:
+        """None: the workers cannot go on after a loss."""
+        if self._options.job.survive is Survive.OFF:
+            return None
+        try:
+            return WorkerChannel(channel_name(self.board.address(0)), self._living, self._heard, self._unheard)
+        except OSError as error:
+            self._journal.write("channel", problem=error.strerror or str(error))
+            return None
+
+    @property
+    def _taking_part(self) -> Sequence[int]:
+        return taking_part(self.assign, self._options.nproc)
+
+    def rank_of(self, local_rank: int) -> int:
+        return self._ranks[local_rank]
 
     # ---------------------------------------------------------------- commands
 
     def spawn(
+        self, supervisor: SupervisorClient, cpus: Mapping[int, Sequence[int]], started: Callable[[int], None]
+    ) -> None:
+        """Order all workers to start. `cpus`: by local rank, with --numa-binding. `started` is called with each local
+        rank."""
+        for worker in self._workers.values():
+            self._spawn(worker, supervisor, cpus, started)
+
+    def replace(
         self,
         supervisor: SupervisorClient,
-        start: Start,
-        parent: Mapping[str, str],
-        saver_environment: Callable[[int, int], Mapping[str, str]],
+        streams: Mapping[int, WorkerStreams],
         cpus: Mapping[int, Sequence[int]],
         started: Callable[[int], None],
     ) -> None:
-        """Order all workers to start. `parent`: the environment that they inherit. `cpus`: by local rank, with
-        --numa-binding. `started` is called with each local rank."""
-        for key, worker in self._workers.items():
-            rank, streams = worker.local_rank, worker.streams
-            error_file = str(streams.error_file) if streams.error_file is not None else ""
-            environment = worker_environment(
-                self._options, self._assign, start, rank, error_file=error_file, parent=parent
-            )
-            environment[BOARD_VARIABLE] = self.board.address(rank)
-            environment.update(saver_environment(self.number, rank))
-            wanted = {1: streams.fds.stdout, 2: streams.fds.stderr, **worker_fds(self._options, rank)}
-            supervisor.spawn(
-                key,
-                worker_argv(self._options, rank),
-                env_set=environment,
-                fds={number: fd for number, fd in wanted.items() if fd is not None},
-                cpus=cpus.get(rank),
-                warm=bool(self._options.preload.modules),
-            )
-            worker.began_s = self._loop.time()
-            started(rank)
+        """Order replacements to start for these local ranks. `cpus` and `started` as for `spawn`."""
+        self._replacing = self.number
+        for local_rank, its_streams in streams.items():
+            worker = self._workers[local_rank] = self._new_worker(local_rank, its_streams, 0)
+            self.board.clear(local_rank)
+            self._journal.write("replacing", **self._place(worker), folder=_folder(its_streams))
+            self._spawn(worker, supervisor, cpus, started)
+
+    def _spawn(
+        self,
+        worker: Worker,
+        supervisor: SupervisorClient,
+        cpus: Mapping[int, Sequence[int]],
+        started: Callable[[int], None],
+    ) -> None:
+        rank, fds = worker.local_rank, worker.streams.fds
+        environment = self._environment(self._whole(), self._start, worker)
+        if not worker.generation:
+            environment[REPLACEMENT_VARIABLE] = "1"
+        wanted = {1: fds.stdout, 2: fds.stderr, **worker_fds(self._options, rank)}
+        supervisor.spawn(
+            worker.key,
+            worker_argv(self._options, rank),
+            env_set=environment,
+            fds={number: fd for number, fd in wanted.items() if fd is not None},
+            cpus=cpus.get(rank),
+            warm=bool(self._options.preload.modules),
+        )
+        worker.began_s = self._loop.time()
+        started(rank)
+
+    def _whole(self) -> Assign:
+        """This node's place if all its workers took part."""
+        missing = self._options.nproc - len(self._taking_part)
+        return replace(
+            self.assign,
+            local_ranks=None,
+            world_size=self.assign.world_size + missing,
+            role_world_size=self.assign.role_world_size + missing,
+        )
+
+    def _environment(self, assign: Assign, start: Start, worker: Worker) -> dict[str, str]:
+        rank, file = worker.local_rank, worker.streams.error_file
+        return {
+            **worker_environment(self._options, assign, start, rank, error_file=str(file or ""), parent=self._parent),
+            BOARD_VARIABLE: self.board.address(rank),
+            **self._variables(self.number, rank),
+        }
+
+    def regroup(self, supervisor: SupervisorClient, assign: Assign, safe_point: int) -> None:
+        """Release the workers that take part in this generation, at this safe point; 0: at once. They come to the
+        gate."""
+        self.assign = assign
+        self.number = self._ends.generation = assign.generation
+        self._gathering = True
+        for local_rank in self._taking_part:
+            self._ranks[local_rank] = assign.rank_base + assign.place(local_rank)
+        while self._left:
+            supervisor.kill_session(self._left.pop())
+        for worker in self._workers.values():
+            worker.able, worker.gate = False, 0
+            if worker.local_rank in self._taking_part and self._channel is not None:
+                cut = not safe_point and worker.generation > 0
+                self._channel.send(worker.local_rank, {"do": "release", "generation": self.number, "cut": cut})
+        self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
+
+    def survivors(self) -> dict[str, object]:
+        """Fields of the event `generation` for workers that went on: who takes part, and where each writes its logs."""
+        if self.number == self._began_in:
+            return {}
+        folders = [_folder(self._workers[rank].streams) for rank in self._taking_part if rank in self._workers]
+        return {"local_ranks": list(self._taking_part), "folders": folders}
+
+    @property
+    def at_gate(self) -> bool:
+        """Whether all workers that take part wait there."""
+        waiting = {rank for rank, worker in self._workers.items() if worker.gate == self.number}
+        return self._gathering and waiting.issuperset(self._taking_part)
+
+    def kill_missing(self, supervisor: SupervisorClient) -> None:
+        """Kill the workers that take part and are not at the gate."""
+        for worker in self._workers.values():
+            if worker.generation and worker.local_rank in self._taking_part and worker.gate != self.number:
+                self._journal.write("not_released", **self._place(worker), pid=worker.pid)
+                supervisor.signal(worker.key, signal.SIGKILL)
+
+    def go_on(self, start: Start) -> None:
+        """Give each worker at the gate its place in the generation that `regroup` announced."""
+        self._gathering = False
+        self._start = start
+        self.board.begin_again()
+        for worker in self._workers.values():
+            if worker.gate == self.number:
+                worker.generation, worker.ready, worker.gate = self.number, False, 0
+                environment = self._environment(self.assign, start, worker)
+                assert self._channel is not None
+                self._channel.send(
+                    worker.local_rank, {"do": "go", "generation": self.number, "environment": environment}
+                )
 
     def signal(self, supervisor: SupervisorClient, signum: int, *, to_end: bool) -> None:
         """Signal the worker processes, not their children. A worker that has raised is already ending: a signal to end
         would interrupt its exit functions."""
-        for key, worker in self._workers.items():
+        for worker in self._workers.values():
             if not (to_end and worker.raised):
-                supervisor.signal(key, signum)
+                supervisor.signal(worker.key, signum)
 
     # ---------------------------------------------------------------- observing workers
 
     def pids(self) -> dict[int, int]:
-        return {worker.local_rank: worker.pid for worker in self._workers.values() if worker.pid}
+        """The processes of the workers that take part, by local rank."""
+        return {rank: pid for rank, pid in self._living().items() if pid and rank in self._taking_part}
 
     def progress(self) -> tuple[RankProgress, ...]:
-        """The workers' progress, as they wrote it on the board."""
-        return self.board.progress(time.monotonic_ns())
+        """The progress of the workers that take part, as they wrote it on the board."""
+        everybody = self.board.progress(time.monotonic_ns())
+        return tuple(each for each in everybody if each.local_rank in self._taking_part)
+
+    def _living(self) -> dict[int, int]:
+        return {rank: worker.pid for rank, worker in self._workers.items()}
+
+    # ---------------------------------------------------------------- messages of workers
+
+    def _heard(self, local_rank: int, message: WorkerMessage) -> None:
+        worker = self._workers.get(local_rank)
+        if worker is None:
+            return
+        match message:
+            case SaysAble(generation):
+                if (generation or worker.generation) == self.number and not self._gathering:
+                    self._set_able(worker, able=True)
+            case SaysUnable():
+                self._set_able(worker, able=False)
+                if self._gathering and local_rank in self._taking_part and worker.generation:
+                    self._refused(worker, "its training function has ended")
+            case SaysReady():
+                self._ready(worker)
+            case AtGate(generation):
+                if self._gathering and generation == self.number:
+                    worker.gate = generation
+                    self._on_gate()
+            case Refuses(why):
+                self._refused(worker, why)
+            case WentOn(generation, step, steps_lost, seconds):
+                if generation == self.number:
+                    fields = {"step": step, "steps_lost": steps_lost, "seconds": seconds}
+                    self._journal.write("went_on", **self._place(worker), **fields)
+                    worker.stepped = generation
+                    if all(each.stepped == generation for each in self._workers.values() if each.generation):
+                        self._phases.went_on()
+
+    def _unheard(self, local_rank: int) -> None:
+        """The worker has closed its connection: nobody can release it."""
+        worker = self._workers.get(local_rank)
+        if worker is not None:
+            self._set_able(worker, able=False)
+
+    def _set_able(self, worker: Worker, *, able: bool) -> None:
+        if worker.able != able:
+            worker.able = able
+            ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.able))
+            self._journal.write("able", generation=self.number, local_ranks=list(ranks))
+            self._emit(WorkersAble(self.number, ranks))
+            if set(ranks) == set(self._taking_part):
+                self._phases.able()
+
+    def _ready(self, worker: Worker) -> None:
+        if worker.generation or worker.ready:
+            return
+        worker.ready = True
+        seconds = round(self._loop.time() - worker.began_s, 3)
+        self._journal.write("replacement_ready", **self._place(worker), pid=worker.pid, seconds=seconds)
+        ranks = tuple(sorted(rank for rank, each in self._workers.items() if each.ready))
+        self._emit(ReplacementsReady(self._replacing, ranks))
+
+    def _refused(self, worker: Worker, why: str) -> None:
+        self._journal.write("cannot_regroup", **self._place(worker), why=why)
+        self._emit(RegroupRefused(self.number, f"rank {self.rank_of(worker.local_rank)}: {why}"))
 
     # ---------------------------------------------------------------- ends of workers
 
     def started(self, event: ProcessStarted) -> None:
-        worker = self._workers.get(event.key)
+        worker = self._by_key(event.key)
         if worker is not None:
             worker.pid = event.pid
+            if self._channel is not None:
+                self._channel.started()
             self._phases.spawned()
             self._journal.write("worker_started", **self._place(worker), pid=event.pid)
 
     def not_started(self, event: SpawnFailed) -> None:
-        worker = self._workers.pop(event.key, None)
+        worker = self._by_key(event.key)
         if worker is not None:
+            self._remove(worker)
             self._ends.unstarted(self._bare(worker, 0), event.errno, event.text)
 
     def ended(self, event: ProcessEnded) -> None:
-        worker = self._workers.pop(event.key, None)
+        worker = self._by_key(event.key)
         if worker is not None:
+            self._remove(worker)
             worker.pid = event.pid
+            self._left.append(event.pid)
             work = self._work()
             # A stop sends SIGTERM: a SIGKILL that we did not send is a cause of its own, even when it is seen late.
             others = event.exit_code == -signal.SIGKILL and work is not Work.KILLING
@@ -142,7 +360,9 @@ class RunningGeneration:
     def lost(self) -> Callable[[], None] | None:
         """Call this when the supervisor was killed, and the workers with it. Returns a function that reports their
         ends; None: there were no workers."""
-        lost, self._workers = list(self._workers.values()), {}
+        lost = list(self._workers.values())
+        for worker in lost:
+            self._remove(worker)
         stopped = self._work() in ENDING  # orders given from now on must not affect how these ends are recorded
 
         def report() -> None:
@@ -151,24 +371,36 @@ class RunningGeneration:
 
         return report if lost else None
 
+    def _by_key(self, key: str) -> Worker | None:
+        return next((worker for worker in self._workers.values() if worker.key == key), None)
+
+    def _remove(self, worker: Worker) -> None:
+        del self._workers[worker.local_rank]
+        if self._channel is not None:
+            self._channel.forget(worker.local_rank)
+
+    def _stop_seen(self, local_rank: int) -> bool:
+        """Whether the worker was ordered to stop. At a safe point for another generation it is not."""
+        return self.board.stop_seen(local_rank) and not self._gathering
+
     def _on_raised(self) -> None:
         """Report at once: exit functions after an exception can take seconds."""
         for local_rank in self.board.raised():
-            worker = self._workers.get(self._key(local_rank))
+            worker = self._workers.get(local_rank)
             if worker is not None and worker.pid and not worker.raised:
                 worker.raised = True
                 self._journal.write("worker_raised", **self._place(worker), pid=worker.pid)
                 self._phases.trouble()
-                after_stop = self._work() in ENDING or self.board.told(local_rank)
+                after_stop = self._work() in ENDING or self._stop_seen(local_rank)
                 self._ends.report(worker, self._bare(worker, EXIT_AFTER_EXCEPTION, after_stop=after_stop), raised=True)
 
     def _report(self, worker: Worker, exit_code: int, *, stopped: bool) -> None:
-        told = self.board.told(worker.local_rank)
-        after_stop = stopped or told
+        stop_seen = self._stop_seen(worker.local_rank)
+        after_stop = stopped or stop_seen
         self._journal.write(
             "worker_ended", **self._place(worker), pid=worker.pid, exit_code=exit_code, stopped=after_stop
         )
-        if exit_code == 0 and told:
+        if exit_code == 0 and stop_seen:
             self._emit(WorkerEnded(self.number, worker.local_rank, None, drained=True))
             return
         if exit_code != 0:
@@ -178,7 +410,7 @@ class RunningGeneration:
     def _bare(self, worker: Worker, exit_code: int, *, after_stop: bool = False) -> Failure:
         """What is known at the moment of the end, before any file is read."""
         return Failure(
-            rank=self._assign.rank_base + worker.local_rank,
+            rank=self.rank_of(worker.local_rank),
             local_rank=worker.local_rank,
             host=self._host,
             pid=worker.pid,
@@ -190,14 +422,16 @@ class RunningGeneration:
         )
 
     def _place(self, worker: Worker) -> dict[str, int]:
-        rank = self._assign.rank_base + worker.local_rank
-        return {"generation": self.number, "local_rank": worker.local_rank, "rank": rank}
+        local_rank = worker.local_rank
+        return {"generation": self.number, "local_rank": local_rank, "rank": self.rank_of(local_rank)}
 
     async def all_reported(self) -> None:
         """Wait until the last WorkerEnded was emitted."""
         await self._ends.all_reported()
 
     def close(self) -> None:
-        """Close the board: another generation starts, or the job is over."""
+        """Close board and channel: other workers start, or the job is over."""
+        if self._channel is not None:
+            self._channel.close()
         self._loop.remove_reader(self.board.raised_fd)
         self.board.close()

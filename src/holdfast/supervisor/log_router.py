@@ -3,8 +3,7 @@
 Knows the log options. Must not read, cut or write lines itself: `log_tail` does, in the console's thread.
 
 A worker writes directly into its file, so neither a blocked console nor a stopped or killed agent loses a byte or makes
-a worker wait. Where the agent has a terminal, the worker gets a pseudo-terminal, so that progress bars and colours
-work; a thread that can block on the disk copies it into the file.
+a worker wait. Where the agent has a terminal, the worker gets a pseudo-terminal (see terminals.py).
 
 | stream named by       | run folder | console                         |
 |-----------------------|------------|---------------------------------|
@@ -15,174 +14,20 @@ work; a thread that can block on the disk copies it into the file.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import select
-import struct
-import termios
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
+from holdfast.runtime.run_folder import RunFolder, StreamFds, WorkerSlot, WorkerStreams, make_first, open_log
 from holdfast.supervisor.console import Console, ConsoleStream
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
-from holdfast.supervisor.log_layout import RunFolder, StreamFds, WorkerSlot, WorkerStreams, open_log
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
+from holdfast.supervisor.terminals import Terminal, TerminalPump
 from holdfast.text import spans
-
-COPY_BYTES_MAX = 65_536
-HANGUP_S_MAX = 0.5
-"""After the workers are dead, how long a left-over process may keep their terminal open before we stop listening."""
-COLUMNS_MIN = 20
-_OPOST_INDEX, _LOCAL_INDEX = 1, 3
-
-
-class Terminal:
-    """One worker stream's pseudo-terminal and the log file behind it."""
-
-    def __init__(self, model_fd: int, file_fd: int, *, columns_taken: int = 0) -> None:
-        """`model_fd` is the agent's terminal: its size is used, less the columns of our prefix. Owns `file_fd`. Raises
-        OSError."""
-        self.master_fd, self.worker_fd = os.openpty()
-        self.file_fd = file_fd
-        self._model_fd = model_fd
-        self._columns_taken = columns_taken
-        self.hangup_due: float | None = None
-        os.set_blocking(self.master_fd, False)
-        modes = termios.tcgetattr(self.worker_fd)
-        modes[_OPOST_INDEX] &= ~termios.OPOST  # bytes reach the file as they were written
-        modes[_LOCAL_INDEX] &= ~termios.ECHO
-        termios.tcsetattr(self.worker_fd, termios.TCSANOW, modes)
-        self.resize()
-
-    def resize(self) -> None:
-        """Apply the size of the agent's terminal, so that a progress bar and our prefix fit into one row together."""
-        try:
-            size = fcntl.ioctl(self._model_fd, termios.TIOCGWINSZ, bytes(8))
-            rows, columns, *pixels = struct.unpack("HHHH", size)
-            if columns:
-                columns = max(COLUMNS_MIN, columns - self._columns_taken)
-            fcntl.ioctl(self.master_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, *pixels))
-        except OSError:  # the agent's terminal is gone: the size no longer matters
-            pass
-
-    def copy(self) -> bool:
-        """Copy the available bytes into the file; False at the end."""
-        try:
-            while data := os.read(self.master_fd, COPY_BYTES_MAX):
-                self._store(data)
-        except BlockingIOError:
-            return True
-        except OSError:  # EIO: the last process closed it
-            return False
-        return False
-
-    def close(self) -> None:
-        os.close(self.master_fd)
-        os.close(self.file_fd)
-
-    def _store(self, data: bytes) -> None:
-        try:
-            while data:
-                data = data[os.write(self.file_fd, data) :]
-        except OSError:  # the disk is full: the worker goes on, as on a real terminal
-            pass
-
-
-class TerminalPump:
-    """The one thread that copies from all pseudo-terminals of this agent. It starts with the first terminal."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._terminals: dict[int, Terminal] = {}
-        self._finishing: list[tuple[set[int], Callable[[], None]]] = []
-        self._wake_fd = -1
-        self._closed = False
-
-    def add(self, terminals: Sequence[Terminal]) -> None:
-        if not terminals:
-            return
-        with self._lock:
-            self._terminals.update({terminal.master_fd: terminal for terminal in terminals})
-            if self._wake_fd < 0:
-                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                # A daemon: a disk that stalls must not delay the agent's exit.
-                threading.Thread(target=self._run, name="holdfast-terminals", daemon=True).start()
-            os.eventfd_write(self._wake_fd, 1)
-
-    def finish(self, terminals: Sequence[Terminal], then: Callable[[], None]) -> None:
-        """The writers are dead: copy the rest, close, and call `then` (from the pump's thread). Returns at once."""
-        if not terminals:
-            then()
-            return
-        due = time.monotonic() + HANGUP_S_MAX
-        with self._lock:
-            for terminal in terminals:
-                terminal.hangup_due = due
-            # A terminal that was closed at end-of-file is done already.
-            open_fds = {each.master_fd for each in terminals if self._terminals.get(each.master_fd) is each}
-            self._finishing.append((open_fds, then))
-            os.eventfd_write(self._wake_fd, 1)
-
-    def resize(self) -> None:
-        with self._lock:
-            for terminal in self._terminals.values():
-                terminal.resize()
-
-    def close(self) -> None:
-        """End the thread; unfinished terminals are not copied."""
-        with self._lock:
-            if self._wake_fd >= 0 and not self._closed:
-                os.eventfd_write(self._wake_fd, 1)
-            self._closed = True
-
-    def _run(self) -> None:
-        while not self._closed:
-            with self._lock:
-                terminals = dict(self._terminals)
-            poller = select.poll()
-            poller.register(self._wake_fd, select.POLLIN)
-            for fd in terminals:
-                poller.register(fd, select.POLLIN)
-            dues = [terminal.hangup_due for terminal in terminals.values() if terminal.hangup_due is not None]
-            timeout_ms = max(0.0, min(dues) - time.monotonic()) * 1000 if dues else None
-            for fd, _ in poller.poll(timeout_ms):
-                if fd == self._wake_fd:
-                    os.eventfd_read(fd)
-                elif not terminals[fd].copy():
-                    self._remove(terminals[fd])
-            now = time.monotonic()
-            for terminal in terminals.values():
-                if terminal.hangup_due is not None and terminal.hangup_due <= now:
-                    self._remove(terminal)
-            self._call_finished()
-        with self._lock:
-            for terminal in self._terminals.values():
-                terminal.close()
-            self._terminals.clear()
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-
-    def _remove(self, terminal: Terminal) -> None:
-        with self._lock:
-            if self._terminals.get(terminal.master_fd) is not terminal:
-                return
-            del self._terminals[terminal.master_fd]
-            for fds, _ in self._finishing:
-                fds.discard(terminal.master_fd)
-            terminal.close()
-
-    def _call_finished(self) -> None:
-        with self._lock:
-            done = [then for fds, then in self._finishing if not fds]
-            self._finishing = [(fds, then) for fds, then in self._finishing if fds]
-        for then in done:
-            then()
-
 
 __all__ = ["LogRouter", "RunFolder", "StreamFds", "WorkerSlot", "WorkerStreams"]
 
@@ -230,10 +75,17 @@ class LogRouter:
         """The descriptors that `started` has to close, by local rank."""
         self._groups: list[TailGroup] = []
         self._last_groups: list[TailGroup] = []
-        """The groups of the newest attempt, which may have ended."""
+        """The groups of the newest attempt that has begun; it may have ended."""
+        self._next_groups: list[TailGroup] = []
+        """The groups of the attempt that was opened and has not begun."""
         self._tracebacks: dict[int, str] = {}
         """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
+        self._attempt: Path | None = None
+        """The folder of the newest attempt; None: it has no files."""
+        self._by_sink: dict[ConsoleStream, TailGroup] = {}
+        self._shown: dict[int, list[tuple[StreamTail, ConsoleStream, bool]]] = {}
+        """What is shown of the newest attempt, by local rank: where, and whether because of --tee."""
         if folder.path is None and _wants_files(options):
             console.say(
                 "--log-dir /dev/null: there are no log files, so --redirects, --tee and the filters on lines do "
@@ -242,20 +94,20 @@ class LogRouter:
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
         """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing
-        stays open."""
+        stays open. `tell_elsewhere` may be called meanwhile."""
         self.end_attempt()
-        self.tell_elsewhere(())
-        self._last_groups, self._tracebacks = [], {}
+        self._next_groups = []
+        self._attempt, self._by_sink, self._shown = attempt, {}, {}
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
         try:
-            streams = {worker.local_rank: self._open_worker(attempt, worker, shown) for worker in workers}
+            streams = {
+                worker.local_rank: self._open_worker(attempt / str(worker.local_rank), worker, shown)
+                for worker in workers
+            }
             for sink, tails in shown.items():
-                several = len({tail.rank for tail in tails}) > 1
-                fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
-                self._follow(sink, TailGroup(tails, fold=fold))
-            self._last_groups = [*self._groups]
+                self._next_groups.append(self._show(sink, tails))
             self._open_filtered(attempt, workers)
         except OSError as error:
             self._release()
@@ -267,6 +119,44 @@ class LogRouter:
             self._attached = True
             self._console.attach(self._tail)
         return streams
+
+    def add(self, worker: WorkerSlot) -> WorkerStreams:
+        """The streams of a worker that takes the place of one that has ended, in a folder beside that one's. Where
+        none can be made, it gets no files."""
+        if self._attempt is None:
+            return self._inherited(worker)
+        shown: dict[ConsoleStream, list[StreamTail]] = {}
+        terminals = len(self._terminals)
+        try:
+            name = str(worker.local_rank)
+            folder = make_first(self._attempt, chain([name], (f"{name}.{number}" for number in count(1))))
+            streams = self._open_worker(folder, worker, shown)
+        except OSError as error:
+            self.started(worker.local_rank)
+            self.say(
+                f"The log folder {self._attempt} cannot be written: {error.strerror}. Rank {worker.rank} has none."
+            )
+            return self._inherited(worker)
+        for sink, tails in shown.items():
+            if sink not in self._by_sink:
+                self._last_groups.append(self._show(sink, []))
+            for tail in tails:
+                self._by_sink[sink].add(tail)
+        self._pump.add(self._terminals[terminals:])
+        self._console.wake()
+        return streams
+
+    def moved(self, ranks: Mapping[int, int]) -> None:
+        """Workers have another rank from now on. `ranks`: by local rank."""
+        for local_rank, rank in ranks.items():
+            for tail, sink, teed in self._shown.get(local_rank, ()):
+                tail.prefix = self._tail_prefix(WorkerSlot(local_rank, rank), sink, teed=teed)
+                tail.rank = rank if tail.rank is not None else None
+
+    def begin_attempt(self) -> None:
+        """The workers of the attempt that was opened are being started."""
+        self._tell_undecided()
+        self._last_groups, self._next_groups, self._tracebacks = self._next_groups, [], {}
 
     def failed(self, rank: int, traceback: str) -> None:
         """Record the traceback with which a worker of the newest attempt ended."""
@@ -280,6 +170,11 @@ class LogRouter:
             group.told_elsewhere = told
         if self._attached:
             self._console.wake()
+
+    def _tell_undecided(self) -> None:
+        """Show the tracebacks of the newest attempt if no verdict on them came: none will come."""
+        if any(group.told_elsewhere is None for group in self._last_groups):
+            self.tell_elsewhere(())
 
     def say(self, text: str) -> None:
         """Show a line of the launcher about the logs."""
@@ -318,8 +213,7 @@ class LogRouter:
         Also True when the console has no reader any more: then nothing can be shown.
         """
         self.end_attempt()
-        if any(group.told_elsewhere is None for group in self._last_groups):
-            self.tell_elsewhere(())
+        self._tell_undecided()
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
         self._tail.abandoned = True
@@ -340,9 +234,8 @@ class LogRouter:
         return WorkerStreams(StreamFds(*fds), None, None, None)
 
     def _open_worker(
-        self, attempt: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
+        self, folder: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
     ) -> WorkerStreams:
-        folder = attempt / str(worker.local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         stdout_file, stderr_file = folder / "stdout.log", folder / "stderr.log"
         fds = StreamFds(
@@ -366,24 +259,21 @@ class LogRouter:
         redirected = bool(self._options.redirects.for_rank(worker.local_rank) & std)
         if not self._passes(worker) or (redirected and not teed):
             return fd
-        prefix = self._prefix(worker, teed=teed)
-        tail_prefix = (
-            prefix if teed or self._options.prefix_template or not sink.colour else _coloured(prefix, worker.rank)
-        )
         plain = self._options.dedup and not teed and not self._options.prefix_template
         held = HeldTraceback() if plain and std is Std.ERR else None
-        shown.setdefault(sink, []).append(
-            StreamTail(
-                path,
-                tail_prefix,
-                live=sink.live,
-                asks=sink.live and os.isatty(0),
-                rank=worker.rank if plain else None,
-                held=held,
-            )
+        tail = StreamTail(
+            path,
+            self._tail_prefix(worker, sink, teed=teed),
+            live=sink.live,
+            asks=sink.live and os.isatty(0),
+            rank=worker.rank if plain else None,
+            held=held,
         )
+        shown.setdefault(sink, []).append(tail)
+        self._shown.setdefault(worker.local_rank, []).append((tail, sink, teed))
         if not sink.is_terminal:
             return fd
+        prefix = self._prefix(worker, teed=teed)
         terminal = Terminal(sink.fd, fd, columns_taken=len(prefix.decode(errors="replace")))
         self._terminals.append(terminal)
         self._fds[worker.local_rank][-1] = terminal.worker_fd
@@ -408,6 +298,13 @@ class LogRouter:
             file = FilteredFile(attempt / f"filtered_{name}.log")
             self._follow(file, TailGroup(tails, done=file.close))
 
+    def _show(self, sink: ConsoleStream, tails: Sequence[StreamTail]) -> TailGroup:
+        several = len({tail.rank for tail in tails}) > 1
+        fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
+        group = self._by_sink[sink] = TailGroup(tails, fold=fold)
+        self._follow(sink, group)
+        return group
+
     def _follow(self, sink: ConsoleStream | FilteredFile, group: TailGroup) -> None:
         self._groups.append(group)
         self._tail.add(sink, group)
@@ -427,6 +324,10 @@ class LogRouter:
         """The prefix of a line that these ranks have printed."""
         prefix = f"{self._node}:{spans(ranks).replace(', ', ',')}| ".encode(errors="surrogateescape")
         return _coloured(prefix, ranks[0]) if sink.colour else prefix
+
+    def _tail_prefix(self, worker: WorkerSlot, sink: ConsoleStream, *, teed: bool) -> bytes:
+        prefix = self._prefix(worker, teed=teed)
+        return prefix if teed or self._options.prefix_template or not sink.colour else _coloured(prefix, worker.rank)
 
     def _prefix(self, worker: WorkerSlot, *, teed: bool) -> bytes:
         template = self._options.prefix_template

@@ -121,7 +121,8 @@ class StreamTail:
         self.changed_at = 0.0
         self.drawn = b""
         """The part of the unfinished line that was drawn last."""
-        self._prefix = prefix
+        self.prefix = prefix
+        """Set from any thread, as is `rank`."""
         self._live = live
         self._asks = asks
         self._needles = needles
@@ -188,11 +189,11 @@ class StreamTail:
         """The prompt. It is removed from the line to come, because the typed answer follows it on the screen."""
         self._cutter.partial = b""
         self.drawn = b""
-        return self._prefix + tame(text)
+        return self.prefix + tame(text)
 
     def draw(self, text: bytes) -> bytes:
         self.drawn = text
-        return self._prefix + tame(text) if text else b""
+        return self.prefix + tame(text) if text else b""
 
     def _read(self) -> bytes:
         if self._fd < 0 and not self._open_written():
@@ -232,7 +233,7 @@ class StreamTail:
         """The lines in the form for the sink."""
         if self._needles:
             lines = keep_matching(lines, self._needles)
-        return add_prefix(self.plain(lines), self._prefix)
+        return add_prefix(self.plain(lines), self.prefix)
 
     def plain(self, lines: bytes) -> bytes:
         """The lines without control sequences that would disturb a shared terminal."""
@@ -254,16 +255,20 @@ class TailGroup:
         self.told_elsewhere: dict[int, str] | None = None
         """Set from any thread: tracebacks that are shown elsewhere, by rank. None: not known yet."""
         self.turn = 0
-        self._opened = False
+        self._opened = 0
+
+    def add(self, tail: StreamTail) -> None:
+        """Follow one more file. Called from any thread."""
+        self.tails = (*self.tails, tail)
 
     def open(self, watch: ChangeWatch) -> None:
-        if not self._opened:
-            self._opened = True
-            for tail in self.tails:
-                tail.open(watch)
+        tails = self.tails
+        for tail in tails[self._opened :]:
+            tail.open(watch)
+        self._opened = len(tails)
 
     def close(self, watch: ChangeWatch) -> None:
-        for tail in self.tails:
+        for tail in self.tails[: self._opened]:
             tail.close(watch)
         if self._done is not None:
             self._done()

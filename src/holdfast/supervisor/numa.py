@@ -176,7 +176,7 @@ def cpus_for(mode: str, local_rank: int, nproc: int, machine: NumaTopology) -> l
             "core-complex": lambda: layout.core_complex(node, local_rank),
         }[mode]()
     except (OSError, ValueError) as error:
-        raise BindingError(f"--numa-binding {mode}: this machine does not tell its layout: {error}") from error
+        raise BindingError(f"--numa-binding {mode}: the layout of this machine cannot be read: {error}") from error
     if not chosen:
         raise BindingError(f"--numa-binding {mode}: local rank {local_rank} may use no CPU of NUMA node {node}.")
     return sorted(chosen)
@@ -259,7 +259,7 @@ class _Layout:
             if (index / "type").read_text().strip() in ("Unified", "Data"):
                 levels[int((index / "level").read_text())] = index
         if not levels:
-            raise ValueError(f"CPU {cpu} tells of no cache")
+            raise ValueError(f"CPU {cpu} has no cache listed")
         return min(parse_cpu_list((levels[max(levels)] / "shared_cpu_list").read_text()))
 
     def _cpu(self, cpu: int) -> Path:

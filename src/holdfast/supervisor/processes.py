@@ -1,8 +1,12 @@
-"""Finding and ending whole process trees through /proc.
+"""Finds, ends and measures processes, by /proc, netlink and system calls.
 
-Shared by the supervisor (which is every worker's parent) and the agent (which sweeps what a dead supervisor left
-behind). Standard library only: the supervisor is forked before anything else is imported. Knows nothing of workers or
-ranks."""
+Whole trees are ended by the supervisor, which is every worker's parent, and by the agent, which sweeps what a dead
+supervisor left behind. The agent also reads what the kernel counts for a worker: states, processor time, signals, open
+files, TCP traffic. Traffic is read by netlink because recv() and send() are not counted as input and output in
+/proc/PID/io: a download into memory appears only there. All reads are bounded.
+
+Standard library only: the supervisor is forked before anything else is imported. Knows nothing of workers or ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,13 @@ import contextlib
 import os
 import select
 import signal
+import socket
+import struct
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-from holdfast.linux import process_stat
+from holdfast.linux import ProcessStat, process_stat
 
 RESCAN_S = 0.05
 """While a tree is being killed: scan again at least this often, for children forked between a scan and its signals."""
@@ -29,9 +36,16 @@ def prctl(option: int, argument: int | bytes) -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    if libc.prctl(option, value, 0, 0, 0):
+        raise _errno_error()
+
+
+def _errno_error() -> OSError:
+    """The error of the last call through ctypes: the subclass that belongs to its number."""
+    import ctypes
+
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 def become_subreaper() -> None:
@@ -55,6 +69,13 @@ def own_bytes(pid: int) -> int:
     return sum(int(line[1]) for line in lines if line[0] in (b"Private_Clean:", b"Private_Dirty:")) * 1024
 
 
+def _all_processes() -> Iterator[tuple[int, ProcessStat]]:
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        stat = process_stat(pid)
+        if stat is not None:
+            yield pid, stat
+
+
 def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
     """All living processes below `root`, in any session or process group; zombies do not count.
 
@@ -62,11 +83,10 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
     """
     children: dict[int, list[int]] = {}
     living: set[int] = set()
-    for name in os.listdir("/proc"):
-        if name[0] in "123456789" and (stat := process_stat(name)) is not None:
-            children.setdefault(stat.parent, []).append(int(name))
-            if not stat.has_ended:
-                living.add(int(name))
+    for pid, stat in _all_processes():
+        children.setdefault(stat.parent, []).append(pid)
+        if not stat.has_ended:
+            living.add(pid)
     found: list[int] = []
     todo = [root]
     while todo:
@@ -124,7 +144,316 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10
     return []
 
 
+SESSION_SCANS_MAX = 5
+
+
+def kill_session(root: int, leader: int) -> None:
+    """SIGKILL every process below `root` in the session of a leader that has ended. Does not wait."""
+    killed: set[int] = set()
+    for _ in range(SESSION_SCANS_MAX):
+        below = [(pid, process_stat(pid)) for pid in descendants(root)]
+        members = {pid for pid, stat in below if stat is not None and stat.session == leader}
+        if members <= killed:
+            return
+        kill_each(members)
+        killed |= members
+
+
 def _reap(pids: Collection[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+NETLINK_SOCK_DIAG = 4
+SOCK_DIAG_BY_FAMILY = 20
+REQUEST_OF_ALL = 0x301
+"""NLM_F_REQUEST | NLM_F_DUMP."""
+NLMSG_ERROR, NLMSG_DONE = 2, 3
+INET_DIAG_INFO = 2
+CONNECTED = 1 << 1
+"""The state ESTABLISHED."""
+
+HEAD = struct.Struct("=IHHII")
+"""nlmsghdr: length, type …"""
+QUESTION = struct.Struct("=BBBBI48x")
+"""inet_diag_req_v2: family, protocol, what else is wanted, padding, states; any address."""
+INODE_AT, ANSWER_BYTES = 68, 72
+"""Offset of the inode in inet_diag_msg, and the length of that structure."""
+ATTRIBUTE = struct.Struct("=HH")
+MOVED = struct.Struct("=QQ")
+MOVED_AT = 120
+"""Offset in tcp_info of two counters: bytes that the peer has acknowledged, and bytes received."""
+
+NETLINK_PACKETS_MAX = 1024
+"""Packets, each with some dozens of sockets."""
+ANSWER_BYTES_MAX = 1 << 16
+WAIT_S_MAX = 0.2
+FILES_MAX = 4096
+"""Open files of one process that are read."""
+
+
+def tcp_moved_bytes() -> dict[int, int]:
+    """Bytes sent and received by each connection of this machine, by the inode of its socket. Empty where this cannot
+    be read."""
+    found: dict[int, int] = {}
+    with (
+        contextlib.suppress(OSError, struct.error),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as link,
+    ):
+        link.settimeout(WAIT_S_MAX)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            question = QUESTION.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), 0, CONNECTED)
+            link.send(HEAD.pack(HEAD.size + len(question), SOCK_DIAG_BY_FAMILY, REQUEST_OF_ALL, 0, 0) + question)
+            for _ in range(NETLINK_PACKETS_MAX):
+                if _is_last(link.recv(ANSWER_BYTES_MAX), found):
+                    break
+    return found
+
+
+def _is_last(packet: bytes, found: dict[int, int]) -> bool:
+    at = 0
+    while at + HEAD.size <= len(packet):
+        length, kind, *_ = HEAD.unpack_from(packet, at)
+        if kind in (NLMSG_ERROR, NLMSG_DONE) or length < HEAD.size:
+            return True
+        _note(packet[at + HEAD.size : at + length], found)
+        at += _aligned(length)
+    return False
+
+
+def _note(answer: bytes, found: dict[int, int]) -> None:
+    (inode,) = struct.unpack_from("=I", answer, INODE_AT)
+    at = ANSWER_BYTES
+    while at + ATTRIBUTE.size <= len(answer):
+        length, kind = ATTRIBUTE.unpack_from(answer, at)
+        if kind == INET_DIAG_INFO and length >= ATTRIBUTE.size + MOVED_AT + MOVED.size:
+            found[inode] = sum(MOVED.unpack_from(answer, at + ATTRIBUTE.size + MOVED_AT))
+        at += max(_aligned(length), ATTRIBUTE.size)
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
+
+
+def of_connections(pids: Iterable[int], moved: Mapping[int, int]) -> dict[int, float]:
+    """The bytes that each connection of these processes has moved; `moved` covers all connections."""
+    inodes: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd")[:FILES_MAX]:
+                with contextlib.suppress(OSError, ValueError):
+                    kind, _, number = os.readlink(f"/proc/{pid}/fd/{name}").partition(":")
+                    if kind == "socket":
+                        inodes.add(int(number.strip("[]")))
+    return {inode: moved[inode] for inode in inodes if inode in moved}
+
+
+TASKS_MAX = 256
+"""Threads of one process that are described."""
+FIRST_PID = 1
+ENVIRONMENT_BYTES_MAX = 1 << 20
+SECTOR_BYTES = 512
+"""The unit of /proc/diskstats, whatever the disk's own sectors are."""
+
+
+class Child(NamedTuple):
+    pid: int
+    name: str
+    state: str
+    parent: int
+    cpu_s: float
+    """Includes its own children that have ended."""
+
+
+class Signals(NamedTuple):
+    """Signal masks of a process and of its main thread."""
+
+    caught: int = 0
+    blocked: int = 0
+    waiting: int = 0
+
+    def catches(self, signum: int) -> bool:
+        return bool(self.caught >> (signum - 1) & 1)
+
+    def blocks(self, signum: int) -> bool:
+        """Whether the main thread blocks this signal; also true while its handler runs."""
+        return bool(self.blocked >> (signum - 1) & 1)
+
+    def pending(self, signum: int) -> bool:
+        return bool(self.waiting >> (signum - 1) & 1)
+
+
+def wanted_s(pid: int, *, all_threads: bool) -> float:
+    """Processor time that a process, or its main thread, has used so far, plus the time for which it waited for a
+    processor: on an overloaded machine the second is most of it. 0 where that is unknown."""
+    tasks = [str(pid)]
+    if all_threads:
+        with contextlib.suppress(OSError):
+            tasks = os.listdir(f"/proc/{pid}/task")[:TASKS_MAX]
+    found_ns = 0
+    for task in tasks:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{task}/schedstat", "rb") as file:
+            found_ns += sum(map(int, file.read().split()[:2]))
+    return found_ns / 1e9
+
+
+def moved_bytes(pid: int) -> int:
+    """Bytes that a process has read and written so far, as system calls and as disks count them: one of the two grows
+    while it copies. 0 where this cannot be read."""
+    try:
+        with open(f"/proc/{pid}/io", "rb") as file:
+            told = dict(line.split(b":") for line in file)
+        return sum(int(told[name]) for name in (b"rchar", b"wchar", b"read_bytes", b"write_bytes"))
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def signals(pid: int | str) -> Signals:
+    """Signal masks of a process, or of a thread given as `PID/task/TID`. All empty when there is none."""
+    found = {}
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                name, _, value = line.partition(b":")
+                if name in (b"SigCgt", b"SigBlk", b"SigPnd", b"ShdPnd"):
+                    found[name] = int(value, 16)
+    except (OSError, ValueError):
+        return Signals()
+    waiting = found.get(b"SigPnd", 0) | found.get(b"ShdPnd", 0)
+    return Signals(found.get(b"SigCgt", 0), found.get(b"SigBlk", 0), waiting)
+
+
+def switches(pid: int) -> int:
+    """How often the main thread went to sleep or was preempted. Twice the same number: it slept all the time or ran all
+    the time. -1 when there is no such process."""
+    found = 0
+    try:
+        with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
+            for line in file:
+                if b"ctxt_switches" in line:
+                    found += int(line.partition(b":")[2])
+    except (OSError, ValueError):
+        return -1
+    return found
+
+
+def idle_thread(pid: int, signum: int) -> int:
+    """A thread of this process that waits for another thread and accepts this signal; the main thread if there is none.
+
+    Its wait continues after the signal. A sleep of C code in the main thread would end.
+    """
+    try:
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return pid
+    for task in tasks[:TASKS_MAX]:
+        if task != pid and _wchan(pid, task).startswith("futex") and not signals(f"{pid}/task/{task}").blocks(signum):
+            return task
+    return pid
+
+
+def signal_thread(pid: int, task: int, signum: int) -> None:
+    """Send a signal to one thread. Raises ProcessLookupError, PermissionError."""
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).tgkill(pid, task, signum):
+        raise _errno_error()
+
+
+def families(roots: Mapping[int, bytes]) -> dict[int, list[Child]]:
+    """The processes below each of these roots, including zombies, in order of their pids.
+
+    Includes processes whose parent is gone and that belong to a root by their session, or by the root's value in the
+    mapping: an environment variable that its processes inherit.
+    """
+    below: dict[int, list[Child]] = {}
+    orphans: dict[int, list[Child]] = {}
+    parents: dict[int, int] = {}
+    for pid, stat in _all_processes():
+        child = Child(pid, stat.name, stat.state, stat.parent, stat.cpu_s + stat.ended_cpu_s)
+        below.setdefault(stat.parent, []).append(child)
+        parents[pid] = stat.parent
+        if stat.session in roots and pid not in roots:
+            orphans.setdefault(stat.session, []).append(child)
+    for parent in {FIRST_PID} | {parents[root] for root in roots if root in parents}:
+        for child in below.get(parent, ()):
+            if child.pid not in roots and (root := _started_by(child, roots)) is not None:
+                orphans.setdefault(root, []).append(child)
+    return {root: _family(below.get(root, []) + orphans.get(root, []), below) for root in roots}
+
+
+def _family(of: list[Child], below: Mapping[int, list[Child]]) -> list[Child]:
+    """These processes and all that are below them, each once."""
+    found: dict[int, Child] = {}
+    todo = list(of)
+    while todo:
+        child = todo.pop()
+        if child.pid not in found:
+            found[child.pid] = child
+            todo += below.get(child.pid, ())
+    return sorted(found.values())
+
+
+def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
+    """The root to which this process belongs by its environment. Reading the environment may block while a disk stalls
+    the process."""
+    if child.state == "D":
+        return None
+    try:
+        with open(f"/proc/{child.pid}/environ", "rb") as file:
+            variables = set(file.read(ENVIRONMENT_BYTES_MAX).split(b"\0"))
+    except OSError:
+        return None
+    return next((root for root, variable in roots.items() if variable and variable in variables), None)
+
+
+def disk_bytes(proc: str = "/proc") -> int:
+    """Bytes that all disks and network file systems of this machine have read and written so far. It grows while a file
+    is being written, when the waiting process itself shows no other activity."""
+    found = 0
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"{proc}/diskstats", "rb") as file:
+        found = sum((int(fields[5]) + int(fields[9])) * SECTOR_BYTES for fields in map(bytes.split, file))
+    with contextlib.suppress(OSError, ValueError), open(f"{proc}/self/mountstats", "rb") as file:
+        found += sum(sum(map(int, line.split()[5:7])) for line in file if line.startswith(b"\tbytes:"))
+    return found
+
+
+def describe_tasks(pid: int) -> list[str]:
+    """One line for each thread: number, name, state, and the kernel function in which it sleeps, where that is
+    readable."""
+    try:
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return []
+    lines = []
+    for task in tasks[:TASKS_MAX]:
+        stat = process_stat(f"{pid}/task/{task}")
+        if stat is not None:
+            lines.append(f"{task} {stat.name} {stat.state} {_wchan(pid, task)}".rstrip())
+    return lines
+
+
+def _wchan(pid: int, task: int) -> str:
+    try:
+        with open(f"/proc/{pid}/task/{task}/wchan", encoding="ascii", errors="replace") as file:
+            text = file.read(200)
+    except OSError:
+        return ""
+    return "" if text == "0" else text
+
+
+def has_open(pid: int, fd: int) -> bool:
+    """Whether this very file is open in that process: it may have closed the file, or be another program by now."""
+    ours = os.fstat(fd)
+    folder = f"/proc/{pid}/fd"
+    try:
+        numbers = sorted(map(int, os.listdir(folder)), reverse=True)
+    except OSError:
+        return False
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            theirs = os.stat(f"{folder}/{number}")
+            if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
+                return True
+    return False

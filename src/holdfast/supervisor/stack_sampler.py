@@ -20,8 +20,9 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
@@ -37,9 +38,10 @@ from holdfast.protocol.faultdump import (
 )
 from holdfast.protocol.rank_progress import Frame, RankSample
 from holdfast.runtime.driver import run_detached
-from holdfast.supervisor import kernel
-from holdfast.supervisor.board import Board
-from holdfast.supervisor.processes import is_alive
+from holdfast.supervisor import processes
+
+if TYPE_CHECKING:
+    from holdfast.supervisor.board import Board
 
 FIRST_LOOKS_MAX = 10
 """The evidence of the first looks of a generation is kept; of later looks only the newest."""
@@ -56,11 +58,12 @@ TRACE_DEFAULT = "/tmp/nccl_trace_rank_"
 
 
 class StackFiles:
-    """The evidence files of one generation."""
+    """The evidence files of the workers that write to one board."""
 
-    def __init__(self, generation: int, rank_base: int) -> None:
-        self._generation = generation
-        self._rank_base = rank_base
+    def __init__(self, generation: int, rank_of: Callable[[int], int]) -> None:
+        """`rank_of`: the present rank of a local rank."""
+        self.generation = generation
+        self._rank_of = rank_of
         self._looks = 0
         self._began_epoch_s = time.time()
         self._traces: dict[int, float] = {}
@@ -79,8 +82,8 @@ class StackFiles:
             number = FIRST_LOOKS_MAX + (number - FIRST_LOOKS_MAX) % LATER_LOOKS_MAX
         kept = []
         for sample in samples:
-            rank = self._rank_base + sample.local_rank
-            path = at / f"gen{self._generation}_{number + 1}_rank{rank}.txt"
+            rank = self._rank_of(sample.local_rank)
+            path = at / f"gen{self.generation}_{number + 1}_rank{rank}.txt"
             path.write_text(self._describe(sample, texts.get(sample.local_rank, "")), errors="replace")
             kept.append(structs.replace(sample, file=str(path).encode(errors="replace").decode()))  # printable
             with contextlib.suppress(OSError):
@@ -88,7 +91,7 @@ class StackFiles:
         return tuple(kept)
 
     def _describe(self, sample: RankSample, text: str) -> str:
-        rank = self._rank_base + sample.local_rank
+        rank = self._rank_of(sample.local_rank)
         state = f"state {sample.state}" if sample.state else "gone"
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         lines = [
@@ -99,7 +102,7 @@ class StackFiles:
             text.rstrip() or "It did not write its stacks: it is stopped, or no Python under holdfast's bootstrap.",
             "",
             "Its threads, as the kernel has them:",
-            *kernel.describe_tasks(sample.pid),
+            *processes.describe_tasks(sample.pid),
         ]
         return "\n".join(lines) + "\n"
 
@@ -113,7 +116,7 @@ class StackFiles:
                 return
             if found.st_mtime < self._began_epoch_s or self._traces.get(rank) == found.st_mtime:
                 return
-            (at / f"gen{self._generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
+            (at / f"gen{self.generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
         self._traces[rank] = found.st_mtime
 
     # ---------------------------------------------------------------- py-spy
@@ -256,12 +259,12 @@ class _RankLook(Struct):
 
 
 class StackSampler:
-    """Samples the workers of one generation."""
+    """Samples the workers that write to one board."""
 
-    def __init__(self, board: Board, *, generation: int, rank_base: int) -> None:
-        """`rank_base`: the rank of local rank 0."""
+    def __init__(self, board: Board, generation: int, rank_of: Callable[[int], int]) -> None:
+        """`rank_of`: the present rank of a local rank."""
         self._board = board
-        self._files = StackFiles(generation, rank_base)
+        self._files = StackFiles(generation, rank_of)
         self._one_at_a_time = asyncio.Lock()
         self._dumped: dict[int, int] = {}
         """By process: bytes that it wrote because we asked for its stacks."""
@@ -269,6 +272,10 @@ class StackSampler:
         """By process: its counters."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps longer than the look waits."""
+
+    def regrouped(self, generation: int) -> None:
+        """The workers go on in another generation."""
+        self._files.generation = generation
 
     async def look(self, pids: Mapping[int, int], folder: Path | None) -> tuple[RankSample, ...]:
         """A sample of each worker, given as local rank -> pid. `folder`: the run's; None: no evidence is kept.
@@ -329,15 +336,15 @@ class StackSampler:
             self._at_disk = False
 
     async def close(self) -> None:
-        """End everything that still writes evidence of this generation."""
+        """End everything that still writes evidence."""
         await self._files.pause()
 
 
 def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
     """Read the stacks that workers write. Blocks; closes the looks' files."""
     try:
-        below = kernel.descendants({look.pid: look.variable for look in looks})
-        disk_bytes, moved_bytes = kernel.disk_bytes(), kernel.tcp_moved_bytes()
+        below = processes.families({look.pid: look.variable for look in looks})
+        disk_bytes, moved_bytes = processes.disk_bytes(), processes.tcp_moved_bytes()
         for look in looks:
             _measure(look, below[look.pid], moved_bytes)
             look.disk_bytes = disk_bytes
@@ -357,56 +364,56 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
             os.close(look.fd)
 
 
-def _measure(look: _RankLook, below: Sequence[kernel.Child], moved_bytes: Mapping[int, int]) -> None:
+def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Mapping[int, int]) -> None:
     """Measure the work that it and the processes below it have done so far."""
     look.at_s = time.monotonic()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
-    look.moved_bytes = max(0, kernel.moved_bytes(look.pid) - look.dumped_bytes)
+    look.moved_bytes = max(0, processes.moved_bytes(look.pid) - look.dumped_bytes)
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
     look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
     pids = [child.pid for child in below[:MEASURED_MAX]]
-    look.children_bytes = sum(map(kernel.moved_bytes, pids))
-    look.wanted_s = kernel.wanted_s(look.pid, all_threads=True)
-    look.wanted = look.wanted.and_now({pid: kernel.wanted_s(pid, all_threads=False) for pid in pids})
-    look.talked = look.talked.and_now(kernel.of_connections([look.pid, *pids], moved_bytes))
+    look.children_bytes = sum(map(processes.moved_bytes, pids))
+    look.wanted_s = processes.wanted_s(look.pid, all_threads=True)
+    look.wanted = look.wanted.and_now({pid: processes.wanted_s(pid, all_threads=False) for pid in pids})
+    look.talked = look.talked.and_now(processes.of_connections([look.pid, *pids], moved_bytes))
     look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
-    look.switches = kernel.switches(look.pid)
+    look.switches = processes.switches(look.pid)
 
 
 def _ask(look: _RankLook) -> None:
     """Send the signal to a worker that will answer it."""
     if look.stat is None or look.stat.state in _STOPPED + _DEAD:
         return  # it would answer when it continues, once for each signal
-    signals = kernel.signals(look.pid)
+    signals = processes.signals(look.pid)
     look.signum, look.task = LOOK_MAIN_SIGNAL, look.pid
     if _sleeps(look):
-        look.signum, look.task = LOOK_SIGNAL, kernel.idle_thread(look.pid, LOOK_SIGNAL)
+        look.signum, look.task = LOOK_SIGNAL, processes.idle_thread(look.pid, LOOK_SIGNAL)
     elif signals.blocks(LOOK_MAIN_SIGNAL):
         return
-    if not signals.catches(look.signum) or signals.pending(look.signum) or not kernel.has_open(look.pid, look.fd):
+    if not signals.catches(look.signum) or signals.pending(look.signum) or not processes.has_open(look.pid, look.fd):
         return  # the signal would kill it, or its handler would write elsewhere
     os.truncate(look.fd, 0)
     with contextlib.suppress(OSError):  # it is gone, or its user's signal queue is full
-        kernel.signal_thread(look.pid, look.task, look.signum)
+        processes.signal_thread(look.pid, look.task, look.signum)
         look.asked = True
 
 
 def _sleeps(look: _RankLook) -> bool:
     """Whether its main thread has slept since the look began, and is likely to sleep on."""
     stat = process_stat(f"{look.pid}/task/{look.pid}")
-    return stat is not None and stat.state != "R" and kernel.switches(look.pid) == look.switches
+    return stat is not None and stat.state != "R" and processes.switches(look.pid) == look.switches
 
 
 def _answered(look: _RankLook) -> bool:
     """Whether this worker has written everything that it will write."""
     now_s, size = time.monotonic(), os.fstat(look.fd).st_size
-    signals = kernel.signals(f"{look.pid}/task/{look.task}")
+    signals = processes.signals(f"{look.pid}/task/{look.task}")
     if size != look.size or signals.pending(look.signum) or signals.blocks(look.signum):
         look.size, look.still_since_s = size, now_s
         return False
-    if not is_alive(look.pid):
+    if not processes.is_alive(look.pid):
         return True
     return size > 0 and now_s - look.still_since_s >= STILL_S
 
@@ -467,7 +474,7 @@ def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) 
     return ""
 
 
-def _notes(children: Iterable[kernel.Child]) -> list[str]:
+def _notes(children: Iterable[processes.Child]) -> list[str]:
     """Problems of the processes that a worker has started; those of a data loader even without problems."""
     notes = []
     idle = []

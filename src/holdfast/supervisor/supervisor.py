@@ -8,10 +8,11 @@ Standard library only. Knows processes, signals and descriptors; knows nothing o
 
 Commands on the supervisor channel (messages of seqpacket.py); a spawn brings one descriptor for each number:
 
-    {"do": "start_fork_server", …}         start the fork server (preload.py); it forks every later "warm" worker
+    {"do": "start_fork_server", …}         start the fork server (worker_command.py); it forks every later "warm" worker
     {"do": "spawn", "key", "argv", "env_set", "env_unset", "cwd", "fds": [numbers in the child], "service", "cpus",
      "warm"}
     {"do": "signal", "key", "signum"}      to the process itself, not to its children
+    {"do": "kill_session", "pid"}          kill what this process, which has ended, left in its session
     {"do": "kill_tree", "limit_s"}         kill everything but services; answered by tree_gone
     {"do": "ignore", "signum"}             processes spawned from now on ignore it
     {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; the next fence replaces it
@@ -40,8 +41,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from holdfast import seqpacket
 from holdfast.protocol.errors import PlatformError
-from holdfast.runtime import descriptors
-from holdfast.runtime.secret_variables import forget_secrets
+from holdfast.runtime.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
 
@@ -85,10 +85,10 @@ def fork_supervisor() -> SupervisorHandle:
     Raises PlatformError where the machine lacks a needed feature.
     """
     if not os.path.isdir(PROC):
-        raise PlatformError(f"{PROC} is not there: holdfast finds and ends processes by what stands in /proc; mount it")
+        raise PlatformError(f"{PROC} is missing: holdfast finds and ends processes through /proc; mount it")
     _fill_standard_descriptors()
     ignored = ignored_signals()
-    limit = descriptors.soft_limit()
+    limit = soft_limit()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent = os.getpid()
     # Ctrl-C must not reach the child before it ignores it.
@@ -119,7 +119,7 @@ def exec_supervisor(ignored: Sequence[int], limit: int | None = None) -> Supervi
     # The path of our package is passed directly: the workers must not inherit a PYTHONPATH.
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
     program = f"import sys; sys.path.insert(0, {root!r}); from holdfast.supervisor.supervisor import main; main()"
-    limit = descriptors.soft_limit() if limit is None else limit
+    limit = soft_limit() if limit is None else limit
     arguments = [str(theirs.fileno()), str(os.getpid()), ",".join(str(int(signum)) for signum in ignored), str(limit)]
     with theirs:
         try:
@@ -164,7 +164,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         processes.prctl(processes.PR_SET_NAME, NAME)
         processes.become_subreaper()
         _close_all_but(sock.fileno())
-        descriptors.raise_limit()
+        raise_limit()
         forget_secrets()
         supervisor = Supervisor(sock, agent, ignored, limit)
         try:
@@ -217,7 +217,7 @@ class Supervisor:
         self._wake = self._wake_at_child_end()
         self._poller.register(self._wake, select.POLLIN)
         self._agent_end = self._watch_agent(agent)
-        self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._born, self._out.add)
+        self._fork_server = fork_server.ForkServerClient(self._poller, self._spawn, self._forked, self._out.add)
 
     def _wake_at_child_end(self) -> int:
         wake_read, wake_write = os.pipe()
@@ -280,7 +280,7 @@ class Supervisor:
         elif fd == self._agent_end:
             self._leaving = True
         elif fd in self._execs:
-            self._settle_exec(fd)
+            self._read_exec_result(fd)
         elif self._fork_server.owns(fd):
             self._fork_server.serve(fd)
         elif fd == self._sock.fileno() and mask & ~select.POLLOUT:
@@ -304,6 +304,8 @@ class Supervisor:
                         os.close(fd)
             case "signal":
                 self._signal(command["key"], command["signum"])
+            case "kill_session" if command["pid"] not in self._kept:  # else the number belongs to another process
+                processes.kill_session(self._pid, command["pid"])
             case "kill_tree":
                 self._kill_asked = True
                 self._kill_tree(command["limit_s"])
@@ -345,7 +347,7 @@ class Supervisor:
         self._execs[read_end] = pid
         self._poller.register(read_end, select.POLLIN)
 
-    def _born(self, command: dict[str, Any], pid: int) -> None:
+    def _forked(self, command: dict[str, Any], pid: int) -> None:
         """A worker was forked by the fork server, became our child, and waits for permission to run."""
         self._kept[pid] = Kept(command["key"], bool(command["service"]))
         if command["key"] != fork_server.STANDBY:  # a standby is internal: no event
@@ -360,7 +362,7 @@ class Supervisor:
             if os.getppid() != self._pid:
                 os._exit(_EXEC_FAILED)  # the supervisor died in between, so nothing would kill this process
             self._restore_signals()
-            descriptors.restore_limit(self._limit)
+            restore_limit(self._limit)
             if command["cpus"]:
                 os.sched_setaffinity(0, command["cpus"])
             if command["cwd"] is not None:
@@ -381,11 +383,11 @@ class Supervisor:
     def _restore_signals(self) -> None:
         for signum in (*_NOT_OURS, *_PYTHONS_OWN, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
-        for inherited in self._ignored:
-            signal.signal(inherited, signal.SIG_IGN)
+        for number in self._ignored:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    def _settle_exec(self, fd: int) -> None:
+    def _read_exec_result(self, fd: int) -> None:
         """The pipe is closed (exec worked) or holds the reason why exec failed."""
         pid = self._execs.pop(fd)
         self._poller.unregister(fd)
@@ -420,9 +422,9 @@ class Supervisor:
 
     def _ended(self, pid: int, status: int) -> None:
         for fd in [fd for fd, pending in self._execs.items() if pending == pid]:
-            self._settle_exec(fd)  # "started" or "spawn_failed" comes before "ended"
+            self._read_exec_result(fd)  # "started" or "spawn_failed" comes before "ended"
         if pid not in self._kept or self._kept[pid].key == fork_server.STANDBY:
-            self._fork_server.settle_all()  # a requested worker may already run, with its answer unread
+            self._fork_server.read_answers()  # a requested worker may already run, with its answer unread
         kept = self._kept.pop(pid, None)
         if kept is not None:
             code = os.waitstatus_to_exitcode(status)

@@ -1,20 +1,21 @@
 """Serves all generations of workers on one node: owns their supervisor, store, saver, log files and observers.
 
 Executes the commands of the agent's machine and reports each answer as an event of the machine; decides nothing. The
-workers of one generation are in generation.py, one worker in ends.py.
+workers of one generation are in generation.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import (
     Event,
     NodePrepared,
     PrepareFailed,
+    RegroupRefused,
     StoreDied,
     TreeGone,
     WorkersFenced,
@@ -24,20 +25,20 @@ from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, Supe
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.rank_progress import RankProgress, RankSample
-from holdfast.runtime.journal import Journal
+from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot, WorkerStreams
 from holdfast.supervisor import client as kept
-from holdfast.supervisor.board import HOLD_SETTLES_S
+from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import Revivals, SupervisorClient, revive_supervisor
 from holdfast.supervisor.ends import Ends, OomWatch
-from holdfast.supervisor.generation import RunningGeneration
-from holdfast.supervisor.log_layout import RunFolder, WorkerSlot, WorkerStreams
+from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.numa import binding_for
-from holdfast.supervisor.observer import Observer, Phases, ProgressNotes
-from holdfast.supervisor.preload import order_for, script_argv
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
+from holdfast.supervisor.worker_command import order_for, script_argv
 
+LIVING = (Work.RUNNING, Work.DRAINING, Work.REGROUPING)
+"""Work in which workers may be started."""
 GUARD_S = 0.25
 """The supervisor kills this long after the agent's own fence: an agent that runs kills the workers itself, and reports
 why."""
@@ -104,6 +105,10 @@ class WorkerGroup:
         self._running: RunningGeneration | None = None
         """The newest generation that was started; its workers may have ended."""
         self._hold_timer: asyncio.TimerHandle | None = None
+        self._release_timer: asyncio.TimerHandle | None = None
+        """When workers that are not at the gate are killed."""
+        self._regrouping: Assign | None = None
+        """The generation for which workers come to the gate."""
 
     # ---------------------------------------------------------------- commands of the machine
 
@@ -114,13 +119,65 @@ class WorkerGroup:
         """Start the workers, at once where possible: a stop order may follow directly and must find the workers."""
         running = self._begin(assign, start)
         if self._supervisor_ready.is_set():
-            self._spawn(running, start)
+            self._spawn(running)
         else:
-            self._tasks.create_task(self._spawn_later(running, start))
+            self._tasks.create_task(self._spawn_later(running))
+
+    def regroup(self, assign: Assign, safe_point: int) -> None:
+        """Release the workers for another generation, at this safe point; 0: at once. Answers with NodePrepared when
+        all wait at the gate and the store's port is bound."""
+        running = self._running
+        if running is None:
+            self._emit(RegroupRefused(assign.generation, "this node has no workers"))
+            return
+        self._cancel_release()
+        self._phases.stop()
+        self._journal.write(
+            "regroup",
+            generation=assign.generation,
+            local_ranks=[*taking_part(assign, self._options.nproc)],
+            world_size=assign.world_size,
+            safe_point=safe_point,
+        )
+        self._regrouping = assign
+        self._progress_notes.close()
+        running.regroup(self._supervisor, assign, safe_point)
+        if not safe_point:
+            self._release_timer = self._loop.call_later(self._options.limits.release_s, self._release_is_over, running)
+        self._at_gate()  # of a node without workers nobody comes
+
+    def _release_is_over(self, running: RunningGeneration) -> None:
+        self._release_timer = None
+        running.kill_missing(self._supervisor)
+
+    def _cancel_release(self) -> None:
+        """Nobody waits for the gate any more."""
+        self._regrouping = None
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_timer = None
+
+    def go_on(self, start: Start) -> None:
+        """Give the workers at the gate their places."""
+        running = self._running
+        assert running is not None
+        self._open_store(running.assign)
+        running.go_on(start)
+        self._phases.start(start.generation, running.assign.restart_count, 0, None)
+        self._router.moved({rank: running.rank_of(rank) for rank in running.pids()})
+        self._note_begin(running, start)
+        self._observer.regrouped(start, self.progress)
+
+    def replace(self, generation: int, local_ranks: Sequence[int]) -> None:
+        """Start replacements. Answers with ReplacementsReady or WorkerEnded for each."""
+        running = self._if_running(generation)
+        if running is not None:
+            self._tasks.create_task(self._replace(running, local_ranks))
 
     def signal(self, signum: int, *, to_end: bool) -> None:
         """Signal the workers. `to_end`: their failures from now on are consequences of the stop."""
         if to_end:
+            self._cancel_release()
             self._phases.stop()
         if self._running is not None:
             self._running.signal(self._supervisor, signum, to_end=to_end)
@@ -168,6 +225,7 @@ class WorkerGroup:
             self._supervisor.fence(guard_s)
 
     def kill_tree(self) -> None:
+        self._cancel_release()
         self._phases.stop()
         if self._supervisor_ready.is_set():
             self._supervisor.kill_tree()
@@ -183,6 +241,7 @@ class WorkerGroup:
         await self._observer.close()
         if self._hold_timer is not None:
             self._hold_timer.cancel()
+        self._cancel_release()
         self._close_running()
 
     def _close_running(self) -> None:
@@ -200,7 +259,7 @@ class WorkerGroup:
             self._oom = self._oom or OomWatch()
             if self._options.numa_binding and not self._cpus:
                 self._cpus = binding_for(self._options)
-            port = await self._open_store(assign) if assign.hosts_store else None
+            port = await self._reserve_store(assign) if assign.hosts_store else None
         except HoldfastError as error:
             self._emit(PrepareFailed(generation, error.code, error.exit_code, str(error)))
         except OSError as error:
@@ -214,7 +273,7 @@ class WorkerGroup:
 
         Raises LogDirError for the first generation; a later one continues without files rather than end the job.
         """
-        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in range(self._options.nproc)]
+        slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in taking_part(assign, self._options.nproc)]
         try:
             attempt = self._folder.attempt(assign.generation, assign.restart_count)
             streams = self._router.open(attempt, slots)
@@ -225,7 +284,7 @@ class WorkerGroup:
             return self._router.open(None, slots)
         return streams
 
-    async def _open_store(self, assign: Assign) -> int:
+    async def _reserve_store(self, assign: Assign) -> int:
         if not self._options.share_store:
             return free_port(assign.local_world)
         if self._store is None:
@@ -234,33 +293,71 @@ class WorkerGroup:
             eager = not warm and bool(self._options.preload.torch)  # otherwise it starts when a client connects
             await self._supervisor_ready.wait()
             self._store = StoreHost(self._supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
-        port = self._store.open(assign.generation, loopback_only=assign.local_world)
-        self._on_store(port)
-        return port
+        return self._store.reserve(loopback_only=assign.local_world)
+
+    def _open_store(self, assign: Assign) -> None:
+        if not (assign.hosts_store and self._options.share_store):
+            return
+        if self._store is None:  # it was lost with the supervisor after the port had been announced
+            self._emit(StoreDied(assign.generation))
+        else:
+            self._on_store(self._store.open(assign.generation))
 
     def _on_store_lost(self, generation: int, why: str) -> None:
         self._journal.write("store_lost", generation=generation, why=why)
         self._emit(StoreDied(generation))
 
+    # ---------------------------------------------------------------- another generation with the same workers
+
+    def _at_gate(self) -> None:
+        """One more worker waits at the gate."""
+        running, assign = self._running, self._regrouping
+        if running is not None and assign is not None and running.at_gate:
+            self._cancel_release()
+            self._phases.gone()
+            self._journal.write("at_gate", generation=assign.generation)
+            self._tasks.create_task(self._prepare_again(running, assign))
+
+    async def _prepare_again(self, running: RunningGeneration, assign: Assign) -> None:
+        try:
+            port = await self._reserve_store(assign) if assign.hosts_store else None
+        except OSError as error:
+            self._emit(RegroupRefused(assign.generation, f"the store's port: {error.strerror or error}"))
+        else:
+            if running.at_gate and running.number == assign.generation:
+                self._emit(NodePrepared(assign.generation, port))
+
+    async def _replace(self, running: RunningGeneration, local_ranks: Sequence[int]) -> None:
+        async with self._logs_in_hand:
+            streams = await asyncio.to_thread(self._open_more_logs, running, local_ranks)
+        await self._supervisor_ready.wait()
+        if running is self._running and self._work() in LIVING:
+            running.replace(self._supervisor, streams, self._cpus, started=self._router.started)
+
+    def _open_more_logs(self, running: RunningGeneration, local_ranks: Sequence[int]) -> dict[int, WorkerStreams]:
+        slots = [WorkerSlot(rank, running.rank_of(rank)) for rank in local_ranks]
+        return {slot.local_rank: self._router.add(slot) for slot in slots}
+
     # ---------------------------------------------------------------- phase two
 
-    async def _spawn_later(self, running: RunningGeneration, start: Start) -> None:
+    async def _spawn_later(self, running: RunningGeneration) -> None:
         await self._supervisor_ready.wait()
-        if running is self._running and self._work() in (Work.RUNNING, Work.DRAINING):
-            self._spawn(running, start)
+        if running is self._running and self._work() in LIVING:
+            self._spawn(running)
 
-    def _spawn(self, running: RunningGeneration, start: Start) -> None:
-        running.spawn(
-            self._supervisor, start, self._environ, self._saver.environment, self._cpus, started=self._router.started
-        )
+    def _spawn(self, running: RunningGeneration) -> None:
+        running.spawn(self._supervisor, self._cpus, started=self._router.started)
 
     def _begin(self, assign: Assign, start: Start) -> RunningGeneration:
         self._close_running()
         assert self._oom is not None
         generation = assign.generation
+        self._open_store(assign)
+        self._router.begin_attempt()
         running = self._running = RunningGeneration(
             self._options,
             assign,
+            start,
             self._prepared,
             host=self._host,
             work=self._work,
@@ -268,22 +365,30 @@ class WorkerGroup:
             journal=self._journal,
             phases=self._phases,
             ends=Ends(self._tasks, self._emit, self._journal, self._router, self._oom, generation),
+            on_gate=self._at_gate,
+            parent=self._environ,
+            variables=self._saver.environment,
         )
         self._phases.start(generation, assign.restart_count, self._options.nproc, running.board)
+        self._note_begin(running, start)
+        self._observer.start(start, running.board, running.rank_of, self.progress)
+        return running
+
+    def _note_begin(self, running: RunningGeneration, start: Start) -> None:
+        assign = running.assign
         self._journal.write(
             "generation",
-            generation=generation,
+            generation=assign.generation,
             restart_count=assign.restart_count,
             group_rank=assign.group_rank,
             group_world_size=assign.group_world_size,
             rank_base=assign.rank_base,
             world_size=assign.world_size,
-            nproc=self._options.nproc,
+            nproc=len(taking_part(assign, self._options.nproc)),
             master=f"{start.master_addr}:{start.master_port}",
+            **running.survivors(),
         )
-        self._progress_notes.start(generation, assign.rank_base, running.board, self.progress)
-        self._observer.start(assign, start, running.board, self.progress)
-        return running
+        self._progress_notes.start(assign.generation, assign.rank_base, running.board, self.progress)
 
     # ---------------------------------------------------------------- events of the supervisor
 

@@ -42,8 +42,8 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec
 from holdfast.runtime.driver import Driver, Troubles, fault_of
-from holdfast.runtime.journal import Journal
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
+from holdfast.runtime.run_folder import Journal
 
 INCARNATION_BYTES = 4
 BACKLOG = 4096
@@ -86,7 +86,7 @@ class HandlerMember:
         self._options = options
         self._say = say
         self._troubles = Troubles(say, self._loop.time)
-        self._meeting = RendezvousClient(options, judge, Journal(None), say)
+        self._rendezvous = RendezvousClient(options, judge, Journal(None), say)
         self._link: CoordinatorLink | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
@@ -116,7 +116,7 @@ class HandlerMember:
                 self._dialing.cancel()
             self._refuse_waiter()
             self._drop_listening()
-            await self._meeting.close()
+            await self._rendezvous.close()
 
     @property
     def over(self) -> bool:
@@ -140,7 +140,7 @@ class HandlerMember:
             return
         # 75 ends the job for all, whatever else is going on, as closing a rendezvous of torchrun's does.
         self._workers_gone(EXIT_REQUEUE if failure else 0, failure)
-        here = self._meeting.coordinator is not None
+        here = self._rendezvous.coordinator is not None
         self._loop.call_later(HOST_END_S_MAX if here else END_S_MAX, self.leave)
 
     def leave(self) -> None:
@@ -262,7 +262,7 @@ class HandlerMember:
 
     async def _dial(self, node: NodeSpec) -> None:
         try:
-            answer = await self._meeting.reach(node)
+            answer = await self._rendezvous.connect(node)
         except Exception as error:  # noqa: BLE001 - as in _feed
             self._fail(error)
             return
@@ -271,7 +271,7 @@ class HandlerMember:
             return
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
-        self._feed(Dialed(local=self._meeting.coordinator is not None))
+        self._feed(Dialed(local=self._rendezvous.coordinator is not None))
 
     def _received(self, message: FromCoordinator) -> None:
         if isinstance(message, Stop):

@@ -11,7 +11,7 @@ from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, Worke
 from holdfast.protocol.policy import JobSpec, Limits
 from holdfast.rendezvous.conf import get_bool, limits_from_conf, parse_endpoint, unknown_key_notices
 from holdfast.rendezvous.registry import default_port
-from holdfast.runtime.secret_variables import read_token
+from holdfast.runtime.inherited import read_token
 
 BACKEND = "holdfast"
 LIKE = "c10d"

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from holdfast.protocol.errors import ShardingError, SnapshotDamagedError, SnapshotError, StateMismatchError
 from holdfast.snapshots.folder import RankFile, Snapshot
-from holdfast.snapshots.image import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
+from holdfast.snapshots.layout import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
 from holdfast.snapshots.slots import HEADER_BYTES
 from holdfast.train import state_codec as codec
 from holdfast.train.copying import PrivateMapping, can_settle, copy_all

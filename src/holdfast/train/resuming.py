@@ -26,7 +26,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import RankFile, Survey
-from holdfast.snapshots.manifest import FolderKind, Key, parse_name
+from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers

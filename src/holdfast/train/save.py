@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
-from holdfast.snapshots import attempt
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots import changes
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.saver_client import InProcessStaging, Tier, error_of, warn_of_disk
 from holdfast.train import sharding
@@ -187,7 +187,7 @@ class Saving:
         except (SnapshotError, ValueError) as error:
             told = error if isinstance(error, SnapshotError) else SnapshotWriteError(str(error))
             self.troubles.append(told)
-            attempt.refuse(request, str(told))  # rank 0 would wait for this rank's part
+            changes.refuse(request, str(told))  # rank 0 would wait for this rank's part
 
     def wait(self) -> None:
         """Until everything is committed, on every rank; all raise when that went wrong on one."""
@@ -260,7 +260,7 @@ class Saving:
     def _begin(self, step: int) -> int:
         if self._lease is not None:
             self._lease.confirm()
-        return attempt.begin(self._path, step, make=False)
+        return changes.begin(self._path, step, make=False)
 
     def _collect(self) -> Collected:
         return self._tracker.collect(self._peers.rank, self._peers.world)

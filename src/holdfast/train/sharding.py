@@ -4,7 +4,7 @@ Saving: every rank's local plan meets at rank 0, where torch.distributed.checkpo
 evenly over the ranks and checks that nothing is missing. The plan holds until the names, shapes or placements change.
 Loading: the planner finds, for what this rank holds now, the pieces in what was saved, whatever the world was then.
 
-A rank's file (snapshots/image.py) has an entry for each piece. A piece that is a whole tensor has the tensor's name;
+A rank's file (snapshots/layout.py) has an entry for each piece. A piece that is a whole tensor has the tensor's name;
 any other has `name@offsets` and a line in the header's metadata that says where it belongs.
 
 A memory slot must hold what a restarted worker needs without another node, so the ranks of a node save, together, all
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from holdfast.protocol.errors import ShardingError, SnapshotDamagedError
-from holdfast.snapshots.image import ALIGNMENT_BYTES, Image, TensorEntry
+from holdfast.snapshots.layout import ALIGNMENT_BYTES, Image, TensorEntry
 from holdfast.train.agreement import Peers
 from holdfast.train.copying import copy_alike
 

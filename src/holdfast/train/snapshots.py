@@ -37,11 +37,11 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     TrackingError,
 )
+from holdfast.snapshots import changes
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
-from holdfast.snapshots import retention
+from holdfast.snapshots.changes import Keep, Verified
 from holdfast.snapshots.flush import rescue_attempt
-from holdfast.snapshots.retention import Keep, Verified
 from holdfast.snapshots.saver_client import Tier, open_tier
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
@@ -89,7 +89,7 @@ class Pruner:
 
     def _prune(self) -> None:
         try:
-            done = retention.prune(self._path, self._keep, verified=self._verified)
+            done = changes.prune(self._path, self._keep, verified=self._verified)
         except SnapshotError as error:
             # What was saved is there; that it takes more room than was asked for must not end the training.
             warnings.warn(f"holdfast: old snapshots were not deleted: {error}", RuntimeWarning, stacklevel=2)

@@ -40,11 +40,11 @@ from holdfast.protocol.errors import (
     SnapshotGoneError,
     TrackingError,
 )
-from holdfast.snapshots import attempt
+from holdfast.snapshots import changes
 from holdfast.snapshots import folder as folders
-from holdfast.snapshots.attempt import SaveRequest
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.folder import RankFile, Snapshot
-from holdfast.snapshots.manifest import FolderKind, check_step, parse_name
+from holdfast.snapshots.layout import FolderKind, check_step, parse_name
 from holdfast.train import state_codec as codec
 from holdfast.train.reading import FilePart, Saved, open_files
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
@@ -91,7 +91,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Rank 0: make the attempt folder, and give each rank its request."""
-        number = attempt.begin(self.path, self.step)
+        number = changes.begin(self.path, self.step)
         requests = [SaveRequest(str(self.path), self.step, number, rank, len(plans)) for rank in range(len(plans))]
         self._request = requests[0]
         return [replace(plan, storage_data=request) for plan, request in zip(plans, requests, strict=True)]
@@ -104,9 +104,9 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
                 "SnapshotWriter: a planner that caches plans (enable_plan_caching=True) is not supported"
             )
         try:
-            attempt.write_rank(request, _put_together(plan, planner, request))
+            changes.write_rank(request, _put_together(plan, planner, request))
         except BaseException:
-            attempt.abandon(request)  # nobody will call `finish`
+            changes.abandon(request)  # nobody will call `finish`
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
@@ -116,7 +116,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         """Rank 0, when all ranks have written: commit."""
         assert self._request is not None
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        self.committed = attempt.commit(replace(self._request, metadata={"metrics": self.metrics, PATHS: paths}))
+        self.committed = changes.commit(replace(self._request, metadata={"metrics": self.metrics, PATHS: paths}))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -19,12 +19,17 @@ class WorldChecker:
     """(coordinator, generation) -> host -> (rank_base, nproc, world_size)."""
     alive: dict[str, int] = field(default_factory=dict)
     """Host -> the generation whose workers are alive on it."""
-    newest: int = 0
+    holders: dict[tuple[int, int, int], tuple[str, int, int]] = field(default_factory=dict)
+    """(coordinator, generation, rank) -> the process that has this rank."""
+    budget: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Coordinator -> the newest generation that has begun, and the restarts that were used then."""
     safe_points: dict[tuple[int, int], int] = field(default_factory=dict)
     """(coordinator, generation) -> where its workers stop."""
 
     def assigned(self, coordinator: int, host: str, nproc: int, assign: Assign) -> None:
         world = self.worlds.setdefault((coordinator, assign.generation), {})
+        if not nproc:
+            return  # no worker of this host takes part: it may be a new agent on a host whose old one is not lost yet
         self._require(host not in world, f"{host} was assigned twice in generation {assign.generation}")
         world[host] = (assign.rank_base, nproc, assign.world_size)
         self._require(len({size for _, _, size in world.values()}) == 1, "two worlds share one generation number")
@@ -33,23 +38,49 @@ class WorldChecker:
             ranks = set(range(base, base + count))
             self._require(not taken & ranks, f"a rank exists twice in generation {assign.generation}: {world}")
             self._require(
-                max(ranks) < size, f"a rank lies outside the world of generation {assign.generation}: {world}"
+                max(ranks) < size,
+                f"a rank lies outside the world of generation {assign.generation}: {world}",
             )
             taken |= ranks
 
-    def started(self, coordinator: int, host: str, generation: int, *, cut_off: set[str]) -> None:
+    def started(self, coordinator: int, host: str, assign: Assign, *, cut_off: set[str]) -> None:
         """`cut_off`: hosts that lost their link less than a fence ago; only there may an older generation still live."""
+        generation = assign.generation
+        self._require(host not in self.alive, f"{host} starts generation {generation} beside {self.alive.get(host)}")
+        self._begun(coordinator, host, assign, cut_off)
+        if assign.local_ranks != ():
+            self.alive[host] = generation
+
+    def gathered(self, host: str, generation: int) -> None:
+        """All workers of this host have left their generation, and wait for their place in that one."""
+        self.alive[host] = generation
+
+    def continued(self, coordinator: int, host: str, assign: Assign, *, cut_off: set[str]) -> None:
+        """Running workers of this host go on in this generation."""
+        alive = self.alive.get(host)
+        self._require(alive == assign.generation, f"{host} goes on in {assign.generation}, its workers are in {alive}")
+        self._begun(coordinator, host, assign, cut_off)
+
+    def has_rank(self, rank: tuple[int, int, int], process: tuple[str, int, int]) -> None:
+        """This process has the rank (coordinator, generation, rank)."""
+        holder = self.holders.setdefault(rank, process)
+        self._require(holder == process, f"{holder} and {process} are both {rank}")
+
+    def _begun(self, coordinator: int, host: str, assign: Assign, cut_off: set[str]) -> None:
+        generation = assign.generation
         world = self.worlds[(coordinator, generation)]
         size = next(iter(world.values()))[2]
         self._require(sum(count for _, count, _ in world.values()) == size, "workers start before all ranks are given")
-        self._require(host not in self.alive, f"{host} starts generation {generation} beside {self.alive.get(host)}")
+        newest, used = self.budget.get(coordinator, (0, 0))
+        self._require(generation >= newest, f"generation {generation} begins on {host} after {newest}")
+        self._require(assign.restart_count >= used, f"{assign.restart_count} restarts are used after {used} were")
+        self.budget[coordinator] = generation, assign.restart_count
         for other, older in self.alive.items():
             if older != generation:
                 self._require(
                     other in cut_off,
                     f"{other} still runs generation {older} when {host} starts generation {generation}",
                 )
-        self.alive[host] = generation
 
     def ended(self, host: str) -> None:
         self.alive.pop(host, None)

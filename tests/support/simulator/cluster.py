@@ -17,7 +17,7 @@ from random import Random
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Survive
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
 from tests.support.simulator.clock import Agenda, ManualClock
 from tests.support.simulator.faults import FaultOptions, plan_faults
@@ -41,6 +41,10 @@ class SimOptions:
     fixed_ranks: bool = False
     steps: bool = False
     """The agents tell how far their workers are."""
+    survives: bool = False
+    """The workers run in `ht.survive`."""
+    survive: Survive = Survive.SHRINK
+    min_ranks: int = 1
     asks: bool = False
     """The workers ask for safe points."""
     grow: Grow = Grow.DRAIN
@@ -88,6 +92,8 @@ class SimCluster:
             max_restarts=options.max_restarts,
             fixed_ranks=options.fixed_ranks,
             grow=options.grow,
+            survive=options.survive,
+            min_ranks=options.min_ranks,
         )
         self.asks = options.asks
         self.stalls: dict[tuple[int, int], Stall] = {}
@@ -105,6 +111,8 @@ class SimCluster:
         self.coordinator_died_s = 0.0
         self.story: deque[str] = deque(maxlen=story_lines_max)
         self.events = 0
+        self.regroups = 0
+        """How often workers of a node went on in another generation."""
         self._instant_s = 0.0
         self._instant_events = 0
         self.last_fault_s = 0.0

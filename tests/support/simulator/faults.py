@@ -36,6 +36,10 @@ class FaultOptions:
     """The coordinator's process is stopped for a while, as by a debugger or a starved machine, and comes back."""
     coordinator_deaths: int = 0
     """The coordinator ends, no agent does, and another one begins, as when it loses its lease in etcd."""
+    worker_kills: int = 0
+    """A worker is killed, and the others wait for news."""
+    gate_faults: bool = False
+    """Workers die, refuse or raise on their way into another generation; replacements fail."""
     hangs: int = 0
     """A worker does not come to where the others wait for it."""
     pauses: int = 0
@@ -46,6 +50,7 @@ def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
     """Put every fault on the cluster's agenda."""
     faults = _Faults(cluster, options)
     faults.plan(options.worker_failures, faults.fail_worker)
+    faults.plan(options.worker_kills, faults.kill_worker)
     faults.plan(options.agent_kills, lambda: faults.crash(silent=False))
     faults.plan(options.power_losses, lambda: faults.crash(silent=True))
     faults.plan(options.link_resets, faults.reset)
@@ -72,6 +77,11 @@ class _Faults:
         agent = self._some_agent()
         if agent is not None:
             agent.fail_worker(self.cluster.random.choice([1, 3, -9, -11]))
+
+    def kill_worker(self) -> None:
+        agent = self._some_agent()
+        if agent is not None:
+            agent.fail_worker(-9)
 
     def requeue(self) -> None:
         agent = self._some_agent()

@@ -23,8 +23,8 @@ from holdfast.protocol.messages import Assign
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.driver import Driver
-from holdfast.runtime.journal import Journal
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
+from holdfast.runtime.run_folder import Journal
 from tests.support.simulator.cluster import simple_judge
 
 STORE_PORT = 1
@@ -55,7 +55,7 @@ class FormingAgent:
             node_rank=node.node_rank,
         )
         self.started: asyncio.Future[Assign] = loop.create_future()
-        self._meeting = RendezvousClient(options, simple_judge, Journal(None), lambda _: None)
+        self._rendezvous = RendezvousClient(options, simple_judge, Journal(None), lambda _: None)
         self._link: CoordinatorLink | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._driver: Driver[Event, do.Command] = Driver(AgentMachine(node, limits, loop.time()), Tick(), self._execute)
@@ -72,7 +72,7 @@ class FormingAgent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._link is not None:
             self._link.close()
-        await self._meeting.close()
+        await self._rendezvous.close()
 
     def leave(self) -> None:
         self._driver.feed(Signalled(15, "SIGTERM"))
@@ -98,7 +98,7 @@ class FormingAgent:
                 pass
 
     async def _dial(self, node: NodeSpec) -> None:
-        answer = await self._meeting.reach(node)
+        answer = await self._rendezvous.connect(node)
         if isinstance(answer, DialFailed):
             self._driver.feed(answer)
             return

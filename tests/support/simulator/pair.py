@@ -56,8 +56,13 @@ class PairAgent:
     """Where they were told to stop; 0: nowhere."""
     places: dict[int, str] = field(default_factory=dict)
     """The function in which a worker is, by local rank; else where all wait for their peers."""
+    replacements: set[int] = field(default_factory=set)
+    """Workers that were started for lost ones, and take no part yet."""
     reach: tuple[str, ...] = ()
     """What is wrong with the way to the store."""
+
+    def taking_part(self, assign: Assign) -> set[int]:
+        return set(range(self.nproc) if assign.local_ranks is None else assign.local_ranks)
 
 
 class Pair:
@@ -130,6 +135,36 @@ class Pair:
         assert agent.assign is not None
         ranks = tuple(RankProgress(rank, stage, steps) for rank in range(agent.nproc))
         self._to_agent(agent, ev.WorkersProgress(agent.assign.generation, ranks))
+        self._settle()
+
+    def able(self, host: str) -> None:
+        """All workers of this host that take part are able to go on in another generation."""
+        agent = self.agents[host]
+        assert agent.assign is not None
+        self._to_agent(agent, ev.WorkersAble(agent.assign.generation, tuple(sorted(agent.workers))))
+        self._settle()
+
+    def ready(self, host: str) -> None:
+        """The replacements of this host wait for their place."""
+        agent = self.agents[host]
+        assert agent.assign is not None
+        assert agent.replacements, f"{host} starts no replacement"
+        self._to_agent(agent, ev.ReplacementsReady(agent.assign.generation, tuple(sorted(agent.replacements))))
+        self._settle()
+
+    def replacement_ends(self, host: str, local_rank: int, exit_code: int) -> None:
+        agent = self.agents[host]
+        assert agent.assign is not None
+        agent.replacements.remove(local_rank)
+        failure = Failure(rank=0, local_rank=local_rank, host=host, pid=2000 + local_rank, exit_code=exit_code)
+        self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, failure))
+        self._settle()
+
+    def refuses(self, host: str, text: str) -> None:
+        """A worker of this host cannot go on in another generation."""
+        agent = self.agents[host]
+        assert agent.assign is not None
+        self._to_agent(agent, ev.RegroupRefused(agent.assign.generation, text))
         self._settle()
 
     def prepared(self, host: str) -> None:
@@ -307,7 +342,15 @@ class Pair:
                 if not agent.holds_prepare:
                     self._queue.append(lambda: self._prepared(agent, assign))
             case do.StartWorkers(assign):
-                agent.assign, agent.workers, agent.safe_point = assign, set(range(agent.nproc)), 0
+                agent.assign, agent.workers, agent.safe_point = assign, agent.taking_part(assign), 0
+            case do.RegroupWorkers(assign, _):
+                agent.assign, agent.reached = assign, 0
+                agent.workers |= agent.replacements & agent.taking_part(assign)
+                agent.replacements -= agent.workers
+                if not agent.holds_prepare and agent.workers >= agent.taking_part(assign):
+                    self._queue.append(lambda: self._prepared(agent, assign))
+            case do.StartReplacements(_, local_ranks):
+                agent.replacements.update(local_ranks)
             case do.HoldWorkers(generation):
                 self._queue.append(lambda: self._to_agent(agent, ev.WorkersHeld(generation, agent.reached)))
             case do.ReleaseWorkers(_, safe_point):
@@ -369,7 +412,7 @@ class Pair:
             self._to_agent(agent, ev.WorkerEnded(agent.assign.generation, local_rank, None, drained))
             return
         bare = Failure(
-            rank=agent.assign.rank_base + local_rank,
+            rank=agent.assign.rank_base + agent.assign.place(local_rank),
             local_rank=local_rank,
             host=agent.host,
             pid=1000 + local_rank,
@@ -389,6 +432,7 @@ class Pair:
             self._worker_gone(agent, local_rank, exit_code, drained=drained)
 
     def _kill_tree(self, agent: PairAgent, generation: int) -> None:
+        agent.replacements.clear()
         if agent.workers:  # what they left is read first
             self._all_workers_gone(agent, -signal.SIGKILL)
             self._queue.append(lambda: self._to_agent(agent, ev.TreeGone(generation)))

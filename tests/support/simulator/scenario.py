@@ -1,7 +1,7 @@
 """Golden scenarios: a tiny language whose lines make things happen, and the trace of what follows from them.
 
     job 2:3 restarts=1          one job; also fixed, grow=never, exclude=3, seconds join=60 last_call=30 grace=5 drain=20
-                                hang=300; then, in any order:
+                                hang=300 survive=wait min_ranks=2; then, in any order:
     boot a b c nproc=2          start agents (the first host is the endpoint's); also rank=1 role=x slow stubborn
     advance 2s                  let time pass
     done a                      all workers of a end with 0; `done a 1`: local rank 1 alone
@@ -17,6 +17,10 @@
     meets a                     they wait for their process group
     place a 1 sleep             local rank 1 of a is in sleep() from now on (the others wait for it in all_reduce())
     reach a timed out           a cannot reach the store
+    able a                      the workers of a run in `ht.survive`: they can go on after a loss
+    ready a                     the replacements that a starts wait for their place
+    spoil a 0 exit=1            the replacement for local rank 0 of a ends so
+    refuse a its memory grew    a worker of a cannot go on
     signal a SIGTERM            the agent gets a signal; also preempt
     stop / end                  `holdfast stop` / `holdfast kill` on some node: the whole job is to end
     store a                     the store host on a dies
@@ -30,7 +34,7 @@ A scenario file holds these lines, and below each, indented, what came of it: me
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from holdfast.agent import commands as do
 from holdfast.coordinator import coordinator_state as cstate
@@ -38,7 +42,9 @@ from holdfast.coordinator.coordinator_state import Phase
 from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import (
     Abandon,
+    Able,
     Assign,
+    CannotRegroup,
     Drain,
     DrainTo,
     Finish,
@@ -55,6 +61,10 @@ from holdfast.protocol.messages import (
     Progress,
     Quit,
     Refuse,
+    Regroup,
+    Replace,
+    ReplacementFailed,
+    ReplacementReady,
     Resume,
     Start,
     Stop,
@@ -65,8 +75,9 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Grow, JobSpec, Limits
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
 from holdfast.protocol.rank_progress import Stage
+from holdfast.text import spans
 from tests.support.simulator.pair import Pair
 
 INDENT = "    "
@@ -127,6 +138,8 @@ class _Scenario:
                     pair.worker_ends(plain[0], local_rank, 0)
             case "fail":
                 pair.worker_ends(plain[0], int(plain[1]), int(named["exit"]), named.get("type", ""))
+            case "spoil":
+                pair.replacement_ends(plain[0], int(plain[1]), int(named["exit"]))
             case "prepared":
                 pair.prepared(plain[0])
             case "cannot":
@@ -176,6 +189,8 @@ def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object],
         fixed_ranks=fixed,
         grow=Grow(named.get("grow", "drain")),
         exclude_after=int(named.get("exclude", "0")),
+        survive=Survive(named.get("survive", "shrink")),
+        min_ranks=int(named.get("min_ranks", "1")),
     )
     limits = Limits(
         join_s=float(named.get("join", "60")),
@@ -209,6 +224,13 @@ def _watch(pair: Pair, verb: str, plain: list[str]) -> None:
         case "meets":
             for host in plain:
                 pair.progress(host, Stage.MEETING)
+        case "able":
+            for host in plain:
+                pair.able(host)
+        case "ready":
+            pair.ready(plain[0])
+        case "refuse":
+            pair.refuses(plain[0], " ".join(plain[1:]))
         case "place":
             pair.agents[plain[0]].places[int(plain[1])] = plain[2]
         case "reach":
@@ -228,6 +250,13 @@ def _describe(who: str, what: object) -> str:
             return f"{who} > {text}" if (text := _message(message)) else ""
         case do.StartWorkers(assign):
             return f"{who}: starts workers of {_place(assign)}"
+        case do.RegroupWorkers(assign, safe_point):
+            when = f"at safe point {safe_point}" if safe_point else "at once"
+            return f"{who}: regroups workers {when} for {_place(assign)}"
+        case do.ContinueWorkers(assign):
+            return f"{who}: the workers go on in {_place(assign)}"
+        case do.StartReplacements(_, local_ranks):
+            return f"{who}: starts replacements for local ranks {_ranks(local_ranks)}"
         case do.SignalWorkers(signum):
             return f"{who}: {signal.Signals(signum).name} to the workers"
         case Note(event, fields) if event.startswith(("hang", "straggler", "look")):
@@ -278,6 +307,14 @@ def _from_agent(message: object) -> str:
             return f"held {generation} at {reached}"
         case Progress(generation, ranks):
             return f"progress {generation} {ranks[0].stage.value} {ranks[0].steps}"
+        case Able(generation, local_ranks):
+            return f"able {generation} {_ranks(local_ranks)}"
+        case ReplacementReady(generation, local_ranks):
+            return f"ready {generation} {_ranks(local_ranks)}"
+        case ReplacementFailed(generation, failures):
+            return f"replacement failed {generation} {_ranks(failure.local_rank for failure in failures)}"
+        case CannotRegroup(generation, text):
+            return f"cannot regroup {generation}: {text}"
         case Looked(generation, number, samples, reach):
             places = " ".join(sample.frames[0].function for sample in samples)
             return f"looked {generation} #{number}: {places or 'nobody'}" + "".join(f"; {text}" for text in reach)
@@ -296,6 +333,10 @@ def _from_coordinator(message: object) -> str:
             return f"notice: {text.splitlines()[0]}"
         case Quit(drain, by):
             return f"quit, {'saving first' if drain else 'at once'}: {by}"
+        case Regroup(assign, safe_point, text):
+            return f"regroup {_place(assign)} at {safe_point}: {text}" + (" store" * assign.hosts_store)
+        case Replace(generation, local_ranks):
+            return f"replace {generation} {_ranks(local_ranks)}"
         case Resume(generation):
             return f"resume {generation}"
         case Abandon(generation):
@@ -305,11 +346,12 @@ def _from_coordinator(message: object) -> str:
         case Waiting(text):
             return text
         case Assign():
-            return f"assign {_place(message)} restarts={message.restart_count}" + (" store" * message.hosts_store)
+            return f"assign {_assigned(message)}"
         case Start(generation, address, port):
             return f"start {generation} at {address}:{port}"
-        case Stop(generation, reason, text):
-            return f"stop {generation} {reason.value}: {text}"
+        case Stop(generation, reason, text, following):
+            then = f"; then {_assigned(following)}" if following is not None else ""
+            return f"stop {generation} {reason.value}: {text}{then}"
         case Finish(outcome):
             return f"finish {_outcome(outcome)}"
         case Refuse(code, text):
@@ -317,11 +359,20 @@ def _from_coordinator(message: object) -> str:
     raise ScenarioError(f"no text for {message!r}")
 
 
+def _assigned(assign: Assign) -> str:
+    return f"{_place(assign)} restarts={assign.restart_count}" + " store" * assign.hosts_store
+
+
 def _place(assign: Assign) -> str:
     return (
         f"generation {assign.generation}: node {assign.group_rank} of {assign.group_world_size}, "
         f"ranks from {assign.rank_base} of {assign.world_size}"
+        + (f", local ranks {_ranks(assign.local_ranks)}" if assign.local_ranks is not None else "")
     )
+
+
+def _ranks(local_ranks: Iterable[int]) -> str:
+    return spans(local_ranks) or "none"
 
 
 def _outcome(outcome: Outcome) -> str:

@@ -20,7 +20,7 @@ from random import Random
 from msgspec import structs
 
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_USAGE
-from holdfast.protocol.policy import Grow, Limits
+from holdfast.protocol.policy import Grow, Limits, Survive
 from tests.support.simulator.checkers import BrokenPromiseError
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions
@@ -68,7 +68,7 @@ def draw(seed: int) -> Draw:
     min_nodes = max_nodes if fixed_ranks else random.randint(1, min(max_nodes, nodes))
     lease_s, fence_s, ping_interval_s = random.choice([(6.0, 4.0, 1.0), (6.0, 4.0, 1.0), (3.0, 2.0, 0.5)])
     limits = Limits(
-        join_s=120.0 if must_succeed else random.choice([120.0, 120.0, 15.0]),
+        join_s=240.0 if must_succeed else random.choice([120.0, 120.0, 15.0]),
         stop_grace_s=random.choice([5.0, 30.0]),
         lease_s=lease_s,
         fence_s=fence_s,
@@ -89,6 +89,8 @@ def draw(seed: int) -> Draw:
     )
     if random.random() < 0.3:
         options = _stalling(random, options)
+    if random.random() < 0.6:
+        options = _surviving(random, options)
     return Draw(seed, nodes, options, must_succeed)
 
 
@@ -99,6 +101,23 @@ def _stalling(random: Random, options: SimOptions) -> SimOptions:
     others = FaultOptions() if random.random() < 0.5 else options.faults
     faults = replace(others, hangs=hangs, pauses=pauses, span_s=60.0, reboots=options.faults.reboots)
     return replace(options, steps=True, work_s=random.choice([20.0, 60.0]), limits=limits, faults=faults)
+
+
+def _surviving(random: Random, options: SimOptions) -> SimOptions:
+    """The same job with workers that run in `ht.survive`."""
+    return replace(
+        options,
+        survives=True,
+        survive=random.choice([Survive.SHRINK, Survive.SHRINK, Survive.WAIT, Survive.OFF]),
+        min_ranks=random.choice([1, 1, 1, 3]),
+        asks=options.asks or random.random() < 0.5,
+        faults=replace(
+            options.faults,
+            worker_failures=random.choice([0, options.faults.worker_failures]),
+            worker_kills=random.choice([1, 3, 9]),
+            gate_faults=random.random() < 0.5,
+        ),
+    )
 
 
 def _faults(random: Random, *, must_succeed: bool) -> FaultOptions:

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from msgspec import Struct
 
 from holdfast.protocol.errors import HostsError
-from holdfast.runtime.secret_variables import without_secrets
+from holdfast.runtime.inherited import without_secrets
 from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
 from holdfast.text import listed
 

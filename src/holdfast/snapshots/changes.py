@@ -1,4 +1,6 @@
-"""The commit protocol: writes a snapshot to the disk so that it is complete or absent.
+"""Changes of a snapshot folder. Killed at any point, they leave only snapshots that are complete or absent.
+
+**Writing**, by the commit protocol:
 
     rank 0       begin         the attempt folder, by an exclusive mkdir; its number is sent to the others
     each rank    write_rank    its file, fsync; its record, fsync, rename; fsync of the folder (not rank 0)
@@ -12,7 +14,12 @@ The ranks' sizes and digests are exchanged in record files in the attempt folder
 be able to finish after the trainer, and with it the store of its generation, has died. Hence all ranks must see one
 folder.
 
-Every function takes `at`, which is called with the name of each phase (PHASES) when it is reached: tests kill there.
+**Deleting**, by `prune`. `Keep` decides from manifests alone which snapshots are kept. `prune` counts a snapshot only
+after it has read it back whole, and deletes only snapshots that are superfluous given the verified ones: a damaged
+newest one never costs a good older one. Deletion renames first: after a crash the folder's name shows that it is being
+deleted, and no reader finds half a snapshot.
+
+Functions take `at`, which is called with the name of each phase when it is reached: tests kill there.
 """
 
 from __future__ import annotations
@@ -21,20 +28,21 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.protocol.errors import (
+    RetentionError,
     SnapshotDamagedError,
     SnapshotError,
     SnapshotIncompleteError,
 )
 from holdfast.snapshots import disk
 from holdfast.snapshots.disk import chunk_digests, root_digest
-from holdfast.snapshots.folder import rename_aside
-from holdfast.snapshots.manifest import (
+from holdfast.snapshots.folder import Snapshot, quarantine, rename_aside, survey, verify
+from holdfast.snapshots.layout import (
     MANIFEST,
     RECORD_BYTES_MAX,
     FolderKind,
@@ -42,14 +50,13 @@ from holdfast.snapshots.manifest import (
     Manifest,
     RankEntry,
     RankRecord,
-    attempt_path,
     check_step,
-    committed_path,
     parse_name,
     rank_file,
     record_file,
     refusal_file,
 )
+from holdfast.text import seconds_of
 
 PHASES = (
     "begun",  # the attempt folder is there
@@ -95,12 +102,12 @@ class SaveRequest:
     @property
     def attempt_path(self) -> Path:
         """The folder during the writing."""
-        return attempt_path(Path(self.folder), self.key)
+        return Path(self.folder, self.key.named(FolderKind.ATTEMPT))
 
     @property
     def committed_path(self) -> Path:
         """The folder after the commit."""
-        return committed_path(Path(self.folder), self.key)
+        return Path(self.folder, self.key.name)
 
     @property
     def save(self) -> int:
@@ -149,7 +156,7 @@ def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: A
         attempt = max(taken, default=0) + 1
         while True:
             try:
-                attempt_path(path, Key(step, attempt)).mkdir()
+                (path / Key(step, attempt).named(FolderKind.ATTEMPT)).mkdir()
             except FileExistsError:
                 attempt += 1
             else:
@@ -165,7 +172,7 @@ def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: A
 def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, at: At = nowhere) -> RankRecord:
     """Write this rank's file and its record. Both are durable when this returns; rank 0's by name only after `commit`.
 
-    The buffer (an image, see image.py) must not change meanwhile. It is written without a copy when it begins at a
+    The buffer (an image, see layout.py) must not change meanwhile. It is written without a copy when it begins at a
     multiple of 4096 in memory, as slots do. On failure the written files are removed, which frees space on a full disk,
     and a refusal is left for rank 0, which then need not wait; rank 0 itself abandons the attempt. SnapshotWriteError;
     SnapshotIncompleteError when rank 0 has abandoned the attempt.
@@ -224,7 +231,7 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not request.attempt_path.exists():
             raise SnapshotIncompleteError(
-                f"step {request.step} was not saved: the job went on before all ranks had come"
+                f"step {request.step} was not saved: the job continued before all ranks had saved"
             ) from error
         abandon(request)
         raise disk.write_error(error, request.attempt_path) from error
@@ -297,3 +304,180 @@ def refuse(request: SaveRequest, why: str) -> None:
         disk.write_atomically(folder / refusal_file(request.rank), why)
     if request.rank == 0:  # no commit will follow: free the space of the others' files too
         abandon(request)
+
+
+# --- deleting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`.
+
+    `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else."""
+
+    last: int = 3
+    every: str | float | None = None
+    """Seconds, or a text such as "90s", "30min", "6h", "1d"."""
+    every_steps: int | None = None
+    best: tuple[str, str] | tuple[str, str, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.last):
+            raise RetentionError(f"Keep(last={self.last!r}): at least one snapshot has to stay")
+        if self.every is not None:
+            seconds(self.every)
+        if self.every_steps is not None and not _is_count(self.every_steps):
+            raise RetentionError(f"Keep(every_steps={self.every_steps!r}): a number of steps, at least 1")
+        if self.best is not None:
+            sound = len(self.best) in (2, 3) and isinstance(self.best[0], str) and self.best[1] in ("min", "max")
+            if not sound or not _is_count(self.best[2] if len(self.best) == 3 else 1):
+                raise RetentionError(f'Keep(best={self.best!r}): it looks like ("loss", "min") or ("loss", "min", 3)')
+
+    def choose(self, found: Sequence[Snapshot]) -> set[Key]:
+        """The keys to keep of these snapshots, which are in ascending order."""
+        stays = {snapshot.key for snapshot in found[-self.last :]}
+        if self.every is not None:
+            stays |= _spaced(
+                [(snapshot.manifest.saved_unix_s, snapshot.key) for snapshot in found], seconds(self.every)
+            )
+        if self.every_steps is not None:
+            stays |= _spaced([(snapshot.step, snapshot.key) for snapshot in found], self.every_steps)
+        return stays | self._best(found)
+
+    def _best(self, found: Sequence[Snapshot]) -> set[Key]:
+        """The best by a metric; of equal ones the newer. Snapshots without the metric are not considered."""
+        if self.best is None:
+            return set()
+        name, sense = self.best[:2]
+        count = self.best[2] if len(self.best) == 3 else 1
+        sign = -1.0 if sense == "min" else 1.0
+        rated = [
+            (sign * snapshot.manifest.metrics[name], snapshot.key)
+            for snapshot in found
+            if name in snapshot.manifest.metrics
+        ]
+        return {key for _, key in sorted(rated, reverse=True)[:count]}
+
+
+@dataclass
+class Verified:
+    """Snapshots that were read back whole, so that each is read once. Keep this object between calls of `prune`."""
+
+    read: Callable[[Snapshot], None] = verify
+    """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+    digests: set[tuple[Path, str]] = field(default_factory=set)
+    """Folder and a hash of the manifest's text: another snapshot of the same name is read again."""
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Read it back unless that was done before. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+        identity = (snapshot.path, snapshot.manifest.dump())
+        if identity not in self.digests:
+            self.read(snapshot)
+            self.digests.add(identity)
+
+    def forget(self, path: Path) -> None:
+        """The snapshot was deleted."""
+        self.digests = {each for each in self.digests if each[0] != path}
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The actions of `prune`, done or, in a dry run, planned."""
+
+    kept: tuple[Snapshot, ...]
+    deleted: tuple[Path, ...]
+    damaged: tuple[tuple[Path, SnapshotError], ...]
+    """Found damaged when they were read back, and renamed (not in a dry run)."""
+
+
+def prune(
+    path: str | os.PathLike[str],
+    keep: Keep,
+    *,
+    verified: Verified | None = None,
+    dry_run: bool = False,
+    at: At = nowhere,
+) -> Pruned:
+    """Delete what `keep` does not keep. Call it after a commit: the new snapshot is durable then.
+
+    Only for the job that has the folder. Snapshots that cannot be read at the moment stay and count for nothing.
+    `at` is called with "aside" when the names are gone, and with "deleted" after each deletion: tests kill there.
+    SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written."""
+    verified = Verified() if verified is None else verified
+    found = list(survey(path).committed)
+    damaged: list[tuple[Path, SnapshotError]] = []
+    unread: set[Key] = set()
+    while True:
+        # Kept snapshots have to be good; deleted ones need not be read.
+        stays = keep.choose(found)
+        bad = _first_bad([snapshot for snapshot in reversed(found) if snapshot.key in stays], verified)
+        if bad is None:
+            break
+        snapshot, error = bad
+        found.remove(snapshot)
+        unread.add(snapshot.key)
+        if isinstance(error, SnapshotDamagedError):
+            damaged.append((snapshot.path, error))
+            if not dry_run:
+                quarantine(snapshot.path, str(error))
+    doomed = [snapshot for snapshot in found if snapshot.key not in stays]
+    return Pruned(
+        kept=tuple(snapshot for snapshot in found if snapshot.key in stays),
+        deleted=tuple(snapshot.path for snapshot in (doomed if dry_run else _delete(doomed, verified, at))),
+        damaged=tuple(damaged),
+    )
+
+
+def _first_bad(snapshots: Sequence[Snapshot], verified: Verified) -> tuple[Snapshot, SnapshotError] | None:
+    for snapshot in snapshots:
+        try:
+            verified.check(snapshot)
+        except SnapshotError as error:
+            return snapshot, error
+    return None
+
+
+def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snapshot]:
+    """Delete the oldest first; returns the deleted ones. All names are durably changed before the first byte is
+    deleted."""
+    going = {}
+    for snapshot in doomed:
+        aside = rename_aside(snapshot.path, snapshot.key, FolderKind.GONE)
+        if aside is not None:
+            verified.forget(snapshot.path)
+            going[aside] = snapshot
+    if going:
+        parent = doomed[0].path.parent
+        try:
+            disk.sync_folder(parent)
+        except OSError as error:
+            raise disk.write_error(error, parent) from error
+        at("aside")
+    for aside in going:
+        shutil.rmtree(aside, ignore_errors=True)
+        at("deleted")
+    return list(going.values())
+
+
+def seconds(every: str | float) -> float:
+    """A duration: seconds, or "90s", "30min", "6h", "1d". RetentionError."""
+    value = seconds_of(every)
+    if value is None:
+        raise RetentionError(f"{every!r} is not a duration; write 90s, 30min, 6h or 1d")
+    return value
+
+
+def _spaced(found: Sequence[tuple[float, Key]], interval: float) -> set[Key]:
+    """From the oldest on, each that is far enough from the one kept before it, so that a kept one stays kept later."""
+    stays: set[Key] = set()
+    before: float | None = None
+    for at, key in found:
+        # A clock that was set back (at < before) must not delete everything after it.
+        if before is None or at >= before + interval or at < before:
+            stays.add(key)
+            before = at
+    return stays
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1

@@ -1,5 +1,10 @@
-"""Our secrets, the job's token and etcd's password: read once, then removed from the environment, so that no started
-program finds them there.
+"""What this process inherits, changes for itself and must not pass on: the limit of open files, and secrets.
+
+Open files: the soft limit is raised to the hard limit, and a node that needs more is refused before any start. Workers
+keep the limit that the command was started with: the supervisor restores it for its children.
+
+Secrets, which are the job's token and etcd's password: they are read once and then removed from the environment, so
+that no started program finds them there.
 
 Light: the supervisor uses it before heavy imports.
 """
@@ -8,9 +13,57 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Mapping
 
-from holdfast.protocol.errors import EnvironmentValueError, RendezvousConfigError
+from holdfast.protocol.errors import EnvironmentValueError, PlatformError, RendezvousConfigError
+
+DESCRIPTORS_WANTED = 65_536
+"""A coordinator has a link to each of thousands of agents."""
+DESCRIPTORS_OWN = 64
+"""For an agent or a supervisor without workers, with room for commands that ask it a question."""
+DESCRIPTORS_PER_WORKER = 4
+"""Two log files, open either for the worker or for display, the memory for its stacks, and one spare."""
+DESCRIPTORS_PER_TERMINAL_WORKER = 8
+"""Where our console is a terminal, each of the two files also has a pseudo-terminal."""
+
+
+def soft_limit() -> int:
+    """How many files this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_limit(wanted: int = DESCRIPTORS_WANTED) -> None:
+    """Raise the soft limit as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+
+
+def restore_limit(soft: int) -> None:
+    """Restore the soft limit in a process that runs another program."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def needed(nproc: int, *, terminal: bool) -> int:
+    """Descriptors that the agent, and the supervisor, need for this many workers. `terminal`: our console is a
+    terminal."""
+    return DESCRIPTORS_OWN + (DESCRIPTORS_PER_TERMINAL_WORKER if terminal else DESCRIPTORS_PER_WORKER) * nproc
+
+
+def provide_descriptors(nproc: int) -> None:
+    """Make room for this many workers. Raises PlatformError where the hard limit is too low."""
+    need = needed(nproc, terminal=os.isatty(1) or os.isatty(2))
+    raise_limit(max(DESCRIPTORS_WANTED, need))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise PlatformError(
+            f"{nproc} worker{'s' if nproc != 1 else ''} need {need} open files and the hard limit here is {hard} "
+            "(`ulimit -Hn`); raise it, or start fewer workers per node"
+        )
+
 
 TOKEN_BYTES_MAX = 4096
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"

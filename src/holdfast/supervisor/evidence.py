@@ -1,13 +1,16 @@
-"""Machine facts that explain a worker's last output: interfaces, room in /dev/shm and on disks, limits, a port's owner.
+"""Reads what explains the end of a worker: its error file, its last output, and facts of this machine.
 
-Collected only when a worker has failed, and only for what its output mentions. Reads /proc and a few counters; blocks:
-call it in a thread. Never raises for a fact that cannot be read. Judges nothing.
+All of it is untrusted: reads are bounded, and torn files are tolerated. Facts of the machine (interfaces, room in
+/dev/shm and on disks, limits, a port's owner) are collected only when a worker has failed, and only for what its output
+mentions; they never raise. Blocks, because a disk may stall: call it in a thread. Judges nothing: see diagnosis for
+verdicts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import resource
@@ -17,8 +20,141 @@ import struct
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+from msgspec import Struct, structs
 
 from holdfast.linux import GroupLimits
+from holdfast.protocol.bounds import COUNT_MAX
+from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
+from holdfast.runtime.run_folder import WorkerStreams
+
+ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
+MESSAGE_BYTES_MAX = 4096
+TAIL_LINES_MAX = 30
+LEFT_LINES_MAX, LEFT_CHARACTERS_MAX = 5, 1024
+"""Limits for the output of a worker that ended with 0: it is sent with every such end."""
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """The content of an error file; fields are empty where the file lacks them."""
+
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+    timestamp: int = 0
+
+
+def read_error_file(path: str) -> Recorded:
+    """Read torchelastic's error file in either of its forms. Of a missing, torn, huge or odd file, returns what is
+    readable."""
+    if not path:
+        return Recorded()
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(ERROR_FILE_BYTES_MAX)
+        data: Any = json.loads(raw)
+        message = data["message"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Recorded()
+    extra: Any = {}
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        extra = extra if isinstance(extra, dict) else {}
+        text = str(message.get("message", ""))
+        timestamp = extra.get("timestamp", 0)
+    else:
+        text = str(message)
+        timestamp = data.get("timestamp", 0)
+    return Recorded(
+        error_type=_error_type(text),
+        message=_shorten(text, MESSAGE_BYTES_MAX),
+        traceback=_shorten(str(extra.get("py_callstack", "")), TEXT_BYTES_MAX),
+        timestamp=_as_int(timestamp),
+    )
+
+
+def _error_type(message: str) -> str:
+    """`ValueError` of `ValueError: text`; empty when the message does not begin with a class name."""
+    name = message.partition(":")[0]
+    return name if name.replace(".", "").isidentifier() else ""
+
+
+def _as_int(value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return number if 0 <= number <= COUNT_MAX else 0
+
+
+def _shorten(text: str, bytes_max: int) -> str:
+    """Cut the middle out: of a traceback, the end says most and the beginning some."""
+    raw = text.encode(errors="replace")
+    if len(raw) <= bytes_max:
+        return raw.decode()
+    mark = b"\n[...]\n"
+    head = (bytes_max - len(mark)) // 4
+    tail = bytes_max - len(mark) - head
+    return raw[:head].decode(errors="ignore") + mark.decode() + raw[-tail:].decode(errors="ignore")
+
+
+def _as_text(path: str) -> str:
+    """A printable form for people and for messages: file names need not be valid text."""
+    return path.encode(errors="replace").decode()
+
+
+def read_tail(path: str) -> str:
+    """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, only the last text."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TEXT_BYTES_MAX))
+            raw = file.read(TEXT_BYTES_MAX)
+    except OSError:
+        return ""
+    if size > TEXT_BYTES_MAX:
+        raw = raw[raw.find(b"\n") + 1 :]  # the first line is torn
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in raw.decode(errors="replace").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return "\n".join(lines[-TAIL_LINES_MAX:])
+
+
+def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Callable[[], bool]) -> Failure:
+    """The failure of a worker that ended with a nonzero code, with the evidence from its files.
+
+    `out_of_memory`: `OomWatch.struck`; counts only for a worker that SIGKILL ended before the agent stopped it.
+    """
+    error_file, stderr_file = str(streams.error_file or ""), str(streams.stderr_file or "")
+    recorded = read_error_file(error_file)
+    stderr_tail = read_tail(stderr_file)
+    facts: dict[str, str] = {}
+    if not bare.after_stop:
+        facts = facts_for(f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", bare.exit_code, stderr_file)
+    return structs.replace(
+        bare,
+        error_type=recorded.error_type,
+        message=recorded.message,
+        traceback=recorded.traceback,
+        stderr_tail=stderr_tail,
+        error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
+        stderr_file=_as_text(stderr_file),
+        out_of_memory=bare.exit_code == -signal.SIGKILL and not bare.after_stop and out_of_memory(),
+        timestamp=recorded.timestamp or bare.timestamp,
+        facts=facts,
+    )
+
+
+def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
+    """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
+    stderr_file = str(streams.stderr_file or "")
+    tail = read_tail(stderr_file) or read_tail(str(streams.stdout_file or ""))
+    last = "\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:]
+    return structs.replace(bare, stderr_tail=last, stderr_file=_as_text(stderr_file))
+
 
 SHM = "/dev/shm"
 SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
@@ -26,24 +162,24 @@ MIB = 2**20
 GIB = 2**30
 FACT_CHARACTERS_MAX = 240
 INTERFACES_SHOWN_MAX = 8
-VIRTUAL = re.compile(r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tun|tap|wg|tailscale|kube|dummy)")
+VIRTUAL = r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tun|tap|wg|tailscale|kube|dummy)"
 """Interfaces that other nodes do not share."""
-PATH = re.compile(r"(?<![\w/:.])/[\w.~+=@-]+(?:/[\w.~+=@-]+)+")
+PATH = r"(?<![\w/:.])/[\w.~+=@-]+(?:/[\w.~+=@-]+)+"
 PATHS_MAX = 16
-SLOW_MOUNTS = re.compile(r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)")
+SLOW_MOUNTS = r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)"
 """File systems that may never answer. They are asked only where the words name a path on them."""
-NO_DISKS = re.compile(
+NO_DISKS = (
     r"^(?:proc|sysfs|cgroup2?|devpts|mqueue|securityfs|debugfs|tracefs|bpf|pstore|configfs|squashfs|iso9660|nsfs"
     r"|efivarfs)$"
 )
 FULL = 0.99
-MODULE = re.compile(
+MODULE = (
     r"\bmodule '([\w.]+)' has no|from (?:partially initialized module )?'([\w.]+)'(?! \([^)]*/(?:site|dist)-packages/)"
     r"|No module named '([\w.]+)'"
 )
-FILE = re.compile(r'^\s*File "([^"\n]+)", line', re.MULTILINE)
-LIBRARY = re.compile(r"/(?:site|dist)-packages\b|/lib/python3|<frozen ")
-PORT = re.compile(r"port[:= ]{1,3}(\d{2,5})|[\]\w.]:(\d{4,5})\b", re.IGNORECASE)
+FILE = r'(?m)^\s*File "([^"\n]+)", line'
+LIBRARY = r"/(?:site|dist)-packages\b|/lib/python3|<frozen "
+PORT = r"(?i)port[:= ]{1,3}(\d{2,5})|[\]\w.]:(\d{4,5})\b"
 
 _WORDS = {
     "interfaces": (
@@ -118,7 +254,7 @@ def interfaces() -> str:
     if not up:
         return "no network interface is up"
     shown = ", ".join(f"{name} {address}" for name, address in list(up.items())[:INTERFACES_SHOWN_MAX])
-    real = [name for name in up if not VIRTUAL.match(name)]
+    real = [name for name in up if not re.match(VIRTUAL, name)]
     default = default_interface()
     best = default if default in real else (real[0] if real else "")
     return f"interfaces {shown}" + (
@@ -147,7 +283,7 @@ def disks(log_folder: str, words: str = "", mounts: str = "/proc/self/mounts") -
     and any full disk."""
     import tempfile
 
-    named = [os.path.dirname(path) for path in PATH.findall(words)[-PATHS_MAX:]]
+    named = [os.path.dirname(path) for path in re.findall(PATH, words)[-PATHS_MAX:]]
     places = [os.getcwd(), log_folder or os.getcwd(), tempfile.gettempdir(), os.path.expanduser("~"), SHM]
     found: dict[int, tuple[float, str]] = {}
     for place in (*places, *named):
@@ -175,7 +311,7 @@ def mounted(mounts: str) -> list[str]:
     with contextlib.suppress(OSError), open(mounts, errors="replace") as file:
         for line in file:
             _, place, kind, options, *_ = line.split()
-            if not NO_DISKS.match(kind) and not SLOW_MOUNTS.match(kind) and "ro" not in options.split(","):
+            if not re.match(NO_DISKS, kind) and not re.match(SLOW_MOUNTS, kind) and "ro" not in options.split(","):
                 places.append(place.replace("\\040", " "))
     return places
 
@@ -204,7 +340,7 @@ def port(words: str) -> str:
     """The process that holds the port that the words name, if there still is one."""
     from holdfast.rendezvous.bind import who_holds
 
-    for found in PORT.finditer(words):
+    for found in re.finditer(PORT, words):
         number = int(found[1] or found[2])
         holder = who_holds(number) if 0 < number < 65_536 else None
         if holder:
@@ -214,9 +350,9 @@ def port(words: str) -> str:
 
 def hides(words: str) -> str:
     """A script file that has the name of a library, among the modules and files that the words name."""
-    found = MODULE.findall(words)
+    found = re.findall(MODULE, words)
     names = dict.fromkeys((one or other or third).partition(".")[0] for one, other, third in found)
-    folders = dict.fromkeys(os.path.dirname(file) for file in FILE.findall(words) if not LIBRARY.search(file))
+    folders = dict.fromkeys(os.path.dirname(file) for file in re.findall(FILE, words) if not re.search(LIBRARY, file))
     for name in names:
         for own in (os.path.join(folder, name) for folder in folders):
             file = next((each for each in (f"{own}.py", f"{own}/__init__.py") if os.path.isfile(each)), "")
@@ -226,7 +362,7 @@ def hides(words: str) -> str:
 
 
 def _is_library(name: str, own_folder: str) -> bool:
-    places = [place for place in sys.path if LIBRARY.search(place) and place != own_folder]
+    places = [place for place in sys.path if re.search(LIBRARY, place) and place != own_folder]
     return name in sys.stdlib_module_names or any(
         os.path.exists(os.path.join(place, each)) for place in places for each in (name, f"{name}.py")
     )

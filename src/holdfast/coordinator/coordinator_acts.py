@@ -1,0 +1,405 @@
+"""The state of the coordinator and what each change of phase does. `coordinator_machine.py` decides when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from holdfast.coordinator.admission import Admission, Versions
+from holdfast.coordinator.coordinator_state import (
+    TRANSITIONS,
+    Command,
+    Conclude,
+    Draining,
+    DropLink,
+    Formation,
+    Member,
+    Phase,
+    Tell,
+    World,
+    master_address,
+    names,
+)
+from holdfast.coordinator.ending import Budget, Endings, Judge, ended_without
+from holdfast.coordinator.formation import (
+    Candidate,
+    Gathering,
+    all_places,
+    assigned,
+    seat,
+)
+from holdfast.coordinator.membership import HostBackoff, Liveness, Membership, PreviousLeader
+from holdfast.coordinator.monitor import Monitor, cannot_tell
+from holdfast.coordinator.regrouping import Plan, Regrouping
+from holdfast.coordinator.replacements import Replacements
+from holdfast.coordinator.views import job_view
+from holdfast.protocol.errors import EXIT_REQUEUE
+from holdfast.protocol.machines import Note, Pauses
+from holdfast.protocol.messages import (
+    Abandon,
+    Drain,
+    Finish,
+    FromCoordinator,
+    Join,
+    Notice,
+    Quit,
+    Regroup,
+    Resume,
+    Start,
+    Stop,
+    StopReason,
+    Waiting,
+)
+from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.rank_progress import Examine, JobView
+
+
+class CoordinatorActs:
+    """State of the coordinator, and the changes of its phase. `TRANSITIONS` lists them."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        limits: Limits,
+        judge: Judge,
+        now: float,
+        *,
+        fixed_master: tuple[str, int] | None = None,
+        examine: Examine = cannot_tell,
+    ) -> None:
+        """`fixed_master`: the address and port that every generation announces (static rendezvous); None: rank 0's own.
+        `judge` makes a verdict of failures, `examine` a finding of stacks."""
+        self.job = job
+        self.limits = limits
+        self._fixed_master = fixed_master
+        self.phase = Phase.GATHERING
+        self.host_backoff = HostBackoff(limits, job.exclude_after)
+        self._membership = Membership(self.host_backoff, limits)
+        self._monitor = Monitor(limits, self._membership.members, examine)
+        self.world: World | None = None
+        self.generation = 0
+        self._announced: Formation | None = None
+        """The next generation, announced with the stop of the present one; None: there was no announcement."""
+        self._previous_leader = PreviousLeader()
+        self.outcome: Outcome | None = None
+        self.budget = Budget(job.max_restarts, limits)
+        self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
+        replacements = Replacements(limits, self.budget, self._membership)
+        self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements)
+        self._lost: list[str] = []
+        """Nodes of the world that this event has shown to be lost, in words."""
+        self._liveness = Liveness(limits, now)
+        self._versions = Versions()
+        self._admission = Admission(job, self._versions.other_line)
+        self._born_s = now
+        self._now = now
+        self._gathering = Gathering(
+            present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
+        )
+        self._gather_until_s: float | None = None
+        self._phase_since_s = now
+        self._waiting_said = Pauses.begin(now, limits.say_interval_s)
+        self._quit: Quit | None = None
+        """A user asked for the end of the job: an agent that joins now is refused, and ends."""
+        self._reason = ""
+        self._why = ""
+        """Why the last generation ended."""
+        self._out: list[Command] = []
+
+    # ---------------------------------------------------------------- what others may see
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """All members by name."""
+        return self._membership.members
+
+    def is_member(self, link: int) -> bool:
+        """Whether the agent behind this link has joined."""
+        return self._membership.by_link(link) is not None
+
+    @property
+    def newest_generation(self) -> int:
+        """The largest number that this coordinator has given to its members."""
+        return self.generation if self._announced is None else self._announced.world.generation
+
+    @property
+    def knows_previous_leader(self) -> bool:
+        """Whether an agent has reported a generation that another coordinator formed."""
+        return self._previous_leader.generation > 0
+
+    def view(self, now: float) -> JobView:
+        """The state of the job for users. The cost grows with the number of ranks."""
+        return job_view(
+            now,
+            job=self.job,
+            phase=self.phase,
+            generation=self.generation,
+            world=self.world,
+            restarts=self.budget.used,
+            since_s=now - self._phase_since_s,
+            job_s=now - self._born_s,
+            why=self._why,
+            membership=self._membership,
+            monitor=self._monitor,
+        )
+
+    # ---------------------------------------------------------------- who and what
+
+    def _candidates(self) -> Collection[Member]:
+        return self._membership.candidates(self._now)
+
+    def _count_candidates(self, now: float) -> None:
+        self._gathering.count(len(self._candidates()), self.job.min_nodes, now)
+
+    def _who_is_here(self) -> str:
+        here = names(self._candidates()) or "nobody"
+        waiting = names([member for member, _ in self._membership.waiting(self._now)])
+        return f"{here}; on host back-off: {waiting}" if waiting else here
+
+    def _world(self) -> World:
+        assert self.world is not None
+        return self.world
+
+    def _in_world(self, member: Member) -> bool:
+        return (
+            self.phase not in (Phase.GATHERING, Phase.OVER)
+            and self.world is not None
+            and member.name in self.world.places
+        )
+
+    def _has_room(self) -> bool:
+        """Whether the running world would accept one more node."""
+        world = self._world()
+        size = len(world.order) + len(self._regrouping.arriving)
+        return self.job.grow is not Grow.NEVER and size < self.job.max_nodes and not world.done
+
+    def _stop_patience_s(self) -> float:
+        return self.limits.stop_grace_s + self.limits.stop_slack_s
+
+    def _stop_deadline_s(self) -> float:
+        return self._phase_since_s + self._stop_patience_s()
+
+    def _at_work(self) -> bool:
+        return self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+
+    def _draining(self) -> Draining:
+        drain = self._world().drain
+        assert drain is not None
+        return drain
+
+    def _newcomers(self) -> Collection[Member]:
+        """Candidates that are not in the running world."""
+        outsiders, arriving = self._membership.outsiders(self._now, self._world().places), self._regrouping.arriving
+        return [member for member in outsiders if member.name not in arriving] if arriving else outsiders
+
+    def _is_current(self, member: Member, generation: int) -> bool:
+        return generation == self.generation and self._in_world(member)
+
+    # ---------------------------------------------------------------- changes of phase
+
+    def _resume(self, now: float) -> None:
+        """Every node of the previous leader's generation has joined with living workers: continue that generation."""
+        world = self.world = self._previous_leader.world(now)
+        self.generation = world.generation
+        self.budget.used = min(self._previous_leader.restart_count, self.job.max_restarts)
+        self._enter(now, Phase.RUNNING)
+        for name in world.order:
+            self.members[name].first_started_s = now
+            self._tell(self.members[name], Resume(world.generation))
+        self._monitor.begin(world)
+        self._out += self._regrouping.started(now, world)
+        self._previous_leader.parts.clear()
+        self._note("resumed", generation=world.generation, order=list(world.order))
+
+    def _form(self, now: float) -> None:
+        announced, self._announced = self._announced, None
+        formation = self._next_formation(self.generation, self.budget.used)
+        if announced is not None and announced.places == formation.places:
+            formation = announced
+        elif announced is not None:  # some nodes prepare the announced one: the number must differ
+            formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
+        world = self.world = formation.world
+        self.generation = world.generation
+        self._enter(now, Phase.PREPARING)
+        for name, assign in formation.places.items():
+            if announced is None or not self.members[name].revision:
+                self._tell(self.members[name], assign)
+        self._note("assigned", generation=self.generation, world_size=world.size, order=list(world.order))
+
+    def _next_formation(self, after: int, restart_count: int) -> Formation:
+        """The formation of the present candidates, with a number that is larger than `after`."""
+        previous = self.world.order if self.world is not None else ()
+        seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
+        generation = max(after, self._previous_leader.generation) + 1
+        order = tuple(node.member for node in seats)
+        world = World(generation=generation, order=order, places=all_places(seats))
+        return Formation(world, assigned(world, self.members, restart_count))
+
+    def _announcement(self, world: World, reason: StopReason) -> Formation | None:
+        """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
+        the stop, because what is prepared in vain costs a node some work."""
+        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or world.lost_nodes)
+        requeue = any(failure.exit_code == EXIT_REQUEUE for failure in world.failures)
+        if not failed or requeue or self._quit or self.job.exclude_after or not self.budget.allows_restart:
+            return None
+        formation = self._next_formation(self.generation, self.budget.used + (not world.charged))
+        return formation if formation.world.order == world.order else None
+
+    def _start(self, now: float, world: World) -> None:
+        assert world.store_port is not None
+        regrouped = self.phase is Phase.REGROUPING
+        members = [self.members[name] for name in world.order]
+        world.started_s = now
+        world.master = self._fixed_master or (master_address(members), world.store_port)
+        self._gather_until_s = None
+        self._enter(now, Phase.RUNNING)
+        self._monitor.begin(world)
+        for member in members:
+            self._start_member(now, member, world)
+        self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
+        self._out += self._regrouping.started(now, world)
+        if regrouped:
+            leaving = next((member for member in members if member.leaving), None)
+            if leaving is not None:
+                self._drain(now, StopReason.MEMBER_LEFT, f"{leaving.node.host} is leaving ({leaving.leaving})")
+
+    def _start_member(self, now: float, member: Member, world: World) -> None:
+        self._membership.set_busy(member, world.generation)
+        member.first_started_s = member.first_started_s or now
+        self._tell(member, Start(world.generation, *world.master))
+
+    def _admit(self, newcomers: Collection[Member]) -> None:
+        """Let these join the running generation without a worker in it, as far as there is room."""
+        world = self._world()
+        room = self.job.max_nodes - len(world.order) - len(self._regrouping.arriving)
+        arriving = sorted(newcomers, key=lambda member: member.arrival)[:room]
+        self._regrouping.arriving.update(member.name for member in arriving)
+        places = assigned(world, self.members, self.budget.used, arriving)
+        for member in arriving:
+            self._tell(member, places[member.name])
+
+    def _regroup(self, now: float, plan: Plan) -> None:
+        """Form the next generation of workers that are already running."""
+        before = self._world()
+        self.generation = max(self.generation, self._previous_leader.generation) + 1
+        world = self.world = self._regrouping.form(now, self.generation, plan, before)
+        self._enter(now, Phase.REGROUPING)
+        for name, assign in assigned(world, self.members, self.budget.used).items():
+            self._membership.set_busy(self.members[name], world.generation)
+            self._tell(self.members[name], Regroup(assign, plan.safe_point, plan.text))
+        self._note(
+            "regroup_begun",
+            generation=world.generation,
+            world_size=world.size,
+            order=list(world.order),
+            safe_point=plan.safe_point,
+            text=plan.text,
+        )
+
+    def _drain(self, now: float, reason: StopReason, text: str, *, grows: bool = False) -> None:
+        """Ask all agents how far their workers are. The safe point to stop at follows from the answers."""
+        world = self._world()
+        world.drain = Draining(
+            reason,
+            text,
+            awaited={name for name in world.order if name in self.members and not world.finished(name)},
+            grows=grows,
+        )
+        self._enter(now, Phase.DRAINING)
+        self._tell_world(world, Drain(world.generation, text))
+        self._note("draining", generation=world.generation, reason=reason.value, text=text)
+
+    def _stop(self, now: float, reason: StopReason, text: str) -> None:
+        """Start to end the running generation."""
+        world = self._world()
+        if self.phase is Phase.STOPPING:
+            return
+        world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
+        self._regrouping.judged = True  # by the end of this generation
+        announced = self._announced = self._announcement(world, reason)
+        self._enter(now, Phase.STOPPING)
+        for member in [self.members[name] for name in world.order if name in self.members]:
+            place = announced.places[member.name] if announced is not None and member.revision else None
+            self._tell(member, Stop(world.generation, reason, text, place))
+        self._note("stopping", generation=world.generation, reason=reason.value, text=text)
+
+    def _exclude(self, excluded: Iterable[Waiting]) -> None:
+        """Report the hosts that are excluded for a time."""
+        for waiting in excluded:
+            for member in self.members.values():
+                self._tell(member, waiting)
+        self._membership.changed()
+
+    def _enter(self, now: float, phase: Phase) -> None:
+        assert (self.phase, phase) in TRANSITIONS, f"no transition {self.phase} -> {phase}"
+        if self.phase is Phase.RUNNING:
+            self._monitor.rest()
+        self.phase = phase
+        self._phase_since_s = now
+
+    def _gather(self, now: float, reason: str, *, not_before_s: float) -> None:
+        self._enter(now, Phase.GATHERING)
+        self._regrouping.reset()
+        gathering = self._gathering
+        gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
+        self._waiting_said = Pauses.begin(now, self.limits.say_interval_s)
+        self._why = reason
+        self._count_candidates(now)
+        self._note("regrouping", reason=reason, not_before_s=round(not_before_s - now, 3))
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self._enter(self._now, Phase.OVER)
+        for member in self.members.values():
+            self._tell(member, Finish(outcome if member.first_started_s is not None else self._end_of(member.node)))
+        self._note("over", kind=outcome.kind.value, exit_code=outcome.exit_code)
+        self._out.append(Conclude(outcome))
+
+    # ---------------------------------------------------------------- messages
+
+    def _end_of(self, node: NodeSpec) -> Outcome:
+        """How the job ended for a node that took no part in it."""
+        assert self.outcome is not None
+        return ended_without(self.outcome, self.job.run_id, self._versions.other_line(node))
+
+    def _greet_after_end(self, link: int, join: Join, outcome: Outcome) -> Command:
+        """Answer an agent that joins after the end. Another command line means another job: that agent has to retry
+        until the endpoint is free."""
+        if join.last_generation:
+            return Tell(link, Finish(outcome))
+        if self._versions.other_line(join.node):
+            self._membership.close_link(link)
+            return DropLink(link, "the job at this endpoint is over, and is another one")
+        return Tell(link, Finish(self._end_of(join.node)))
+
+    def _compare(self, member: Member) -> None:
+        """Report software that differs from the first node's to both nodes, once."""
+        for difference in self._versions.compare(member.node):
+            self._note("nodes_differ", member=member.name, what=difference.what, text=difference.text)
+            first = [each for each in self.members.values() if each.node is self._versions.first]
+            for each in (*first, member):
+                self._tell(each, Notice(difference.text))
+
+    def _standby_text(self) -> str:
+        size = len(self._world().order)
+        stands_by = size >= self.job.max_nodes or self.job.grow is Grow.NEVER
+        fate = "this one stands by as a spare" if stands_by else "this one will be taken in"
+        return f"generation {self.generation} is at work on {size} of at most {self.job.max_nodes} nodes; {fate}"
+
+    def _abandon(self, members: list[Member]) -> None:
+        for member in members:
+            self._tell(member, Abandon(member.busy_generation))
+
+    def _tell(self, member: Member, message: FromCoordinator) -> None:
+        self._out.append(Tell(member.link, message))
+
+    def _tell_world(self, world: World, message: FromCoordinator) -> None:
+        for name in world.order:
+            if name in self.members:
+                self._tell(self.members[name], message)
+
+    def _drop(self, member: Member, reason: str) -> None:
+        self._out.append(DropLink(member.link, reason))
+
+    def _note(self, event: str, **fields: object) -> None:
+        self._out.append(Note(event, fields))

@@ -1,0 +1,402 @@
+"""Decides when workers that are already running form the next generation, and which ones: those that are left after a
+loss, at once; or together with replacements that are ready, at a common safe point.
+
+The machine owns it, passes events to it and carries out the plans and commands it returns. It changes no phase.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec import Struct
+
+from holdfast.coordinator.coordinator_state import (
+    Command,
+    Draining,
+    EndGeneration,
+    Member,
+    Phase,
+    Tell,
+    World,
+)
+from holdfast.coordinator.ending import Budget, GiveUp
+from holdfast.coordinator.membership import Membership
+from holdfast.coordinator.replacements import Replacements
+from holdfast.protocol.machines import Note
+from holdfast.protocol.messages import (
+    Able,
+    CannotRegroup,
+    Notice,
+    Replace,
+    ReplacementFailed,
+    ReplacementReady,
+    StopReason,
+)
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
+from holdfast.text import plural, spans
+
+ATTEMPTS_MAX = 3
+"""So many generations in a row may be formed of running workers without that one of them is started."""
+PAST_MAX = 8
+"""The evidence of failures in so many earlier generations is expected."""
+REVISION_NEEDED = 2
+"""From this revision of the messages on, a node can belong to a generation without a worker in it."""
+
+
+class Plan(Struct, frozen=True):
+    """The next generation, formed of running workers."""
+
+    order: tuple[str, ...]
+    places: dict[str, tuple[int, ...]]
+    text: str
+    """What was lost or is new, for the console."""
+    safe_point: int = 0
+    """Where the workers stop for it; 0: at once."""
+    fresh: tuple[int, ...] = ()
+    """Ranks that take part for the first time."""
+
+
+Order = Command | EndGeneration | Plan
+
+
+@dataclass(slots=True)
+class Regrouping:
+    job: JobSpec
+    limits: Limits
+    budget: Budget
+    membership: Membership
+    replacements: Replacements
+    settling: bool = False
+    """The generation was formed of running workers, and not all of them are able to go on from it."""
+    began_s: float = 0.0
+    """When that began."""
+    past: dict[int, World] = field(default_factory=dict)
+    """Generations since the last one that was gathered, by number: the evidence of a failure may still arrive."""
+    judged: bool = True
+    """The verdict on the newest loss was given."""
+    arriving: set[str] = field(default_factory=set)
+    """Members that join the running generation without a worker in it, and are not prepared yet."""
+    plan: Plan | None = None
+    """How the newest generation was formed; None: it was gathered."""
+    _wanted: int = 0
+    """With --survive wait: the number of ranks without which the next generation is not started."""
+    _attempts: int = 0
+    _newcomers: set[str] = field(default_factory=set)
+    """Members that have joined a running generation."""
+
+    def reset(self) -> None:
+        """All workers are stopped: the next generation is gathered."""
+        self.plan, self.settling, self.judged, self._wanted, self._attempts = None, False, True, 0, 0
+        self.replacements.reset()
+        for each in (self.past, self.arriving, self._newcomers):
+            each.clear()
+
+    # ---------------------------------------------------------------- a loss
+
+    def without(self, now: float, world: World, phase: Phase, what: str) -> Plan | str:
+        """How the others go on without the ranks that were lost, or why they cannot. Empty: nobody expects them to."""
+        between = phase is Phase.REGROUPING or (world.drain is not None and world.drain.grows)
+        expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
+        if self.job.survive is Survive.OFF or not expected:
+            return ""
+        places = {
+            name: tuple(each for each in world.places[name] if each not in world.gone.get(name, ()))
+            for name in world.order
+            if name in self.membership.members
+        }
+        problem = self._problem(world, phase, places) or self._charge(now, world)
+        if problem:
+            return problem
+        if self.job.survive is Survive.WAIT:
+            self._wanted = max(world.size, self._wanted)
+        self._attempts += 1
+        self.judged = False
+        return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
+
+    def _problem(self, world: World, phase: Phase, places: Mapping[str, tuple[int, ...]]) -> str:
+        """Why the workers at these places cannot go on alone. First match wins."""
+        members = self.membership.members
+        if own := _own_fault(world):
+            return own
+        if self._attempts >= ATTEMPTS_MAX:
+            return f"{ATTEMPTS_MAX} losses in a row while regrouping"
+        if world.done_count:
+            return f"rank {spans(world.done_ranks())} has ended"
+        leaving = next((members[name].node.host for name in places if members[name].leaving), "")
+        if leaving:
+            return f"{leaving} is leaving"
+        able = all(world.able.get(name, set()).issuperset(ranks) for name, ranks in places.items())
+        if not able and phase is not Phase.REGROUPING:
+            return "a second loss while regrouping" if self.settling else "not every rank runs in ht.survive"
+        size = sum(map(len, places.values()))
+        if size < max(1, self.job.min_ranks):
+            return f"{size} of at least {plural(max(1, self.job.min_ranks), 'rank')} left"
+        if len(places) < self.job.min_nodes:
+            return f"{len(places)} of at least {plural(self.job.min_nodes, 'node')} left"
+        if self.job.fixed_ranks and () in places.values():
+            return "with static rendezvous each node needs a rank"
+        room = sum(members[name].node.nproc for name in places)
+        if self.job.survive is Survive.WAIT and room < max(world.size, self._wanted):
+            return "the nodes that are left have no place for the lost ranks"
+        return ""
+
+    def _charge(self, now: float, world: World) -> str:
+        """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
+        if world.charged or world.lost_nodes or not world.failures:
+            return ""
+        lived_s = now - world.started_s if world.started_s is not None else 0.0
+        pause = self.budget.charge(world.failures[0].signature, lived_s)
+        if isinstance(pause, GiveUp):
+            return pause.reason
+        world.charged, self.replacements.not_before_s = True, now + pause.backoff_s
+        return ""
+
+    def evidence(self, lost: World, world: World) -> list[Order]:
+        """The evidence of a failure in an earlier generation was read: the others may have to stop after all."""
+        own = _own_fault(lost)
+        if not own:
+            return []
+        world.failures, world.unread, world.charged = lost.failures, lost.unread, lost.charged
+        return self._refusal(world, own)
+
+    def to_judge(self) -> World | None:
+        """The generation that lost ranks, once the evidence is complete; None: nothing to report."""
+        if self.judged or not self.past or self.past[max(self.past)].unread:
+            return None
+        self.judged = True
+        return self.past[max(self.past)]
+
+    # ---------------------------------------------------------------- the next generation
+
+    def form(self, now: float, generation: int, plan: Plan, before: World) -> World:
+        """The world of a plan. It keeps the failures of the one before until all its ranks are able to go on from it:
+        if they are not, these failures are the reason for the restart."""
+        if not self.settling:
+            self.began_s = now
+        self.settling, self.plan = True, plan
+        self.past[before.generation] = before
+        self.past.pop(before.generation - PAST_MAX, None)
+        self.arriving.clear()
+        world = World(generation, plan.order, plan.places)
+        world.failures, world.unread, world.charged = before.failures, before.unread, before.charged
+        world.lost_nodes, world.lost_hosts, world.lost_ranks = before.lost_nodes, before.lost_hosts, before.lost_ranks
+        self.replacements.formed(now, world)
+        return world
+
+    def all_done(self, world: World) -> bool:
+        """All ranks have ended with 0 instead of reaching the safe point at which others would have joined them."""
+        return not self._cut and world.done_count == self.past[max(self.past)].size
+
+    @property
+    def _cut(self) -> bool:
+        """The workers were told to leave their generation at once, and not at a safe point."""
+        return self.plan is None or not self.plan.safe_point
+
+    def may_start(self, world: World) -> bool:
+        return world.all_prepared and not self.waits(world) and not world.done_count
+
+    def started(self, now: float, world: World) -> list[Note]:
+        """The workers of this world were told to begin, or to go on."""
+        self._attempts, self._wanted = 0, 0
+        self.replacements.look_for_missing(world)
+        plan = self.plan
+        if plan is None:
+            return []
+        took_s = round(now - self.began_s, 3)
+        notes = [Note("regrouped", {"generation": world.generation, "world_size": world.size, "took_s": took_s})]
+        if plan.fresh:
+            notes.append(Note("replaced", {"generation": world.generation, "ranks": list(plan.fresh)}))
+        return notes
+
+    def advance(self, now: float, world: World, since_s: float) -> list[Order]:
+        """What follows while the workers leave their generation, which they were told at `since_s`."""
+        due_s = self.due_s(world)
+        if world.done_count and self._cut:
+            return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")
+        if now >= since_s + due_s:
+            what = "no replacement" if world.all_prepared else "not every worker"
+            return self._refusal(world, f"{what} was ready within {due_s:g} s")
+        if not self.waits(world):
+            return []
+        orders = self.replace(now, world)
+        ready = sum(map(len, self.replacements.ready().values()))
+        if world.all_prepared and world.size + ready >= self._wanted:
+            plan = self._with_ready(world, 0)
+            orders += [plan] if plan is not None else []
+        return orders
+
+    def due_s(self, world: World) -> float:
+        """For how long the start of the next generation may take."""
+        if self.waits(world) and world.all_prepared:
+            return self.limits.join_s
+        return self.limits.regroup_s if self._cut else self.limits.drain_s
+
+    def _refusal(self, world: World, why: str) -> list[Order]:
+        reason = StopReason.MEMBER_LOST if world.lost_nodes else StopReason.WORKER_FAILED
+        note = Note("regroup_refused", {"generation": world.generation, "reason": why})
+        return [note, EndGeneration(reason, f"the workers cannot go on: {why}")]
+
+    # ---------------------------------------------------------------- what agents report
+
+    def heard(
+        self,
+        now: float,
+        world: World,
+        member: Member,
+        message: Able | ReplacementReady | ReplacementFailed | CannotRegroup,
+    ) -> list[Order]:
+        match message:
+            case Able(generation, local_ranks):
+                if generation == world.generation:
+                    world.set_able(member.name, local_ranks)
+                    self._settle(world)
+            case ReplacementReady(_, local_ranks):
+                self.replacements.heard_ready(now, member.name, local_ranks)
+            case ReplacementFailed(_, failures):
+                return self._replacements_failed(now, world, member, failures)
+            case CannotRegroup(generation, text):
+                return self._refusal(world, text) if generation == world.generation else []
+        return []
+
+    def _settle(self, world: World) -> None:
+        """If all ranks are able to go on again, what was lost before is over."""
+        if self.settling and world.all_able:
+            self.settling = False
+            world.failures, world.unread, world.charged = [], set(), False
+            world.lost_nodes, world.lost_hosts, world.lost_ranks = [], [], []
+
+    def _replacements_failed(
+        self, now: float, world: World, member: Member, failures: tuple[Failure, ...]
+    ) -> list[Order]:
+        failures = self.replacements.failed(now, member.name, failures)
+        if not failures:
+            return []
+        local_ranks = [failure.local_rank for failure in failures]
+        what = f"the replacement for local rank {spans(local_ranks)} on {member.node.host} failed ({how(failures[0])})"
+        note = Note("replacement_failed", {"member": member.name, "local_ranks": local_ranks, "text": what})
+        if not self.replacements.gave_up:
+            return [note, *self._tell_world(world, Notice(f"{what}; it counts as {self.budget.newest}"))]
+        if not self.waits(world):
+            left = f"no restart is left: {self._go_on(world.size)}"
+            return [note, *self._tell_world(world, Notice(f"{what}; {left}"))]
+        world.failures, world.charged = [*world.failures, *failures], False
+        return [note, EndGeneration(StopReason.WORKER_FAILED, what)]
+
+    # ---------------------------------------------------------------- replacements
+
+    def replace(self, now: float, world: World) -> list[Order]:
+        """Order the replacements that are due."""
+        orders: list[Order] = []
+        for member, local_ranks in self.replacements.order(now):
+            orders.append(Tell(member.link, Replace(world.generation, local_ranks)))
+            orders.append(Note("replacing", {"member": member.name, "local_ranks": list(local_ranks)}))
+        return orders
+
+    def grows(self, now: float, world: World) -> bool:
+        """Whether the replacements that are ready join now: all others are able to go on with them."""
+        return now >= self.replacements.join_at_s and world.all_able
+
+    def at_safe_point(self, world: World, drain: Draining) -> Plan | None:
+        """How they join at the next safe point that all can reach; at once if no worker asks for safe points."""
+        if not drain.grows or not world.all_able:
+            return None
+        return self._with_ready(world, drain.newest + 1 if drain.newest else 0)
+
+    def _with_ready(self, world: World, safe_point: int) -> Plan | None:
+        members, ready = self.membership.members, self.replacements.ready()
+        if any(name not in members or members[name].leaving for name in world.order):
+            return None
+        places = {name: tuple(sorted((*world.places[name], *ready.get(name, ())))) for name in world.order}
+        order = _with_ranks_first(places)
+        base, fresh, joined = 0, list[int](), False
+        for name in order:
+            fresh += [base + n for n, each in enumerate(places[name]) if each not in world.places[name]]
+            joined = joined or (name in self._newcomers and not world.places[name])
+            base += len(places[name])
+        new = f"rank {spans(fresh)} {'joined' if joined else 'was replaced'}; " if fresh else ""
+        return Plan(order, places, f"{new}{plural(base, 'rank')} go on", safe_point, tuple(fresh))
+
+    def next_change_s(self, now: float, world: World) -> float:
+        """When replacements have to be ordered, or join, while a generation runs."""
+        return min(self.replacements.order_at_s(now), self.replacements.join_at_s if world.all_able else inf)
+
+    def due_at_s(self, now: float, world: World, since_s: float) -> float:
+        """When `advance` has something to do unless an agent reports something before."""
+        order_at_s = self.replacements.order_at_s(now) if self.waits(world) else inf
+        return min(since_s + self.due_s(world), order_at_s)
+
+    def waits(self, world: World) -> bool:
+        """The survivors wait for replacements (--survive wait)."""
+        return world.size < self._wanted
+
+    def forget(self, now: float, member: str) -> None:
+        """This member is lost, leaves, or has no process any more."""
+        self.replacements.forget(now, member)
+        self.arriving.discard(member)
+        self._newcomers.discard(member)
+
+    # ---------------------------------------------------------------- nodes that arrive
+
+    def admits(self, world: World, member: Member) -> bool:
+        """Whether this node may join the running generation without a worker in it, and start its workers there."""
+        return (
+            self.job.survive is not Survive.OFF
+            and self.job.grow is Grow.DRAIN
+            and world.all_able
+            and member.revision >= REVISION_NEEDED
+            and world.master[1] > 0
+        )
+
+    def arrived(self, world: World, member: Member) -> None:
+        """This node has joined the running generation."""
+        self.arriving.discard(member.name)
+        self._newcomers.add(member.name)
+        world.places[member.name] = ()
+        world.order = (*world.order, member.name)
+        self.membership.changed()
+        self.replacements.look_for_missing(world)
+
+    # ---------------------------------------------------------------- small steps
+
+    def _go_on(self, size: int) -> str:
+        verb = "wait for the replacement" if size < self._wanted else "go on"
+        return f"{plural(size, 'rank')} {verb if size != 1 else verb.replace('go', 'goes').replace('wait', 'waits')}"
+
+    def _tell_world(self, world: World, message: Notice) -> list[Order]:
+        members = self.membership.members
+        return [Tell(members[name].link, message) for name in world.order if name in members]
+
+
+def _own_fault(world: World) -> str:
+    """What a worker of this world did that its peers, or its replacement, may do as well; empty: all were killed."""
+    own = next((failure for failure in world.failures if not killed(failure)), None)
+    if own is None:
+        return ""
+    return f"rank {own.rank} ran out of memory" if own.out_of_memory else f"rank {own.rank} ended by itself"
+
+
+def killed(failure: Failure) -> bool:
+    """Whether this worker ended by a signal, and by nothing that its peers or its replacement would do as well."""
+    return failure.exit_code < 0 and failure.started and not failure.error_type and not failure.out_of_memory
+
+
+def how(failure: Failure) -> str:
+    """
+    >>> how(Failure(rank=3, local_rank=3, host="a", pid=1, exit_code=-9))
+    'killed by SIGKILL'
+    """
+    if failure.exit_code >= 0:
+        return f"exit code {failure.exit_code}"
+    try:
+        return f"killed by {signal.Signals(-failure.exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-failure.exit_code}"
+
+
+def _with_ranks_first(places: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Rank 0's node hosts the store, so nodes without a rank come last."""
+    return tuple(sorted(places, key=lambda name: not places[name]))

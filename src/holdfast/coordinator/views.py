@@ -1,0 +1,127 @@
+"""The view of the job for users: what `holdfast status` shows of it. It reads the state and changes none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast.coordinator.coordinator_state import Member, Phase, World
+from holdfast.coordinator.membership import Membership
+from holdfast.coordinator.monitor import Monitor
+from holdfast.coordinator.throughput import RankThroughput, Throughput
+from holdfast.protocol.policy import JobSpec
+from holdfast.protocol.rank_progress import Finding, JobView, NodeView, RankView, Standing
+
+
+def job_view(
+    now: float,
+    *,
+    job: JobSpec,
+    phase: Phase,
+    generation: int,
+    world: World | None,
+    restarts: int,
+    since_s: float,
+    job_s: float,
+    why: str,
+    membership: Membership,
+    monitor: Monitor,
+) -> JobView:
+    """`since_s`: since the phase began; `job_s`: since the job began; `why`: why the last generation ended."""
+    hang, throughput = monitor.hang(now), monitor.throughput
+    return JobView(
+        run_id=job.run_id,
+        phase=phase.value,
+        generation=generation,
+        restarts=restarts,
+        restarts_max=job.max_restarts,
+        world_size=world.size if world is not None else 0,
+        since_s=since_s,
+        job_s=job_s,
+        training_s=monitor.training_s,
+        why=world.stop_text if world is not None and phase is Phase.STOPPING else why,
+        nodes=_node_views(membership.members.values(), world, phase, throughput, membership, now, hang),
+        notices=monitor.notices(hang),
+    )
+
+
+IN_WORLD = {
+    Phase.PREPARING: "starting",
+    Phase.REGROUPING: "regrouping",
+    Phase.RUNNING: "running",
+    Phase.DRAINING: "draining",
+    Phase.STOPPING: "stopping",
+}
+
+
+def _node_views(
+    members: Iterable[Member],
+    world: World | None,
+    phase: Phase,
+    throughput: Throughput | None,
+    membership: Membership,
+    now: float,
+    hang: Finding | None = None,
+) -> tuple[NodeView, ...]:
+    """The nodes of the world by group rank, then the others in order of arrival. `hang`: the hang that was reported."""
+    found = _places(hang)
+    places = {name: place for place, name in enumerate(world.order)} if world is not None and phase in IN_WORLD else {}
+    on_host_backoff = {member.name for member, _ in membership.waiting(now)}
+    views: list[NodeView] = []
+    for member in sorted(members, key=lambda one: (places.get(one.name, len(places)), one.arrival)):
+        in_world = world if member.name in places else None
+        at_work = in_world is not None and phase is not Phase.PREPARING
+        known = throughput if at_work else None
+        views.append(
+            NodeView(
+                member=member.name,
+                host=member.node.host,
+                group_rank=places.get(member.name),
+                state=_state(member, in_world, phase, on_host_backoff),
+                heard_s=now - member.last_heard_s,
+                ranks=tuple(_rank(pace, now, found) for pace in known.of_member(member.name))
+                if known is not None
+                else (),
+            )
+        )
+    return tuple(views)
+
+
+def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: set[str]) -> str:
+    if world is None:
+        if member.leaving:
+            return "leaving"
+        if member.name in on_host_backoff:
+            return "on host back-off"
+        return "arriving" if phase is Phase.GATHERING else "spare"
+    if phase is Phase.PREPARING:
+        return "prepared" if member.name in world.prepared else "starting"
+    if world.finished(member.name):
+        return "done"
+    return "leaving" if member.leaving else IN_WORLD[phase]
+
+
+def _places(hang: Finding | None) -> dict[int, tuple[Standing, str]]:
+    """By rank: its state in this hang, and its place in words."""
+    found: dict[int, tuple[Standing, str]] = {}
+    if hang is None:
+        return found
+    for place in hang.groups:
+        for rank in place.ranks:
+            waits = Standing.WAITING if place.words.startswith("waits ") else Standing.STILL
+            found[rank] = (Standing.HUNG if rank in hang.culprits else waits, place.words)
+    return found
+
+
+def _rank(pace: RankThroughput, now: float, found: Mapping[int, tuple[Standing, str]]) -> RankView:
+    standing, place = found.get(pace.rank, (None, ""))
+    return RankView(
+        rank=pace.rank,
+        local_rank=pace.local_rank,
+        stage=pace.stage,
+        steps=pace.steps,
+        step_s=pace.step_s,
+        own_s=pace.own_step_s,
+        age_s=max(0.0, now - pace.newest_s),
+        standing=standing,
+        place=place,
+    )

@@ -1,0 +1,184 @@
+"""The agent's end of the channel: messages with workers that can go on in another generation, one socket for a board.
+
+A worker connects by itself. The kernel says which process connected, so no worker can speak for another, and no other
+process can speak at all. What workers send is checked, since they may send anything.
+
+Knows sockets, the form of the messages and which process is which worker. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast import seqpacket
+from holdfast.protocol.bounds import Count, Seconds
+from holdfast.runtime.control import CREDENTIALS
+
+BACKLOG = 4096
+"""All workers of a node may connect at once."""
+ACCEPT_AGAIN_S = 0.5
+"""Pause after a connection could not be accepted because this process has no descriptor left."""
+WHY_CHARACTERS_MAX = 4096
+
+
+class SaysAble(Struct, frozen=True, tag_field="is", tag="able"):
+    """Its training function runs, and it can go on in another generation."""
+
+    generation: Count
+    """0: the one in which it was started."""
+
+
+class SaysUnable(Struct, frozen=True, tag_field="is", tag="unable"):
+    """Its training function has returned or raised."""
+
+
+class SaysReady(Struct, frozen=True, tag_field="is", tag="ready"):
+    """A replacement has started, and waits for its place."""
+
+
+class AtGate(Struct, frozen=True, tag_field="is", tag="gate"):
+    """It has left its process group and waits for its new place."""
+
+    generation: Count
+    """The generation for which it was released."""
+
+
+class Refuses(Struct, frozen=True, tag_field="is", tag="refuse"):
+    """It cannot go on."""
+
+    why: Annotated[str, Meta(max_length=WHY_CHARACTERS_MAX)]
+
+
+class WentOn(Struct, frozen=True, tag_field="is", tag="went_on"):
+    """The first step of the new generation is done."""
+
+    generation: Count
+    step: Count
+    steps_lost: Count
+    seconds: Seconds
+    """From its release until this step was done."""
+
+
+WorkerMessage = SaysAble | SaysUnable | SaysReady | AtGate | Refuses | WentOn
+
+
+class WorkerChannel:
+    """Accepts the workers of one board. Make, use and close it on the running loop."""
+
+    def __init__(
+        self,
+        name: bytes,
+        pids: Callable[[], Mapping[int, int]],
+        on_message: Callable[[int, WorkerMessage], None],
+        on_gone: Callable[[int], None],
+    ) -> None:
+        """`pids`: the process of each living worker, by local rank; 0: it is being started. `on_message` gets a local
+        rank and its message, `on_gone` a local rank whose connection has ended. Raises OSError."""
+        self._pids = pids
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[int, socket.socket] = {}
+        self._early: dict[int, socket.socket] = {}
+        """By process: connections that were made before its start was reported."""
+        self._accept_again: asyncio.TimerHandle | None = None
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listening.bind(name)
+            self._listening.listen(BACKLOG)
+        except OSError:
+            self._listening.close()
+            raise
+        self._listening.setblocking(False)
+        self._loop.add_reader(self._listening, self._accept)
+
+    def send(self, local_rank: int, message: seqpacket.Message) -> None:
+        """Send if this worker is connected. A worker that does not read, or has ended, misses the message."""
+        connection = self._connections.get(local_rank)
+        if connection is not None:
+            try:
+                seqpacket.send(connection, message)
+            except OSError:
+                self._drop(local_rank)
+
+    def started(self) -> None:
+        """Another worker has a process: it may have connected already."""
+        early, self._early = self._early, {}
+        for pid, connection in early.items():
+            self._admit(pid, connection)
+
+    def forget(self, local_rank: int) -> None:
+        """This worker has ended."""
+        connection = self._connections.pop(local_rank, None)
+        if connection is not None:
+            self._close_connection(connection)
+
+    def close(self) -> None:
+        if self._accept_again is not None:
+            self._accept_again.cancel()
+        self._loop.remove_reader(self._listening)
+        self._listening.close()
+        for connection in (*self._connections.values(), *self._early.values()):
+            self._close_connection(connection)
+        self._connections, self._early = {}, {}
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            self._loop.remove_reader(self._listening)
+            self._accept_again = self._loop.call_later(
+                ACCEPT_AGAIN_S, self._loop.add_reader, self._listening, self._accept
+            )
+            return
+        connection.setblocking(False)
+        pid, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if uid in (0, os.geteuid()):
+            self._admit(pid, connection)
+        else:
+            connection.close()
+
+    def _admit(self, pid: int, connection: socket.socket) -> None:
+        pids = self._pids()
+        local_rank = next((rank for rank, its_pid in pids.items() if its_pid == pid), None)
+        if local_rank is not None:
+            self.forget(local_rank)
+            self._connections[local_rank] = connection
+            self._loop.add_reader(connection, self._readable, local_rank, connection)
+        elif 0 in pids.values() and pid not in self._early and len(self._early) < len(pids):
+            self._early[pid] = connection
+        else:
+            connection.close()
+
+    def _readable(self, local_rank: int, connection: socket.socket) -> None:
+        try:
+            received = seqpacket.receive(connection)
+            if received is None:
+                self._drop(local_rank)
+                return
+            for fd in received[1]:
+                os.close(fd)
+            message = msgspec.convert(received[0], WorkerMessage)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, msgspec.ValidationError):
+            self._drop(local_rank)
+            return
+        self._on_message(local_rank, message)
+
+    def _drop(self, local_rank: int) -> None:
+        self.forget(local_rank)
+        self._on_gone(local_rank)
+
+    def _close_connection(self, connection: socket.socket) -> None:
+        self._loop.remove_reader(connection)
+        connection.close()

@@ -1,0 +1,410 @@
+"""Which losses the other workers survive, what that costs, and how replacements and new nodes join them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase
+from holdfast.protocol.messages import (
+    Able,
+    Assign,
+    CannotRegroup,
+    Drain,
+    Held,
+    Join,
+    Leave,
+    Notice,
+    Prepared,
+    Progress,
+    Regroup,
+    Replace,
+    ReplacementFailed,
+    ReplacementReady,
+    Start,
+    Stop,
+    Stopped,
+    WorkerDone,
+    WorkersFailed,
+)
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Grow, NodeSpec, Survive
+from holdfast.protocol.rank_progress import RankProgress, Stage
+from tests.coordinator.coordinator_desk import (
+    LIMITS,
+    Desk,
+    at_safe_point,
+    growing,
+    regrouping,
+    running,
+    two_of_three,
+)
+
+
+def able(**options: Any) -> Desk:
+    """Two nodes of two workers each; all run in `ht.survive`."""
+    desk = running(**{"nproc": 2, "max_restarts": 3, **options})
+    desk.able(1, 2)
+    return desk
+
+
+def refusal(desk: Desk) -> str:
+    """Why the job was restarted instead."""
+    assert desk.machine.phase is Phase.STOPPING
+    notes = desk.noted("regroup_refused")
+    return str(notes[-1]["reason"]) if notes else ""
+
+
+def went_on(desk: Desk) -> None:
+    """All nodes are prepared, and their workers are able to go on from there."""
+    desk.prepare(1, 2)
+    assert desk.machine.phase is Phase.RUNNING
+    desk.able(1, 2)
+
+
+# --- a loss -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_have_no_gap_after_a_loss() -> None:
+    desk = able()
+    desk.kill_worker(1, 0)
+    places = [desk.last(link).assign for link in (1, 2)]  # type: ignore[union-attr]
+    assert [(place.rank_base, place.local_ranks) for place in places] == [(0, (1,)), (1, None)]
+    assert [place.world_size for place in places] == [3, 3]
+
+
+def test_a_job_without_ht_survive_is_restarted_without_a_word_about_it() -> None:
+    desk = running(nproc=2, max_restarts=3)
+    desk.kill_worker(2)
+    assert refusal(desk) == ""
+    assert desk.last(1).text == "rank 2 failed on n2"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "kind", "why"),
+    [
+        (1, {}, "rank 2 ended by itself"),
+        (-9, {"out_of_memory": True}, "rank 2 ran out of memory"),
+        (-6, {"error_type": "RuntimeError"}, "rank 2 ended by itself"),
+        (-9, {"started": False}, "rank 2 ended by itself"),
+    ],
+)
+def test_what_the_others_may_do_as_well_is_no_accident(exit_code: int, kind: dict[str, Any], why: str) -> None:
+    desk = able()
+    failure = Failure(rank=2, local_rank=0, host="n2", pid=1, exit_code=exit_code)
+    desk.say(2, WorkersFailed(1, (structs.replace(failure, **kind),)))
+    assert refusal(desk) == why
+
+
+def test_out_of_memory_is_known_only_from_the_evidence_and_refused_then() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    assert desk.machine.phase is Phase.REGROUPING
+    failure = Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9, out_of_memory=True)
+    desk.say(2, WorkersFailed(1, (failure,)))
+    assert refusal(desk) == "rank 2 ran out of memory"
+    assert desk.machine.budget.used == 1
+    for link in (1, 2):
+        desk.say(link, Stopped(2))
+    assert desk.machine.budget.used == 1, "one loss costs one restart"
+
+
+def test_a_rank_that_is_done_or_not_able_is_not_left_behind() -> None:
+    desk = able()
+    desk.say(1, WorkerDone(1, 1))
+    desk.kill_worker(2)
+    assert refusal(desk) == "rank 1 has ended"
+    desk = able()
+    desk.say(1, Able(1, (0,)))
+    desk.kill_worker(2)
+    assert refusal(desk) == "not every rank runs in ht.survive"
+
+
+def test_a_rank_that_ends_while_the_others_regroup_stops_them() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    desk.say(1, WorkerDone(1, 1))  # it crossed the order
+    assert refusal(desk) == "rank 1 has ended"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"survive": Survive.OFF}, ""),
+        ({"min_ranks": 4}, "3 of at least 4 ranks left"),
+        ({"max_restarts": 0}, "no restarts were allowed (--max-restarts 0)"),
+    ],
+)
+def test_what_the_job_does_not_want(options: dict[str, Any], why: str) -> None:
+    desk = able(**options)
+    desk.kill_worker(2)
+    assert refusal(desk) == why
+
+
+def test_a_lost_node_is_survived_if_enough_nodes_are_left() -> None:
+    desk = able(least=1)
+    desk.give(LinkClosed(2, "reset"))
+    (regroup,) = told(desk, Regroup)
+    assert regroup.text == "n2 was lost: reset; 2 ranks go on"
+    assert desk.machine.budget.used == 0
+    desk = able()
+    desk.give(LinkClosed(2, "reset"))
+    assert refusal(desk) == "1 of at least 2 nodes left"
+
+
+def test_a_node_that_had_to_stop_its_workers_ends_the_generation() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    desk.say(1, Stopped(2))
+    assert desk.machine.phase is Phase.STOPPING
+
+
+def test_a_refusal_of_a_worker_stops_all() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    desk.say(1, CannotRegroup(1, "about a generation that is over"))
+    assert desk.machine.phase is Phase.REGROUPING
+    desk.say(1, CannotRegroup(2, "its memory grew"))
+    assert refusal(desk) == "its memory grew"
+    assert desk.last(2).following.restart_count == 1  # type: ignore[union-attr]
+
+
+def test_losses_in_a_row_are_counted_until_one_generation_is_started() -> None:
+    desk = able(nproc=4, max_restarts=9)
+    for local_rank in (0, 1, 2):
+        desk.kill_worker(2, local_rank)
+    assert desk.machine.phase is Phase.REGROUPING
+    desk.kill_worker(1, 0)
+    assert refusal(desk) == "3 losses in a row while regrouping"
+    assert desk.machine.budget.used == 1
+
+
+def test_a_failure_that_crossed_the_order_is_a_loss() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    failure = Failure(rank=1, local_rank=1, host="n1", pid=7, exit_code=-9)
+    desk.say(1, WorkersFailed(1, (failure,), evidence_follows=True))
+    assert desk.machine.generation == 3
+    assert desk.last(1).assign.local_ranks == (0,)  # type: ignore[union-attr]
+
+
+# --- what it costs, and what is reported ------------------------------------------------------------------------------
+
+
+def test_the_verdict_follows_the_evidence() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    went_on(desk)
+    assert not desk.noted("verdict")
+    desk.say(2, WorkersFailed(1, (Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9),)))
+    assert [note["generation"] for note in desk.noted("verdict")] == [1]
+    assert Notice("HF200: exit code -9; it counts as restart 1 of 3") in [message for _, message in desk.told]
+    assert desk.machine.phase is Phase.RUNNING
+
+
+def test_each_survived_loss_is_charged_until_nothing_is_left() -> None:
+    desk = able(max_restarts=1)
+    desk.kill_worker(2)
+    went_on(desk)
+    assert desk.machine.budget.used == 1
+    desk.kill_worker(1)
+    assert refusal(desk) == "all 1 restarts are used"
+
+
+def test_the_back_off_delays_the_replacement_and_not_the_others() -> None:
+    desk = able()
+    for link in (1, 2):
+        desk.kill_worker(link)
+        desk.prepare(1, 2)
+        assert desk.machine.phase is Phase.RUNNING
+        desk.able(1, 2)
+    assert not [message for message in told(desk, Replace) if message.generation == 3]
+    desk.wait(LIMITS.backoff_first_s)
+    assert [message for message in told(desk, Replace) if message.generation == 3] == [Replace(3, (0,))]
+
+
+def told(desk: Desk, kind: type[Any]) -> list[Any]:
+    return [message for _, message in desk.told if isinstance(message, kind)]
+
+
+def test_a_host_that_is_excluded_gets_its_replacement_later() -> None:
+    desk = able(exclude_after=1)
+    desk.kill_worker(2)
+    desk.say(2, WorkersFailed(1, (Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9),)))
+    went_on(desk)
+    assert not told(desk, Replace)
+    desk.wait(LIMITS.exclude_first_s)
+    assert told(desk, Replace) == [Replace(2, (0,))]
+
+
+def test_steps_are_counted_from_the_beginning_after_a_regroup() -> None:
+    desk = able()
+    for link in (1, 2):
+        ranks = tuple(RankProgress(rank, Stage.STEPPING, 50) for rank in (0, 1))
+        desk.say(link, Progress(1, ranks))
+    desk.kill_worker(1)
+    went_on(desk)
+    desk.say(1, Progress(2, tuple(RankProgress(rank, Stage.STEPPING, 3) for rank in (0, 1))))
+    views = {view.host: view.ranks for view in desk.machine.view(desk.now).nodes}
+    assert [(rank.rank, rank.local_rank, rank.steps) for rank in views["n1"]] == [(0, 1, 3)]
+    assert [(rank.rank, rank.steps) for rank in views["n2"]] == [(1, 0), (2, 0)]
+
+
+def test_users_see_that_workers_regroup() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    view = desk.machine.view(desk.now)
+    assert (view.phase, view.world_size) == ("regrouping", 3)
+    assert {node.state for node in view.nodes} == {"regrouping"}
+
+
+# --- replacements -----------------------------------------------------------------------------------------------------
+
+
+def test_a_replacement_that_fails_is_charged_once_and_started_again() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    went_on(desk)
+    failures = tuple(Failure(rank=0, local_rank=rank, host="n2", pid=9, exit_code=1) for rank in (0, 1))
+    desk.say(2, ReplacementFailed(2, failures))
+    assert [note["local_ranks"] for note in desk.noted("replacement_failed")] == [[0]], "the other one was not ordered"
+    assert desk.machine.budget.used == 2
+    desk.wait(LIMITS.backoff_first_s)
+    assert told(desk, Replace) == [Replace(2, (0,))] * 2
+
+
+def test_those_that_are_ready_do_not_wait_long_for_the_others() -> None:
+    desk = able(nproc=3)
+    desk.kill_worker(1)
+    desk.kill_worker(2)
+    went_on(desk)
+    desk.say(1, ReplacementReady(3, (0,)))
+    assert desk.machine.phase is Phase.RUNNING
+    desk.wait(LIMITS.gather_s)
+    assert desk.machine.phase is Phase.DRAINING
+    for link in (1, 2):
+        desk.say(link, Held(3, 5))
+    assert desk.last(1).assign.world_size == 5  # type: ignore[union-attr]
+
+
+def test_replacements_do_not_join_before_all_others_are_able() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    desk.prepare(1, 2)
+    desk.say(2, ReplacementReady(2, (0,)))
+    desk.able(1)
+    assert desk.machine.phase is Phase.RUNNING
+    desk.able(2)
+    assert desk.machine.phase is Phase.DRAINING
+
+
+def test_a_rank_lost_while_replacements_join_is_survived_too() -> None:
+    desk = able()
+    desk.kill_worker(2)
+    went_on(desk)
+    desk.say(2, ReplacementReady(2, (0,)))
+    assert desk.machine.phase is Phase.DRAINING
+    desk.kill_worker(1, 1)
+    assert desk.machine.phase is Phase.REGROUPING
+    assert desk.last(1).assign.world_size == 2  # type: ignore[union-attr]
+    went_on(desk)
+    assert desk.machine.phase is Phase.DRAINING, "the one that was ready joins now"
+
+
+def test_a_node_that_leaves_ends_the_way_of_the_replacements() -> None:
+    desk = growing()
+    desk.say(1, Leave("SIGTERM", drain=True))
+    desk.say(1, Held(2, 7))
+    assert desk.machine.phase is Phase.DRAINING
+    assert desk.machine.world is not None
+    assert desk.machine.world.drain_agreed
+
+
+def test_a_safe_point_is_awaited_for_as_long_as_a_drain() -> None:
+    desk = at_safe_point()
+    desk.wait(LIMITS.drain_s - 1.0)
+    assert desk.machine.phase is Phase.REGROUPING
+    desk.wait(1.0)
+    assert refusal(desk) == "not every worker was ready within 60 s"
+
+
+def test_a_node_of_which_no_worker_is_left_may_go() -> None:
+    desk = regrouping()
+    desk.prepare(1, 2)
+    desk.able(1)
+    desk.give(LinkClosed(2, "reset"))
+    assert desk.machine.phase is Phase.RUNNING
+    desk.kill_worker(1)
+    assert refusal(desk) == "0 of at least 1 rank left"
+
+
+# --- --survive wait ---------------------------------------------------------------------------------------------------
+
+
+def test_survivors_wait_as_long_as_nodes_are_awaited() -> None:
+    desk = able(survive=Survive.WAIT)
+    desk.kill_worker(2)
+    desk.prepare(1, 2)
+    assert desk.machine.phase is Phase.REGROUPING
+    desk.wait(LIMITS.join_s)
+    assert refusal(desk) == "no replacement was ready within 60 s"
+
+
+def test_nobody_waits_for_ranks_that_have_no_node() -> None:
+    desk = able(least=1, survive=Survive.WAIT)
+    desk.give(LinkClosed(2, "reset"))
+    assert refusal(desk) == "the nodes that are left have no place for the lost ranks"
+
+
+def test_a_node_that_leaves_ends_the_wait() -> None:
+    desk = able(survive=Survive.WAIT)
+    desk.kill_worker(2)
+    desk.prepare(1, 2)
+    desk.say(1, Leave("SIGTERM", drain=True))
+    assert desk.machine.phase is Phase.STOPPING
+
+
+# --- nodes that arrive ------------------------------------------------------------------------------------------------
+
+
+def test_a_new_node_starts_its_workers_beside_the_others() -> None:
+    desk = two_of_three(max_restarts=3)
+    desk.able(1, 2)
+    desk.join(3)
+    desk.wait(LIMITS.gather_s)
+    place = desk.last(3)
+    assert isinstance(place, Assign)
+    assert (place.generation, place.local_ranks, place.world_size) == (1, (), 2)
+    desk.say(3, Prepared(1))
+    assert [message for to, message in desk.told if to == 3][-2:] == [Start(1, "10.0.0.1", 40_000), Replace(1, (0,))]
+    desk.say(3, ReplacementReady(1, (0,)))
+    assert isinstance(desk.last(1), Drain)
+    for link in (1, 2):
+        desk.say(link, Held(1, 4))
+    assert [desk.last(link).assign.world_size for link in (1, 2, 3)] == [3, 3, 3]  # type: ignore[union-attr]
+
+
+def test_a_new_node_that_is_lost_before_it_takes_part_disturbs_nobody() -> None:
+    for said in ([], [Prepared(1)], [Prepared(1), ReplacementFailed(1, ())]):
+        desk = two_of_three(max_restarts=3)
+        desk.able(1, 2)
+        desk.join(3)
+        desk.wait(LIMITS.gather_s)
+        for message in said:
+            desk.say(3, message)
+        desk.give(LinkClosed(3, "reset"))
+        assert desk.machine.phase is Phase.RUNNING
+        assert desk.machine.world is not None
+        assert len(desk.machine.world.order) == 2
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_node_that_cannot_do_that_joins_by_a_drain(old: bool) -> None:
+    desk = two_of_three(max_restarts=3, **({} if old else {"grow": Grow.NOW}))
+    desk.able(1, 2)
+    desk.give(LinkOpened(3, "10.0.0.3", "10.0.0.9"))
+    desk.say(3, Join(NodeSpec(member="n3#1", host="n3", nproc=1), revision=1 if old else 2))
+    desk.wait(LIMITS.gather_s)
+    assert isinstance(desk.last(1), Drain if old else Stop)

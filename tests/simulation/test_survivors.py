@@ -1,0 +1,160 @@
+"""Simulated jobs whose workers survive losses: what must happen does happen, and each rule that is broken is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+import pytest
+from msgspec import structs
+
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import Command, Draining, Tell, World
+from holdfast.coordinator.coordinator_state import Event as CoordinatorEvent
+from holdfast.coordinator.regrouping import Plan, Regrouping
+from holdfast.protocol.messages import Assign, Regroup
+from holdfast.protocol.policy import Limits, Survive
+from tests.support.simulator.checkers import BrokenPromiseError
+from tests.support.simulator.cluster import SimCluster, SimOptions, simple_judge
+from tests.support.simulator.faults import FaultOptions
+
+SEEDS = 40
+SURVIVING = SimOptions(
+    min_nodes=1,
+    max_nodes=4,
+    max_restarts=20,
+    work_s=30.0,
+    asks=True,
+    survives=True,
+    faults=FaultOptions(worker_kills=6, agent_kills=1, link_resets=1, partitions=2, gate_faults=True),
+)
+
+
+def stories(options: SimOptions) -> str:
+    told: list[str] = []
+    for seed in range(SEEDS):
+        cluster = SimCluster(seed, 4, options, story_lines_max=None)
+        cluster.run()
+        told += cluster.story
+    return "\n".join(told)
+
+
+def test_everything_happens_that_may_happen() -> None:
+    """Nothing of it would break a promise if no worker ever survived a loss."""
+    told = stories(SURVIVING)
+    for words in (
+        *("coordinator: regrouped", "coordinator: replaced", "coordinator: replacement_failed", "ranks go on"),
+        *("rank 1 joined", "was lost (killed by SIGKILL)", "a second loss while regrouping", "its memory grew"),
+        *("not every worker was ready within 5 s", "ended by itself", "'safe_point': 3"),
+    ):
+        assert words in told, words
+
+
+def test_survivors_wait_if_they_are_to() -> None:
+    told = stories(replace(SURVIVING, survive=Survive.WAIT))
+    assert "wait for the replacement" in told
+    assert "the nodes that are left have no place for the lost ranks" in told
+
+
+def test_without_survive_no_generation_is_formed_of_running_workers() -> None:
+    for options in (replace(SURVIVING, survive=Survive.OFF), replace(SURVIVING, survives=False)):
+        assert "regroup_begun" not in stories(options)
+
+
+# --- each rule broken on purpose --------------------------------------------------------------------------------------
+
+
+def first_broken_promise(make: Callable[[int], SimCluster]) -> str:
+    for seed in range(SEEDS):
+        try:
+            make(seed).run()
+        except BrokenPromiseError as error:
+            return str(error)
+    return ""
+
+
+def surviving(seed: int, options: SimOptions = SURVIVING) -> SimCluster:
+    return SimCluster(seed, 4, options)
+
+
+def test_survivors_that_do_not_wait_for_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "all_prepared", property(lambda world: world.store_port is not None))
+    assert "its workers are in" in first_broken_promise(surviving)
+
+
+def test_a_safe_point_that_a_worker_has_passed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_early(self: Regrouping, world: World, drain: Draining) -> Plan | None:
+        return self._with_ready(world, drain.newest) if drain.grows and world.all_able else None
+
+    monkeypatch.setattr(Regrouping, "at_safe_point", too_early)
+    assert "which it may have passed" in first_broken_promise(surviving)
+
+
+def test_a_regroup_without_a_limit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Regrouping, "due_s", lambda _self, _world: inf)
+    monkeypatch.setattr(Regrouping, "due_at_s", lambda *_: inf)
+    assert "still running" in first_broken_promise(surviving)
+
+
+def test_survivors_beside_a_node_that_still_works_are_found() -> None:
+    limits = Limits(join_s=120.0, stop_grace_s=5.0, lease_s=3.0, fence_s=20.0)
+    story = first_broken_promise(lambda seed: surviving(seed, replace(SURVIVING, limits=limits)))
+    assert "still runs generation" in story
+
+
+class FearlessAgent(AgentMachine):
+    """Goes on without a word from the coordinator."""
+
+    def _fence_at_s(self) -> float:
+        return inf
+
+
+class FearlessCluster(SimCluster):
+    def machine_for(self, host: str, incarnation: int, *, hosts_coordinator: bool) -> AgentMachine:
+        sound = super().machine_for(host, incarnation, hosts_coordinator=hosts_coordinator)
+        return FearlessAgent(sound._node, self.options.limits, self.clock.now)
+
+
+def test_an_agent_without_a_fence_is_found() -> None:
+    assert "still runs generation" in first_broken_promise(lambda seed: FearlessCluster(seed, 4, SURVIVING))
+
+
+def ranks_from_zero(assign: Assign) -> Assign:
+    return structs.replace(assign, rank_base=0)
+
+
+def free_of_charge(assign: Assign) -> Assign:
+    return structs.replace(assign, restart_count=0)
+
+
+def every_local_rank(assign: Assign) -> Assign:
+    return structs.replace(assign, local_ranks=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (ranks_from_zero, "a rank exists twice"),
+        (free_of_charge, "restarts are used after"),
+        (every_local_rank, "a rank exists twice"),
+    ],
+)
+def test_a_broken_place_is_found(change: Callable[[Assign], Assign], found: str) -> None:
+    class BrokenCoordinator(CoordinatorMachine):
+        def handle(self, now: float, event: CoordinatorEvent) -> list[Command]:
+            return [self._broken(command) for command in super().handle(now, event)]
+
+        @staticmethod
+        def _broken(command: Command) -> Command:
+            if isinstance(command, Tell) and isinstance(command.message, Regroup):
+                message = command.message
+                return Tell(command.link, structs.replace(message, assign=change(message.assign)))
+            return command
+
+    class Cluster(SimCluster):
+        def coordinator_machine(self) -> CoordinatorMachine:
+            return BrokenCoordinator(self.job, self.options.limits, simple_judge, self.clock.now)
+
+    assert found in first_broken_promise(lambda seed: Cluster(seed, 4, SURVIVING))

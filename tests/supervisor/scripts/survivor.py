@@ -1,0 +1,60 @@
+"""A worker that goes on in other generations, without torch: the worker's side of the channel.
+
+Arguments: RANK=WORD …, how a local rank behaves: `deaf` never comes to the gate, `refuses` says that it cannot go on,
+`returns` that its function has returned; `family` has a child that outlives it. A replacement behaves well. Prints a
+line for each thing that it does.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+path = os.environ["HOLDFAST_BOARD"].rpartition("@")[0]
+replacement = os.environ.pop("HOLDFAST_REPLACEMENT", "") == "1"
+how = {} if replacement else dict(argument.split("=") for argument in sys.argv[1:])
+word = how.get(os.environ["LOCAL_RANK"], "")
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def place():
+    return " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+
+if word == "family":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    say("child", child.pid)
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+channel.connect(b"\0holdfast" + path.encode())
+
+
+def tell(**message):
+    channel.send(json.dumps(message).encode())
+
+
+say("up", place())
+generation = 0
+tell(**({"is": "ready"} if replacement else {"is": "able", "generation": 0}))
+while packet := channel.recv(65536):
+    message = json.loads(packet)
+    if message["do"] == "release":
+        say("released", message["generation"], "now" if message["cut"] else "later")
+        if word == "deaf":
+            time.sleep(1000)
+        elif word == "refuses":
+            tell(**{"is": "refuse", "why": "it grew"})
+        elif word == "returns":
+            tell(**{"is": "unable"})
+        else:
+            tell(**{"is": "gate", "generation": message["generation"]})
+    else:
+        os.environ.update(message["environment"])
+        generation = message["generation"]
+        say("goes on", generation, place())
+        tell(**{"is": "able", "generation": generation})
+        tell(**{"is": "went_on", "generation": generation, "step": 7, "steps_lost": 0, "seconds": 0.1})
