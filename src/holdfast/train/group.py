@@ -23,7 +23,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -273,9 +273,11 @@ def _join(place: _Place, device: torch.device, connection: Connection, name: str
     with connection.sockets.noting():
         if place.alone or not place.launched:
             store: Any = dist.HashStore()
+        elif name:
+            store = dist.PrefixStore(name, _store_of_generation(place, wait))
         else:
             store, _rank, _world = next(dist.rendezvous("env://", place.rank, place.world, **wait))
-            store = dist.PrefixStore(name, store) if name else _without_the_dead(store, place, timeout_s)
+            store = _without_the_dead(store, place, timeout_s)
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             connection.backend or ("nccl" if on_gpu else "gloo"),
@@ -285,6 +287,13 @@ def _join(place: _Place, device: torch.device, connection: Connection, name: str
             device_id=device if on_gpu else None,
             **wait,
         )
+
+
+def _store_of_generation(place: _Place, wait: Mapping[str, timedelta]) -> Any:
+    """A client of the store whose address the variables have now; torch's env:// is made for the first ones."""
+    serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", "0")
+    return dist.TCPStore(address, port, place.world, is_master=serves, multi_tenant=True, **wait)
 
 
 def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any:

@@ -48,6 +48,7 @@ from holdfast.train.reducers import Order, Reducers
 from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
 from holdfast.train.tracked import Choice, together
+from holdfast.worker.drain import begin_again
 from holdfast.worker.regroup import REPLACEMENT_VARIABLE, Channel, ChannelLostError, Go
 
 if TYPE_CHECKING:
@@ -238,6 +239,7 @@ class Survivor:
         """Join the world of this generation: environment, process group, models."""
         os.environ.update(go.environment)
         os.environ.pop(REPLACEMENT_VARIABLE, None)
+        begin_again()
         self._generation = go.generation
         for parameter in (each for model in self._snaps._tracker.models for each in model.parameters()):
             parameter.grad = None  # of a step that is not completed, or a view of the reducer's memory

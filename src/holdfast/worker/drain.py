@@ -128,6 +128,12 @@ class _Slot:
             words[self._slot + layout.TOLD] = self._reached
         return self._told
 
+    def begin_again(self) -> None:
+        """All workers of a new generation count their safe points and steps from 0."""
+        self._reached, self._told = 0, False
+        for word in (layout.REACHED, layout.TOLD, layout.STEPS, layout.OWN, layout.BEATS):
+            self._words[self._slot + word] = 0
+
     def _wait(self) -> None:
         import time
 
@@ -147,6 +153,10 @@ class SafePoints:
 
     def on_stop(self, callback: Callable[[], object]) -> None:
         self._callbacks.append(callback)
+
+    def begin_again(self) -> None:
+        if self._slot_of_mine is not None and self._slot_of_mine.own:
+            self._slot_of_mine.begin_again()
 
     def reach(self) -> bool:
         if not self._address:
@@ -214,6 +224,11 @@ def should_stop() -> bool:
                 sys.exit(0)
     """
     return _of_this_process().reach()
+
+
+def begin_again() -> None:
+    """This worker goes on in another generation: count safe points, steps and beats from 0. `ht.survive` calls it."""
+    _of_this_process().begin_again()
 
 
 def on_stop(callback: Callback) -> Callback:
