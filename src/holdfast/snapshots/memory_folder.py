@@ -14,7 +14,8 @@ node starts it, as a separate process that ends after torchrun, or after this pr
 
 Messages on that socket are those of seqpacket.py:
 
-    worker → saver   {"do": "hello", "local_rank", "generation"}      the first one
+    worker → saver   {"do": "hello", "local_rank", "generation"}      the first one; again in another
+                                                                      generation, after a regroup
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written

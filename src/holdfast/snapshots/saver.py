@@ -212,9 +212,13 @@ class Saver:
         try:
             match packet.get("do"):
                 case "hello":
+                    before = worker.generation if worker.local_rank >= 0 else None
                     worker.local_rank = memory_folder.field(packet, "local_rank", int)
                     worker.generation = memory_folder.field(packet, "generation", int)
-                    self._tell_news(worker)
+                    if before is None:
+                        self._tell_news(worker)
+                    elif before < worker.generation:
+                        self._regrouped(worker.generation)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
                 case "wait":
@@ -271,6 +275,11 @@ class Saver:
         if worker.local_rank >= 0 and not worker.left:
             self._crashed = True
             self._keep_news(worker.local_rank, *worker.failures)
+
+    def _regrouped(self, generation: int) -> None:
+        """Workers go on in this generation without those that died: what these have left is not needed any more."""
+        self._gone = {rank: theirs for rank, theirs in self._gone.items() if theirs >= generation}
+        self._crashed = self._crashed and bool(self._gone)
 
     # --- after a crash ------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -58,8 +58,8 @@ class Tier(Protocol):
     place: str
     """The place where the next worker on this node finds our slots; agents that share a /dev/shm have one each."""
 
-    def set_rank(self, rank: int, world: int) -> None:
-        """The world has changed: what is staged from now on is this rank's."""
+    def regroup(self, rank: int, world: int, generation: int) -> None:
+        """This worker goes on as this rank of another generation: what is staged from now on belongs to that."""
 
     def reserve(self, size_bytes: int) -> None:
         """Take memory, so that no `stage` has to."""
@@ -138,8 +138,11 @@ class SaverClient:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def set_rank(self, rank: int, world: int) -> None:
-        self.slots.set_rank(rank, world)
+    def regroup(self, rank: int, world: int, generation: int) -> None:
+        self.slots.regroup(rank, world, generation)
+        self._address = replace(self._address, generation=generation)
+        if self._sock is not None:
+            self._say_hello(self._sock)
 
     def reserve(self, size_bytes: int) -> None:
         with self._reserving:
@@ -371,9 +374,12 @@ class SaverClient:
                 self._sock = memory_folder.start_saver(self._address)
             except (OSError, subprocess.SubprocessError) as failed:
                 raise SnapshotMemoryError(f"no saver can be started: {failed}") from failed
+        self._say_hello(self._sock)
+
+    def _say_hello(self, sock: socket.socket) -> None:
         hello = {"do": "hello", "local_rank": self._address.local_rank, "generation": self._address.generation}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and reports it
-            seqpacket.send(self._sock, hello)
+            seqpacket.send(sock, hello)
 
 
 def read_back(memory_folder_folder: Path, path: Path, patience_s: float) -> None:
@@ -415,7 +421,7 @@ class InProcessStaging:
         self._thread: threading.Thread | None = None
         self._failures: list[SnapshotError] = []
 
-    def set_rank(self, rank: int, world: int) -> None:
+    def regroup(self, rank: int, world: int, generation: int) -> None:
         """A request names its rank; nothing else here does."""
 
     def reserve(self, size_bytes: int) -> None:

@@ -114,9 +114,9 @@ class Slots:
         self._claim = -1
         """Holds this process's lock, once it has staged."""
 
-    def set_rank(self, rank: int, world: int) -> None:
-        """This worker goes on as another rank."""
-        self._owner = self._owner._replace(rank=rank, world=world)
+    def regroup(self, rank: int, world: int, generation: int) -> None:
+        """This worker goes on as this rank of another generation."""
+        self._owner = self._owner._replace(rank=rank, world=world, generation=generation)
 
     def reserve(self, size_bytes: int) -> None:
         """Take and map memory for two slots of this size, so that no `stage` has to.

@@ -93,14 +93,14 @@ class Saving:
     def planned(self) -> bool:
         return self._layout is not None
 
-    def regroup(self, peers: Peers, rescue: int, lease: FolderLease | None) -> None:
-        """Save with these ranks from now on. All of them call it; the next save makes a new plan."""
+    def regroup(self, peers: Peers, generation: int, rescue: int, lease: FolderLease | None) -> None:
+        """Save with the ranks of this generation from now on. All call it; the next save makes a new plan."""
         self._await_reserved()
         self.await_settled()
         self._peers, self._rescue, self._lease = peers, rescue, lease
         self._saves = 0
         self._layout = None
-        self.tier.set_rank(peers.rank, peers.world)
+        self.tier.regroup(peers.rank, peers.world, generation)
 
     def settle(self, adopted: Saved) -> None:
         """Training goes on in pages of old slots; have them copied before any rank stages a new state there."""

@@ -42,6 +42,7 @@ from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep, Verified
 from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.saver_client import Tier, open_tier
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
@@ -182,7 +183,7 @@ class Snapshots:
     def memory_place(self) -> str:
         """A folder in memory that outlives this process; empty: there is none."""
         tier = self._current_tier
-        return "" if tier is None else tier.place
+        return os.environ.get(SAVER_VARIABLE, "").partition("@")[0] if tier is None else tier.place
 
     @property
     def _current_tier(self) -> Tier | None:
@@ -309,44 +310,27 @@ class Snapshots:
     def _resume_from_survivors(self) -> Resumed:
         from holdfast.train.survival import join  # imports this module's users
 
-        self._open_tier(0, 1)
         step = join(self)
         assert self._peers is not None
         return Resumed(step, "survivors", self._peers.world)
 
-    def _join(self, peers: Peers, schedule: Sequence[int], durable: Sequence[Any]) -> None:
-        """A replacement has its state, and is one of these ranks."""
-        assert self._opened is not None
+    def _go_on(self, peers: Peers, generation: int, schedule: Sequence[int], durable: Sequence[Any]) -> None:
+        """This process is one of the ranks of this generation now, and has their state."""
         self._peers = peers
-        self._give_up_lease(peers)
+        if self._lease is not None and peers.rank:  # it is rank 0's
+            self._lease.release()
+            self._lease = self._pruner = None
+        peers.share(None)  # the lease is free
         self._take_folder(peers)
-        self._opened.set_rank(peers.rank, peers.world)
-        self._begin(peers, self._opened)
-        self._follow(schedule, durable)
-
-    def _go_on(self, peers: Peers, schedule: Sequence[int], durable: Sequence[Any]) -> None:
-        """This process is one of these ranks now."""
-        saving = self._begun()
-        self._peers = peers
-        self._give_up_lease(peers)
-        self._take_folder(peers)
-        saving.regroup(peers, self._rescue, self._lease)
-        self._follow(schedule, durable)
+        if self._saving is None:  # a replacement
+            self._begin(peers, self._open_tier(peers.rank, peers.world))
+        assert self._saving is not None
+        self._saving.regroup(peers, generation, self._rescue, self._lease)
+        self._schedule.follow(schedule)  # all ranks save at the same steps
+        self._durable_epoch, self._unsaved = durable
         self._optimized = False
         if peers.rank == 0 and self._keep is not None and self._pruner is None:
             self._pruner = Pruner(self.path, self._keep)
-
-    def _give_up_lease(self, peers: Peers) -> None:
-        """It is rank 0's, and another process may be rank 0 now."""
-        if self._lease is not None and peers.rank:
-            self._lease.release()
-            self._lease = self._pruner = None
-        peers.share(None)
-
-    def _follow(self, schedule: Sequence[int], durable: Sequence[Any]) -> None:
-        """All ranks save at the same steps."""
-        self._schedule.follow(schedule)
-        self._durable_epoch, self._unsaved = durable
 
     def _begin(self, peers: Peers, tier: Tier) -> None:
         step, self._durable_epoch = self.state.step, self.state.epoch

@@ -221,7 +221,7 @@ class Survivor:
             handed = Handed.share(self._snaps, peers, own)
             self._reducers.connect(handed.orders)
             handed.apply(self._snaps, self._group, peers, self._boundary, survived=True)
-            self._snaps._go_on(peers, handed.schedule, handed.durable)
+            self._snaps._go_on(peers, self._generation, handed.schedule, handed.durable)
             self._boundary.mark(self._snaps.state.step)
             self._stepping = False
             self._news = {
@@ -262,7 +262,7 @@ class Survivor:
         handed = Handed.share(self._snaps, peers, Own(-1, False, before, self._boundary.seed, []))
         self._reducers.connect(handed.orders)
         handed.apply(self._snaps, self._group, peers, self._boundary, survived=False)
-        self._snaps._join(peers, handed.schedule, handed.durable)
+        self._snaps._go_on(peers, self._generation, handed.schedule, handed.durable)
         return handed.step
 
 
