@@ -54,9 +54,11 @@ while packet := channel.recv(65536):
 def all_able(agent: Any, generation: int, count: int) -> None:
     """Wait until so many workers of this node can go on."""
     until(
-        lambda: agent.begun
-        and any(
-            each["generation"] == generation and len(each["local_ranks"]) == count for each in agent.events("able")
+        lambda: (
+            agent.begun
+            and any(
+                each["generation"] == generation and len(each["local_ranks"]) == count for each in agent.events("able")
+            )
         ),
         lambda: f"not able in generation {generation}: {agent.text}",
     )
