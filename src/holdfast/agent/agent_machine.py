@@ -366,6 +366,8 @@ class AgentMachine:
             self._drained = False
             self._enter(Work.RUNNING)
             self._out.append(begin(self._term().assign, start))
+            if self._leaving is not None:  # since before the workers regrouped
+                self._hold()
 
     def _on_regroup(self, assign: Assign, safe_point: int, text: str) -> None:
         """The workers form another generation. A node that cannot take part reports that its workers are gone."""
