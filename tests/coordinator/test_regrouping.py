@@ -260,6 +260,22 @@ def test_users_see_that_workers_regroup() -> None:
     assert {node.state for node in view.nodes} == {"regrouping"}
 
 
+def test_a_replacement_that_joins_does_not_make_the_next_loss_a_quick_one() -> None:
+    """The back-off grows with losses that follow each other quickly. This one comes long after the one before."""
+    desk = able()
+    desk.kill_worker(2)
+    went_on(desk)
+    desk.wait(LIMITS.healthy_s - 10.0)
+    desk.say(2, ReplacementReady(2, (0,)))
+    for link in (1, 2):
+        desk.say(link, Held(2, 7))
+    went_on(desk)
+    desk.wait(10.0)
+    desk.kill_worker(1)
+    desk.prepare(1, 2)
+    assert told(desk, Replace)[-1] == Replace(4, (0,)), "at once"
+
+
 # --- replacements -----------------------------------------------------------------------------------------------------
 
 

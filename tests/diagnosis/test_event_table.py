@@ -53,7 +53,7 @@ def written() -> set[str]:
         found |= set(re.findall(r"journal\.write\(\s*\"([\w.]+)\"", text))
         where = re.search(r"holdfast/(agent|coordinator)/", path.as_posix())
         if where:
-            found |= {f"{where[1]}.{name}" for name in re.findall(r"self\._note\(\s*\"(\w+)\"", text)}
+            found |= {f"{where[1]}.{name}" for name in re.findall(r"(?:self\._note|\bNote)\(\s*\"(\w+)\"", text)}
     return found
 
 

@@ -148,8 +148,7 @@ class Regrouping:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
         if world.charged or world.lost_nodes or not world.failures:
             return ""
-        lived_s = now - world.started_s if world.started_s is not None else 0.0
-        pause = self.budget.charge(world.failures[0].signature, lived_s)
+        pause = self.budget.charge(world.failures[0].signature, world.lived_s(now))
         if isinstance(pause, GiveUp):
             return pause.reason
         world.charged, self.replacements.not_before_s = True, now + pause.backoff_s
@@ -184,6 +183,8 @@ class Regrouping:
         world = World(generation, plan.order, plan.places)
         world.failures, world.unread, world.charged = before.failures, before.unread, before.charged
         world.lost_nodes, world.lost_hosts, world.lost_ranks = before.lost_nodes, before.lost_hosts, before.lost_ranks
+        if plan.fresh:
+            world.undisturbed_s = before.started_s if before.undisturbed_s is None else before.undisturbed_s
         self.replacements.formed(now, world)
         return world
 
