@@ -6,9 +6,11 @@ import signal
 
 import pytest
 
+from holdfast.agent.agent_state import Work
 from holdfast.agent.commands import (
     HoldWorkers,
     KillTree,
+    ReleaseWorkers,
     StartReplacements,
 )
 from holdfast.agent.events import (
@@ -24,6 +26,7 @@ from holdfast.agent.events import (
     WorkersHeld,
 )
 from holdfast.protocol.messages import (
+    DrainTo,
     Join,
     Joined,
     Leave,
@@ -41,10 +44,12 @@ from tests.agent.agent_desk import (
     assign,
     bare,
     failure,
+    held,
     idle,
     joining,
     killed,
     killing,
+    leaving_drained,
     replaced,
     shrunk,
     stopping,
@@ -135,3 +140,13 @@ def test_a_node_without_a_worker_joins_afresh_after_it_lost_its_link() -> None:
     assert KillTree(1) in desk.done
     desk.give(TreeGone(1))
     assert [message.running for message in desk.sent() if isinstance(message, Join)] == [None]
+
+
+def test_workers_are_let_go_when_nobody_joins_after_all() -> None:
+    desk = held()
+    desk.hear(DrainTo(1, 0))
+    assert desk.done == [ReleaseWorkers(1, 0)]
+    assert desk.machine.work is Work.RUNNING
+    desk = leaving_drained()
+    desk.hear(DrainTo(1, 0))
+    assert desk.machine.work is Work.DRAINING, "this node wants to leave: its workers stay held"

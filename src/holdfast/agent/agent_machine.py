@@ -441,10 +441,14 @@ class AgentMachine:
 
     def _on_drain_to(self, generation: int, safe_point: int) -> None:
         term = self.term
-        if self.work is Work.DRAINING and term is not None and term.generation == generation:
+        if self.work is not Work.DRAINING or term is None or term.generation != generation:
+            return
+        if safe_point:
             term.safe_point = safe_point
             self._out.append(Say(f"{term.drain_text}: the workers stop at their next safe point"))
             self._out.append(ReleaseWorkers(generation, safe_point))
+        elif self._leaving is None:  # else they are held for this node's own sake, too
+            self._let_go()
 
     def _on_held(self, now: float, generation: int, reached: int) -> None:
         term = self.term

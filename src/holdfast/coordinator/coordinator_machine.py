@@ -536,6 +536,8 @@ class CoordinatorMachine(CoordinatorActs):
                 self._stop(now, drain.reason, drain.text)
         elif not drain.awaited and (plan := self._regrouping.at_safe_point(world, drain)) is not None:
             self._regroup(now, plan)
+        elif not drain.awaited and drain.grows and not self._regrouping.somebody_leaves(world):
+            self._let_go(now)
         elif not drain.awaited and drain.newest == 0:
             self._stop(now, drain.reason, drain.text)
         elif not drain.awaited:

@@ -110,6 +110,7 @@ TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived, or all stand still",
     (Phase.RUNNING, Phase.OVER): "every rank is done",
     (Phase.RUNNING, Phase.REGROUPING): "ranks were lost, and the others can go on without them; Regroup is sent",
+    (Phase.DRAINING, Phase.RUNNING): "a worker ended meanwhile, so no other can join: the workers are let go",
     (Phase.DRAINING, Phase.REGROUPING): "replacements join at a safe point that all can reach; or ranks were lost",
     (Phase.REGROUPING, Phase.REGROUPING): "more ranks were lost; or those for which the others wait are ready",
     (Phase.REGROUPING, Phase.RUNNING): "every member is prepared, and its workers wait; Start is sent",

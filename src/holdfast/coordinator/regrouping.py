@@ -307,9 +307,13 @@ class Regrouping:
             return None
         return self._with_ready(world, drain.newest + 1 if drain.newest else 0)
 
+    def somebody_leaves(self, world: World) -> bool:
+        members = self.membership.members
+        return any(name not in members or members[name].leaving for name in world.order)
+
     def _with_ready(self, world: World, safe_point: int) -> Plan | None:
-        members, ready = self.membership.members, self.replacements.ready()
-        if any(name not in members or members[name].leaving for name in world.order):
+        ready = self.replacements.ready()
+        if self.somebody_leaves(world):
             return None
         places = {name: tuple(sorted((*world.places[name], *ready.get(name, ())))) for name in world.order}
         order = _with_ranks_first(places)
