@@ -108,6 +108,8 @@ class Regrouping:
             for name in world.order
             if name in self.membership.members
         }
+        if not any(places.values()):
+            return ""
         problem = self._problem(world, phase, places) or self._charge(now, world)
         if problem:
             return problem
@@ -133,8 +135,8 @@ class Regrouping:
         if not able and phase is not Phase.REGROUPING:
             return "a second loss while regrouping" if self.settling else "not every rank runs in ht.survive"
         size = sum(map(len, places.values()))
-        if size < max(1, self.job.min_ranks):
-            return f"{size} of at least {plural(max(1, self.job.min_ranks), 'rank')} left"
+        if size < self.job.min_ranks:
+            return f"{size} of at least {self.job.min_ranks} ranks left"
         if len(places) < self.job.min_nodes:
             return f"{len(places)} of at least {plural(self.job.min_nodes, 'node')} left"
         if self.job.fixed_ranks and () in places.values():
