@@ -338,6 +338,14 @@ def test_a_node_that_leaves_ends_the_way_of_the_replacements() -> None:
     assert desk.machine.world.drain_agreed
 
 
+def test_a_worker_killed_by_the_stop_of_such_a_drain_is_no_loss_to_survive() -> None:
+    desk = growing(nproc=2)
+    desk.wait(LIMITS.drain_s)
+    assert desk.machine.phase is Phase.STOPPING
+    desk.kill_worker(1)
+    assert desk.machine.phase is Phase.STOPPING
+
+
 def test_a_safe_point_is_awaited_for_as_long_as_a_drain() -> None:
     desk = at_safe_point()
     desk.wait(LIMITS.drain_s - 1.0)

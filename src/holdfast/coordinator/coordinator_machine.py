@@ -299,7 +299,8 @@ class CoordinatorMachine(CoordinatorActs):
         past = self._regrouping.past.get(message.generation)
         if past is not None and not message.evidence_follows and past.awaits(failures):
             past.failed(failures, evidence_follows=False)
-            self._follow(now, self._regrouping.evidence(past, world))
+            if self._at_work():
+                self._follow(now, self._regrouping.evidence(past, world))
             return
         new = world.failed(failures, evidence_follows=message.evidence_follows)
         text = f"rank {failures[0].rank} failed on {member.node.host}"

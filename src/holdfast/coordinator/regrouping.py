@@ -65,6 +65,8 @@ Order = Command | EndGeneration | Plan
 
 @dataclass(slots=True)
 class Regrouping:
+    """What lies between two generations of the same workers."""
+
     job: JobSpec
     limits: Limits
     budget: Budget
@@ -99,7 +101,8 @@ class Regrouping:
 
     def without(self, now: float, world: World, phase: Phase, what: str) -> Plan | str:
         """How the others go on without the ranks that were lost, or why they cannot. Empty: nobody expects them to."""
-        between = phase is Phase.REGROUPING or (world.drain is not None and world.drain.grows)
+        growing = phase is Phase.DRAINING and world.drain is not None and world.drain.grows
+        between = phase is Phase.REGROUPING or growing
         expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
         if self.job.survive is Survive.OFF or not expected:
             return ""
@@ -370,8 +373,10 @@ class Regrouping:
     # ---------------------------------------------------------------- small steps
 
     def _go_on(self, size: int) -> str:
-        verb = "wait for the replacement" if size < self._wanted else "go on"
-        return f"{plural(size, 'rank')} {verb if size != 1 else verb.replace('go', 'goes').replace('wait', 'waits')}"
+        one = size == 1
+        if size < self._wanted:
+            return f"{plural(size, 'rank')} {'waits' if one else 'wait'} for the replacement"
+        return f"{plural(size, 'rank')} {'goes' if one else 'go'} on"
 
     def _tell_world(self, world: World, message: Notice) -> list[Order]:
         members = self.membership.members
