@@ -200,6 +200,7 @@ class CoordinatorMachine(CoordinatorActs):
                     self._forgo_answer(member)
             case Progress(generation):
                 if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
+                    self._world().stepped |= any(each.steps for each in message.ranks)
                     self._follow(now, self._monitor.progress(now, member, message))
             case Looked(generation):
                 if generation == self.generation:

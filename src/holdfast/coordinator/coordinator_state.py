@@ -209,6 +209,8 @@ class World:
     started_s: float | None = None
     undisturbed_s: float | None = None
     """Since when no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
+    stepped: bool = False
+    """A rank has reported that it made a step."""
     failures: list[Failure] = field(default_factory=list)
     """In the order in which they were reported."""
     unread: set[tuple[int, int]] = field(default_factory=set)

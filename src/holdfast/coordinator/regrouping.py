@@ -153,7 +153,10 @@ class Regrouping:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
         if world.charged or world.lost_nodes or not world.failures:
             return ""
-        pause = self.budget.charge(world.failures[0].signature, world.lived_s(now))
+        # A worker that is killed from outside again and again does no harm as long as the job makes steps in between.
+        harmless = world.stepped and all(each.exit_code == -signal.SIGKILL for each in world.failures)
+        lived_s = inf if harmless else world.lived_s(now)
+        pause = self.budget.charge(world.failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
             return pause.reason
         world.charged, self.replacements.not_before_s = True, now + pause.backoff_s
