@@ -84,19 +84,19 @@ def commands() -> list[Command]:
         snaps,
         status,
         stop,
+        submit,
         submit_k8s,
     )
     from holdfast.diagnosis.explanations import everything
-    from holdfast.launchers.slurm import batch as slurm_batch
 
-    sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(slurm_batch.VALUES)]
-    sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(slurm_batch.FLAGS)]
+    sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
+    sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
     sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
-    submit = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
+    submitting = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
     found = [
         Command("run", "", words(OPTIONS), SCRIPT),
         Command("launch", "", words(LAUNCH_OPTIONS), SCRIPT),
-        Command("submit", "", once(submit), SCRIPT),
+        Command("submit", "", once(submitting), SCRIPT),
         Command("doctor", "", words(doctor.TABLE), SCRIPT),
         Command("completion", "", (), NOTHING, SHELLS),
         Command("explain", "", words_of_parser(explain.parser()), NOTHING, tuple(sorted(everything()))),

@@ -28,9 +28,9 @@ from holdfast.cli.resolve import (
     streams,
 )
 from holdfast.cli.values import is_number, node_range
-from holdfast.launchers.kubernetes import manifests as kubernetes
-from holdfast.launchers.kubernetes import names as words
-from holdfast.launchers.kubernetes.manifests import (
+from holdfast.launchers import kubernetes
+from holdfast.launchers import kubernetes_names as words
+from holdfast.launchers.kubernetes import (
     HEALTH_PORT,
     OWN_VARIABLES,
     RENDEZVOUS_PORT,

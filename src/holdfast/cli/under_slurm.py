@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.values import node_range
-from holdfast.launchers.slurm.step import SlurmStep, address_of, number, read_step
+from holdfast.launchers.slurm import SlurmStep, address_of, number, read_step
 from holdfast.protocol.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
 from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
 
@@ -118,7 +118,7 @@ def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dic
 
 def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
     """Ends this process when Slurm has ended this life of the job and could not end its tasks."""
-    from holdfast.launchers.slurm.job import CHECK_S, watch
+    from holdfast.launchers.slurm import CHECK_S, watch
 
     check_s = float(number(environ, CHECK_VARIABLE, int(CHECK_S)))
     if step.node_rank != 0 or check_s == 0 or shutil.which("scontrol") is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from holdfast.launchers.kubernetes.names import Volume
+from holdfast.launchers.kubernetes_names import Volume
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_USAGE, MissingPackageError
 
 INDENT = 2
