@@ -315,7 +315,7 @@ def test_a_token_file_may_be_named_anywhere_and_an_open_one_is_noticed(capsys: p
     token = Path("token")
     token.write_text("hush")
     own('[rdzv-conf]\ntoken_file = "token"').chmod(0o644)
-    said = "token_file=token: every user of this machine may read it"
+    said = "token_file=token: every user of this machine can read it"
     token.chmod(0o640)
     assert main(["run", "--plan", "train.py"]) == 0
     assert said not in capsys.readouterr().out

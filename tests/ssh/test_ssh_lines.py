@@ -12,7 +12,7 @@ from holdfast.cli import main
 from holdfast.cli.grammar import parse
 from holdfast.cli.hosts import make_order, read_hosts
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
-from holdfast.launchers.ssh.facts import LaunchSpec
+from holdfast.launchers.ssh.hosts import LaunchSpec
 from holdfast.launchers.ssh.session import client_line
 from holdfast.protocol.errors import UsageError
 from tests.support.tables import tables

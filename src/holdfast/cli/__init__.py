@@ -44,7 +44,8 @@ SHARED = {
     "launch": ("run", "main_launch"),
     "remote": ("run", "main_remote"),
     "stacks": ("status", "main_stacks"),
-    "kill": ("stop", "main_kill"),
+    "stop": ("status", "main_stop"),
+    "kill": ("status", "main_kill"),
     "token": ("shim", "main_token"),
 }
 """Sub-command, the module and the function that runs it. `remote` is started over ssh, and not for typing."""

@@ -83,7 +83,6 @@ def commands() -> list[Command]:
         shim,
         snaps,
         status,
-        stop,
         submit,
         submit_k8s,
     )
@@ -106,8 +105,8 @@ def commands() -> list[Command]:
         "status": status.parser(),
         "stacks": status.stacks_parser(),
         "logs": logs.parser(),
-        "stop": stop.parser(),
-        "kill": stop.kill_parser(),
+        "stop": status.stop_parser(),
+        "kill": status.kill_parser(),
         "env": env.parser(),
         "report": report.parser(),
         "token": shim.token_parser(),

@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(prog="holdfast env", description="Describe this machine, to paste into an issue.", allow_abbrev=False)
-    made.add_argument("--json", action="store_true", help="print JSON")
+    made = Parser(prog="holdfast env", description="Describe this machine, to paste into an issue.")
+    made.add_json()
     made.add_argument(
         "--short", action="store_true", help="versions only: holdfast and its commit, Python, torch, kernel"
     )

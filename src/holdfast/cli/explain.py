@@ -51,16 +51,14 @@ def show_found(found: list[Explanation], *, as_json: bool) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="holdfast explain", description="Say what a code means and what to do about it.", allow_abbrev=False
-    )
+    made = Parser(prog="holdfast explain", description="Say what a code means and what to do about it.")
     made.add_argument(
         "codes",
         nargs="*",
         metavar="CODE",
         help="such as HF211, or words to search for; all codes are listed when none is given",
     )
-    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_json()
     return made
 
 

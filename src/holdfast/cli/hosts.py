@@ -21,10 +21,9 @@ from holdfast.cli import grammar
 from holdfast.cli.option_table import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.cli.plan import option_lines
 from holdfast.cli.program import find_program, folder_here
-from holdfast.cli.resolve import resolve
-from holdfast.cli.values import is_number, node_range, words_elsewhere
-from holdfast.launchers.ssh.facts import Expected, LaunchSpec
-from holdfast.launchers.ssh.hosts import HostSpec, parse_file, parse_list, select
+from holdfast.cli.rendezvous import node_range
+from holdfast.cli.resolve import is_number, resolve, words_elsewhere
+from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_file, parse_list, select
 from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.protocol.options import CommandKind
 from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(prog="holdfast logs", description="Show what the workers of this host wrote.", allow_abbrev=False)
+    made = Parser(prog="holdfast logs", description="Show what the workers of this host wrote.")
     made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the newest")
     made.add_argument("--rank", action="append", metavar="N", help="only these ranks: 3, 0-7, 1,5; may be repeated")
     made.add_argument("-f", "--follow", action="store_true", help="go on with what they write, until the job ends")
@@ -76,7 +76,7 @@ def parser() -> Parser:
     made.add_argument("--stderr", action="store_true", help="only what they wrote to stderr")
     made.add_argument("--generation", type=int, metavar="G", help="of this generation; the newest")
     made.add_argument("-n", "--lines", type=int, metavar="N", help="the last N lines of each file; all, with -f 10")
-    made.add_argument("--json", action="store_true", help="print a JSON object for each line")
+    made.add_json("print a JSON object for each line")
     return made
 
 

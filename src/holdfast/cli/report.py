@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="holdfast report", description="Show how a run went, also while it runs.", allow_abbrev=False)
+    made = Parser(prog="holdfast report", description="Show how a run went, also while it runs.")
     made.add_argument(
         "runs",
         nargs="*",
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "none is given",
     )
     made.add_argument("--html", metavar="FILE", help="write one page with pictures, to keep or to send; - is stdout")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_json()
     return made
 
 

@@ -207,8 +207,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
     from msgspec import structs
 
     from holdfast.cli.option_table import LAUNCH_OPTIONS
+    from holdfast.cli.resolve import line_of_others
     from holdfast.cli.resolve import resolve as resolve_all
-    from holdfast.cli.values import line_of_others
 
     options = resolve_all(parsed, environ).options
     if not command:

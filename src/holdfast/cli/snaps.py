@@ -43,13 +43,13 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     """The command line."""
-    top = Parser(prog="holdfast snaps", description="Look after a folder of snapshots.", allow_abbrev=False)
+    top = Parser(prog="holdfast snaps", description="Look after a folder of snapshots.")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def command(name: str, run: Any, text: str) -> Parser:
+        made = commands.add_parser(name, help=text, description=text)
         made.add_argument("folder", metavar="FOLDER", help="the snapshot folder, as given to Snapshots(...)")
-        made.add_argument("--json", action="store_true", help="print JSON")
+        made.add_json()
         made.set_defaults(run=run)
         return made
 

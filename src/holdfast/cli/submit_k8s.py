@@ -18,8 +18,10 @@ from holdfast.cli.devices import NAMES, THIS_NODE
 from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.program import command_kind
+from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import (
     check_plain_values,
+    is_number,
     node_size,
     preempt_signal,
     served,
@@ -27,7 +29,6 @@ from holdfast.cli.resolve import (
     stop_grace_s,
     streams,
 )
-from holdfast.cli.values import is_number, node_range
 from holdfast.launchers import kubernetes
 from holdfast.launchers import kubernetes_names as words
 from holdfast.launchers.kubernetes import (

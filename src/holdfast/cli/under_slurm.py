@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.cli.grammar import FROM_STEP, Parsed
-from holdfast.cli.values import node_range
+from holdfast.cli.rendezvous import node_range
 from holdfast.launchers.slurm import SlurmStep, address_of, number, read_step
 from holdfast.protocol.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
 from holdfast.runtime.secret_variables import TOKEN_VARIABLE, draw_token
