@@ -113,9 +113,9 @@ def test_top_level(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["rnu"], "'rnu' is no command; did you mean run?"),
+        (["rnu"], "'rnu' is not a command; did you mean run?"),
         (["lanch", "x.py"], "did you mean launch?"),
-        (["zzzz"], "commands are run, launch"),
+        (["zzzz"], "the commands are run, launch"),
         (["train.py"], "write: holdfast run train.py"),
         (["--nnodes", "2", "x.py"], "write: holdfast run --nnodes"),
     ],

@@ -349,12 +349,14 @@ def test_logs_in_which_nothing_stands_are_said(ended: Path, capsys) -> None:
     (ended / "attempt_1_generation_3" / "0" / "stderr.log").write_bytes(b"")
     assert main(list(line)) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == ("", f"holdfast: {ended}: these workers have written nothing\n")
+    assert (out, err) == ("", f"holdfast: {ended}: these workers wrote nothing\n")
 
 
 def test_logs_that_are_not_there(ended: Path, tmp_path: Path, capsys) -> None:
-    assert "no generation 9; there are 1, 2, 3" in said(capsys, "logs", str(ended), "--generation", "9", code=2)
-    assert "here are 0, 1, 4, 5" in said(capsys, "logs", str(ended), "--rank", "7", code=2)
+    assert "no generation 9; the generations are 1, 2, 3" in said(
+        capsys, "logs", str(ended), "--generation", "9", code=2
+    )
+    assert "the ranks here are 0, 1, 4, 5" in said(capsys, "logs", str(ended), "--rank", "7", code=2)
     assert "is no run folder" in said(capsys, "logs", str(tmp_path), code=2)
     assert "HF101" in said(capsys, "logs", str(ended), "-n", "-3", code=2)
 

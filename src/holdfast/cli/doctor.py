@@ -1,7 +1,7 @@
 """`holdfast doctor [options of a run]`: checks this node, and with the same line on several nodes each pair of them.
 
-Knows the line and the output. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
-it: facts are gathered by doctor and judged by doctor.
+Takes the line of `holdfast run` unchanged, with the script, and starts nothing of it. The package doctor gathers and
+judges the facts; this module knows the line and the output.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
 OWN = tuple(
-    Option(name, kind, default, "doctor", text, metavar, env=False, choices=choices, ours=True)
+    Option(name, kind, default, text, metavar, env=False, choices=choices, ours=True)
     for name, kind, default, text, metavar, choices in (
-        ("--timeout", FLOAT, 60.0, "how long to wait for the other nodes, and for each check", "S", ()),
+        ("--timeout", FLOAT, 60.0, "limit of the wait for other nodes, and of each check", "S", ()),
         ("--all-reduce", TEXT, "auto", ALL_REDUCE, "auto|off", ("auto", "off")),
-        ("--strict", FLAG, False, "exit code 10 for warnings, which are 0 otherwise", "", ()),
+        ("--strict", FLAG, False, "exit with 10 for warnings (otherwise 0)", "", ()),
         ("--json", FLAG, False, "print JSON", "", ()),
     )
 )
@@ -44,7 +44,7 @@ USED = (
 TIMEOUT_S_MAX = 3600.0
 LOCAL_TORCH_S_MIN = 60.0
 BUSY_S = 2.0
-"""After this time without output a line reports what is in progress."""
+"""After this time without output, a line reports what is in progress."""
 
 
 class Found(NamedTuple):
@@ -85,16 +85,16 @@ def usage() -> str:
     used = [option for option in OPTIONS if option.name in USED]
     return "\n".join(
         [
-            "usage: holdfast doctor [options] [the rest of a line of holdfast run]",
+            "usage: holdfast doctor [options] [the options and script of holdfast run]",
             "",
             "Checks this node: Python, torch, GPUs, memory, limits, clock, names, interfaces, ports. With --nnodes and",
-            "--rdzv-endpoint, on all nodes at once: every pair of them too. Nothing of the job is started.",
-            "Exit codes: 0 pass or warn (10 with --strict), 20 retry, 30 fatal; 2 for a line that makes no sense.",
+            "--rdzv-endpoint, run on all nodes at once: also every pair of them. Nothing of the job is started.",
+            "Exit codes: 0 pass or warn (10 with --strict), 20 retry, 30 fatal; 2 for an invalid line.",
             "",
             "options:",
             *(help_line(option) for option in OWN),
             "",
-            "as in holdfast run (its other options are accepted, and without effect):",
+            "as in holdfast run (its other options are accepted and have no effect):",
             *(help_line(option) for option in used),
         ]
     )
@@ -116,7 +116,7 @@ def look(parsed: Parsed) -> Found:
     together = place.job.max_nodes > 1 and not place.standalone
     if together and (place.etcd is not None or place.third_party is not None):
         raise RendezvousConfigError(
-            f"--rdzv-backend {place.job.backend}: doctor's nodes meet at a port of one of them; "
+            f"--rdzv-backend {place.job.backend}: for the doctor the nodes connect to a port of one of them; "
             "give --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         )
     return asyncio.run(examine(parsed, place, together=together))
@@ -161,7 +161,7 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
 
 
 async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
-    """Reports that the check goes on: importing torch takes long, and nothing else is printed before the end."""
+    """Report that the check is in progress: importing torch takes long, and nothing else is printed before the end."""
     import asyncio
     import time
 
@@ -172,7 +172,7 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
     while not facts.done():
         await asyncio.wait([facts], timeout=max(0.0, pauses.at_s - time.monotonic()))
         if not facts.done() and pauses.due(now := time.monotonic()):
-            say(f"looking at this node for {now - began:.0f} s; importing torch takes longest")
+            say(f"checking this node for {now - began:.0f} s; importing torch takes longest")
 
 
 def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> JointOptions:

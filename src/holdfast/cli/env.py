@@ -1,6 +1,6 @@
-"""`holdfast env`: this machine and its software in Markdown, to paste into an issue; secrets are masked.
+"""`holdfast env`: describes this machine and its software in Markdown, for an issue; secrets are masked.
 
-Reads files, metadata and a few quick programs; imports none of the packages that it describes.
+Reads files and metadata, and runs a few quick programs; imports none of the packages that it describes.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def gpus() -> Facts:
         number, _, rest = line.partition(", ")
         facts[f"GPU {number}"] = rest
     if any(Path("/dev").glob("nvidia[0-9]*")) and not lines:
-        facts["GPUs"] = "there are devices, and nvidia-smi does not answer"
+        facts["GPUs"] = "there are devices, but nvidia-smi does not answer"
     if Path("/dev/kfd").exists():
         facts["AMD"] = "there is /dev/kfd"
     return facts
@@ -241,7 +241,7 @@ def container() -> str:
 
 
 def output(command: list[str]) -> str:
-    """The output of a program; empty where it is missing, fails or takes too long."""
+    """The output of a program; empty: it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S_MAX, check=False)
     except (OSError, subprocess.TimeoutExpired):
