@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main, printing, status
-from holdfast.cli.env import markdown, masked, variables
+from holdfast.cli.doctor import markdown, masked, variables
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.runtime import running
@@ -399,7 +399,7 @@ def test_commands_load_no_torch() -> None:
     import sys
 
     code = (
-        "import sys, holdfast.cli.status, holdfast.cli.logs, holdfast.cli.env\n"
+        "import sys, holdfast.cli.status, holdfast.cli.logs, holdfast.cli.doctor\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'rich', 'asyncio'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

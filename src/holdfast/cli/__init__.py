@@ -43,6 +43,7 @@ COMMANDS = {
 SHARED = {
     "launch": ("run", "main_launch"),
     "remote": ("run", "main_remote"),
+    "env": ("doctor", "main_env"),
     "stacks": ("status", "main_stacks"),
     "stop": ("status", "main_stop"),
     "kill": ("status", "main_kill"),

@@ -75,7 +75,6 @@ def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
     from holdfast.cli import (
         doctor,
-        env,
         explain,
         logs,
         report,
@@ -106,7 +105,7 @@ def commands() -> list[Command]:
         "logs": logs.parser(),
         "stop": status.stop_parser(),
         "kill": status.kill_parser(),
-        "env": env.parser(),
+        "env": doctor.env_parser(),
         "report": report.parser(),
         "token": shim.token_parser(),
     }
