@@ -95,8 +95,8 @@ def test_without_the_package(site, tmp_path: Path) -> None:
 
 STALLS = """
 import sys, threading, time
-from holdfast.metrics import vitals
-vitals.STALL_S = 0.5
+from holdfast.metrics import listeners
+listeners.STALL_S = 0.5
 import holdfast.runtime.agent_service as agents
 begun = agents.AgentService.view
 def view(self):
