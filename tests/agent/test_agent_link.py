@@ -25,6 +25,7 @@ from holdfast.agent.events import (
 )
 from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import (
+    REVISION,
     Abandon,
     Drain,
     DrainTo,
@@ -69,7 +70,7 @@ JOINED = Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s)
 
 def test_it_joins_with_an_identity_never_used_before() -> None:
     desk = joining()
-    assert desk.sent() == [Join(NodeSpec(member="a#1", host="a", nproc=NPROC))]
+    assert desk.sent() == [Join(NodeSpec(member="a#1", host="a", nproc=NPROC), revision=REVISION)]
     desk.give(LinkLost("reset"))
     desk.give(Dialed())
     (again,) = desk.sent()
