@@ -33,6 +33,15 @@ from holdfast.linux import GroupLimits, read_text
 from holdfast.protocol.errors import RendezvousConfigError, UsageError
 from holdfast.version import __version__
 
+if TYPE_CHECKING:
+    import asyncio
+
+    from holdfast.cli.grammar import Parsed
+    from holdfast.cli.rendezvous import RendezvousOptions
+    from holdfast.doctor.joint import JointOptions, JointResult
+    from holdfast.protocol.doctor_facts import DoctorFinding, LocalFacts
+    from holdfast.protocol.options import Endpoint
+
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
 OWN = tuple(
     Option(name, kind, default, text, metavar, env=False, choices=choices, ours=True)
@@ -81,8 +90,6 @@ def main(argv: Sequence[str]) -> int:
 
     strict: bool = parsed.values.strict
     if parsed.values.json:
-        from holdfast.cli.printing import print_json
-
         print_json(as_json(found, strict=strict))
     else:
         print(render(found.findings, strict=strict))
@@ -486,14 +493,3 @@ SECTIONS: dict[str, Callable[[], Facts]] = {
     "Limits (soft / hard)": limits,
     "Variables": variables,
 }
-
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Sequence
-
-    from holdfast.cli.grammar import Parsed
-    from holdfast.cli.rendezvous import RendezvousOptions
-    from holdfast.doctor.joint import JointOptions, JointResult
-    from holdfast.protocol.doctor_facts import DoctorFinding, LocalFacts
-    from holdfast.protocol.options import Endpoint

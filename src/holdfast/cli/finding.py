@@ -62,13 +62,20 @@ def running_job(run: str | None) -> list[RunningAgent]:
     entries = running.entries()
     if run is not None and is_folder(run):
         return by_folder(Path(os.path.abspath(run)), entries)
+    found = of_one_job(run, entries)
+    if not found:
+        raise NoRunError(nothing(run, entries))
+    return found
+
+
+def of_one_job(run: str | None, entries: list[RunningAgent]) -> list[RunningAgent]:
+    """The entries of the named job, or of the only one. Raises NoRunError for several jobs."""
     found = entries if run is None else matching(entries, run)
     jobs = {entry.job for entry in found}
-    if len(jobs) == 1:
-        return found
-    if jobs:
-        raise several(run, found)
-    raise NoRunError(nothing(run, entries))
+    if len(jobs) > 1:
+        what = f"{len(jobs)} jobs run on this host" if run is None else f"{run!r} means {len(jobs)} jobs on this host"
+        raise NoRunError(f"{what}; name one of them (the beginning is enough):\n{job_lines(found)}")
+    return found
 
 
 def run_folders(run: str | None) -> list[Path]:
@@ -79,10 +86,7 @@ def run_folders(run: str | None) -> list[Path]:
         check_folder(folder)
         return [folder]
     entries = running.entries()
-    found = entries if run is None else matching(entries, run)
-    jobs = {entry.job for entry in found}
-    if len(jobs) > 1:
-        raise several(run, found)
+    found = of_one_job(run, entries)
     folders = [Path(entry.folder) for entry in found if entry.folder]
     if found and not folders:
         raise NoRunError(f"{found[0].name} runs with --log-dir /dev/null: it keeps no logs")
@@ -205,12 +209,6 @@ def kept_here() -> str:
     ]
     more = [f"  … and {len(ages) - len(newest)} more in {default_log_dir()}"] if len(ages) > len(newest) else []
     return "\n".join(["; runs with folders here:", *lines, *more]) if lines else ""
-
-
-def several(run: str | None, found: Sequence[RunningAgent]) -> NoRunError:
-    number = len({entry.job for entry in found})
-    what = f"{number} jobs run on this host" if run is None else f"{run!r} means {number} jobs on this host"
-    return NoRunError(f"{what}; name one of them (the beginning is enough):\n{job_lines(found)}")
 
 
 def job_lines(entries: Sequence[RunningAgent]) -> str:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.protocol.policy import JobSpec
 
 
 LOOPBACK = "127.0.0.1"
@@ -425,10 +426,3 @@ def line_of_others(
     if not parsed.values.training_script.startswith("-"):
         words.remove("--")
     return shlex.join(["holdfast", command, *words])
-
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from holdfast.cli.grammar import Parsed
-    from holdfast.protocol.policy import JobSpec

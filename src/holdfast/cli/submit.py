@@ -32,6 +32,31 @@ from holdfast.protocol.errors import (
     UsageError,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
+"""Neither a shared file system nor Slurm reports changes, so both are polled."""
+LAST_WORDS_S = 1.0
+COPY_BYTES_MAX = 1 << 20
+
+RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in ("slurm", "plan"))
+USAGE = """\
+usage: holdfast submit --slurm [options of sbatch and of holdfast run] script.py [its arguments]
+       holdfast submit --k8s [options] script.py [its arguments]
+
+Submits a training job to a scheduler. `holdfast submit --slurm --help` explains one of them."""
+HELP = """\
+usage: holdfast submit --slurm [options] script.py [its arguments]
+
+Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves the job running.
+
+  -N NODES, --time T, ...   any option of sbatch that does not start tasks
+  --nproc-per-node N, ...   any option of holdfast run (see holdfast run --help)
+  --signal=USR1@SECONDS     this long before its time limit the job saves and is requeued; it resumes later
+  --dry-run                 print the batch script, and exit
+  --no-follow               submit, print the job's number, and exit
+  --help                    print this text, and exit"""
 VALUES = frozenset(
     [
         *("account", "acctg-freq", "array", "batch", "bb", "bbf", "begin", "chdir", "cluster-constraint", "clusters"),
@@ -93,163 +118,6 @@ REFUSED = {
     "test-only": "look at the batch script with --dry-run",
     "wait": "holdfast submit waits anyway; --no-follow returns at once",
 }
-
-
-class Directive(NamedTuple):
-    """One option of sbatch, in its long spelling."""
-
-    name: str
-    value: str | None = None
-
-    def __str__(self) -> str:
-        return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
-
-
-HARMLESS = Directive("ntasks-per-node", "1")
-"""Every job of holdfast has it."""
-
-
-def check(directives: list[Directive]) -> None:
-    """Raises UsageError for an option that contradicts one agent per node or would break the batch script."""
-    for directive in directives:
-        if directive.name in REFUSED and directive != HARMLESS:
-            raise UsageError(f"{directive}: {REFUSED[directive.name]}")
-        if "\n" in (directive.value or ""):
-            raise UsageError(f"--{directive.name}: its value must be one line")
-    preempt_signal(directives)
-
-
-def preempt_signal(directives: list[Directive]) -> str | None:
-    """The signal of `--signal=[R:]SIGNAL[@SECONDS]`; None: there is no such option. Raises UsageError."""
-    text = next((each.value for each in reversed(directives) if each.name == "signal"), None)
-    if text is None:
-        return None
-    flags, colon, rest = text.rpartition(":")
-    if colon and "B" in flags.upper():
-        raise UsageError(
-            f"--signal={text}: B: is for the batch script alone, but the agents need the signal; write --signal={rest}"
-        )
-    name = rest.partition("@")[0].upper()
-    if name.isdigit():
-        return known_signal(text, int(name))
-    name = name if name.startswith("SIG") else f"SIG{name}"
-    if name not in Signals.__members__:
-        raise UsageError(f"--signal={text}: {name} is no signal")
-    return name.removeprefix("SIG")
-
-
-def known_signal(text: str, number: int) -> str:
-    try:
-        return Signals(number).name.removeprefix("SIG")
-    except ValueError:
-        raise UsageError(f"--signal={text}: {number} is no signal") from None
-
-
-MARK = "# Written by `holdfast submit --slurm`"
-"""Only a file that contains this line is overwritten."""
-
-TOKEN_LINES = (
-    "# The job's secret, new at each start. It is in the environment, never on a command line.",
-    "HOLDFAST_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-    "export HOLDFAST_TOKEN",
-)
-
-
-class Batch(NamedTuple):
-    """A job to submit."""
-
-    directives: tuple[Directive, ...]
-    """sbatch's options as given."""
-    command: tuple[str, ...]
-    """The command that starts the job in the allocation."""
-    name: str
-    """Name of the job, unless a directive sets another."""
-
-    @property
-    def requeues(self) -> bool:
-        return not self.gave("no-requeue")
-
-    @property
-    def is_array(self) -> bool:
-        return self.gave("array")
-
-    def gave(self, name: str) -> bool:
-        return any(each.name == name for each in self.directives)
-
-
-def batch_script(batch: Batch) -> str:
-    """The text of the batch script."""
-    return "\n".join([*header_lines(batch), "", *TOKEN_LINES, "", *command_lines(batch), ""])
-
-
-def header_lines(batch: Batch) -> list[str]:
-    lines = ["#!/bin/bash", f"{MARK}; it can be submitted again with sbatch."]
-    if not batch.gave("job-name"):
-        lines.append(f"#SBATCH --job-name={batch.name}")
-    lines += [f"#SBATCH {each}" for each in batch.directives]
-    if not batch.gave("ntasks-per-node"):
-        lines += ["# One agent on each node starts that node's workers.", "#SBATCH --ntasks-per-node=1"]
-    if not batch.gave("no-kill"):
-        lines += [
-            "# A lost node does not end the job: holdfast continues without it if --nnodes allows.",
-            "#SBATCH --no-kill",
-        ]
-    if batch.requeues:
-        lines += ["# After a preemption the job resumes, and its log is appended to."]
-        lines += [f"#SBATCH {name}" for name in missing(batch, "requeue", "open-mode=append")]
-    return lines
-
-
-def missing(batch: Batch, *options: str) -> list[str]:
-    return [f"--{option}" for option in options if not batch.gave(option.partition("=")[0])]
-
-
-def command_lines(batch: Batch) -> list[str]:
-    command = shlex.join(batch.command)
-    # One task of an array has the array's own number, with which `scontrol requeue` would requeue all of them.
-    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
-    if not batch.requeues:
-        return [command]
-    return [
-        command,
-        "code=$?",
-        "",
-        f"# {EXIT_REQUEUE}: preempted, and everything is saved. Requeue the job; it resumes from there.",
-        "# Another exit code after a preemption: Slurm would not start the job again by itself.",
-        f"preempted() {{ scontrol --oneliner show job {job} | grep -q 'PreemptTime=[0-9]'; }}",
-        f'if [ "$code" -eq {EXIT_REQUEUE} ] || {{ [ "$code" -ne 0 ] && preempted; }}; then',
-        f"    scontrol requeue {job}",
-        "fi",
-        'exit "$code"',
-    ]
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-
-LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
-"""Neither a shared file system nor Slurm reports changes, so both are polled."""
-LAST_WORDS_S = 1.0
-COPY_BYTES_MAX = 1 << 20
-
-RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in ("slurm", "plan"))
-USAGE = """\
-usage: holdfast submit --slurm [options of sbatch and of holdfast run] script.py [its arguments]
-       holdfast submit --k8s [options] script.py [its arguments]
-
-Submits a training job to a scheduler. `holdfast submit --slurm --help` explains one of them."""
-HELP = """\
-usage: holdfast submit --slurm [options] script.py [its arguments]
-
-Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves the job running.
-
-  -N NODES, --time T, ...   any option of sbatch that does not start tasks
-  --nproc-per-node N, ...   any option of holdfast run (see holdfast run --help)
-  --signal=USR1@SECONDS     this long before its time limit the job saves and is requeued; it resumes later
-  --dry-run                 print the batch script, and exit
-  --no-follow               submit, print the job's number, and exit
-  --help                    print this text, and exit"""
 
 
 class BatchRequest(NamedTuple):
@@ -466,3 +334,135 @@ class Follower:
                     sys.stdout.buffer.flush()
         except FileNotFoundError:
             return  # it exists after the job's start, and is visible here a little later
+
+
+# --- the batch script ------------------------------------------------------------------------------------------------
+
+
+class Directive(NamedTuple):
+    """One option of sbatch, in its long spelling."""
+
+    name: str
+    value: str | None = None
+
+    def __str__(self) -> str:
+        return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
+
+
+HARMLESS = Directive("ntasks-per-node", "1")
+"""Every job of holdfast has it."""
+
+
+def check(directives: list[Directive]) -> None:
+    """Raises UsageError for an option that contradicts one agent per node or would break the batch script."""
+    for directive in directives:
+        if directive.name in REFUSED and directive != HARMLESS:
+            raise UsageError(f"{directive}: {REFUSED[directive.name]}")
+        if "\n" in (directive.value or ""):
+            raise UsageError(f"--{directive.name}: its value must be one line")
+    preempt_signal(directives)
+
+
+def preempt_signal(directives: list[Directive]) -> str | None:
+    """The signal of `--signal=[R:]SIGNAL[@SECONDS]`; None: there is no such option. Raises UsageError."""
+    text = next((each.value for each in reversed(directives) if each.name == "signal"), None)
+    if text is None:
+        return None
+    flags, colon, rest = text.rpartition(":")
+    if colon and "B" in flags.upper():
+        raise UsageError(
+            f"--signal={text}: B: is for the batch script alone, but the agents need the signal; write --signal={rest}"
+        )
+    name = rest.partition("@")[0].upper()
+    if name.isdigit():
+        return known_signal(text, int(name))
+    name = name if name.startswith("SIG") else f"SIG{name}"
+    if name not in Signals.__members__:
+        raise UsageError(f"--signal={text}: {name} is no signal")
+    return name.removeprefix("SIG")
+
+
+def known_signal(text: str, number: int) -> str:
+    try:
+        return Signals(number).name.removeprefix("SIG")
+    except ValueError:
+        raise UsageError(f"--signal={text}: {number} is no signal") from None
+
+
+MARK = "# Written by `holdfast submit --slurm`"
+"""Only a file that contains this line is overwritten."""
+
+TOKEN_LINES = (
+    "# The job's secret, new at each start. It is in the environment, never on a command line.",
+    "HOLDFAST_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+    "export HOLDFAST_TOKEN",
+)
+
+
+class Batch(NamedTuple):
+    """A job to submit."""
+
+    directives: tuple[Directive, ...]
+    """sbatch's options as given."""
+    command: tuple[str, ...]
+    """The command that starts the job in the allocation."""
+    name: str
+    """Name of the job, unless a directive sets another."""
+
+    @property
+    def requeues(self) -> bool:
+        return not self.gave("no-requeue")
+
+    @property
+    def is_array(self) -> bool:
+        return self.gave("array")
+
+    def gave(self, name: str) -> bool:
+        return any(each.name == name for each in self.directives)
+
+
+def batch_script(batch: Batch) -> str:
+    """The text of the batch script."""
+    return "\n".join([*header_lines(batch), "", *TOKEN_LINES, "", *command_lines(batch), ""])
+
+
+def header_lines(batch: Batch) -> list[str]:
+    lines = ["#!/bin/bash", f"{MARK}; it can be submitted again with sbatch."]
+    if not batch.gave("job-name"):
+        lines.append(f"#SBATCH --job-name={batch.name}")
+    lines += [f"#SBATCH {each}" for each in batch.directives]
+    if not batch.gave("ntasks-per-node"):
+        lines += ["# One agent on each node starts that node's workers.", "#SBATCH --ntasks-per-node=1"]
+    if not batch.gave("no-kill"):
+        lines += [
+            "# A lost node does not end the job: holdfast continues without it if --nnodes allows.",
+            "#SBATCH --no-kill",
+        ]
+    if batch.requeues:
+        lines += ["# After a preemption the job resumes, and its log is appended to."]
+        lines += [f"#SBATCH {name}" for name in missing(batch, "requeue", "open-mode=append")]
+    return lines
+
+
+def missing(batch: Batch, *options: str) -> list[str]:
+    return [f"--{option}" for option in options if not batch.gave(option.partition("=")[0])]
+
+
+def command_lines(batch: Batch) -> list[str]:
+    command = shlex.join(batch.command)
+    # One task of an array has the array's own number, with which `scontrol requeue` would requeue all of them.
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
+    if not batch.requeues:
+        return [command]
+    return [
+        command,
+        "code=$?",
+        "",
+        f"# {EXIT_REQUEUE}: preempted, and everything is saved. Requeue the job; it resumes from there.",
+        "# Another exit code after a preemption: Slurm would not start the job again by itself.",
+        f"preempted() {{ scontrol --oneliner show job {job} | grep -q 'PreemptTime=[0-9]'; }}",
+        f'if [ "$code" -eq {EXIT_REQUEUE} ] || {{ [ "$code" -ne 0 ] && preempted; }}; then',
+        f"    scontrol requeue {job}",
+        "fi",
+        'exit "$code"',
+    ]

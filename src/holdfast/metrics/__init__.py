@@ -22,6 +22,12 @@ from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.rank_progress import JobView, RankProgress
 from holdfast.runtime.journal import Journal
 
+if TYPE_CHECKING:
+    from holdfast.metrics.listeners import Vitals
+
+Look = Callable[[], tuple[RankProgress, ...]]
+View = Callable[[], JobView | None]
+
 REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX = 5.0
 """Limit from the connection to the last byte of the answer."""
@@ -149,13 +155,6 @@ def _answer(request: bytes, pages: Pages) -> tuple[str, HttpResponse]:
 
 def _text(status: int, text: str) -> HttpResponse:
     return HttpResponse(status, "text/plain; charset=utf-8", text.encode() + b"\n")
-
-
-if TYPE_CHECKING:
-    from holdfast.metrics.listeners import Vitals
-
-Look = Callable[[], tuple[RankProgress, ...]]
-View = Callable[[], JobView | None]
 
 
 @contextlib.contextmanager
