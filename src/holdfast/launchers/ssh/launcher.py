@@ -48,16 +48,16 @@ JOB_ENDS = (OutcomeKind.SUCCEEDED.value, OutcomeKind.FAILED.value, OutcomeKind.N
 """Outcomes of the whole job, not of one node's part of it."""
 
 
-def run(order: LaunchSpec, run_id: str) -> int:
+def run(launch: LaunchSpec, run_id: str) -> int:
     """Run the job. Returns its exit code. Raises HostsError before any start."""
-    return asyncio.run(_run(order, run_id))
+    return asyncio.run(_run(launch, run_id))
 
 
-async def _run(order: LaunchSpec, run_id: str) -> int:
+async def _run(launch: LaunchSpec, run_id: str) -> int:
     allow_descriptors()
     screen = Screen(f"\x1eholdfast {secrets.token_hex(8)} ")
     try:
-        return await Launcher(order, run_id, screen).run()
+        return await Launcher(launch, run_id, screen).run()
     finally:
         screen.close(CONSOLE_STALL_S_MAX)
 
@@ -93,21 +93,21 @@ class RemoteHost:
 class Launcher:
     """Runs one job."""
 
-    def __init__(self, order: LaunchSpec, run_id: str, screen: Screen) -> None:
-        self._order = order
+    def __init__(self, launch: LaunchSpec, run_id: str, screen: Screen) -> None:
+        self._launch = launch
         self._run_id = run_id
         self._screen = screen
         self._places: dict[str, RemoteHost] = {}
         self._ends: list[tuple[HostSpec, AgentExit]] = []
-        self._expected: Expected = order.expected
-        self._endpoint = order.endpoint
+        self._expected: Expected = launch.expected
+        self._endpoint = launch.endpoint
         self._meets_at = ""
         """The host whose agent hosts the coordinator, if this launcher chose it."""
         self._said: set[str] = set()
         """Messages of the start that were shown."""
         self._changed = asyncio.Event()
         self._logins = asyncio.Semaphore(LOGINS_MAX)
-        self._discovery = Discovery(order.discovery, screen.say) if order.discovery else None
+        self._discovery = Discovery(launch.discovery, screen.say) if launch.discovery else None
         self._signalled = 0
         """The first signal that ends the job."""
         self._cause: AgentExit | None = None
@@ -142,7 +142,7 @@ class Launcher:
 
     async def _begin(self) -> None:
         """Log in to all hosts at once, compare them, send the first host's port to all. Raises HostsError."""
-        for index, spec in enumerate(self._order.hosts):
+        for index, spec in enumerate(self._launch.hosts):
             self._places[spec.host] = RemoteHost(spec, index)
         while True:
             if self._discovery is not None:
@@ -154,9 +154,9 @@ class Launcher:
             errors += self._compare([each for each in self._places.values() if each.session is not None])
             ready = [each for each in self._places.values() if each.session is not None]
             self._judge([error for error in errors if error is not None], len(ready))
-            if len(ready) >= self._order.min_nodes:
+            if len(ready) >= self._launch.min_nodes:
                 break
-            self._say_once(f"{len(ready)} of at least {self._order.min_nodes} hosts are ready; waiting for more")
+            self._say_once(f"{len(ready)} of at least {self._launch.min_nodes} hosts are ready; waiting for more")
             await asyncio.sleep(ASK_EVERY_S)
         self._choose_endpoint(ready)
         for place in ready:
@@ -165,7 +165,7 @@ class Launcher:
 
     async def _log_in(self, place: RemoteHost) -> HostsError | None:
         for pause_s in (*TURNED_AWAY_PAUSES_S, None):
-            session = SshSession(place.spec, self._order, self._screen, self._run_id)
+            session = SshSession(place.spec, self._launch, self._screen, self._run_id)
             try:
                 async with self._logins:
                     await session.start()
@@ -210,7 +210,7 @@ class Launcher:
             place.task = asyncio.ensure_future(session.close())
 
     def _nproc(self, spec: HostSpec) -> int | None:
-        return spec.slots if spec.slots is not None else self._order.nproc
+        return spec.slots if spec.slots is not None else self._launch.nproc
 
     def _judge(self, errors: Sequence[HostsError], ready: int) -> None:
         """Raise the errors unless the job may start, or wait, without those hosts."""
@@ -219,8 +219,8 @@ class Launcher:
         lines = [line for error in errors for line in str(error).splitlines()]
         if len(lines) > PROBLEMS_SHOWN_MAX:
             lines = [*lines[:PROBLEMS_SHOWN_MAX], f"and {len(lines) - PROBLEMS_SHOWN_MAX} more"]
-        elastic = self._order.min_nodes < self._order.max_nodes
-        if self._discovery is not None or (elastic and ready >= self._order.min_nodes):
+        elastic = self._launch.min_nodes < self._launch.max_nodes
+        if self._discovery is not None or (elastic and ready >= self._launch.min_nodes):
             for line in lines:
                 self._say_once(f"{line}; continuing without it")
             return
@@ -232,7 +232,7 @@ class Launcher:
             self._screen.say(line)
 
     def _choose_endpoint(self, ready: Sequence[RemoteHost]) -> None:
-        if self._endpoint or self._order.alone:
+        if self._endpoint or self._launch.alone:
             return
         told = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
         first, others = told[0], told[1:]
@@ -269,7 +269,7 @@ class Launcher:
                 place.task = tasks.create_task(self._stay(place))
             elif not place.wanted:
                 del self._places[place.spec.host]
-            elif not self._over.is_set() and not place.over and running < self._order.max_nodes:
+            elif not self._over.is_set() and not place.over and running < self._launch.max_nodes:
                 running += 1
                 place.task = tasks.create_task(self._come_back(place))
 
@@ -284,7 +284,7 @@ class Launcher:
         if place.again_s == 0 or loop.time() > began_s + AGAIN_MAX_S:
             place.again_s = AGAIN_FIRST_S
         if end.code is None and not self._over.is_set() and place.wanted:
-            then = "continues" if self._order.detach else "ends by itself"
+            then = "continues" if self._launch.detach else "ends by itself"
             self._screen.say(f"lost the ssh connection to {place.spec} ({end.text}); what runs there {then}")
         elif end.code is not None and self._was_killed(end) and place.wanted:
             self._screen.say(f"the agent on {place.spec} was killed (exit code {end.code}); it is started again")
@@ -295,7 +295,7 @@ class Launcher:
             if end.kind in JOB_ENDS:
                 self._over.set()
             self._stop_if_too_few(place.spec, end)
-        if self._order.detach and end.code is None:
+        if self._launch.detach and end.code is None:
             place.over = True
         place.task = None
         self._changed.set()
@@ -340,10 +340,10 @@ class Launcher:
     def _stop_if_too_few(self, spec: HostSpec, end: AgentExit) -> None:
         """Stop the job if too few hosts are left: an agent that ended for its own reason is not started again."""
         able = sum(not each.over for each in self._places.values())
-        if self._over.is_set() or self._discovery is not None or not 0 < able < self._order.min_nodes:
+        if self._over.is_set() or self._discovery is not None or not 0 < able < self._launch.min_nodes:
             return
         self._screen.say(
-            f"{spec} has ended ({end.code}), and {able} of {self._order.min_nodes} hosts are too few: stopping"
+            f"{spec} has ended ({end.code}), and {able} of {self._launch.min_nodes} hosts are too few: stopping"
         )
         self._cause = end
         self._over.set()
@@ -378,7 +378,7 @@ class Launcher:
                 place.staying = False
         for host, spec in found.items():
             place_there = self._places.get(host)
-            if place_there is None and (not first or len(self._places) < self._order.max_nodes):
+            if place_there is None and (not first or len(self._places) < self._launch.max_nodes):
                 self._places[host] = RemoteHost(spec, None)
         self._changed.set()
 
@@ -406,15 +406,15 @@ class Launcher:
     def _install_signals(self, loop: asyncio.AbstractEventLoop) -> list[int]:
         """Signals that were ignored at our start (SIGHUP with nohup) stay ignored."""
         handled = []
-        for signum in {*self._order.signals, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}:
+        for signum in {*self._launch.signals, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                ends = signum in self._order.signals or signum in (signal.SIGINT, signal.SIGTERM)
+                ends = signum in self._launch.signals or signum in (signal.SIGINT, signal.SIGTERM)
                 loop.add_signal_handler(signum, self._on_end_signal if ends else self._signal_all, signum)
                 handled.append(int(signum))
         return handled
 
     def _on_end_signal(self, signum: int) -> None:
-        detaching = self._order.detach and signum == signal.SIGHUP
+        detaching = self._launch.detach and signum == signal.SIGHUP
         first, self._signalled = not self._signalled, self._signalled or signum
         self._over.set()
         name = signal.Signals(signum).name
@@ -455,7 +455,7 @@ class Launcher:
 
     def _tell_end(self) -> int:
         """Show the end once, and return the job's exit code."""
-        chosen = chosen_end(self._ends, [spec.host for spec in self._order.hosts])
+        chosen = chosen_end(self._ends, [spec.host for spec in self._launch.hosts])
         if chosen is None:
             if self._signalled:
                 return EXIT_SIGNAL_BASE + self._signalled

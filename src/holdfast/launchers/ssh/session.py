@@ -244,12 +244,12 @@ def client_environment() -> dict[str, str]:
 class SshSession:
     """One connection, used once."""
 
-    def __init__(self, spec: HostSpec, order: LaunchSpec, screen: Screen, run_id: str) -> None:
+    def __init__(self, spec: HostSpec, launch: LaunchSpec, screen: Screen, run_id: str) -> None:
         self.spec = spec
         self.facts: HostFacts | None = None
         self.turned_away = False
         """Whether the host, or a jump host, has too many logins at once."""
-        self._order = order
+        self._launch = launch
         self._screen = screen
         self._run_id = run_id
         self._loop = asyncio.get_running_loop()
@@ -264,16 +264,16 @@ class SshSession:
     async def start(self) -> HostFacts:
         """Log in and get the facts. On HostUnreachableError the connection is closed."""
         source = FAR.read_bytes()
-        expected = self._order.expected
+        expected = self._launch.expected
         request = {
             "mark": self._screen.mark.decode(),
-            "env": self._order.environ,
+            "env": self._launch.environ,
             "cwd": expected.cwd,
             "script": expected.path,
-            "program": self._order.program,
+            "program": self._launch.program,
         }
         try:
-            await self._spawn(client_line(self.spec, expected.interpreter, len(source), self._run_id, self._order.ssh))
+            await self._spawn(client_line(self.spec, expected.interpreter, len(source), self._run_id, self._launch.ssh))
             self._write(source + json.dumps(request).encode() + b"\n")
             self.facts = await self._introduction(expected.interpreter)
         except BaseException:
@@ -337,9 +337,9 @@ class SshSession:
         """Order the far side to start its agent."""
         self._went = True
         message = {
-            "argv": self._order.line(self.spec, index, endpoint),
-            "lock": self._order.lock,
-            "detach": self._order.detach,
+            "argv": self._launch.line(self.spec, index, endpoint),
+            "lock": self._launch.lock,
+            "detach": self._launch.detach,
         }
         self._write(json.dumps(message).encode() + b"\n")
 
