@@ -147,7 +147,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line, told in [
         ([str(tmp_path)], "is no run folder"),
         ([mine, other], "different runs: mine and other"),
-        ([odd], "holds no events of holdfast's"),
+        ([odd], "contains no events of holdfast"),
         (["--nonsense"], "HF101"),
     ]:
         assert main(["report", *line]) == 2

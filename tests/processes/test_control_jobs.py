@@ -155,7 +155,7 @@ def test_two_jobs_at_once(site: Site) -> None:
         assert "HF127: 2 jobs run on this host" in text
         assert one.folder.name in text
         assert "other.py" in text
-    assert "HF127: no job 'gamma' runs on this host; what runs:" in refused("status", "gamma")
+    assert "HF127: no job 'gamma' runs on this host; running jobs:" in refused("status", "gamma")
     ids = {entry["pid"]: entry["run_id"] for entry in (json.loads(path.read_text()) for path in entries(site))}
     assert told("status", one.folder)["run_id"] == ids[one.pid]
     assert told("kill", other.folder.name)["ended"] is True

@@ -149,8 +149,8 @@ def test_a_save_that_fails_in_a_drain_costs_no_restart(site, endpoint: str) -> N
         ("--grow=soon", "--grow"),
         ("--drain-timeout=0", "must be a positive number of seconds"),
         ("--preempt-signal=KILL", "SIGKILL cannot be handled by any process"),
-        ("--preempt-signal=FOO", "is no signal"),
-        ("--preempt-signal=TERM", "SIGTERM is a notice already"),
+        ("--preempt-signal=FOO", "is not a signal"),
+        ("--preempt-signal=TERM", "SIGTERM announces a preemption too"),
         ("--exclude-after=-1", "must be 0 or more"),
     ],
 )

@@ -126,7 +126,7 @@ from holdfast.supervisor.stack_sampler import StackSampler
 StackSampler.look = broken
 from holdfast.supervisor import evidence
 evidence.SHM = None
-from holdfast.metrics.torch_events import TorchEvents
+from holdfast.metrics.listeners import TorchEvents
 TorchEvents.heard = broken
 from holdfast.diagnosis import causes, hangs, screen
 hangs.examine = screen.render = causes.judge = broken

@@ -80,7 +80,7 @@ def test_bad_places(site) -> None:
         assert (code, agent.text.startswith("holdfast: HF101: --metrics")) == (2, True), agent.text
     code, agent = site.run("--standalone", site.script(""), env={"TORCHELASTIC_HEALTH_CHECK_PORT": "http"})
     assert code == 0
-    assert "TORCHELASTIC_HEALTH_CHECK_PORT=http is no port" in agent.text
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT=http is not a port" in agent.text
 
 
 def test_without_the_package(site, tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_without_the_package(site, tmp_path: Path) -> None:
 
 STALLS = """
 import sys, threading, time
-from holdfast.metrics import vitals
-vitals.STALL_S = 0.5
+from holdfast.metrics import listeners
+listeners.STALL_S = 0.5
 import holdfast.runtime.agent_service as agents
 begun = agents.AgentService.view
 def view(self):

@@ -11,9 +11,7 @@ import pytest
 
 from holdfast.protocol.errors import RendezvousConfigError
 from holdfast.protocol.outcome import OutcomeKind
-from holdfast.torchrun_handler.member import Formed, OverError
-from holdfast.torchrun_handler.members import HandlerMembership
-from holdfast.torchrun_handler.settings import options_from
+from holdfast.torchrun_handler.member import Formed, HandlerMembership, OverError, options_from
 from tests.support.limits import limit_s, until
 
 WAIT_S = 20.0

@@ -249,6 +249,15 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ControlRefusedError(f"the answer is of another version of holdfast: {error}") from None
 
 
+class NodeEnd(msgspec.Struct, frozen=True):
+    """How this node's part of the job ended."""
+
+    kind: str
+    exit_code: int
+    message: str
+    cause: str
+
+
 class Call:
     """One connection to an agent, with the question asked. A context manager."""
 

@@ -1,7 +1,12 @@
-"""What a Slurm step tells the processes in it, by its own variables and never by the job-wide ones.
+"""Slurm, as an agent and `holdfast submit` see it: the variables of a step, and the answers of scontrol about a job.
 
-SLURM_NODEID is 0 and SLURM_JOB_NUM_NODES is 4 in a batch script too, which is one process: only SLURM_STEP_* say that
-there is one process for each node.
+Only the step's own variables count: SLURM_NODEID is 0 and SLURM_JOB_NUM_NODES is 4 in a batch script too, which is one
+process. SLURM_STEP_* exist only where one process runs for each node.
+
+A job that was requeued may have left processes behind. When a node's slurmd dies, its tasks live on, and Slurm starts
+the job again on other nodes two minutes later. Old tasks that need no other node (one node, or an elastic job) would
+train beside the new ones and overwrite their snapshots. So the first node's agent asks Slurm now and then whether its
+start of the job is over, and then ends. The other agents end with their coordinator.
 """
 
 from __future__ import annotations
@@ -10,25 +15,28 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from holdfast.linux import process_stat, read_text
-from holdfast.protocol.errors import EnvironmentValueError, NodesError
+from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, EnvironmentValueError, NodesError
 
 HOSTS_MAX = 65_536
 """Slurm's own limit."""
 
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+"""One item between commas; commas in brackets belong to it."""
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 STEP_IDS_OF_SLURM = 0xFFFF_FFF0
-"""From here on: the batch script, the shell of an interactive salloc, the external step."""
+"""From this number on: the batch script, the shell of an interactive salloc, the external step."""
 PORT_FIRST, PORTS = 20_000, 12_000
-"""Below the ports that Linux gives to outgoing connections (32768), above those that services like."""
+"""Below the ports that Linux uses for outgoing connections (32768), above the usual ports of services."""
 STEP_STRIDE, RESTART_STRIDE = 5_003, 7_919
-"""Primes: steps and restarts of jobs whose ids are near each other do not fall on each other's ports."""
+"""Primes, so that steps and restarts of jobs with near ids get different ports."""
 ANSWER_LIMIT_S = 10.0
 
 _TITLE = re.compile(r"slurmstepd: \[(\w+)(?:\+\w+)?\.(\w+)")
@@ -42,26 +50,26 @@ class SlurmStep(NamedTuple):
     job_id: int
     step_id: int
     nodes: tuple[str, ...]
-    """By node rank."""
+    """Host names by node rank."""
     node_rank: int
     tasks: tuple[int, ...]
-    """On each node."""
+    """Number of tasks on each node."""
     restarts: int = 0
-    """How often Slurm has started this job anew."""
+    """How often Slurm has restarted this job."""
     array_task: int | None = None
     cpus: int | None = None
-    """Of this node; None: not told."""
+    """Allocated CPUs of this node; None: unknown."""
     gpus: int | None = None
 
     @property
     def run_id(self) -> str:
-        """The same in all tasks, and when the job was requeued: then it is the same run that goes on."""
+        """The same in all tasks, and after a requeue: the same run continues."""
         name = f"{self.job_id}_{self.step_id}"
         return name if self.array_task is None else f"{name}_{self.array_task}"
 
     @property
     def port(self) -> int:
-        """Where the agents meet: the same for all of them, and another one for every job, step and restart near by."""
+        """Port of the rendezvous: the same for all agents, different for other jobs, steps and restarts."""
         number = self.job_id + self.step_id * STEP_STRIDE + self.restarts * RESTART_STRIDE
         return PORT_FIRST + number % PORTS
 
@@ -72,7 +80,7 @@ class SlurmStep(NamedTuple):
         return f"Slurm job {self.job_id}{task}, step {self.step_id}{restarted}"
 
     def check_one_agent_per_node(self) -> None:
-        """Raises NodesError: each agent starts all workers of its node, two of them would start them twice."""
+        """Raises NodesError for several tasks on a node: each agent starts all workers of its node."""
         most = max(self.tasks)
         if most == 1:
             return
@@ -84,26 +92,26 @@ class SlurmStep(NamedTuple):
 
 
 def title_of_starter(task_pid: str) -> str:
-    """Of the slurmstepd that started this task: `slurmstepd: [7.0]`, of a batch script `[7.batch]`; empty: not to be
-    seen."""
+    """Title of the slurmstepd that started this task: `slurmstepd: [7.0]`, or `[7.batch]` for a batch script; empty:
+    not visible."""
     task = process_stat(task_pid) if task_pid.isdecimal() else None
     return read_text(f"/proc/{task.parent}/cmdline") if task is not None else ""
 
 
 def is_inherited(environ: Mapping[str, str], title: str) -> bool:
-    """Whether the step is that of whoever submitted this job: sbatch and salloc in a step hand its variables on."""
+    """Whether these are the variables of the step that submitted this job: sbatch and salloc in a step pass them on."""
     match = _TITLE.match(title)
     if match is None:
         return False
     job, step = match.groups()
-    one_job = job.isdigit() and "SLURM_HET_SIZE" not in environ  # each component has a number of its own
+    one_job = job.isdigit() and "SLURM_HET_SIZE" not in environ  # each component has its own number
     return step != environ["SLURM_STEP_ID"] or (one_job and job != environ.get("SLURM_JOB_ID"))
 
 
 def read_step(environ: Mapping[str, str], title_of: Callable[[str], str] = title_of_starter) -> SlurmStep | None:
-    """The step that this process is a task of; None in a batch script, in an interactive shell and outside of Slurm.
+    """The step of which this process is a task; None in a batch script, in an interactive shell and outside of Slurm.
 
-    Raises EnvironmentValueError when a variable does not hold what Slurm writes into it.
+    Raises EnvironmentValueError for a value that Slurm would not write.
     """
     if "SLURM_STEP_ID" not in environ or "SLURM_STEP_NODELIST" not in environ:
         return None
@@ -142,7 +150,7 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """`2(x3),1` in full.
+    """The counts in `2(x3),1`.
 
     >>> tasks_per_node("2(x3),1")
     (2, 2, 2, 1)
@@ -157,9 +165,9 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def address_of(host: str) -> str:
-    """What to dial for a node's name: the name itself where it resolves, else the address that Slurm has for it.
+    """The address to connect to for a node's name: the name if it resolves, else the address that Slurm has for it.
 
-    The name again when nobody knows: it may resolve a little later.
+    If Slurm has none, the name again: it may resolve a little later.
     """
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -170,14 +178,14 @@ def address_of(host: str) -> str:
 
 
 class ScontrolOutput(NamedTuple):
-    """What scontrol said; `failed` when it could not say anything."""
+    """The output of scontrol; `failed`: it gave no answer."""
 
     text: str
     failed: bool = False
 
 
 def ask_scontrol(*words: str) -> ScontrolOutput:
-    """Runs it, for at most ANSWER_LIMIT_S; both its streams."""
+    """Run scontrol for at most ANSWER_LIMIT_S; returns both of its streams."""
     program = shutil.which("scontrol")
     if program is None:
         return ScontrolOutput("scontrol is not on the PATH", failed=True)
@@ -196,9 +204,9 @@ def ask_scontrol(*words: str) -> ScontrolOutput:
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """All hosts, in order.
+    """The hosts in Slurm's short form, in order.
 
-    Raises EnvironmentValueError when this is no list of hosts.
+    Raises EnvironmentValueError for a malformed list.
 
     >>> expand("login,node[01-03,7]")
     ('login', 'node01', 'node02', 'node03', 'node7')
@@ -213,24 +221,14 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def split(text: str) -> list[str]:
-    """At the commas outside of brackets. Raises EnvironmentValueError."""
-    items = [""]
-    depth = 0
-    for character in text.strip():
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            raise malformed(text, "brackets do not match")
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    if depth:
+    """Split at the commas outside of brackets. Raises EnvironmentValueError."""
+    if _ITEM.sub("", text.strip()).strip(","):
         raise malformed(text, "brackets do not match")
-    return [item for item in items if item]
+    return _ITEM.findall(text.strip())
 
 
 def expand_item(item: str, text: str) -> list[str]:
-    """One item; several groups of numbers multiply, the last one counts fastest."""
+    """The hosts of one item. Several groups of numbers are combined; the last one varies fastest."""
     hosts = [""]
     at = 0
     for group in _GROUP.finditer(item):
@@ -243,7 +241,7 @@ def expand_item(item: str, text: str) -> list[str]:
 
 
 def expand_group(group: str, text: str) -> list[str]:
-    """`01-03,7` with the zeros that the first number of a range has."""
+    """The numbers in `01-03,7`, with the leading zeros of the first number of a range."""
     numbers: list[str] = []
     for part in group.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -266,3 +264,106 @@ def check_number(number: int, text: str) -> None:
 def malformed(text: str, why: str) -> EnvironmentValueError:
     shown = text if len(text) <= 80 else text[:77] + "..."
     return EnvironmentValueError(f"{shown!r} is no list of Slurm's hosts: {why}")
+
+
+# --- the job, as scontrol shows it ------------------------------------------------------------------------------------
+
+CHECK_S = 30.0
+"""Well below the two minutes for which Slurm delays a requeued job. One question per job, not per node."""
+
+_GONE = "Invalid job id"
+OVER = (
+    *("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"),  # Slurm starts it again
+    *("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY"),
+    *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "REVOKED"),
+)
+"""States in which this start of the job is over. Not COMPLETING: Slurm ends the tasks then, and they may save."""
+
+
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED")
+
+_FIELD = re.compile(r"(?:^|\s)(\w+)=(\S*)")
+
+
+class JobState(NamedTuple):
+    state: str
+    reason: str
+    nodes: str
+    log: str
+    """Path of its output; empty: unknown."""
+    status: int
+    """Exit status as a shell shows it."""
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def over(self) -> bool:
+        return self.state not in (*WAITING, *LIVING)
+
+
+def read_job(answer: ScontrolOutput) -> JobState | None:
+    """The state in an answer of `scontrol show job`. None: the answer describes no job."""
+    fields = dict(_FIELD.findall(answer.text))
+    if answer.failed or "JobState" not in fields:
+        return None
+    # A path may have spaces; another field follows it.
+    log = re.search(r"\bStdOut=(.*?)(?: \w+=|$)", answer.text, re.MULTILINE)
+    return JobState(
+        state=fields["JobState"],
+        reason=fields.get("Reason", "None"),
+        nodes=fields.get("NodeList", ""),
+        log=log[1] if log and log[1] != "(null)" else "",
+        status=exit_status(fields["JobState"], fields.get("ExitCode", "0:0")),
+    )
+
+
+def exit_status(state: str, text: str) -> int:
+    """Slurm's `CODE:SIGNAL` as an exit status; a job that did not complete never has status 0.
+
+    >>> exit_status("FAILED", "3:0"), exit_status("FAILED", "0:9"), exit_status("CANCELLED", "0:0")
+    (3, 137, 1)
+    """
+    code, _, signum = text.partition(":")
+    status = int(code) if code.isdigit() else EXIT_FAILURE
+    if signum.isdigit() and int(signum):
+        return EXIT_SIGNAL_BASE + int(signum)
+    return status if status or state == "COMPLETED" else EXIT_FAILURE
+
+
+def over(answer: ScontrolOutput, job_id: int, restarts: int) -> str:
+    """The reason why this start of the job is over; empty: it is not, or Slurm gives no answer."""
+    if answer.failed:
+        return "Slurm no longer knows the job" if _GONE in answer.text else ""
+    # The number of an array is also the number of one of its tasks, and scontrol prints a line for each task.
+    record = next((line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")), "")
+    fields = dict(_FIELD.findall(record))
+    state, restart = fields.get("JobState", ""), fields.get("Restarts", "")
+    if state in ("", "COMPLETING"):
+        return ""
+    if restart.isdecimal() and int(restart) > restarts:
+        return f"Slurm has requeued it (restart {restart})"
+    return f"its state is {state}" if state in OVER else ""
+
+
+def watch(
+    job_id: int,
+    restarts: int,
+    end: Callable[[str], None],
+    *,
+    check_s: float = CHECK_S,
+    ask: Callable[..., ScontrolOutput] = ask_scontrol,
+) -> None:
+    """Call `end` once with the reason when this start of the job is over, from a daemon thread."""
+
+    def look() -> None:
+        forever = threading.Event()
+        while not forever.wait(check_s):
+            reason = over(ask("show", "job", str(job_id)), job_id, restarts)
+            if reason:
+                end(reason)
+                return
+
+    threading.Thread(target=look, name="holdfast-slurm", daemon=True).start()

@@ -1,11 +1,10 @@
-"""The manifests of a job for Kubernetes: an Indexed Job with a headless Service, or a JobSet. PURE: data to data, and
-data to YAML with comments by ruamel.yaml, the same text for the same data.
+"""The manifests of a job for Kubernetes: an Indexed Job with a headless Service, or a JobSet. PURE.
 
-Knows which fields mean what, and why they are set so; the reasons are comments in the manifest. Knows no option of the
-command line and starts nothing.
+Makes data, and from data YAML with comments by ruamel.yaml; the same data gives the same text. Knows the meaning of the
+fields; the comments in the manifest give the reasons. Knows no option of the command line and starts nothing.
 
-kubectl reads YAML 1.1, where `no` is false and `1:30` is 90; ruamel.yaml writes 1.2, or a directive that kubectl does
-not expect. So a text is in double quotes unless it is a plain word for both.
+kubectl reads YAML 1.1, where `no` is false and `1:30` is 90. ruamel.yaml writes 1.2, or a directive that kubectl does
+not expect. So a text is in double quotes unless it is a plain word in both versions.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from holdfast.launchers.kubernetes.names import Volume
+from holdfast.launchers.kubernetes_names import Volume
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_USAGE, MissingPackageError
 
 INDENT = 2
 LINE_CHARACTERS_MAX = 2**30
 """Never wrapped: a command stays on one line."""
 PLAIN = re.compile(r"(--)?[A-Za-z_/][A-Za-z0-9_./@=+,-]*(:[A-Za-z0-9_./@=+,-]+)*")
-"""Words that no YAML reader takes for a number, a date, or syntax."""
+"""Words that no YAML reader interprets as a number, a date or syntax."""
 WORDS_WITH_A_MEANING = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 
 
@@ -42,29 +41,29 @@ RENDEZVOUS_PORT = 29400
 HEALTH_PORT = 9400
 CONTAINER = "agent"
 REPLICATED_JOB = "node"
-"""Of a JobSet; part of its pods' host names."""
+"""Name in a JobSet, and part of its pods' host names."""
 RUNS_PATH = "/var/holdfast/runs"
 SHM_PATH = "/dev/shm"
 GRACE_SLACK_S = 15
-"""Beyond draining, stopping and writing snapshots: the end of the logs, of the container."""
+"""Time after draining, stopping and writing snapshots, for the end of the logs and of the container."""
 STARTUP_S_MAX = 120
 LIVENESS_S = 20
 LIVENESS_FAILURES_MAX = 6
 OWN_VARIABLES = ("POD_IP", "JOB_COMPLETION_INDEX")
 POD_ADDRESS, POD_INDEX = (f"$({name})" for name in OWN_VARIABLES)
-"""Kubernetes puts them into the arguments."""
+"""Kubernetes replaces them in the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesJob:
-    """A job as its user wants it. Words are Kubernetes' own and have been checked."""
+    """A job as requested. Names are Kubernetes' own; values have been checked."""
 
     name: str
     image: str
     least: int
     most: int
     words: tuple[str, ...]
-    """More options of `holdfast run`. They come last, so that they win."""
+    """Further options of `holdfast run`. They come last, so they take precedence."""
     args: tuple[str, ...]
     """The script and its own arguments."""
     namespace: str = ""
@@ -87,7 +86,7 @@ class KubernetesJob:
     retries: int = 3
     ttl_s: int | None = None
     token_secret: str = ""
-    """Name of the Secret whose key `token` is the job's; empty: none."""
+    """Name of the Secret whose key `token` is the job's token; empty: none."""
     drain_s: float = 60.0
     stop_grace_s: float = 30.0
     save_s: float
@@ -102,12 +101,12 @@ class KubernetesJob:
 
     @property
     def grace_s(self) -> int:
-        """From SIGTERM to SIGKILL: all that an agent may need in between."""
+        """Time from SIGTERM to SIGKILL: all that an agent may need."""
         return math.ceil(self.drain_s + self.stop_grace_s + self.save_s) + GRACE_SLACK_S
 
     @property
     def endpoint(self) -> str:
-        """Pod 0 under the name that it keeps over restarts."""
+        """Pod 0, by a name that stays the same over restarts."""
         host = f"{self.name}-{REPLICATED_JOB}-0-0" if self.jobset else f"{self.name}-0"
         return f"{host}.{self.name}:{RENDEZVOUS_PORT}"
 
@@ -122,19 +121,19 @@ class KubernetesJob:
 
 
 def last_pod(most: int, *, jobset: bool) -> str:
-    """What the longest pod's host name appends to the job's name."""
+    """The longest suffix that a pod's host name adds to the job's name."""
     return f"-{REPLICATED_JOB}-0-{most - 1}" if jobset else f"-{most - 1}"
 
 
 def manifests(job: KubernetesJob) -> list[object]:
-    """In the order in which they are to be made."""
+    """The manifests in the order of their creation."""
     if job.jobset:
         return [jobset(job)]
     return [*([] if job.alone else [service(job)]), indexed_job(job)]
 
 
 def secret(job: KubernetesJob, token: str) -> Manifest:
-    """Holds the job's token. Immutable: agents that come later must prove to know the same one."""
+    """The Secret with the job's token. Immutable: later agents must know the same token."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -153,13 +152,13 @@ def metadata(job: KubernetesJob, name: str) -> Manifest:
 
 
 def service(job: KubernetesJob) -> Manifest:
-    """Gives the pods their names."""
+    """The Service that gives the pods names in DNS."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata(job, job.name),
         "spec": {
-            "clusterIP": Noted("None", "No address of its own: it gives every pod a name in DNS."),
+            "clusterIP": Noted("None", "No cluster address: the Service gives every pod a name in DNS."),
             "publishNotReadyAddresses": Noted(True, "The nodes meet before they are ready."),
             "selector": job.own_labels,
             "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
@@ -172,7 +171,7 @@ def indexed_job(job: KubernetesJob) -> Manifest:
 
 
 def jobset(job: KubernetesJob) -> Manifest:
-    """The controller makes the Service and one Indexed Job."""
+    """The JobSet, from which the controller makes the Service and one Indexed Job."""
     template: Manifest = {"metadata": {"labels": {**job.own_labels, **dict(job.labels)}}, "spec": job_spec(job)}
     spec: Manifest = {
         "network": {
@@ -181,7 +180,7 @@ def jobset(job: KubernetesJob) -> Manifest:
             "publishNotReadyAddresses": Noted(True, "The nodes meet before they are ready."),
         },
         "failurePolicy": Noted(
-            {"maxRestarts": 0}, "The Job below counts failures; a restart of all pods would cost the healthy ones."
+            {"maxRestarts": 0}, "The Job below counts failures; a restart of all pods would stop the healthy ones."
         ),
         "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": template}],
     }
@@ -201,12 +200,12 @@ def job_spec(job: KubernetesJob) -> Manifest:
         "completionMode": "Indexed",
         "completions": job.most,
         "parallelism": job.most,
-        "backoffLimitPerIndex": Noted(job.retries, "So often a pod may fail by itself: --retries."),
+        "backoffLimitPerIndex": Noted(job.retries, "How often a pod may fail: --retries."),
         "maxFailedIndexes": Noted(
             job.most - job.least,
-            "The job can do without so many nodes."
+            "The job can continue without this many nodes."
             if elastic
-            else "Each node is needed: one that is given up ends the job.",
+            else "Every node is needed: the job ends if one fails finally.",
         ),
         "podReplacementPolicy": Noted("Failed", "Never two pods of one index at a time."),
         "podFailurePolicy": {"rules": failure_rules()},
@@ -214,7 +213,7 @@ def job_spec(job: KubernetesJob) -> Manifest:
     if elastic:
         spec["successPolicy"] = Noted(
             {"rules": [{"succeededIndexes": "0"}]},
-            "Pod 0 knows when the job is done; pods that found no room are not waited for.",
+            "Pod 0 knows when the job is done; pods that were never scheduled are not waited for.",
         )
     if job.ttl_s is not None and not job.jobset:
         spec["ttlSecondsAfterFinished"] = job.ttl_s
@@ -223,18 +222,18 @@ def job_spec(job: KubernetesJob) -> Manifest:
 
 
 def failure_rules() -> list[object]:
-    """Which ends of a pod count. The first rule that fits decides; what none fits counts."""
+    """The ends of a pod that count as failures. The first matching rule decides; without one the end counts."""
     return [
         Noted(
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            "Preemption, eviction, a drained or lost node: the pod comes back and joins again.",
+            "Preemption, eviction, a drained or lost node: the pod is replaced and joins again.",
         ),
         Noted(
             {
                 "action": "Ignore",
                 "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_REQUEUE]},
             },
-            f"{EXIT_REQUEUE}: it was asked to leave, saved and left.",
+            f"{EXIT_REQUEUE}: it was asked to leave, and has saved and left.",
         ),
         Noted(
             {
@@ -247,9 +246,7 @@ def failure_rules() -> list[object]:
 
 
 def pod_spec(job: KubernetesJob) -> Manifest:
-    spec: Manifest = {
-        "restartPolicy": Noted("Never", "A pod that ended is replaced by another one, by the rules above.")
-    }
+    spec: Manifest = {"restartPolicy": Noted("Never", "A pod that ended is replaced by a new one, by the rules above.")}
     if not job.alone and not job.jobset:
         spec["subdomain"] = Noted(job.name, "With the Service: pods are called NAME-INDEX.NAME.")
     spec["terminationGracePeriodSeconds"] = Noted(
@@ -307,7 +304,7 @@ def container(job: KubernetesJob) -> Manifest:
 
 
 def arguments(job: KubernetesJob) -> list[object]:
-    """Ours first: where the user says something else, that is said last, and counts."""
+    """The arguments of `holdfast run`. The user's come last and take precedence."""
     if job.alone:
         meeting: list[object] = ["--standalone"]
     else:
@@ -316,7 +313,7 @@ def arguments(job: KubernetesJob) -> list[object]:
             f"--nnodes={nodes}",
             f"--node-rank={POD_INDEX}",
             "--rdzv-backend=c10d",
-            Noted(f"--rdzv-endpoint={job.endpoint}", "Pod 0, under the name that it keeps when it is replaced."),
+            Noted(f"--rdzv-endpoint={job.endpoint}", "Pod 0, by a name that it keeps when it is replaced."),
         ]
     served = [f"--health=[{POD_ADDRESS}]:{job.health_port}"]
     if job.metrics_port is not None:
@@ -332,12 +329,12 @@ def arguments(job: KubernetesJob) -> list[object]:
 
 
 def seconds(number: float) -> str:
-    """Without an exponent, which `:g` would put into long ones."""
+    """The number without an exponent, which `:g` uses for large ones."""
     return str(int(number)) if number == int(number) else str(number)
 
 
 def verbatim(word: str) -> str:
-    """Kubernetes replaces `$(NAME)` in arguments and values, and makes one `$` of any two.
+    """Escape a word: Kubernetes replaces `$(NAME)` in arguments and values, and `$$` by `$`.
 
     >>> verbatim("--tag=$(date)")
     '--tag=$$(date)'
@@ -352,14 +349,14 @@ def environment(job: KubernetesJob) -> list[object]:
         made.append(
             Noted(
                 {"name": "HOLDFAST_TOKEN", "valueFrom": reference},
-                "Agents prove to each other that they know it; it is on no command line.",
+                "Agents prove to each other that they know it. It is on no command line.",
             )
         )
     return made + [{"name": name, "value": verbatim(value)} for name, value in job.env]
 
 
 def amounts(job: KubernetesJob) -> Manifest:
-    """Requests and limits alike: what a pod is promised is what it may use."""
+    """Resources; requests and limits are equal."""
     asked: Manifest = {}
     if job.cpus:
         asked["cpu"] = job.cpus
@@ -388,7 +385,7 @@ def probes() -> Manifest:
         "readinessProbe": Noted(get("/readyz", periodSeconds=10), "Ready: all workers of this node run."),
         "livenessProbe": Noted(
             get("/livez", periodSeconds=LIVENESS_S, failureThreshold=LIVENESS_FAILURES_MAX),
-            "Alive: the agent is. Hanging workers are its own business (--hang-timeout).",
+            "Alive: the agent runs. It handles hanging workers itself (--hang-timeout).",
         ),
     }
 
@@ -400,7 +397,7 @@ def volumes(job: KubernetesJob) -> list[object]:
     made: list[object] = [
         Noted(
             {"name": "shm", "emptyDir": shm},
-            "Without it /dev/shm has 64 MB: too little for loaders, NCCL and snapshots in memory. It counts as memory.",
+            "Otherwise /dev/shm has 64 MB, too little for loaders, NCCL and snapshots in memory. It counts as memory.",
         ),
         {"name": "runs", "emptyDir": {}},
     ]
@@ -447,7 +444,7 @@ def documents(values: Sequence[object], head: str = "") -> str:
 
 
 def emittable(value: object, column: int = 0) -> Any:
-    """What ruamel.yaml writes as this value, with its comments. Raises TypeError."""
+    """The value for ruamel.yaml, with comments. Raises TypeError."""
     from ruamel.yaml.comments import CommentedMap, CommentedSeq
     from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 

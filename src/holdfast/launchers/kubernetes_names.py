@@ -1,6 +1,6 @@
-"""What a manifest may hold: names, amounts, volumes, by the rules of Kubernetes' server. PURE.
+"""Checks of values for a manifest (names, amounts, volumes) by the rules of Kubernetes' server. PURE.
 
-Raises ValueError with the problem in words; whoever calls knows which option it was.
+The functions raise ValueError with the problem; the caller knows the option.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 LABEL_CHARS_MAX = 63
 SUBDOMAIN_CHARS_MAX = 253
 POD_SUFFIX_CHARS = 6
-"""`-xxxxx`, which Kubernetes puts behind the name of each pod."""
+"""Length of the suffix `-xxxxx` in the name of each pod."""
 
 HOST_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -39,8 +39,7 @@ class Volume:
 
 
 def job_name(text: str, last_pod: str) -> str:
-    """A job's name, which is its service's, too: both are part of host names. `last_pod` is what its longest pod
-    appends.
+    """Check the name of a job and its service, which is part of host names. `last_pod`: the longest suffix of a pod.
 
     >>> job_name("llama-70b", "-15")
     'llama-70b'
@@ -51,12 +50,12 @@ def job_name(text: str, last_pod: str) -> str:
         )
     longest = LABEL_CHARS_MAX - len(last_pod) - POD_SUFFIX_CHARS
     if len(text) > longest:
-        raise ValueError(f"{len(text)} letters; with what the pods' names add, {longest} are the most")
+        raise ValueError(f"{len(text)} characters; with the suffix of the pods' names at most {longest} are possible")
     return text
 
 
 def name_from(script: str) -> str:
-    """A job's name made of a script's, or of a module's.
+    """A job's name from the name of a script or module.
 
     >>> name_from("src/Train_GPT.py"), name_from("pkg.train"), name_from("7.py")
     ('train-gpt', 'pkg-train', 'job-7')
@@ -83,7 +82,7 @@ def subdomain(text: str) -> str:
 
 def image(text: str) -> str:
     if not IMAGE.fullmatch(text):
-        raise ValueError("is no image; write [REGISTRY/]name[:TAG][@sha256:DIGEST], the name in lower case")
+        raise ValueError("is not an image; write [REGISTRY/]name[:TAG][@sha256:DIGEST], the name in lower case")
     return text
 
 
@@ -93,7 +92,7 @@ def cpus(text: str) -> str:
     if not found or found[2] not in (None, "m") or float(found[1]) == 0:
         raise ValueError("must be a number of CPUs, as in 8, 0.5 or 500m")
     if len(found[1].partition(".")[2]) > (0 if found[2] else 3):
-        raise ValueError("CPUs are counted in thousandths")
+        raise ValueError("must be a multiple of 0.001 CPU")
     return text
 
 
@@ -105,12 +104,12 @@ def size(text: str) -> str:
     if found[2] is None:
         raise ValueError(f"means {text} bytes; write the unit, as in {text}Gi")
     if float(found[1]) == 0:
-        raise ValueError("must be more than nothing")
+        raise ValueError("must be above 0")
     return text
 
 
 def resource(text: str) -> str:
-    """What GPUs are called: `nvidia.com/gpu`."""
+    """Check the resource name of GPUs: `nvidia.com/gpu`."""
     domain, slash, name = text.partition("/")
     if not slash or not KEY_NAME.fullmatch(name):
         raise ValueError("must be DOMAIN/NAME, as in nvidia.com/gpu")
@@ -144,7 +143,7 @@ def variable(text: str) -> tuple[str, str]:
     if not VARIABLE.fullmatch(name):
         raise ValueError("must be NAME=VALUE, the name of letters, digits and underscores")
     if not equals:
-        raise ValueError(f"has no value; write {name}=VALUE, or --env-from secret/NAME for what is not to be read here")
+        raise ValueError(f"has no value; write {name}=VALUE, or --env-from secret/NAME for a secret")
     return name, value
 
 
@@ -167,9 +166,9 @@ def volume(text: str) -> Volume:
     if not colon or not path.startswith("/") or mode not in ("", "ro", "rw"):
         raise ValueError("must be SOURCE:/PATH or SOURCE:/PATH:ro")
     if ".." in (*what.split("/"), *path.split("/")):
-        raise ValueError("a path must not go back by ..")
+        raise ValueError("a path must not contain ..")
     if not path.rstrip("/"):
-        raise ValueError("would hide everything that is in the image")
+        raise ValueError("would hide the whole image")
     path = path.rstrip("/")
     if what.startswith("/"):
         return Volume("host", what, path, mode == "ro")
@@ -183,14 +182,14 @@ def volume(text: str) -> Volume:
 
 def folder(text: str) -> str:
     if not text.startswith("/"):
-        raise ValueError("must be a whole path, as in /workspace")
+        raise ValueError("must be an absolute path, as in /workspace")
     return text
 
 
 def user(text: str) -> tuple[int, int]:
-    """`UID[:GID]`; the group is the user's number when not given. Without this option containers run as root."""
+    """The numbers in `UID[:GID]`; by default the group's is the user's. Without this option containers run as root."""
     first, colon, second = text.partition(":")
     numbers = (first, second if colon else first)
     if not all(number.isascii() and number.isdecimal() for number in numbers) or int(first) == 0:
-        raise ValueError("must be UID or UID:GID, numbers, and not root")
+        raise ValueError("must be the numbers UID or UID:GID, and not root")
     return int(numbers[0]), int(numbers[1])
