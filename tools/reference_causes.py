@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.diagnosis.causes.rules import texts
+from holdfast.diagnosis.causes.find import texts
 from holdfast.diagnosis.explanations import Explanation, everything
 from holdfast.doctor.findings import code_texts
 

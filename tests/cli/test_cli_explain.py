@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main, run_command
-from holdfast.diagnosis.causes.rules import advice, rules, texts
+from holdfast.diagnosis.causes.find import advice, rules, texts
 from holdfast.diagnosis.explanations import everything, headings, nearest, normal, search
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "holdfast"

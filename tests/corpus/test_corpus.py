@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from holdfast.diagnosis.causes import judge
-from holdfast.diagnosis.causes.find import cause_of
-from holdfast.diagnosis.causes.rules import texts
+from holdfast.diagnosis.causes.find import cause_of, texts
 from holdfast.diagnosis.screen import render
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from tests.corpus.messages import messages, right_share, wrong

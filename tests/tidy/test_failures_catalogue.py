@@ -11,7 +11,7 @@ import pytest
 from benchmarks.harness import SCRIPTS
 from benchmarks.rows.verdicts import Told
 from benchmarks.scripts.failing import CASES, Case
-from holdfast.diagnosis.causes.rules import texts
+from holdfast.diagnosis.causes.find import texts
 
 CASE = Case("name", None, frozenset({1}), frozenset({"HF201"}), says="bad row", files={"train.py": ""})
 

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import msgspec
 from msgspec import Struct
 
-from holdfast.diagnosis.tables import read_table
+from holdfast.text import read_table
 
 
 class ValueKind(Enum):

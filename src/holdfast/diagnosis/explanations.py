@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from holdfast.diagnosis.causes.rules import explanations, texts
+from holdfast.diagnosis.causes.find import explanations, texts
 from holdfast.doctor.findings import code_texts
 from holdfast.protocol import errors
 from holdfast.protocol.errors import Fault, HoldfastError

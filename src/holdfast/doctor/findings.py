@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from holdfast.protocol.doctor_facts import DoctorFinding, Level
-from holdfast.text import listed
+from holdfast.text import listed, read_table
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -117,7 +116,4 @@ class CodeText(NamedTuple):
 
 def code_texts() -> dict[str, CodeText]:
     """Explanation of each code of the doctor, from codes.toml."""
-    import tomllib
-
-    table = tomllib.loads(Path(__file__).with_name("codes.toml").read_text())
-    return {code: CodeText(**texts) for code, texts in table.items()}
+    return {code: CodeText(**texts) for code, texts in read_table(__file__, "codes.toml").items()}
