@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from holdfast.diagnosis.causes import judge
-from holdfast.diagnosis.causes.find import cause_of, texts
+from holdfast.diagnosis.causes.find import cause_of
+from holdfast.diagnosis.reference import verdict_texts
 from holdfast.diagnosis.screen import render
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from tests.corpus.messages import messages, right_share, wrong
@@ -80,7 +81,7 @@ def test_each(case: Case) -> None:
     verdict = judge(case.evidence)
     assert is_right(case, verdict), f"{named(verdict)}: {verdict.cause}"
     assert verdict.code == case.code, verdict.cause
-    assert verdict.code in texts()
+    assert verdict.code in verdict_texts()
     assert "\n" not in verdict.cause + verdict.advice
 
 
@@ -136,4 +137,4 @@ def test_no_message_is_in_both_halves_and_each_has_a_cause_that_exists() -> None
     halves = [messages(half) for half in HALVES]
     first, second = ({(each.failure.message, each.failure.stderr_tail) for each in half} for half in halves)
     assert not first & second
-    assert {each.code for half in halves for each in half} <= set(texts())
+    assert {each.code for half in halves for each in half} <= set(verdict_texts())

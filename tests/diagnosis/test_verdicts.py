@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from holdfast.diagnosis.causes import find as causes_find
 from holdfast.diagnosis.causes import judge
+from holdfast.diagnosis.causes.find import rules
 from holdfast.diagnosis.screen import render
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.protocol.rank_progress import Finding, Frame, HangKind, RankSample, RankStory
@@ -432,5 +432,5 @@ def test_the_rules_are_made_without_the_decoder(monkeypatch: pytest.MonkeyPatch)
     def decode(*_: object) -> None:
         raise AssertionError("the decoder was used")
 
-    monkeypatch.setattr(causes_find.msgspec, "convert", decode)
-    assert causes_find.rules.__wrapped__() == causes_find.rules()
+    monkeypatch.setattr("msgspec.convert", decode)
+    assert rules.__wrapped__() == rules()

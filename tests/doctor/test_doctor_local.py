@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from holdfast.doctor.findings import as_json, code_texts, exit_code, lines_of, render, worst
+from holdfast.diagnosis.reference import finding_texts
+from holdfast.doctor.findings import as_json, exit_code, lines_of, render, worst
 from holdfast.doctor.local import chosen, examine, proposed, slow_import
 from holdfast.doctor.together import examine_together, release
 from holdfast.protocol.doctor_facts import (
@@ -115,11 +116,10 @@ def test_every_code_that_is_given_is_explained() -> None:
     import holdfast
 
     folder = Path(holdfast.__file__).parent
-    sources = [*folder.glob("doctor/*.py"), *folder.glob("doctor/*.py")]
-    given = {code for path in sources for code in re.findall(r"HF5\d\d", path.read_text())}
-    assert given == set(code_texts())
-    for explained in code_texts().values():
-        assert all(text.endswith(".") or "`" in text for text in explained)
+    given = {code for path in folder.glob("doctor/*.py") for code in re.findall(r"HF5\d\d", path.read_text())}
+    assert given == set(finding_texts())
+    for explained in finding_texts().values():
+        assert all(text.endswith(".") for text in (explained.cause, explained.evidence, explained.fix))
 
 
 def test_the_table_shows_problems_with_their_fix_and_passes_in_one_line() -> None:

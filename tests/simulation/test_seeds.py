@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.diagnosis.event_table import problems
+from holdfast.diagnosis.reference import problems
 from holdfast.protocol.machines import Note
 from holdfast.protocol.policy import Limits
 from tests.support.simulator.cluster import SimCluster, SimOptions

@@ -86,7 +86,7 @@ def commands() -> list[Command]:
         stop,
         submit_k8s,
     )
-    from holdfast.diagnosis.explanations import everything
+    from holdfast.diagnosis.reference import everything
     from holdfast.launchers.slurm import batch as slurm_batch
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(slurm_batch.VALUES)]

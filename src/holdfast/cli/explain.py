@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.diagnosis.explanations import Explanation, everything, headings, nearest, normal, search
+from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
 from holdfast.protocol.errors import UsageError
 
 WIDTH = 100

@@ -82,7 +82,7 @@ def newest_run() -> Path:
 def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
     """Its events. A last line that is still being written is left out; what is torn (a full disk, a machine that lost
     power) or of another version is left out as well, and counted on stderr. Raises UsageError."""
-    from holdfast.diagnosis.event_table import is_readable
+    from holdfast.diagnosis.reference import is_readable
 
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)

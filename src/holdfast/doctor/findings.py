@@ -1,14 +1,14 @@
-"""Makes and renders findings: lines for users, data for JSON, the exit code, the explanation of each code."""
+"""Makes and renders findings: lines for users, data for JSON, the exit code."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from holdfast.protocol.doctor_facts import DoctorFinding, Level
-from holdfast.text import listed, read_table
+from holdfast.text import listed
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -106,14 +106,3 @@ def as_json(findings: Sequence[DoctorFinding], *, strict: bool = False) -> dict[
 def printable(text: str) -> str:
     """The text without control characters: texts of other nodes come from the network."""
     return "".join(character if character.isprintable() else " " for character in text)
-
-
-class CodeText(NamedTuple):
-    cause: str
-    evidence: str
-    fix: str
-
-
-def code_texts() -> dict[str, CodeText]:
-    """Explanation of each code of the doctor, from codes.toml."""
-    return {code: CodeText(**texts) for code, texts in read_table(__file__, "codes.toml").items()}

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import msgspec
 from msgspec import Struct, structs
 
 from holdfast.diagnosis.causes.blame import CONTROL_FLOW, Blame, complaint, is_complaint, of_peers, types_of
@@ -69,16 +68,6 @@ class Rule(Struct, frozen=True, kw_only=True):
     """The cause depends on the machine, so the text names nodes with and without it."""
 
 
-class Text(Struct, frozen=True, forbid_unknown_fields=True):
-    """Explanation of a code."""
-
-    name: str
-    """Name in a few words, for a table."""
-    cause: str
-    evidence: str
-    fix: str
-
-
 @cache
 def _file() -> dict[str, Any]:
     return read_table(__file__, "rules.toml")
@@ -103,18 +92,6 @@ def advice() -> Mapping[str, str]:
     """Advice for verdicts on several failures, by code: one line for the last screen."""
     found: dict[str, str] = _file()["advice"]
     return found
-
-
-@cache
-def explanations() -> dict[str, Any]:
-    """texts.toml as it is."""
-    return read_table(__file__, "texts.toml")
-
-
-@cache
-def texts() -> dict[str, Text]:
-    """Explanation of each code of a verdict."""
-    return msgspec.convert(explanations()["verdicts"], dict[str, Text])
 
 
 def _rule(row: Mapping[str, Any], parts: Mapping[str, str]) -> Rule:
