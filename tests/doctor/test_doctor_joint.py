@@ -12,11 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from holdfast.doctor import joint_server, probe
-from holdfast.doctor.joint import JointOptions, JointResult, check_together
-from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
-from holdfast.doctor.probe import Peer
-from holdfast.protocol.codec import encode
-from holdfast.protocol.doctor_facts import (
+from holdfast.doctor.findings import (
     DoctorFinding,
     Level,
     LocalFacts,
@@ -27,6 +23,10 @@ from holdfast.protocol.doctor_facts import (
     TorchFacts,
     TorchState,
 )
+from holdfast.doctor.joint import JointOptions, JointResult, check_together
+from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
+from holdfast.doctor.probe import Peer
+from holdfast.protocol.codec import encode
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.handshake import ClientHandshake
 from holdfast.protocol.options import Endpoint

@@ -9,10 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.diagnosis.reference import finding_texts
-from holdfast.doctor.findings import as_json, exit_code, lines_of, render, worst
-from holdfast.doctor.local import chosen, examine, proposed, slow_import
-from holdfast.doctor.together import examine_together, release
-from holdfast.protocol.doctor_facts import (
+from holdfast.doctor.findings import (
     DoctorFinding,
     Gpu,
     Interface,
@@ -26,7 +23,14 @@ from holdfast.protocol.doctor_facts import (
     Summary,
     TorchFacts,
     TorchState,
+    as_json,
+    exit_code,
+    lines_of,
+    render,
+    worst,
 )
+from holdfast.doctor.local import chosen, examine, proposed, slow_import
+from holdfast.doctor.together import examine_together, release
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

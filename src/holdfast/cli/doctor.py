@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.rendezvous import RendezvousOptions
+    from holdfast.doctor.findings import DoctorFinding, LocalFacts
     from holdfast.doctor.joint import JointOptions, JointResult
-    from holdfast.protocol.doctor_facts import DoctorFinding, LocalFacts
     from holdfast.protocol.options import Endpoint
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"

@@ -21,7 +21,6 @@ from pathlib import Path
 import psutil
 
 from holdfast.cli.printing import Parser, print_json
-from holdfast.doctor import system
 from holdfast.linux import GroupLimits, read_text
 from holdfast.version import __version__
 
@@ -187,7 +186,9 @@ def network() -> Facts:
         state = states.get(name)
         how = f"{'up' if state.isup else 'down'}, mtu {state.mtu}, " if state is not None else ""
         facts[name] = how + (", ".join(shown) or "no address")
-    if devices := system.infiniband():
+    from holdfast.doctor.facts import infiniband
+
+    if devices := infiniband():
         facts["InfiniBand"] = ", ".join(devices)
     return facts
 

@@ -15,6 +15,16 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.doctor.findings import (
+    DoctorFinding,
+    JointCheck,
+    Level,
+    LocalFacts,
+    NodeReport,
+    Reduced,
+    Summary,
+    TorchState,
+)
 from holdfast.doctor.joint_server import (
     BACKEND,
     REPORT_S_MIN,
@@ -30,16 +40,6 @@ from holdfast.doctor.joint_server import (
     why_no_reduce,
 )
 from holdfast.doctor.probe import ProbeServer, Reducer, probe_all
-from holdfast.protocol.doctor_facts import (
-    DoctorFinding,
-    JointCheck,
-    Level,
-    LocalFacts,
-    NodeReport,
-    Reduced,
-    Summary,
-    TorchState,
-)
 from holdfast.protocol.errors import (
     AuthenticationError,
     CoordinatorUnreachableError,

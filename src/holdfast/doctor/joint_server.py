@@ -28,10 +28,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.doctor.findings import NodePath, NodeReport, Reached, Reduced
 from holdfast.doctor.probe import KEY_BYTES, Peer
 from holdfast.protocol import codec
 from holdfast.protocol.bounds import Port, PortOrNone, Rank
-from holdfast.protocol.doctor_facts import NodePath, NodeReport, Reached, Reduced
 from holdfast.protocol.errors import HoldfastError, PeerError, ProtocolError, RefusedError
 from holdfast.protocol.handshake import Hello
 from holdfast.protocol.policy import JobSpec

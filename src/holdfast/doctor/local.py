@@ -7,9 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from holdfast.doctor.findings import GIB, MIB, fatal, named, passed, retry, size, warn
-from holdfast.protocol.doctor_facts import DoctorFinding, Folder, Interface, LocalFacts, TorchFacts, TorchState
-from holdfast.text import is_loopback
+from holdfast.doctor.findings import (
+    GIB,
+    MIB,
+    DoctorFinding,
+    Folder,
+    Interface,
+    LocalFacts,
+    TorchFacts,
+    TorchState,
+    fatal,
+    passed,
+    retry,
+    size,
+    warn,
+)
+from holdfast.text import is_loopback, listed
 
 SHM_BYTES_MIN = 1 * GIB
 SHM_FREE_BYTES_MIN = 256 * MIB
@@ -247,7 +260,7 @@ def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
         why = f"torch can use no GPU: {reason} ({driver}, torch for CUDA {found.cuda})"
         yield fatal("HF503", what, why, f"install a driver for CUDA {found.cuda}, or a torch build for this driver")
     elif found.unsupported:
-        why = f"torch {found.version} has no code for {named(found.unsupported)}"
+        why = f"torch {found.version} has no code for {listed(found.unsupported)}"
         yield fatal("HF503", what, why, "install a torch build that supports these GPUs")
     else:
         yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, CUDA {found.cuda}")
@@ -259,7 +272,7 @@ def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
         yield fatal("HF504", what, f"nvidia-smi: {facts.gpu_error}", "see dmesg; reset the GPU or reboot")
     broken = [f"GPU {gpu.index} has {gpu.ecc_errors}" for gpu in facts.gpus if gpu.ecc_errors]
     if broken:
-        why = f"uncorrected memory errors since the driver was loaded: {named(broken)}"
+        why = f"uncorrected memory errors since the driver was loaded: {listed(broken)}"
         yield fatal("HF504", what, why, "reset the GPU (nvidia-smi -r), and replace it if they come back")
     elif facts.gpus:
         yield passed("HF504", what, f"{len(facts.gpus)} × {facts.gpus[0].name}, no uncorrected memory errors")
@@ -271,7 +284,7 @@ def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if busy:
         shown = [
             f"GPU {gpu.index}: {gpu.memory_used_mib or 0} of {gpu.memory_total_mib or 0} MiB in use"
-            + (f" by {named(gpu.users, 3)}" if gpu.users else "")
+            + (f" by {listed(gpu.users, 3)}" if gpu.users else "")
             for gpu in busy
         ]
         yield warn("HF505", what, "; ".join(shown), "wait for them, end what was left behind, or use other GPUs")
@@ -317,7 +330,7 @@ def variables_that_hurt(given: dict[str, str]) -> Iterator[tuple[str, str]]:
     if "0" in (given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), given.get("NCCL_ASYNC_ERROR_HANDLING")):
         yield "…NCCL_ASYNC_ERROR_HANDLING=0: a collective that fails hangs for ever", "unset it"
     if left := [name for name in FOREIGN if name in given]:
-        why = f"{named(left)} set in this shell; workers get their own, whatever else you start does not"
+        why = f"{listed(left)} set in this shell; workers get their own, whatever else you start does not"
         yield why, f"unset {' '.join(left)}"
 
 
@@ -343,7 +356,7 @@ def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
         why = f"{host} does not resolve: {facts.resolve_error}"
         yield passed("HF531", what, why) if alone else warn("HF531", what, why, choose)
     elif facts.own_addresses and all(is_loopback(address) for address in facts.own_addresses):
-        why = f"{host} is {named(facts.own_addresses)}, a loopback address"
+        why = f"{host} is {listed(facts.own_addresses)}, a loopback address"
         if alone:
             yield passed("HF532", what, f"{why}: good for one node, not for several")
         else:
@@ -352,7 +365,7 @@ def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
         why = f"{host} took {facts.resolve_s:.1f} s to resolve"
         yield warn("HF531", what, why, "write it into /etc/hosts, or mend DNS")
     else:
-        yield passed("HF531", what, f"{host} is {named(facts.own_addresses)}")
+        yield passed("HF531", what, f"{host} is {listed(facts.own_addresses)}")
 
 
 def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -365,12 +378,12 @@ def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
         fix = "start the network; in a container use --network host"
         yield fatal("HF534", what, "none is up but loopback", fix)
         return
-    shown = named([f"{each.name} {each.addresses[0]}" for each in able])
+    shown = listed([f"{each.name} {each.addresses[0]}" for each in able])
     yield passed("HF534", what, shown)
     misleading = [each.name for each in able if is_bridge(each)]
     if not stays_here(facts) and misleading and not any(name in facts.variables for name in CHOOSERS):
         best = proposed(facts)
-        why = f"{named(misleading)} beside {best}: NCCL or gloo may take the wrong one"
+        why = f"{listed(misleading)} beside {best}: NCCL or gloo may take the wrong one"
         yield warn("HF536", what, why, f"export NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
 
 
@@ -385,14 +398,14 @@ def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
         taken = chosen(text, facts.interfaces, nccl=variable.startswith("NCCL"))
         able = [each for each in taken if each.up and each.addresses]
         if not taken:
-            here = named([each.name for each in facts.interfaces]) or "none"
+            here = listed([each.name for each in facts.interfaces]) or "none"
             yield fatal("HF535", variable, f"{text}: no such interface here; there are {here}", fix)
         elif not able:
             yield fatal("HF535", variable, f"{text}: {taken[0].name} is down or has no address", fix)
         elif not stays_here(facts) and all(is_local(each) or is_bridge(each) for each in able):
             yield warn("HF535", variable, f"{text}: {able[0].name} hardly leads to other nodes", fix)
         else:
-            yield passed("HF535", variable, f"{text}: {named([each.name for each in able])}")
+            yield passed("HF535", variable, f"{text}: {listed([each.name for each in able])}")
 
 
 def ports(facts: LocalFacts) -> Iterator[DoctorFinding]:

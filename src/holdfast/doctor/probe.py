@@ -25,10 +25,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.doctor import system
-from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json
+from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json, own_addresses
+from holdfast.doctor.findings import NodePath, Reached, Reduced
 from holdfast.protocol.bounds import Port
-from holdfast.protocol.doctor_facts import NodePath, Reached, Reduced
 from holdfast.runtime.connection import connect, numeric, why
 
 MAGIC, KEY_BYTES = b"HFDOCTOR", 16
@@ -136,7 +135,7 @@ async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePat
         peer = peers[index]
         async with room:
             late: tuple[tuple[str, ...], str] = ((), f"no answer within {NAME_S_MAX:g} s")
-            names, error = await bounded(lambda: system.own_addresses(peer.host), NAME_S_MAX, late)
+            names, error = await bounded(lambda: own_addresses(peer.host), NAME_S_MAX, late)
             path = await probe(peer, index, key, transfer_s=0.0)
         return replace(path, names=names, name_error=error)
 

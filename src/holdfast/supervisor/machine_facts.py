@@ -112,7 +112,7 @@ def _told(fact: Callable[[], str]) -> str:
 
 def interfaces() -> str:
     """`eth0 10.0.0.5, docker0 172.17.0.1; try NCCL_SOCKET_IFNAME=eth0`."""
-    from holdfast.doctor.system import default_interface
+    from holdfast.doctor.facts import default_interface
 
     up = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
     if not up:
