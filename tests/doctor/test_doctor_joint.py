@@ -28,10 +28,9 @@ from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, Shared
 from holdfast.doctor.probe import Peer
 from holdfast.protocol.codec import encode
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.handshake import ClientHandshake
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.protocol.session import Session
+from holdfast.protocol.session import ClientHandshake, Session
 from holdfast.runtime.connection import dial_endpoint, fresh_nonce
 from tests.support.limits import limit_s
 

@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from holdfast.protocol.codec import encode
-from holdfast.protocol.framing import HELLO_BYTES_MAX, STORE_MAGIC, frame, preamble
-from holdfast.protocol.handshake import NONCE_BYTES, ClientHandshake, Hello
+from holdfast.protocol.codec import HELLO_BYTES_MAX, STORE_MAGIC, encode, frame, preamble
 from holdfast.protocol.messages import FromAgent, Ping
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.session import NONCE_BYTES, ClientHandshake, Hello
 from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import Connection, dial
 from holdfast.runtime.listener import LOG_LINES_MAX, Listener, TakeOver

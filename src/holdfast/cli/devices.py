@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.protocol.bounds import WORKERS_PER_NODE_MAX
 from holdfast.protocol.errors import ProcessesError
+from holdfast.protocol.policy import WORKERS_PER_NODE_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -165,7 +165,7 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
     import asyncio
     import time
 
-    from holdfast.protocol.machines import Pauses
+    from holdfast.protocol.policy import Pauses
 
     began = time.monotonic()
     pauses = Pauses.begin(began, BUSY_S)

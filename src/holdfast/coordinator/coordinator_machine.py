@@ -49,7 +49,6 @@ from holdfast.coordinator.formation import (
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership, PreviousLeader
 from holdfast.coordinator.monitor import EndGeneration, Monitor, cannot_tell, node_views
 from holdfast.protocol.errors import NodesError
-from holdfast.protocol.machines import Note, Pauses, Tick
 from holdfast.protocol.messages import (
     REVISION,
     Abandon,
@@ -81,7 +80,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Pauses, Tick
 from holdfast.protocol.rank_progress import Examine, JobView
 
 TRANSITIONS: dict[tuple[Phase, Phase], str] = {

@@ -50,10 +50,9 @@ from holdfast.protocol.errors import (
     RefusedError,
     UnresolvedHostError,
 )
-from holdfast.protocol.handshake import ClientHandshake
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.protocol.session import Session
+from holdfast.protocol.session import ClientHandshake, Session
 from holdfast.rendezvous.bind import Claim, claim, who_holds
 from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
 from holdfast.runtime.driver import run_detached

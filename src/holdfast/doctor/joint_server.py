@@ -31,10 +31,9 @@ from msgspec.structs import replace
 from holdfast.doctor.findings import NodePath, NodeReport, Reached, Reduced
 from holdfast.doctor.probe import KEY_BYTES, Peer
 from holdfast.protocol import codec
-from holdfast.protocol.bounds import Port, PortOrNone, Rank
 from holdfast.protocol.errors import HoldfastError, PeerError, ProtocolError, RefusedError
-from holdfast.protocol.handshake import Hello
-from holdfast.protocol.policy import JobSpec
+from holdfast.protocol.policy import JobSpec, Port, PortOrNone, Rank
+from holdfast.protocol.session import Hello
 from holdfast.rendezvous.bind import Claim
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.listener import Listener

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json, own_addresses
 from holdfast.doctor.findings import NodePath, Reached, Reduced
-from holdfast.protocol.bounds import Port
+from holdfast.protocol.policy import Port
 from holdfast.runtime.connection import connect, numeric, why
 
 MAGIC, KEY_BYTES = b"HFDOCTOR", 16

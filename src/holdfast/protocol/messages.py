@@ -13,9 +13,18 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.bounds import ITEMS_MAX, WORKERS_PER_NODE_MAX, Count, LocalRank, Period, Port, Rank, Seconds
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import (
+    ITEMS_MAX,
+    WORKERS_PER_NODE_MAX,
+    Count,
+    LocalRank,
+    NodeSpec,
+    Period,
+    Port,
+    Rank,
+    Seconds,
+)
 from holdfast.protocol.rank_progress import RankProgress, RankSample
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.bounds import Count, Line, LocalRank, Rank, Seconds
+from holdfast.protocol.policy import Count, Line, LocalRank, Rank, Seconds
 
 
 class Stage(Enum):

@@ -21,9 +21,9 @@ from holdfast.coordinator.coordinator_state import (
     Tell,
 )
 from holdfast.protocol.errors import HoldfastError
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked
 from holdfast.protocol.outcome import fault_outcome
+from holdfast.protocol.policy import Note, Tick
 from holdfast.runtime.control_handlers import Answers
 from holdfast.runtime.descriptors import raise_limit
 from holdfast.runtime.driver import Driver

@@ -12,7 +12,7 @@ import sys
 import time
 
 from holdfast.protocol import board_layout as layout
-from holdfast.protocol.bounds import COUNT_MAX
+from holdfast.protocol.policy import COUNT_MAX
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
 HOLD_SETTLES_S = 0.02

@@ -24,9 +24,9 @@ from msgspec import Struct, structs
 
 from holdfast.agent.events import Event, FailureRead, WorkerEnded, WorkerRaised
 from holdfast.linux import own_groups
-from holdfast.protocol.bounds import COUNT_MAX
 from holdfast.protocol.errors import EXIT_FAILURE
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
+from holdfast.protocol.policy import COUNT_MAX
 from holdfast.runtime.journal import Journal
 from holdfast.supervisor.log_layout import WorkerStreams
 from holdfast.supervisor.log_router import LogRouter

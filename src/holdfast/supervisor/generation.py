@@ -14,10 +14,9 @@ from holdfast.agent.agent_state import Work
 from holdfast.agent.events import Event, WorkerEnded
 from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import RunOptions
+from holdfast.protocol.options import RunOptions, worker_environment
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.rank_progress import RankProgress
-from holdfast.protocol.worker_env import worker_environment
 from holdfast.runtime.journal import Journal
 from holdfast.supervisor.board import Board
 from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient

@@ -36,11 +36,10 @@ from holdfast.agent.events import (
 )
 from holdfast.diagnosis.causes import judge
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Assign, FromCoordinator, Start, Stop
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Tick
 from holdfast.runtime.driver import Driver, Troubles, fault_of
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
