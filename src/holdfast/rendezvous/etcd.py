@@ -1,4 +1,4 @@
-"""etcd: its options (`--rdzv-conf`, TLS) and the coordinator's lease in it. The APIs are etcd_v2.py and etcd_v3.py.
+"""etcd: its options (`--rdzv-conf`, TLS) and the coordinator's lease in it. The clients are in etcd_stores.py.
 
 The lease consists of two keys with a time to live. `<prefix>/<run id>/coordinator` lives for one lease and names the
 leader and its address. `<prefix>/<run id>/memory` outlives the leader and has the constraints for the next one. A new
@@ -71,13 +71,9 @@ def open_api(options: EtcdOptions, run_id: str) -> Api:
 
 
 def _open_store(options: EtcdOptions, key: str) -> Store:
-    if options.api == "v2":
-        from holdfast.rendezvous.etcd_v2 import StoreV2
+    from holdfast.rendezvous.etcd_stores import StoreV2, open_v3
 
-        return StoreV2(options)
-    from holdfast.rendezvous.etcd_v3 import open_v3
-
-    return open_v3(options, key)
+    return StoreV2(options) if options.api == "v2" else open_v3(options, key)
 
 
 def leader_key(options: EtcdOptions, run_id: str) -> str:
