@@ -17,9 +17,16 @@ from holdfast.protocol.errors import (
 )
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, ThirdPartyOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
-from holdfast.rendezvous.elections import Leader, Memory, ValueElection, address_of_default_route
-from holdfast.rendezvous.shared_value import ValueApi, ValueLeaderLease, ValueWatch
-from holdfast.rendezvous.third_party import Backend, Place, SharedValue
+from holdfast.rendezvous.elections import Leader, Memory, address_of_default_route
+from holdfast.rendezvous.third_party import (
+    Backend,
+    Place,
+    SharedValue,
+    ValueApi,
+    ValueElection,
+    ValueLeaderLease,
+    ValueWatch,
+)
 from holdfast.runtime import elected_client as etcd_meeting
 from holdfast.runtime.journal import Journal
 from tests.support.limits import limit_s

@@ -15,8 +15,7 @@ from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfig
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
-from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
-from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
+from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
 from holdfast.runtime.secret_variables import read_token, weakness
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def third_party_options(
     parsed: Parsed, backend: str, job_id: str, conf: rdzv_conf.Conf, notices: list[str]
 ) -> ThirdPartyOptions:
     """Loads the package that offers this backend and lets it judge what it is given. Raises CallerError."""
-    from holdfast.rendezvous.elections import read_third_party
-    from holdfast.rendezvous.registry import load_third_party
+    from holdfast.rendezvous.third_party import load_third_party, read_third_party
 
     try:
         loaded = load_third_party(backend)

@@ -19,7 +19,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.printing import Parser
 from holdfast.protocol.errors import HoldfastError, UsageError
-from holdfast.rendezvous.registry import is_built_in
+from holdfast.rendezvous.conf import is_built_in
 from holdfast.runtime.secret_variables import draw_token
 
 if TYPE_CHECKING:

@@ -1,18 +1,73 @@
-"""Parses `--rdzv-endpoint` and `--rdzv-conf` by torchrun's grammar into typed values. PURE.
+"""The rendezvous backends by name, and `--rdzv-endpoint` and `--rdzv-conf` by torchrun's grammar as typed values.
 
-Knows the keys of each backend and their meaning for holdfast.
+Knows the keys of each backend and their meaning for holdfast; opens no socket.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from holdfast.protocol.errors import EndpointError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import Limits
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "holdfast.rendezvous"
+"""Entry points of this group are backends; contract: third_party.py."""
+
+
+class RegisteredBackend(NamedTuple):
+    default_port: int | None
+    """None: the endpoint must name one."""
+
+
+BACKENDS = {
+    "c10d": RegisteredBackend(default_port=29400),
+    "static": RegisteredBackend(default_port=None),
+    "etcd": RegisteredBackend(default_port=2379),
+    "etcd-v2": RegisteredBackend(default_port=2379),
+}
+"""The built-in backends. Packages cannot use their names."""
+
+
+def is_built_in(name: str) -> bool:
+    return name in BACKENDS
+
+
+def check_backend(name: str) -> None:
+    """Raises RendezvousConfigError for a name that is neither built in nor known from an installed package."""
+    if is_built_in(name):
+        return
+    installed = {entry.name for entry in installed_backends()}
+    if name in installed:
+        return
+    import difflib  # only for a mistyped name
+
+    known = [*BACKENDS, *sorted(installed - BACKENDS.keys())]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    raise RendezvousConfigError(f"--rdzv-backend {name!r} is unknown; {hint}")
+
+
+def default_port(name: str) -> int | None:
+    """The default port of a built-in backend; None: the endpoint must name one."""
+    return BACKENDS[name].default_port
+
+
+def installed_backends() -> list[EntryPoint]:
+    """The backends of installed packages. Reading the metadata of all packages takes milliseconds, so this is only done
+    for a name that is not built in, or for a message that lists the names.
+    """
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=GROUP))
+
 
 PORT_MAX = 65535
 

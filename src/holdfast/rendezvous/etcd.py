@@ -22,9 +22,8 @@ import msgspec
 
 from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions
-from holdfast.rendezvous.conf import Conf, parse_endpoint, read_conf
+from holdfast.rendezvous.conf import Conf, default_port, parse_endpoint, read_conf
 from holdfast.rendezvous.elections import CALL_S_MAX, Api, Leader, Memory, Record, read_record
-from holdfast.rendezvous.registry import default_port
 
 PASSWORD_BYTES_MAX = 4096
 _FILES = {

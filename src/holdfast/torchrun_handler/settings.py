@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from holdfast.coordinator.ending import UNBOUNDED
 from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.rendezvous.conf import get_bool, limits_from_conf, parse_endpoint, unknown_key_notices
-from holdfast.rendezvous.registry import default_port
+from holdfast.rendezvous.conf import default_port, get_bool, limits_from_conf, parse_endpoint, unknown_key_notices
 from holdfast.runtime.secret_variables import read_token
 
 BACKEND = "holdfast"
