@@ -717,8 +717,8 @@ class CoordinatorMachine:
     def _standby_text(self) -> str:
         size = len(self._world().order)
         stands_by = size >= self.job.max_nodes or self.job.grow is Grow.NEVER
-        fate = "this one stands by as a spare" if stands_by else "this one will be taken in"
-        return f"generation {self.generation} is at work on {size} of at most {self.job.max_nodes} nodes; {fate}"
+        fate = "this node waits as a spare" if stands_by else "this node joins the next generation"
+        return f"generation {self.generation} runs on {size} of at most {self.job.max_nodes} nodes; {fate}"
 
     def _abandon(self, members: list[Member]) -> None:
         for member in members:
