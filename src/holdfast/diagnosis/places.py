@@ -223,7 +223,7 @@ _SOURCE_SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|synchronize)\s*\(")
 def where_is(story: RankStory) -> Where:
     samples = story.samples
     if not samples:
-        return Where(story, RankActivity.STANDING, "not heard of (its node did not answer)", "silent")
+        return Where(story, RankActivity.STANDING, "unknown (its node did not answer)", "silent")
     newest = samples[-1]
     if (state := _STATES.get(newest.state)) is not None:
         return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)

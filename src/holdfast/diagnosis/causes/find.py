@@ -279,7 +279,7 @@ def _raised(words: ExceptionText) -> Cause:
     told = _telling(words.links)
     text = told[0].text
     inner = unwrapped(text)
-    line = f"raised {'in a process of its own ' if inner != text else ''}{_first_line(inner).rstrip(': ')}"
+    line = f"raised {'in a child process ' if inner != text else ''}{_first_line(inner).rstrip(': ')}"
     last = words.links[-1]
     if last.text != text:
         joint = ", and because of it" if last.explains else ", and while that was handled"
@@ -312,15 +312,15 @@ NATIVE_ADVICE = (
 )
 
 MEANINGS = {
-    "SIGKILL": "killed from outside: kill -9, a scheduler, or an out-of-memory killer we could not see",
+    "SIGKILL": "killed from outside: kill -9, a scheduler, or an out-of-memory killer that holdfast cannot see",
     "SIGSEGV": "invalid memory access in native code",
     "SIGBUS": "bad memory mapping, often a full /dev/shm",
     "SIGABRT": "native code gave up",
     "SIGFPE": "arithmetic error in native code",
     "SIGILL": "an instruction this processor does not have",
-    "SIGTERM": "somebody asked it to end",
+    "SIGTERM": "asked to end",
     "SIGINT": "interrupted",
-    "SIGHUP": "its terminal went away",
+    "SIGHUP": "its terminal was closed",
 }
 
 

@@ -235,7 +235,7 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     if odd is not None:
         culprit, another = odd
         if another:
-            line = f"{_who(culprit)} called another collective than its peers, who waited for it in vain"
+            line = f"{_who(culprit)} called another collective than its peers, which waited for it until the time-out"
             return evidence.verdict("HF225", line, culprit, advice()["HF225"])
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
@@ -251,7 +251,7 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     named = [rank for rank in named_ranks(complaints) if rank != culprit.rank]
     accused = next((each for each in evidence.failures if named and each.rank == named[0]), None)
     if accused is not None and accused not in complaints:
-        line = f"{_who(accused)} did not come: rank {culprit.rank} {cause.line}{_where(culprit)}"
+        line = f"{_who(accused)} did not join: rank {culprit.rank} {cause.line}{_where(culprit)}"
         return evidence.verdict(cause.code, line, accused, cause.advice)
     missing = f"; missing: rank {', '.join(map(str, named[:8]))}" if named else ""
     line = f"{_who(culprit)} {cause.line}{_where(culprit)}{missing}"
@@ -264,8 +264,8 @@ def _absent(evidence: Evidence, victim: Failure, absent: Sequence[Where]) -> Ver
     culprit = stopped(absent[0].story)
     others = _some([each.story.rank for each in absent[1:]])
     more = f", as were {others}" if absent[1:] else ""
-    waited = f"rank {victim.rank} waited for it in vain{_where(victim)}"
-    line = f"{_who(culprit)} did not come: it was {absent[0].place}{more}, while {waited}"
+    waited = f"rank {victim.rank} waited for it until the time-out{_where(victim)}"
+    line = f"{_who(culprit)} did not join: it was {absent[0].place}{more}, while {waited}"
     return evidence.verdict("HF209", line, culprit, advice()["HF209"])
 
 
@@ -279,7 +279,7 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
     step = f" in step {culprit.step}" if culprit.step else ""
     more = f", as did {gone} in all" if len(evidence.done) > 1 else ""
     said = [line.strip() for line in culprit.stderr_tail.splitlines() if line.strip()]
-    last = f"; it said last: {said[-1][:SAID_CHARACTERS_MAX]}" if said else ""
+    last = f"; its last line was: {said[-1][:SAID_CHARACTERS_MAX]}" if said else ""
     needed = f"rank {victim.rank} still needed it{_where(victim)}{last}"
     line = f"{_who(culprit)} ended with exit code 0{step}{more}, while {needed}"
     return evidence.verdict("HF229", line, culprit, advice()["HF229"])
