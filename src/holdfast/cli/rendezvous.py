@@ -66,7 +66,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
             notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
         known = rdzv_conf.THIRD_PARTY if foreign else backend
         limits = rdzv_conf.limits_from_conf(known, conf, patience)
-        is_host = None if standalone or backend != "c10d" else rdzv_conf.get_bool(conf, "is_host")
+        is_host = None if standalone or backend != "c10d" else rdzv_conf.read_is_host(conf)
         etcd = etcd_options(backend, conf, endpoint)
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None

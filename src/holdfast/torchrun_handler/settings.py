@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from holdfast.coordinator.ending import UNBOUNDED
 from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.rendezvous.conf import default_port, get_bool, limits_from_conf, parse_endpoint, unknown_key_notices
+from holdfast.rendezvous.conf import default_port, limits_from_conf, parse_endpoint, read_is_host, unknown_key_notices
 from holdfast.runtime.secret_variables import read_token
 
 BACKEND = "holdfast"
@@ -48,7 +48,7 @@ def options_from(params: Parameters) -> RunOptions:
         command=WorkerCommand(kind=CommandKind.PROGRAM, target="torchrun"),
         logs=LogOptions(log_dir=None),
         endpoint=parse_endpoint(params.endpoint, default_port(LIKE)),
-        is_host=get_bool(conf, "is_host"),
+        is_host=read_is_host(conf),
         token=read_token(conf.get("token_file"), os.environ),
         local_addr=params.local_addr,
         notices=tuple(unknown_key_notices(LIKE, conf, name=BACKEND)),
