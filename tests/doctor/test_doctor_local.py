@@ -131,7 +131,7 @@ def test_the_table_shows_problems_with_their_fix_and_passes_in_one_line() -> Non
     text = render(findings)
     assert "WARN  overcommit" in text
     assert "→ sysctl vm.overcommit_memory=0" in text
-    assert text.splitlines()[-1].startswith("retry: 1 to try again, 1 to know; holdfast explain HF538")
+    assert text.splitlines()[-1].startswith("retry: 1 to retry, 1 to note; holdfast explain HF538")
     assert text.splitlines()[-1].endswith("(exit code 20)")
     assert "HF500" not in text
     assert render(examine(WELL)).splitlines()[-1].startswith("all well: ")
@@ -159,7 +159,7 @@ def test_a_warning_is_no_failure_unless_it_is_to_be() -> None:
 
 @pytest.mark.parametrize(
     ("cpu_s", "load", "says"),
-    [(1.0, 0.2, "local disk"), (38.0, 0.9, "processor is slow"), (4.0, 8.0, "what else runs here")],
+    [(1.0, 0.2, "local disk"), (38.0, 0.9, "processor is slow"), (4.0, 8.0, "which other programs run here")],
 )
 def test_a_slow_import_is_the_disks_fault_only_where_nothing_computes(cpu_s: float, load: float, says: str) -> None:
     found = TorchFacts(
@@ -220,7 +220,7 @@ def test_three_nodes_on_which_all_is_well() -> None:
 
 def test_a_node_that_did_not_come_is_missing_and_one_above_the_minimum_is_not() -> None:
     told = check(report(0, number=2), report(1, number=2), came=("a", "b"))
-    assert found_together(told) == [("HF550", Level.RETRY, "2 of 3 came: a, b")]
+    assert found_together(told) == [("HF550", Level.RETRY, "2 of 3 joined: a, b")]
     assert found_together(replace(told, wanted=(1, 3))) == []
 
 
@@ -244,7 +244,7 @@ def test_a_pair_that_fails_both_ways_and_one_that_nobody_could_try() -> None:
     told = check(report(0), report(1, link(2, reached=Reached.UNREACHABLE, error="no route to host")), None)
     texts = {code: why for code, _, why in found_together(told)}
     assert texts["HF560"] == "b → c (10.0.0.2:42000): no route (no route to host); c → b: not tried"
-    assert texts["HF554"] == "c came, and fell silent before the end"
+    assert texts["HF554"] == "c joined, but sent no report"
 
 
 def test_a_stranger_at_the_address_is_no_firewall() -> None:

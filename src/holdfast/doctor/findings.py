@@ -318,12 +318,12 @@ def conclusion(findings: Sequence[DoctorFinding], *, strict: bool = False) -> st
     level = worst(findings)
     if level is Level.PASS:
         return f"all well: {len(findings)} checks passed"
-    nouns = {Level.FATAL: "to mend first", Level.RETRY: "to try again", Level.WARN: "to know"}
+    nouns = {Level.FATAL: "to fix first", Level.RETRY: "to retry", Level.WARN: "to note"}
     counts = [(sum(finding.level is each for finding in findings), noun) for each, noun in nouns.items()]
     shown = ", ".join(f"{count} {noun}" for count, noun in counts if count)
     codes = sorted({finding.code for finding in findings if finding.level is level})
     exits = exit_code(findings, strict=strict)
-    return f"{level.value}: {shown}; holdfast explain {codes[0]} tells more (exit code {exits})"
+    return f"{level.value}: {shown}; holdfast explain {codes[0]} explains it (exit code {exits})"
 
 
 def as_json(findings: Sequence[DoctorFinding], *, strict: bool = False) -> dict[str, Any]:

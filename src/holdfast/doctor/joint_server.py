@@ -198,11 +198,11 @@ class CheckServer:
     def came(self, node: CheckedNode) -> None:
         if self._sealed or self._full.is_set():
             names = ", ".join(each.ready.host for each in self._nodes)
-            node.connection.send(Full(f"the check has begun without this node; there are {names}"))
+            node.connection.send(Full(f"the check has begun without this node; it has {names}"))
             node.connection.close()
             return
         self._nodes.append(node)
-        self._say(f"{node.ready.host} came: {len(self._nodes)} of {self._job.max_nodes}")
+        self._say(f"{node.ready.host} joined: {len(self._nodes)} of {self._job.max_nodes}")
         if len(self._nodes) == self._job.max_nodes:
             self._full.set()
 
@@ -239,7 +239,7 @@ class CheckServer:
             async with asyncio.timeout(self._timeout_s):
                 await self._full.wait()
         except TimeoutError:
-            self._say(f"{len(self._nodes)} of {self._job.max_nodes} nodes came; going on with them")
+            self._say(f"{len(self._nodes)} of {self._job.max_nodes} nodes joined; continuing with them")
         self._sealed = True
         self._nodes.sort(key=lambda node: not node.ready.at_endpoint)  # stable: then in the order they came
         key, names = os.urandom(KEY_BYTES), self._names()
@@ -297,11 +297,11 @@ def why_no_reduce(reports: Sequence[NodeReport | None], *, wanted: bool) -> str:
     told = [report for report in reports if report is not None]
     without = [report.summary.host for report in told if not report.summary.has_torch]
     if not wanted:
-        return "not asked for"
+        return "not requested"
     if len(reports) < 2:
-        return "one node is alone"
+        return "there is only one node"
     if len(told) < len(reports):
-        return "a node fell silent"
+        return "a node sent no report"
     if without:
         return f"no torch with gloo on {', '.join(without[:8])}"
     if any(link.reached is not Reached.YES for report in told for link in report.links):

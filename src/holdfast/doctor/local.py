@@ -11,7 +11,6 @@ from holdfast.doctor.findings import (
     GIB,
     MIB,
     DoctorFinding,
-    Folder,
     Interface,
     LocalFacts,
     TorchFacts,
@@ -42,10 +41,10 @@ def shared_memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if shm.error:
         yield fatal("HF510", what, f"cannot be used: {shm.error}", "mount a tmpfs there that this user can write")
     elif 0 < shm.total_bytes < SHM_BYTES_MIN:
-        yield warn("HF510", what, f"has only {size(shm.total_bytes)} in all", enlarge)
+        yield warn("HF510", what, f"has only {size(shm.total_bytes)}", enlarge)
     elif shm.total_bytes > 0 and shm.free_bytes < SHM_FREE_BYTES_MIN:
         why = f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free"
-        yield warn("HF510", what, why, "remove what dead jobs left there (ls -l /dev/shm)")
+        yield warn("HF510", what, why, "remove files that dead jobs left there (ls -l /dev/shm)")
     else:
         yield passed("HF510", what, f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free")
 
@@ -67,7 +66,7 @@ def processes(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if facts.pids_limit is not None:
         left = facts.pids_limit - facts.pids_used
         if left < PIDS_LEFT_PER_WORKER * facts.nproc:
-            why = f"the cgroup allows {facts.pids_limit} processes and threads, {facts.pids_used} are there"
+            why = f"the cgroup allows {facts.pids_limit} processes and threads, {facts.pids_used} exist"
             yield warn("HF512", what, why, "raise --pids-limit, or the pod's limit")
             return
     if limit is not None and limit < NPROC_MIN:
@@ -112,7 +111,8 @@ def memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
         shown += f", the cgroup allows {size(limit)}"
     if left < needed:
         workers = f"{facts.nproc} workers" if facts.nproc > 1 else "a worker"
-        yield retry("HF515", what, f"{shown}: little for {workers}", "end what uses it, or raise the container's limit")
+        why = f"{shown}: not enough for {workers}"
+        yield retry("HF515", what, why, "end processes that use it, or raise the container's limit")
     else:
         yield passed("HF515", what, shown + (f", {size(facts.swap_bytes)} swap" if facts.swap_bytes else ""))
 
@@ -122,7 +122,7 @@ def cpus(facts: LocalFacts) -> Iterator[DoctorFinding]:
     usable = min(float(facts.cpus_allowed), facts.cpu_quota or float(facts.cpus_allowed))
     shown = f"{facts.cpus_allowed} of {facts.cpus}"
     if facts.cpu_quota is not None:
-        shown += f", with {facts.cpu_quota:.3g} CPUs' time by cgroup"
+        shown += f", {facts.cpu_quota:.3g} CPUs by cgroup quota"
     if usable < facts.nproc:
         yield warn("HF516", what, f"{shown}, for {facts.nproc} workers", "allow more CPUs, or start fewer workers")
     else:
@@ -149,27 +149,24 @@ def tracing(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def folders(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what, other = "folder", "choose another one: --log-dir for logs, TMPDIR for temporary files"
     for folder in facts.folders:
-        yield folder_finding(folder)
-
-
-def folder_finding(folder: Folder) -> DoctorFinding:
-    what, rename = "folder", "name another one: --log-dir for logs, TMPDIR for temporary files"
-    if folder.error:
-        why = f"{folder.path} cannot be written: {folder.error}"
-        return fatal("HF519", what, why, f"make it writable, or {rename}")
-    free = f"{folder.path} has {size(folder.free_bytes)} free"
-    if folder.free_bytes < FOLDER_FREE_BYTES_MIN:
-        return warn("HF519", what, free, f"make room, or {rename}")
-    return passed("HF519", what, free)
+        free = f"{folder.path} has {size(folder.free_bytes)} free"
+        if folder.error:
+            why = f"{folder.path} cannot be written: {folder.error}"
+            yield fatal("HF519", what, why, f"make it writable, or {other}")
+        elif folder.free_bytes < FOLDER_FREE_BYTES_MIN:
+            yield warn("HF519", what, free, f"free space, or {other}")
+        else:
+            yield passed("HF519", what, free)
 
 
 def clock(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "clock"
     if facts.clock_synchronised is False:
-        yield warn("HF530", what, "not kept by NTP", "start chronyd or systemd-timesyncd")
+        yield warn("HF530", what, "not synchronised by NTP", "start chronyd or systemd-timesyncd")
     elif facts.clock_synchronised:
-        yield passed("HF530", what, "kept by NTP")
+        yield passed("HF530", what, "synchronised by NTP")
 
 
 PYTHON_MIN = (3, 11)
@@ -182,11 +179,11 @@ GPU_BUSY_MIB = 1024
 """Drivers and desktops use less than this."""
 
 SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "TORCH_DISTRIBUTED_DEBUG": "collectives are checked against each other",
-    "NCCL_P2P_DISABLE": "GPUs of a node talk through main memory",
-    "NCCL_SHM_DISABLE": "GPUs of a node talk through the network",
-    "NCCL_IB_DISABLE": "InfiniBand stays unused",
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel",
+    "TORCH_DISTRIBUTED_DEBUG": "every collective is compared between ranks",
+    "NCCL_P2P_DISABLE": "GPUs of a node communicate through main memory",
+    "NCCL_SHM_DISABLE": "GPUs of a node communicate through the network",
+    "NCCL_IB_DISABLE": "InfiniBand is not used",
     "TORCH_NCCL_BLOCKING_WAIT": "collectives block the CPU",
     "TORCH_SHOW_CPP_STACKTRACES": "every exception is symbolised, which takes seconds",
 }
@@ -211,12 +208,12 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
     match found.state:
         case TorchState.ABSENT:
             why = "not installed for the workers' Python"
-            yield warn("HF501", what, why, "pip install torch, if your script needs it")
+            yield warn("HF501", what, why, "run pip install torch, if your script needs it")
         case TorchState.BROKEN:
             yield fatal("HF501", what, f"cannot be imported: {found.error}", "reinstall torch in this environment")
         case TorchState.SILENT:
             why = f"its import did not end within {found.seconds:.0f} s"
-            fix = "put the environment on a local disk, or look at what it waits for (py-spy)"
+            fix = "put the environment on a local disk, or see what it waits for (py-spy)"
             yield fatal("HF501", what, why, fix)
         case TorchState.OK if found.seconds > IMPORT_SLOW_S:
             why = f"{found.version} takes {found.seconds:.0f} s to import"
@@ -238,7 +235,10 @@ def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
         fix = "this processor is slow, or Python's cached bytecode cannot be written"
         return f"{why}, {found.cpu_s:.0f} s of it computing", fix
     if found.load > BUSY_LOAD:
-        return f"{why}; the processor is busy ({found.load:.1f} processes per CPU)", "see what else runs here (top)"
+        return (
+            f"{why}; the processor is busy ({found.load:.1f} processes per CPU)",
+            "see which other programs run here (top)",
+        )
     return why, "put the environment on a local disk"
 
 
@@ -287,7 +287,8 @@ def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
             + (f" by {listed(gpu.users, 3)}" if gpu.users else "")
             for gpu in busy
         ]
-        yield warn("HF505", what, "; ".join(shown), "wait for them, end what was left behind, or use other GPUs")
+        fix = "wait for those jobs, end processes that were left behind, or use other GPUs"
+        yield warn("HF505", what, "; ".join(shown), fix)
     elif facts.gpus:
         yield passed("HF505", what, "all free")
 
@@ -299,7 +300,7 @@ def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if text is None:
         yield passed("HF521", what, "unset: workers share the CPUs evenly")
     elif not text.strip().isdecimal() or int(text) < 1:
-        yield warn("HF521", what, f"{text!r} is no number of threads", "unset OMP_NUM_THREADS")
+        yield warn("HF521", what, f"{text!r} is not a number of threads", "unset OMP_NUM_THREADS")
     elif int(text) * facts.nproc > cpus and int(text) > 1:
         why = f"{text} threads × {facts.nproc} workers on {cpus} CPUs"
         yield warn("HF521", what, why, f"unset it, or set it to {max(1, cpus // facts.nproc)}")
@@ -309,28 +310,27 @@ def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 def variables(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what, given = "variables", facts.variables
-    hurting = tuple(variables_that_hurt(given))
-    for why, fix in hurting:
+    problems = tuple(variable_problems(given))
+    for why, fix in problems:
         yield warn("HF539", what, why, fix)
-    if not hurting:
-        shown = f"{len(given)} that matter are set, none of them hurts" if given else "none set that hurts"
-        yield passed("HF539", what, shown)
+    if not problems:
+        yield passed("HF539", what, f"{len(given)} relevant ones are set, without problems" if given else "none is set")
 
 
-def variables_that_hurt(given: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """For each such variable the reason and advice."""
+def variable_problems(given: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """For each problem the reason and advice."""
     for name, why in SLOW.items():
         if name in given and given[name] not in HARMLESS.get(name, OFF):
-            yield f"{name}={given[name]}: {why}", f"unset {name} when you are done looking"
+            yield f"{name}={given[name]}: {why}", f"unset {name} when you have finished debugging"
     if given.get("NCCL_DEBUG", "").upper() == "TRACE":
-        yield "NCCL_DEBUG=TRACE: a line for every call", "NCCL_DEBUG=WARN or INFO tells enough"
+        yield "NCCL_DEBUG=TRACE: a line for every call", "use NCCL_DEBUG=WARN or INFO"
     file = given.get("NCCL_DEBUG_FILE", "")
     if file and "%p" not in file:
         yield f"NCCL_DEBUG_FILE={file}: all ranks write into one file", "put %h and %p into the name"
     if "0" in (given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), given.get("NCCL_ASYNC_ERROR_HANDLING")):
         yield "…NCCL_ASYNC_ERROR_HANDLING=0: a collective that fails hangs for ever", "unset it"
     if left := [name for name in FOREIGN if name in given]:
-        why = f"{listed(left)} set in this shell; workers get their own, whatever else you start does not"
+        why = f"{listed(left)} set in this shell; workers get their own values, other programs do not"
         yield why, f"unset {' '.join(left)}"
 
 
@@ -349,7 +349,7 @@ def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
     """gloo takes the address of the host name, and loopback when that is not an address of this machine."""
     what, host = "own name", facts.host
     alone = stays_here(facts)
-    choose = f"set GLOO_SOCKET_IFNAME={proposed(facts) or 'INTERFACE'}, or write `ADDRESS {host}` into /etc/hosts"
+    choose = f"set GLOO_SOCKET_IFNAME={proposed(facts) or 'INTERFACE'}, or add `ADDRESS {host}` to /etc/hosts"
     if "GLOO_SOCKET_IFNAME" in facts.variables:
         yield passed("HF531", what, f"{host} (GLOO_SOCKET_IFNAME is set, so it matters little)")
     elif facts.resolve_error:
@@ -363,7 +363,7 @@ def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
             yield warn("HF532", what, f"{why}: gloo would announce it to the other nodes", choose)
     elif facts.resolve_s > RESOLVE_SLOW_S:
         why = f"{host} took {facts.resolve_s:.1f} s to resolve"
-        yield warn("HF531", what, why, "write it into /etc/hosts, or mend DNS")
+        yield warn("HF531", what, why, "add it to /etc/hosts, or fix DNS")
     else:
         yield passed("HF531", what, f"{host} is {listed(facts.own_addresses)}")
 
@@ -399,11 +399,11 @@ def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
         able = [each for each in taken if each.up and each.addresses]
         if not taken:
             here = listed([each.name for each in facts.interfaces]) or "none"
-            yield fatal("HF535", variable, f"{text}: no such interface here; there are {here}", fix)
+            yield fatal("HF535", variable, f"{text}: no such interface here; existing: {here}", fix)
         elif not able:
             yield fatal("HF535", variable, f"{text}: {taken[0].name} is down or has no address", fix)
         elif not stays_here(facts) and all(is_local(each) or is_bridge(each) for each in able):
-            yield warn("HF535", variable, f"{text}: {able[0].name} hardly leads to other nodes", fix)
+            yield warn("HF535", variable, f"{text}: {able[0].name} probably does not reach other nodes", fix)
         else:
             yield passed("HF535", variable, f"{text}: {listed([each.name for each in able])}")
 
@@ -417,8 +417,8 @@ def ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
         why = f"only {last - first + 1} for connections between ranks ({first} to {last})"
         yield warn("HF537", what, why, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
     elif facts.endpoint_is_here is not False and first <= facts.endpoint_port <= last:
-        why = f"the endpoint's {facts.endpoint_port} is one that the kernel gives to any program ({first} to {last})"
-        yield warn("HF537", what, why, "take a port outside of it, as 29400 is")
+        why = f"the kernel may give the endpoint's {facts.endpoint_port} to any program ({first} to {last})"
+        yield warn("HF537", what, why, "use a port outside of it, such as 29400")
     else:
         yield passed("HF537", what, f"{first} to {last} for connections between ranks")
 
@@ -430,8 +430,8 @@ def endpoint_port(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if not facts.endpoint_is_here:
         yield passed("HF538", what, f"{facts.endpoint} is another node's")
     elif facts.endpoint_holder:
-        why = f"port {facts.endpoint_port} is held by {facts.endpoint_holder}"
-        yield retry("HF538", what, why, "end it, or take another port on all nodes")
+        why = f"port {facts.endpoint_port} is used by {facts.endpoint_holder}"
+        yield retry("HF538", what, why, "end it, or use another port on all nodes")
     else:
         yield passed("HF538", what, f"{facts.endpoint} is this node's, and free")
 

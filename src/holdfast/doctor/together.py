@@ -65,9 +65,9 @@ def local_ones(check: JointCheck, me: int) -> Iterator[DoctorFinding]:
 def who_came(check: JointCheck) -> Iterator[DoctorFinding]:
     what, (least, most), number = "nodes", check.wanted, len(check.came)
     wanted = str(most) if least == most else f"{least} to {most}"
-    shown = f"{number} of {wanted} came: {listed(check.came, 16)}"
+    shown = f"{number} of {wanted} joined: {listed(check.came, 16)}"
     if number < least:
-        fix = "start doctor with the same line on the others, and look at what it says there"
+        fix = "start doctor with the same line on the others, and see doctor's output there"
         yield retry("HF550", what, shown, fix)
     else:
         yield passed("HF550", what, shown)
@@ -76,8 +76,8 @@ def who_came(check: JointCheck) -> Iterator[DoctorFinding]:
 def silent_nodes(check: JointCheck) -> Iterator[DoctorFinding]:
     silent = [check.came[index] for index, report in enumerate(check.reports) if report is None]
     if silent:
-        why = f"{listed(silent)} came, and fell silent before the end"
-        yield retry("HF554", "nodes", why, "look at what doctor said there; --timeout gives more time")
+        why = f"{listed(silent)} joined, but sent no report"
+        yield retry("HF554", "nodes", why, "see doctor's output there; --timeout gives more time")
 
 
 def pairs(check: JointCheck) -> Iterator[DoctorFinding]:
@@ -109,8 +109,8 @@ def direction(ends: tuple[str, str], link: NodePath | None) -> str:
         Reached.REFUSED: "refused",
         Reached.SILENT: "timed out",
         Reached.UNREACHABLE: "no route",
-        Reached.STRANGER: "somebody else answered",
-        Reached.BROKEN: "broke off",
+        Reached.STRANGER: "another program answered",
+        Reached.BROKEN: "the connection failed",
     }
     detail = f" ({link.error})" if link.error and link.reached not in (Reached.REFUSED, Reached.SILENT) else ""
     return f"{arrow} ({link.address}): {words[link.reached]}{detail}"
@@ -146,7 +146,7 @@ def names(check: JointCheck) -> Iterator[DoctorFinding]:
             for way in coming
             if way.link.names and bare_address(way.link) not in way.link.names
         }
-        fix = f"write {host} with its address into /etc/hosts or DNS, or use addresses everywhere"
+        fix = f"add {host} with its address to /etc/hosts or DNS, or use addresses everywhere"
         if unknown:
             odd = True
             yield warn("HF561", what, f"{host} does not resolve on {listed(unknown)}", fix)
@@ -268,7 +268,7 @@ def all_reduce(check: JointCheck) -> Iterator[DoctorFinding]:
 def explain(reduced: Reduced | None) -> str:
     """Why it failed on one node."""
     if reduced is None:
-        return "said nothing"
+        return "sent no result"
     return "did not end in time" if reduced.silent else SOURCE_PLACE.sub("", reduced.error)
 
 
