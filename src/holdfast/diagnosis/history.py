@@ -131,7 +131,7 @@ class Activity(Enum):
     LOST = "lost work"
     """Training steps that were repeated after a restart."""
     HUNG = "standing still"
-    """From the begin of a hang to the end of its generation."""
+    """From the start of a hang to the end of its generation."""
     DOWN = "down"
     """From the end of a generation to the first step of the next."""
     END = "end"

@@ -339,7 +339,7 @@ def _doing(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
 
 
 def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
-    """What a rank does whose innermost frame is the program's: it runs that line, or a C function called there."""
+    """The activity of a rank whose innermost frame is the program's: that line, or a C function called there."""
     at, source = _at(sample.frames), sample.source
     if not busy:
         for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):

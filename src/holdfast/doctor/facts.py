@@ -52,7 +52,7 @@ def may_trace(root: Path = ROOT) -> bool:
 
 
 def driver_version(root: Path = ROOT) -> str:
-    """NVIDIA's, of `NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu …`; empty without one."""
+    """NVIDIA's driver, from `NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu …`; empty: none."""
     first = read_text(root / "proc/driver/nvidia/version").partition("\n")[0]
     return next((word for word in first.split() if word[:1].isdecimal() and "." in word), "")
 
@@ -66,7 +66,7 @@ def infiniband(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def default_interface(root: Path = ROOT) -> str:
-    """Of the IPv4 default route with the lowest metric; empty without one."""
+    """The interface of the IPv4 default route with the lowest metric; empty: there is none."""
     found = []
     for line in read_text(root / "proc/net/route").splitlines()[1:]:
         fields = line.split()
@@ -100,7 +100,7 @@ def ephemeral_ports(root: Path = ROOT) -> tuple[int, int] | None:
 
 
 def folder_facts(path: str) -> Folder:
-    """Room on its file system, and why nothing can be written there; of its parent, where it does not exist yet."""
+    """Free space on its file system, and why the folder is not writable; for a missing folder, of its parent."""
     there = path
     while not os.path.lexists(there) and there != os.path.dirname(there):
         there = os.path.dirname(there)
@@ -115,7 +115,7 @@ def folder_facts(path: str) -> Folder:
 
 
 class _Timex(ctypes.Structure):
-    """The kernel's `struct timex`, as far as it is read; the rest is room."""
+    """The kernel's `struct timex`; the fields that are not used are in `room`."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -129,7 +129,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock_synchronised() -> bool | None:
-    """The kernel's own flag, which NTP daemons clear; None where it may not be read."""
+    """Whether NTP keeps the clock, by the kernel's flag; None: it is not readable."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         state = _Timex()  # modes 0: changes nothing
@@ -141,7 +141,7 @@ def clock_synchronised() -> bool | None:
 
 
 def own_addresses(host: str) -> tuple[tuple[str, ...], str]:
-    """What a host name resolves to here, or why it does not."""
+    """The addresses of a host name on this machine, or why it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -330,7 +330,7 @@ async def ask_torch(python: str, limit_s: float) -> TorchFacts:
 
 
 def last_json(text: str) -> dict[str, Any] | None:
-    """The object in the last line that has one. Other lines may come from a sitecustomize."""
+    """The last line that is a JSON object. Other lines may come from a sitecustomize."""
     for line in reversed(text.splitlines()):
         try:
             told = json.loads(line)

@@ -1,4 +1,4 @@
-"""A joint check of several nodes: this node's part, from the rendezvous to the common report.
+"""This node's part of a check of several nodes, from the rendezvous to the common report.
 
 Other modules judge the result. It ends within a few times its time-out, whatever the other nodes do.
 """
@@ -180,7 +180,7 @@ class CheckClient:
         self.me = 0
 
     async def run(self, facts: asyncio.Task[LocalFacts], examine: Examine) -> JointResult:
-        """Raises RefusedError when it came too late, PeerError or TimeoutError when the server is lost."""
+        """Raises RefusedError when it joined too late, PeerError or TimeoutError when the server is lost."""
         timeout_s, local_addr = self._asked.timeout_s, self._asked.local_addr or ""
         await self._probes.open(self._listen_at())
         at_endpoint = self._place is not None

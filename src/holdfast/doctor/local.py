@@ -1,6 +1,6 @@
 """One node's checks: facts in, findings out. PURE.
 
-The machine or the container, what is installed and set, names and interfaces; `examine` runs all of them.
+The checks cover the machine or container, installed software, variables, names and interfaces; `examine` runs all.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ BRIDGES = (
 
 
 def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    """gloo takes the address of the host name, and loopback when that is not an address of this machine."""
+    """gloo uses the address of the host name, and loopback if that is not an address of this machine."""
     what, host = "own name", facts.host
     alone = stays_here(facts)
     choose = f"set GLOO_SOCKET_IFNAME={proposed(facts) or 'INTERFACE'}, or add `ADDRESS {host}` to /etc/hosts"
@@ -443,7 +443,7 @@ def stays_here(facts: LocalFacts) -> bool:
 
 
 def proposed(facts: LocalFacts) -> str:
-    """The interface to take: the default route's, else the fastest that is no bridge; empty when there is none."""
+    """The interface to use: that of the default route, else the fastest that is not a bridge; empty: none."""
     able = candidates(facts)
     real = [each for each in able if not is_bridge(each)] or able
     for each in real:
@@ -458,7 +458,7 @@ def candidates(facts: LocalFacts) -> list[Interface]:
 
 
 def chosen(text: str, interfaces: tuple[Interface, ...], *, nccl: bool) -> list[Interface]:
-    """What such a variable picks. NCCL: prefixes, `=exact`, `^not`; gloo: exact names."""
+    """The interfaces that such a variable selects. NCCL: prefixes, `=exact`, `^not`; gloo: exact names."""
     negated, exact = nccl and text.startswith("^"), not nccl
     text = text[1:] if negated else text
     if nccl and text.startswith("="):
@@ -491,5 +491,5 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(facts: LocalFacts) -> tuple[DoctorFinding, ...]:
-    """Every check's findings; each gives one at least, if it has anything to look at."""
+    """The findings of all checks. A check gives at least one if its facts are known."""
     return tuple(finding for check in CHECKS for finding in check(facts))

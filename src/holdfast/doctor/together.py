@@ -28,10 +28,10 @@ from holdfast.text import is_loopback, listed
 PAIRS_NAMED_MAX = 16
 LATENCY_S_MAX = 0.02
 LATENCY_ODD_FACTOR, LATENCY_ODD_S_MIN = 10.0, 0.002
-"""A round trip is odd that takes so many times what is usual among these nodes, and at least so long."""
+"""A round trip is reported if it takes this many times the median of these nodes, and at least this long."""
 BANDWIDTH_BYTES_S_MIN = 100e6 / 8
 BANDWIDTH_ODD_FACTOR = 0.2
-"""A link is odd that is slower than this share of what is usual among these nodes."""
+"""A link is reported if it is slower than this share of the median of these nodes."""
 CLOCK_OFFSET_S_MAX = 1.0
 SOURCE_PLACE = re.compile(r" with \[/\S+:\d+\]|\$\d+$")
 """Positions in gloo's sources in its messages, which do not help to repair a network."""
@@ -45,14 +45,14 @@ class Way(NamedTuple):
 
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
-    """All findings of a check, except those of node `me` about itself, which it shows anyway."""
+    """All findings of a check, except those of node `me` about itself, which are shown anyway."""
     parts = (who_came, silent_nodes, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
     found = [finding for part in parts for finding in part(check)]
     return (*found, *local_ones(check, me))
 
 
 def local_ones(check: JointCheck, me: int) -> Iterator[DoctorFinding]:
-    """Findings of the other nodes about themselves; one where several found the same."""
+    """Findings of the other nodes about themselves; equal findings of several nodes become one."""
     hosts: dict[DoctorFinding, list[str]] = {}
     for index, report in enumerate(check.reports):
         if report is not None and index != me:
@@ -136,7 +136,7 @@ def most_often(check: JointCheck, bad: list[tuple[int, int]]) -> str:
 
 
 def names(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Each host's name, as the others resolve it."""
+    """Compares how the nodes resolve each host's name."""
     what, odd = "names", False
     for index, host in enumerate(check.came):
         coming = [way for way in ways(check) if way.link.to == index and not on_loopback(way.link)]
@@ -280,7 +280,7 @@ def ways(check: JointCheck) -> Iterator[Way]:
 
 
 def summaries(check: JointCheck) -> Iterator[tuple[str, Summary]]:
-    """Of the nodes that reported, with their names."""
+    """The summaries of the nodes that reported, with their names."""
     for name, report in zip(check.came, check.reports, strict=True):
         if report is not None:
             yield name, report.summary
@@ -291,7 +291,7 @@ def arrow(check: JointCheck, way: Way) -> str:
 
 
 def bare_address(link: NodePath) -> str:
-    """Without its port."""
+    """The address without its port."""
     return link.address.rpartition(":")[0].strip("[]")
 
 

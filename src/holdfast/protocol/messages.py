@@ -53,7 +53,7 @@ class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Question(Enum):
-    """What a command on a node may ask of the whole job. A closed set."""
+    """The questions about the whole job that a command on a node may ask."""
 
     STATUS = "status"
     STACKS = "stacks"

@@ -85,7 +85,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 
 class EtcdOptions(Struct, frozen=True, kw_only=True):
-    """Where the coordinator's lease lives (backends etcd and etcd-v2)."""
+    """The etcd servers with the coordinator's lease (backends etcd and etcd-v2)."""
 
     api: str
     """`v3` (falls back to v2 if the servers have no v3) or `v2`."""

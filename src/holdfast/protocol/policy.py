@@ -112,7 +112,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     settle_s: float = 2.0
     """With min_nodes or more: quiet time after the newest arrival before the world is formed."""
     last_call_s: float = 30.0
-    """With min_nodes or more: never wait longer than this for more (rdzv-conf last_call_timeout)."""
+    """With min_nodes or more: maximum wait for more nodes (rdzv-conf last_call_timeout)."""
     gather_s: float = 0.5
     """Arrivals at a running job are gathered this long before it is regrouped for them."""
     lease_s: float = 6.0

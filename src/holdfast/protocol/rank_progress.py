@@ -110,7 +110,7 @@ class JobView(Struct, frozen=True, kw_only=True):
 
 FRAMES_MAX = 64
 THREADS_MAX = 8
-"""Of one worker, beside the main thread."""
+"""Limit of threads of one worker, without the main thread."""
 THREAD_FRAMES_MAX = 16
 
 
