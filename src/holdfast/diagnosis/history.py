@@ -130,7 +130,7 @@ class Activity(Enum):
     TRAINING = "training"
     LOST = "lost work"
     """Training steps that were repeated after a restart."""
-    HUNG = "standing still"
+    HUNG = "hanging"
     """From the start of a hang to the end of its generation."""
     DOWN = "down"
     """From the end of a generation to the first step of the next."""

@@ -18,7 +18,7 @@ the job has a token, only a peer that has proved the token gets these values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -98,31 +98,46 @@ _answer_decoder: msgspec.msgpack.Decoder[Challenge | Accepted] = msgspec.msgpack
 _accepted_decoder = msgspec.msgpack.Decoder(Accepted)
 
 
-class Handshake(Protocol):
-    """Interface of both sides for a Session."""
+class Handshake:
+    """One side of the handshake, for a Session. It ends with `done` or with `error`."""
 
-    speaks_first: bool
-    done: bool
-    error: HoldfastError | None
-    seal: Seal | None
+    speaks_first = False
+
+    def __init__(self, token: bytes | None) -> None:
+        self._token = token
+        self.done = False
+        self.error: HoldfastError | None = None
+        self.seal: Seal | None = None
 
     def opening(self) -> list[bytes]:
         """Payloads to send before anything was received."""
+        return []
 
     def meet(self, version: int) -> list[bytes]:
         """The peer's preamble has arrived."""
+        raise NotImplementedError
 
     def receive(self, payload: bytes) -> list[bytes]:
         """Take a payload; returns what to send now. Never raises: see `error`."""
+        try:
+            if self.done or self.error is not None:
+                raise ProtocolError("the handshake is over")
+            return self._receive(payload)
+        except HoldfastError as error:
+            self.error = error
+            return []
+
+    def _receive(self, payload: bytes) -> list[bytes]:
+        raise NotImplementedError
 
 
-class ClientHandshake:
-    """The agent's side. Ends with `done`, or with `error`: RefusedError (final) or ProtocolError."""
+class ClientHandshake(Handshake):
+    """The agent's side. Its `error` is a RefusedError (final) or a ProtocolError."""
 
     speaks_first = True
 
     def __init__(self, job: JobSpec, node: NodeSpec, token: bytes | None, nonce: bytes) -> None:
-        self._token = token
+        super().__init__(token)
         self._name = f"{_shown(node.host)} (this node)"
         self._hello = _encoder.encode(
             Hello(
@@ -135,9 +150,6 @@ class ClientHandshake:
                 has_token=token is not None,
             )
         )
-        self.done = False
-        self.error: HoldfastError | None = None
-        self.seal: Seal | None = None
 
     def opening(self) -> list[bytes]:
         return [self._hello]
@@ -147,16 +159,7 @@ class ClientHandshake:
             self.error = RefusedError(_version_text(ours=version, theirs=PROTOCOL_VERSION, name=self._name))
         return []
 
-    def receive(self, payload: bytes) -> list[bytes]:
-        try:
-            return self._receive(payload)
-        except HoldfastError as error:
-            self.error = error
-            return []
-
     def _receive(self, payload: bytes) -> list[bytes]:
-        if self.done or self.error is not None:
-            raise ProtocolError("the handshake is over")
         refusal = read_refusal(payload)
         if refusal is not None:
             raise RefusedError(refusal[1])
@@ -187,39 +190,22 @@ class ClientHandshake:
         return [_encoder.encode(Proof(prove(self._token, "agent", said)))]
 
 
-class ServerHandshake:
-    """The coordinator's side. Ends with `done` (see `hello`), or with `error`, whose text is safe for the log."""
-
-    speaks_first = False
+class ServerHandshake(Handshake):
+    """The coordinator's side. After `done` it has the `hello`; the text of its `error` is safe for the log."""
 
     def __init__(self, job: JobSpec, token: bytes | None, nonce: bytes) -> None:
+        super().__init__(token)
         self._job = job
-        self._token = token
         self._nonce = nonce
         self._said = b""
         self.hello: Hello | None = None
-        self.done = False
-        self.error: HoldfastError | None = None
-        self.seal: Seal | None = None
-
-    def opening(self) -> list[bytes]:
-        return []
 
     def meet(self, version: int) -> list[bytes]:
         if version == PROTOCOL_VERSION:
             return []
         return self._refuse(RefusedError(_version_text(ours=PROTOCOL_VERSION, theirs=version, name="the node")))
 
-    def receive(self, payload: bytes) -> list[bytes]:
-        try:
-            return self._hear(payload)
-        except ProtocolError as error:
-            self.error = error
-            return []
-
-    def _hear(self, payload: bytes) -> list[bytes]:
-        if self.done or self.error is not None:
-            raise ProtocolError("the handshake is over")
+    def _receive(self, payload: bytes) -> list[bytes]:
         return self._hear_hello(payload) if self.hello is None else self._hear_proof(payload)
 
     def _hear_hello(self, payload: bytes) -> list[bytes]:
