@@ -68,7 +68,7 @@ class NodesError(CallerError, code="HF103"):
 
 
 class ProcessesError(CallerError, code="HF104"):
-    """--nproc-per-node is malformed, not positive, or names a device this node lacks."""
+    """--nproc-per-node is malformed, not positive, or names a device that this node does not have."""
 
 
 class EndpointError(CallerError, code="HF105"):
@@ -104,7 +104,7 @@ class RefusedError(CallerError, code="HF111"):
 
 
 class PlatformError(CallerError, code="HF112"):
-    """Not Linux, or something the platform must offer is missing."""
+    """Not Linux, or a required feature of the platform is missing."""
 
 
 class LogOptionsError(CallerError, code="HF113"):
@@ -112,7 +112,7 @@ class LogOptionsError(CallerError, code="HF113"):
 
 
 class BindingError(CallerError, code="HF114"):
-    """--numa-binding or --virtual-local-rank asks for what this node does not have."""
+    """--numa-binding or --virtual-local-rank asks for a device or CPU that this node does not have."""
 
 
 class PicklingError(CallerError, code="HF116"):
@@ -132,7 +132,7 @@ class StoppedError(CallerError, code="HF119"):
 
 
 class EtcdError(CallerError, code="HF120"):
-    """etcd cannot be used: it refuses user or password, lacks the API, or holds what holdfast did not write."""
+    """etcd cannot be used: it refuses user or password, lacks the API, or has a value that holdfast did not write."""
 
 
 class EtcdUnreachableError(EtcdError, code="HF121"):
@@ -140,7 +140,7 @@ class EtcdUnreachableError(EtcdError, code="HF121"):
 
 
 class BackendError(EtcdError, code="HF122"):
-    """A third party's rendezvous backend fails, or holds what holdfast did not write."""
+    """A third party's rendezvous backend fails, or has a value that holdfast did not write."""
 
 
 class BackendUnreachableError(EtcdUnreachableError, code="HF123"):
@@ -156,7 +156,7 @@ class DataStateError(DataError, code="HF125"):
 
 
 class ProcessGroupError(CallerError, ValueError, code="HF126"):
-    """holdfast.train: the environment does not make a process group, or a model or micro-batch does not fit to it."""
+    """holdfast.train: the environment does not make a process group, or a model or micro-batch does not fit it."""
 
 
 class NoRunError(CallerError, code="HF127"):
@@ -309,7 +309,7 @@ class SnapshotVersionError(SnapshotError, code="HF407"):
 
 
 class SnapshotFolderError(SnapshotWriteError, code="HF408"):
-    """The snapshot folder of a running job was removed, renamed or unmounted. No new folder is made."""
+    """The snapshot folder of a running job was removed, renamed or unmounted. It is not created again."""
 
 
 class SnapshotMemoryError(SnapshotError, code="HF410"):

@@ -350,10 +350,10 @@ def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collec
         if key in known:
             continue
         if key in idle:
-            notices.append(f"--rdzv-conf {key} has no effect: holdfast has nothing to wait for there")
+            notices.append(f"--rdzv-conf {key} has no effect: holdfast has no such wait")
             continue
         if _SAME.get(key) in conf:
-            notices.append(f"--rdzv-conf {key} has no effect: {_SAME[key]} says the same, and counts")
+            notices.append(f"--rdzv-conf {key} has no effect: {_SAME[key]} has the same meaning and is used")
             continue
         nearest = _nearest(backend, key, known)
         hint = f"; did you mean {nearest}?" if nearest else ""

@@ -87,15 +87,15 @@ def read_record(
 ) -> Record:
     """The record in a value. Raises `fault` if this job did not write it. `where` and `remedy` are for the message."""
     if len(value) > RECORD_BYTES_MAX:
-        raise fault(f"{where} holds {len(value)} bytes that are not holdfast's{remedy}")
+        raise fault(f"{where} holds {len(value)} bytes that holdfast did not write{remedy}")
     try:
         record = msgspec.json.decode(value, type=kind)
     except msgspec.DecodeError:  # ValidationError too
         shown = value[:SHOWN_CHARS_MAX].decode("utf-8", "replace")
-        raise fault(f"{where} holds what holdfast did not write: {shown!r}{remedy}") from None
+        raise fault(f"{where} has a value that holdfast did not write: {shown!r}{remedy}") from None
     owner = getattr(record, "run_id", "")
     if owner != run_id:
-        raise fault(f"{where} holds the record of the job {owner!r}, not of {run_id!r}{remedy}")
+        raise fault(f"{where} has the record of the job {owner!r}, not of {run_id!r}{remedy}")
     return record
 
 

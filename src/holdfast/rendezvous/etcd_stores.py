@@ -96,7 +96,7 @@ class StoreV2:
         except TimeoutError:
             raise EtcdUnreachableError(f"no answer within {CALL_S_MAX:g} s") from None
         except (ssl.SSLError, ConnectionResetError, BrokenPipeError, http.client.IncompleteRead) as error:
-            passing = EtcdUnreachableError(f"it closes the connection ({type(error).__name__})")
+            passing = EtcdUnreachableError(f"the server closed the connection ({type(error).__name__})")
             raise why_closed(endpoint, self._tls) or passing from None
         except http.client.HTTPException as error:
             raise EtcdError(f"what listens at {endpoint} does not speak HTTP: {error!r}") from None
@@ -179,7 +179,7 @@ def open_v3(options: EtcdOptions, key: str) -> Store:
     try:
         store.read(key)
     except _NoSuchApiError as absent:
-        old = StoreV2(options, f"{absent}; going by API v2")
+        old = StoreV2(options, f"{absent}; API v2 is used instead")
         try:
             old.read(key)
         except EtcdUnreachableError:
@@ -350,7 +350,7 @@ def _translated(endpoint: Endpoint, error: Any, errors: Any) -> EtcdError:
     if "authentication is not enabled" in text:
         return _NoAuthError(f"etcd at {endpoint} has no users")
     if "invalid auth token" in text or "invalid auth revision" in text or "revision of auth store is old" in text:
-        return _StaleTokenError(f"etcd at {endpoint} does not take the token it gave")
+        return _StaleTokenError(f"etcd at {endpoint} does not accept its own token any more")
     if "user name is empty" in text or "authentication failed" in text or "permission denied" in text:
         said = _shortened(detail)
         return EtcdError(f"etcd at {endpoint} refuses user and password (rdzv-conf user, password_file): {said}")

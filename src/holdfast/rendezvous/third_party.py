@@ -357,7 +357,9 @@ def read_third_party(name: str, backend: Backend, endpoint: str, run_id: str, co
     """
     taken = sorted(KEYS[THIRD_PARTY].keys() & set(backend.conf_keys))
     if taken:
-        raise RendezvousConfigError(f"--rdzv-backend {name}: its conf_keys {', '.join(taken)} are holdfast's own")
+        raise RendezvousConfigError(
+            f"--rdzv-backend {name}: its conf_keys {', '.join(taken)} are reserved for holdfast"
+        )
     own = {key: value for key, value in conf.items() if key in backend.conf_keys}
     lease_ttl_s = read_conf(THIRD_PARTY, conf).get("lease_ttl", LEASE_TTL_S)
     assert isinstance(lease_ttl_s, int)
