@@ -87,7 +87,7 @@ def read_record(
 ) -> Record:
     """The record in a value. Raises `fault` if this job did not write it. `where` and `remedy` are for the message."""
     if len(value) > RECORD_BYTES_MAX:
-        raise fault(f"{where} holds {len(value)} bytes that holdfast did not write{remedy}")
+        raise fault(f"{where} has {len(value)} bytes that holdfast did not write{remedy}")
     try:
         record = msgspec.json.decode(value, type=kind)
     except msgspec.DecodeError:  # ValidationError too
