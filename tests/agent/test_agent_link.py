@@ -24,6 +24,7 @@ from holdfast.agent.events import (
     WorkersHeld,
 )
 from holdfast.protocol.messages import (
+    REVISION,
     Abandon,
     Drain,
     DrainTo,
@@ -68,7 +69,7 @@ JOINED = Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s)
 
 def test_it_joins_with_an_identity_never_used_before() -> None:
     desk = joining()
-    assert desk.sent() == [Join(NodeSpec(member="a#1", host="a", nproc=NPROC))]
+    assert desk.sent() == [Join(NodeSpec(member="a#1", host="a", nproc=NPROC), revision=REVISION)]
     desk.give(LinkLost("reset"))
     desk.give(Dialed())
     (again,) = desk.sent()

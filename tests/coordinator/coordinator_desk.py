@@ -8,6 +8,7 @@ from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import Conclude, DropLink, Event, Heard, LinkOpened, Tell
 from holdfast.coordinator.ending import Judge
 from holdfast.protocol.messages import (
+    REVISION,
     FromAgent,
     FromCoordinator,
     Join,
@@ -89,7 +90,7 @@ class Desk:
         for link in links:
             self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
             node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
-            self.say(link, Join(node, last_generation))
+            self.say(link, Join(node, last_generation, revision=REVISION))
 
     def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:
         """They come from another coordinator, link n with group rank n-1."""

@@ -164,7 +164,7 @@ def test_giving_back_with_a_lost_answer(storage: Storage) -> None:
 def test_garbage_is_named_and_left_alone(storage: Storage, value: bytes) -> None:
     storage.value = value
     for question in (Node(storage, "a").api.leader, Node(storage, "a").take):
-        with pytest.raises(BackendError, match="mine has .*that holdfast did not write"):
+        with pytest.raises(BackendError, match=r"mine has .*that holdfast did not write"):
             question()
     assert storage.value == value
 

@@ -127,8 +127,9 @@ class SimCoordinator:
         self._arm()
 
     def _world_stalls(self) -> bool:
-        """Somebody in the world that is at work does not go on by itself."""
-        agents = [a for a in self.cluster.agents.values() if a.generation == self.machine.generation and a.workers]
+        """A worker of the world does not go on by itself, or did not before it was stopped: a coordinator that stood still
+        finds the hang later."""
+        agents = [a for a in self.cluster.agents.values() if a.generation == self.machine.generation]
         return any(agent.stands_still for agent in agents)
 
     def _arm(self) -> None:
