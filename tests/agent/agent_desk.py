@@ -20,7 +20,6 @@ from holdfast.agent.events import (
     WorkerEnded,
     WorkersHeld,
 )
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
     REVISION,
     Assign,
@@ -37,7 +36,7 @@ from holdfast.protocol.messages import (
     StopReason,
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
-from holdfast.protocol.policy import Limits, NodeSpec
+from holdfast.protocol.policy import Limits, NodeSpec, Tick
 
 LIMITS = Limits(join_s=60.0, stop_grace_s=5.0)
 NPROC = 2

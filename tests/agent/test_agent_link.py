@@ -23,7 +23,6 @@ from holdfast.agent.events import (
     WorkersFenced,
     WorkersHeld,
 )
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import (
     REVISION,
     Abandon,
@@ -45,7 +44,7 @@ from holdfast.protocol.messages import (
     WorkerDone,
     WorkersFailed,
 )
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Note, Tick
 from tests.agent.agent_desk import (
     LIMITS,
     NPROC,

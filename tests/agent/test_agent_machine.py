@@ -40,7 +40,6 @@ from holdfast.agent.events import (
     WorkersProgress,
     WorkersSeen,
 )
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
     Abandon,
     Answer,
@@ -65,6 +64,7 @@ from holdfast.protocol.messages import (
     StopReason,
     Waiting,
 )
+from holdfast.protocol.policy import Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.agent.agent_desk import (
     LIMITS,

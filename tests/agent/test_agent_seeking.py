@@ -6,9 +6,9 @@ from msgspec import structs
 
 from holdfast.agent.commands import Dial, Exit, KillTree, Say
 from holdfast.agent.events import Dialed, DialFailed, LinkLost, TreeGone
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Join
 from holdfast.protocol.outcome import OutcomeKind
+from holdfast.protocol.policy import Tick
 from tests.agent.agent_desk import LIMITS, assign, dialing, idle
 
 

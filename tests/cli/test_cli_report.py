@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.diagnosis.event_table import events
 from holdfast.diagnosis.history import incidents
+from holdfast.diagnosis.reference import events
 from tests.support.limits import limit_s
 
 PHASES = {

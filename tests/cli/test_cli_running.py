@@ -217,7 +217,7 @@ def test_an_agent_that_is_in_no_list_is_found_by_its_folder(pretend: Pretend, tm
     [
         (reply({"run_id": "bert"}), "HF128: the answer is of another version of holdfast"),
         (reply([]), "HF128: the answer is of another version of holdfast"),
-        (b"SSH-2.0-nonsense\n", "HF128: what listens at "),
+        (b"SSH-2.0-nonsense\n", "HF128: the process at "),
         (b'{"body": ', "HF127: bert_one has just ended"),
         (None, "HF127: bert_one has just ended"),
         (reply(None, code="HF128", text="this job belongs to another user"), "HF128: the agent of bert_one (pid "),

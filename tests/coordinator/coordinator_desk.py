@@ -7,7 +7,6 @@ from typing import Any
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import Conclude, DropLink, Event, Heard, LinkOpened, Tell
 from holdfast.coordinator.ending import Judge
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import (
     REVISION,
     FromAgent,
@@ -23,7 +22,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
 from tests.support.simulator.cluster import simple_judge
 from tests.support.simulator.stalls import simple_examine

@@ -8,7 +8,6 @@ import pytest
 
 from holdfast.coordinator.coordinator_machine import TRANSITIONS
 from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
     AgentMessage,
     Ask,
@@ -35,7 +34,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure, OutcomeKind
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
     Desk,

@@ -275,7 +275,7 @@ def test_growth(grow: Grow, phase: Phase) -> None:
     desk.wait(1.0)
     assert desk.machine.phase is phase
     said = [message.text for link, message in desk.told if link == 3 and isinstance(message, Waiting)]
-    assert ("stands by" in said[0]) is (grow is Grow.NEVER)
+    assert ("waits as a spare" in said[0]) is (grow is Grow.NEVER)
 
 
 # --- a previous leader's generation ---------------------------------------------------------------------------------------

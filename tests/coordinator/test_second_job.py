@@ -6,7 +6,6 @@ import pytest
 
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import DropLink, Event, Heard, LinkClosed, LinkOpened, Tell
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
     Assign,
     Finish,
@@ -19,7 +18,7 @@ from holdfast.protocol.messages import (
     WorkerDone,
 )
 from holdfast.protocol.outcome import OutcomeKind
-from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.policy import JobSpec, NodeSpec, Tick
 from tests.coordinator.coordinator_desk import LIMITS
 from tests.support.simulator.cluster import simple_judge
 

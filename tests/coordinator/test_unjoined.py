@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from holdfast.coordinator.coordinator_state import LinkOpened, Phase
 from holdfast.coordinator.membership import LINKS_PER_ADDRESS_MAX
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Assign, Join, Running
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Tick
 from tests.coordinator.coordinator_desk import LIMITS, Desk, running
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from holdfast.coordinator.admission import Versions
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Tell
-from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import Join, Notice
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Note
 from tests.support.simulator.cluster import simple_judge
 
 

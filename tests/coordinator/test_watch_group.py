@@ -1,4 +1,4 @@
-"""When a process group does not come to stand: who is suspected, and what is told."""
+"""A process group that is not formed: which ranks or nodes the report names, and its text."""
 
 from __future__ import annotations
 

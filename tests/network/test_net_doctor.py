@@ -164,7 +164,7 @@ def test_a_node_that_does_not_come_is_missed(consult) -> None:
     for number in (1, 2):
         told = doctors.answer(number)
         assert told["level"] == "retry"
-        assert problems(told) == {"HF550": "2 of 3 came: node1, node2"}
+        assert problems(told) == {"HF550": "2 of 3 joined: node1, node2"}
         assert said(told, "HF560") == ["all 2 connections between 2 nodes work, each pair both ways"]
 
 
@@ -173,11 +173,11 @@ def test_a_node_that_cannot_reach_the_endpoint_says_so(consult) -> None:
     doctors.hosts.partition([1], [3])
     for number in (1, 2, 3):
         doctors.call(number, "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
-    assert problems(doctors.answer(2)) == {"HF550": "2 of 3 came: node1, node2"}
+    assert problems(doctors.answer(2)) == {"HF550": "2 of 3 joined: node1, node2"}
     told = doctors.answer(3)
     assert told["level"] == "fatal"
     assert set(problems(told)) == {"HF551"}
-    assert f"nobody answered at node1:29400 within {TIMEOUT_S} s: 10.77.0.1: no answer" in problems(told)["HF551"]
+    assert f"no answer at node1:29400 within {TIMEOUT_S} s: 10.77.0.1: no answer" in problems(told)["HF551"]
 
 
 def test_different_versions_of_torch_and_a_name_that_means_something_else_are_named(consult) -> None:
@@ -202,7 +202,7 @@ def test_another_token_and_a_job_at_the_endpoint_are_told_apart(consult) -> None
     told = doctors.answer(2)
     assert "HF552" in problems(told), told
     assert "token" in problems(told)["HF552"]
-    assert problems(doctors.answer(1)) == {"HF550": "1 of 3 came: node1"}
+    assert problems(doctors.answer(1)) == {"HF550": "1 of 3 joined: node1"}
 
 
 @pytest.mark.slow

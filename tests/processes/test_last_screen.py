@@ -199,5 +199,5 @@ raise RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiti
     verdict = agent.verdict["verdict"]
     assert (code, agent.verdict["code"], verdict["culprit"]["rank"]) == (1, "HF209", 1), agent.text
     assert "rank 1 on " in verdict["cause"]
-    assert "did not come: it was in time.sleep at train.py:" in verdict["cause"]
-    assert "rank 0 waited for it in vain, at train.py:" in verdict["cause"]
+    assert "did not join: it was in time.sleep at train.py:" in verdict["cause"]
+    assert "rank 0 waited for it until the time-out, at train.py:" in verdict["cause"]

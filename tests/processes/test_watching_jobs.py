@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from holdfast.diagnosis.event_table import problems
+from holdfast.diagnosis.reference import problems
 from tests.support.limits import limit_s, until
 
 

@@ -111,7 +111,7 @@ def test_a_third_node_is_taken_in(start: Start) -> None:
     b.regroups()
     formed = places(a.next(), b.next(), third)
     assert sorted(each.group_rank for each in formed) == [0, 1, 2]
-    assert any("will be taken in" in text for text in c.said)
+    assert any("joins the next generation" in text for text in c.said)
 
 
 def test_a_node_that_goes_is_formed_without(start: Start) -> None:

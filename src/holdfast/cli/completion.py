@@ -84,7 +84,7 @@ def commands() -> list[Command]:
         submit,
         submit_k8s,
     )
-    from holdfast.diagnosis.explanations import everything
+    from holdfast.diagnosis.reference import everything
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
     sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]

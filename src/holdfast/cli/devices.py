@@ -10,8 +10,8 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.linux import read_text
-from holdfast.protocol.bounds import WORKERS_PER_NODE_MAX
 from holdfast.protocol.errors import ProcessesError
+from holdfast.protocol.policy import WORKERS_PER_NODE_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -28,7 +28,6 @@ from holdfast.cli import config, grammar
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.printing import Parser, print_json
-from holdfast.doctor import system
 from holdfast.linux import GroupLimits, read_text
 from holdfast.protocol.errors import RendezvousConfigError, UsageError
 from holdfast.version import __version__
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.rendezvous import RendezvousOptions
+    from holdfast.doctor.findings import DoctorFinding, LocalFacts
     from holdfast.doctor.joint import JointOptions, JointResult
-    from holdfast.protocol.doctor_facts import DoctorFinding, LocalFacts
     from holdfast.protocol.options import Endpoint
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
@@ -180,7 +179,7 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
     import asyncio
     import time
 
-    from holdfast.protocol.machines import Pauses
+    from holdfast.protocol.policy import Pauses
 
     began = time.monotonic()
     pauses = Pauses.begin(began, BUSY_S)
@@ -423,7 +422,9 @@ def network() -> Facts:
         state = states.get(name)
         how = f"{'up' if state.isup else 'down'}, mtu {state.mtu}, " if state is not None else ""
         facts[name] = how + (", ".join(shown) or "no address")
-    if devices := system.infiniband():
+    from holdfast.doctor.facts import infiniband
+
+    if devices := infiniband():
         facts["InfiniBand"] = ", ".join(devices)
     return facts
 

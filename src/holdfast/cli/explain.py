@@ -1,6 +1,6 @@
 """`holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
 
-Knows the output; diagnosis/explanations.py knows the meaning of codes.
+Knows the output; diagnosis/reference.py knows the meaning of codes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec.structs import asdict
 
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.diagnosis.explanations import Explanation, everything, headings, nearest, normal, search
+from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
 from holdfast.protocol.errors import UsageError
 
 WIDTH = 100

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import FROM_FLAG
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import CommandKind
-from holdfast.protocol.worker_env import worker_environment
+from holdfast.protocol.options import CommandKind, worker_environment
 from holdfast.runtime.run_folder import safe_name
 
 if TYPE_CHECKING:

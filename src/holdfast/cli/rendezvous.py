@@ -15,8 +15,7 @@ from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfig
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits
 from holdfast.rendezvous import conf as rdzv_conf
-from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
-from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
+from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
 from holdfast.runtime.inherited import read_token, weakness
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
             notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
         known = rdzv_conf.THIRD_PARTY if foreign else backend
         limits = rdzv_conf.limits_from_conf(known, conf, patience)
-        is_host = None if standalone or backend != "c10d" else rdzv_conf.get_bool(conf, "is_host")
+        is_host = None if standalone or backend != "c10d" else rdzv_conf.read_is_host(conf)
         etcd = etcd_options(backend, conf, endpoint)
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
@@ -121,8 +120,7 @@ def third_party_options(
     parsed: Parsed, backend: str, job_id: str, conf: rdzv_conf.Conf, notices: list[str]
 ) -> ThirdPartyOptions:
     """Load the package of this backend and let it check its options. Raises CallerError."""
-    from holdfast.rendezvous.elections import read_third_party
-    from holdfast.rendezvous.registry import load_third_party
+    from holdfast.rendezvous.third_party import load_third_party, read_third_party
 
     try:
         loaded = load_third_party(backend)

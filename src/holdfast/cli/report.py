@@ -76,7 +76,7 @@ def newest_run() -> Path:
 def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
     """The events of a run. Leaves out a last line that is still being written. Other lines that are torn (a full disk,
     a power failure) or of another version are left out too, and counted on stderr. Raises UsageError."""
-    from holdfast.diagnosis.event_table import is_readable
+    from holdfast.diagnosis.reference import is_readable
 
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)

@@ -16,7 +16,7 @@ from holdfast.cli import main as holdfast_main
 from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import OPTIONS
 from holdfast.protocol.errors import HoldfastError, UsageError
-from holdfast.rendezvous.registry import is_built_in
+from holdfast.rendezvous.conf import is_built_in
 from holdfast.runtime.inherited import draw_token
 
 if TYPE_CHECKING:

@@ -50,7 +50,6 @@ from holdfast.coordinator.formation import (
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership, PreviousLeader
 from holdfast.coordinator.monitor import EndGeneration, Monitor, cannot_tell, node_views
 from holdfast.protocol.errors import EXIT_REQUEUE, NodesError
-from holdfast.protocol.machines import Note, Pauses, Tick
 from holdfast.protocol.messages import (
     REVISION,
     Abandon,
@@ -82,7 +81,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Pauses, Tick
 from holdfast.protocol.rank_progress import Examine, JobView
 
 TRANSITIONS: dict[tuple[Phase, Phase], str] = {
@@ -749,8 +748,8 @@ class CoordinatorMachine:
     def _standby_text(self) -> str:
         size = len(self._world().order)
         stands_by = size >= self.job.max_nodes or self.job.grow is Grow.NEVER
-        fate = "this one stands by as a spare" if stands_by else "this one will be taken in"
-        return f"generation {self.generation} is at work on {size} of at most {self.job.max_nodes} nodes; {fate}"
+        fate = "this node waits as a spare" if stands_by else "this node joins the next generation"
+        return f"generation {self.generation} runs on {size} of at most {self.job.max_nodes} nodes; {fate}"
 
     def _abandon(self, members: list[Member]) -> None:
         for member in members:

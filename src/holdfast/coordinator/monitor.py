@@ -19,10 +19,9 @@ from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, 
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.stragglers import Straggler, Stragglers
 from holdfast.coordinator.throughput import RankThroughput, Throughput, of_world
-from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Limits
+from holdfast.protocol.policy import Limits, Note
 from holdfast.protocol.rank_progress import (
     Examine,
     Finding,

@@ -21,9 +21,9 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.linux import process_stat
+from holdfast.protocol.codec import clean
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError
 from holdfast.protocol.messages import Question
-from holdfast.protocol.words import clean
 
 ANSWER_S_MAX = 5.0
 STACKS_S_MAX = 12.0

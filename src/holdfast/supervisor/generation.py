@@ -27,10 +27,9 @@ from holdfast.linux import own_groups
 from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.errors import EXIT_FAILURE
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import RunOptions
+from holdfast.protocol.options import RunOptions, worker_environment
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.rank_progress import RankProgress
-from holdfast.protocol.worker_env import worker_environment
 from holdfast.runtime.run_folder import Journal, WorkerStreams
 from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient

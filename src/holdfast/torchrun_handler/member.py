@@ -40,13 +40,11 @@ from holdfast.agent.events import (
 from holdfast.coordinator.ending import UNBOUNDED
 from holdfast.diagnosis.causes import judge
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Assign, FromCoordinator, Start, Stop
 from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
-from holdfast.rendezvous.conf import get_bool, limits_from_conf, parse_endpoint, unknown_key_notices
-from holdfast.rendezvous.registry import default_port
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
+from holdfast.rendezvous.conf import default_port, limits_from_conf, parse_endpoint, read_is_host, unknown_key_notices
 from holdfast.runtime.driver import Driver, Troubles, fault_of
 from holdfast.runtime.inherited import read_token
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
@@ -88,7 +86,7 @@ def options_from(params: Parameters) -> RunOptions:
         command=WorkerCommand(kind=CommandKind.PROGRAM, target="torchrun"),
         logs=LogOptions(log_dir=None),
         endpoint=parse_endpoint(params.endpoint, default_port(LIKE)),
-        is_host=get_bool(conf, "is_host"),
+        is_host=read_is_host(conf),
         token=read_token(conf.get("token_file"), os.environ),
         local_addr=params.local_addr,
         notices=tuple(unknown_key_notices(LIKE, conf, name=BACKEND)),

@@ -18,10 +18,9 @@ from holdfast.agent import commands as do
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, NodePrepared, Received, Signalled
 from holdfast.protocol.errors import HoldfastError
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
 from holdfast.runtime.run_folder import Journal

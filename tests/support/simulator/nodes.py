@@ -12,9 +12,9 @@ from holdfast.agent import events as ev
 from holdfast.agent.agent_state import Work
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import Assign, Stop, StopReason
 from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Note, Tick
 from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
 from tests.support.simulator.network import FakeEnd
 from tests.support.simulator.stalls import WAITING, Stall

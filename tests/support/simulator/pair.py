@@ -20,10 +20,9 @@ from holdfast.agent.agent_state import Work
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
 from tests.support.simulator.cluster import simple_judge
 from tests.support.simulator.stalls import WAITING, simple_examine

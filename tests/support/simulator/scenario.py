@@ -35,7 +35,6 @@ from collections.abc import Callable
 from holdfast.agent import commands as do
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.coordinator_state import Phase
-from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import (
     Abandon,
     Assign,
@@ -65,7 +64,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Grow, JobSpec, Limits
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Note
 from holdfast.protocol.rank_progress import Stage
 from tests.support.simulator.pair import Pair
 

@@ -8,9 +8,8 @@ import pytest
 
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
+from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand, worker_environment
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.protocol.worker_env import worker_environment
 
 ASSIGN = Assign(
     generation=4,

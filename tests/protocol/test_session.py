@@ -7,22 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.protocol.codec import decode_from_agent, decode_from_coordinator
+from holdfast.protocol.codec import PROTOCOL_VERSION, decode_from_agent, decode_from_coordinator, frame, preamble
 from holdfast.protocol.errors import AuthenticationError, HoldfastError, ProtocolError, RefusedError
-from holdfast.protocol.framing import PROTOCOL_VERSION, frame, preamble
-from holdfast.protocol.handshake import (
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Ping, Pong, Waiting
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.seal import MAC_BYTES, Seal
+from holdfast.protocol.session import (
     NONCE_BYTES,
     Accepted,
     Challenge,
     ClientHandshake,
     ServerHandshake,
+    Session,
     read_refusal,
     write_refusal,
 )
-from holdfast.protocol.messages import FromAgent, FromCoordinator, Ping, Pong, Waiting
-from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.protocol.seal import MAC_BYTES, Seal
-from holdfast.protocol.session import Session
 
 JOB = JobSpec(run_id="run-a", min_nodes=2, max_nodes=4, backend="c10d")
 NODE = NodeSpec(member="node7#1", host="node7", nproc=2)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.diagnosis.event_table import events, problems, table
-from tools import event_table
+from holdfast.diagnosis.reference import event_table, events, problems
+from tools import event_table as page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OWN = {"time": 1.5, "monotonic": 2.5}
@@ -16,11 +16,11 @@ LEFT = {**OWN, "event": "coordinator.left", "member": "a#1"}
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert event_table.PATH.read_text(encoding="utf-8") == event_table.render(), "run `make fmt`"
+    assert page.PATH.read_text(encoding="utf-8") == page.render(), "run `make fmt`"
 
 
 def test_no_name_is_there_twice() -> None:
-    assert len(events()) == sum(len(group.event) for group in table().group)
+    assert len(events()) == sum(len(group.event) for group in event_table().group)
 
 
 def test_a_record_as_the_table_says() -> None:

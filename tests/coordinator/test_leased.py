@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from holdfast.coordinator.coordinator_state import Command, Heard, LinkOpened, Tell
 from holdfast.coordinator.leased import LeasedCoordinator
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Assign, Join
 from holdfast.protocol.outcome import Verdict
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 
 JOB = JobSpec(run_id="j", min_nodes=1, max_nodes=1, backend="etcd")
 

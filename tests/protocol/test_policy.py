@@ -1,10 +1,10 @@
-"""When something that is waited for is said again."""
+"""The pauses after which a wait is reported again."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from holdfast.protocol.machines import PAUSE_S_MAX, Pauses
+from holdfast.protocol.policy import PAUSE_S_MAX, Pauses
 
 
 def test_it_is_said_at_growing_pauses_up_to_a_minute() -> None:
