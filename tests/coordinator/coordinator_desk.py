@@ -24,7 +24,7 @@ from holdfast.protocol.messages import (
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 from tests.support.simulator.stalls import simple_examine
 
 LIMITS = Limits(

@@ -7,7 +7,7 @@ from holdfast.coordinator.ending import Again, Budget, after_stop
 from holdfast.protocol.messages import StopReason
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind
 from holdfast.protocol.policy import Limits
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 
 def failure(exit_code: int, *, after_stop: bool = False) -> Failure:

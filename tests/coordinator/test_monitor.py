@@ -14,7 +14,7 @@ from holdfast.protocol.messages import Look, Looked, Notice, Stop, Stopped, Stop
 from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind
 from holdfast.protocol.rank_progress import Finding, Frame, RankSample, RanksAtPlace, RankStory, Standing
 from tests.coordinator.coordinator_desk import Desk, gathering, preparing, running, steps, training
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 from tests.support.simulator.stalls import simple_examine
 
 

@@ -21,7 +21,7 @@ from holdfast.protocol.messages import (
 from holdfast.protocol.outcome import OutcomeKind
 from holdfast.protocol.policy import JobSpec, NodeSpec
 from tests.coordinator.coordinator_desk import LIMITS
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 LINE, OTHER = {"script": "a", "arguments": "1"}, {"script": "a", "arguments": "2"}
 

@@ -8,7 +8,7 @@ from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Tell
 from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import Join, Notice
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 
 def node(name: str, **versions: str) -> NodeSpec:

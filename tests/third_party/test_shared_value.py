@@ -23,7 +23,7 @@ from holdfast.rendezvous.third_party import Backend, Place, SharedValue
 from holdfast.runtime import elected_client as etcd_meeting
 from holdfast.runtime.journal import Journal
 from tests.support.limits import limit_s
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 LEASE_S = 5.0
 
