@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from holdfast.agent.commands import Exit, HoldWorkers, KillTree, Say, SignalWorkers
-from holdfast.agent.events import Signalled, TreeGone, WorkerEnded, WorkersHeld
+from holdfast.agent.events import Signalled, TreeGone, WorkersHeld
 from holdfast.protocol.messages import Leave, Quit
 from holdfast.protocol.outcome import OutcomeKind
 from tests.agent.agent_desk import LIMITS, Desk, draining, holding, idle, joining, preparing, running, stopping
@@ -29,10 +29,8 @@ def test_stop_ends_workers_that_know_no_safe_point_as_sigterm_does() -> None:
     desk.hear(STOP)
     desk.give(WorkersHeld(1, 0))
     assert SignalWorkers(signal.SIGTERM) in desk.done
-    for local_rank in range(2):
-        desk.give(WorkerEnded(1, local_rank, None))
+    desk.all_end()
     desk.give(TreeGone(1))
-    assert desk.machine.outcome is not None
     assert (desk.machine.outcome.kind, desk.machine.outcome.exit_code) == (OutcomeKind.SIGNALLED, 143)
     assert "holdfast stop" in desk.machine.outcome.message
 
@@ -51,7 +49,6 @@ def test_kill_asks_nobody(state) -> None:
     assert desk.has(KillTree)
     desk.give(TreeGone(1))
     assert desk.has(Exit)
-    assert desk.machine.outcome is not None
     assert desk.machine.outcome.exit_code == 137
 
 

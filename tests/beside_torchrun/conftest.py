@@ -36,7 +36,6 @@ def live_torchrun(own_home: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     pytest.importorskip("torch")
     address = tmp_path_factory.mktemp("server") / "socket"
     with subprocess.Popen([sys.executable, SERVER, address], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
         yield str(address)
         server.kill()

@@ -36,8 +36,7 @@ def test_the_view_counts_the_training_of_earlier_generations() -> None:
     desk = training(max_restarts=1)
     desk.fail(2)
     assert desk.machine.view(desk.now).nodes[0].state == "stopping"
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     desk.prepare(1, 2)
     view = desk.machine.view(desk.now)
     assert (view.training_s, view.restarts, view.why) == (1.0, 1, "rank 1 failed on n2")

@@ -91,8 +91,7 @@ def test_the_end_of_a_hang_costs_a_restart_and_names_the_culprit() -> None:
     assert isinstance(stop, Stop)
     assert stop.reason is StopReason.HUNG
     assert stop.text.startswith("nothing has moved for 300 s (--hang-timeout 300): rank 1 is in sleep")
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     assert (desk.machine.phase, desk.machine.generation, desk.machine.budget.used) == (Phase.PREPARING, 2, 1)
     assert desk.noted("verdict")[0]["code"] == "HF240"
     assert desk.machine.view(desk.now).why == stop.text
@@ -101,29 +100,23 @@ def test_the_end_of_a_hang_costs_a_restart_and_names_the_culprit() -> None:
         desk.wait(1.0)
         steps(desk, number)
     look_on(desk, 400.0, 1, 2)
-    for link in (1, 2):
-        desk.say(link, Stopped(2))
+    desk.both_say(Stopped(2))
     outcome = desk.machine.outcome
-    assert outcome is not None
     assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.FAILED, "HF240", 137)
-    assert outcome.verdict is not None
-    assert outcome.verdict.culprit is not None
     assert (outcome.verdict.culprit.rank, outcome.verdict.culprit.host, outcome.verdict.culprit.pid) == (1, "n2", 102)
 
 
 def test_the_host_of_a_culprit_is_blamed() -> None:
     desk = training(max_restarts=1, exclude_after=1)
     look_on(desk, 400.0, 1, 2)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     assert [note["host"] for note in desk.noted("excluded")] == ["n2"]
 
 
 def test_where_nobody_can_be_named_it_costs_a_restart_all_the_same() -> None:
     desk = training(max_restarts=1)
     look_on(desk, 400.0, 1, 2, second="all_reduce")
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     assert desk.machine.budget.used == 1
     assert desk.noted("verdict")[0]["code"] == "HF241"
 
@@ -133,9 +126,7 @@ def test_a_worker_that_fails_while_the_job_hangs_takes_the_hang_into_the_verdict
     desk = training()
     look_on(desk, 100.0, 1, 2)
     desk.fail(1)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert desk.machine.outcome is not None
+    desk.both_say(Stopped(1))
     assert desk.machine.outcome.code == "HF240"
 
 
@@ -144,9 +135,7 @@ def test_one_that_went_on_and_failed_later_did_not_hang() -> None:
     look_on(desk, 100.0, 1, 2)
     steps(desk, 30)
     desk.fail(1)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert desk.machine.outcome is not None
+    desk.both_say(Stopped(1))
     assert desk.machine.outcome.code == "HF200"
 
 
@@ -171,7 +160,6 @@ def test_an_answer_to_an_older_look_is_too_late() -> None:
     answer(desk, 1)
     desk.wait(5.1)
     desk.say(2, Looked(1, 1, (RankSample(0, 1, "S", 0.0),)))
-    assert desk.machine._monitor._round is not None
     assert desk.machine._monitor._round.samples == {}
 
 
@@ -245,8 +233,7 @@ def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped()
     assert stops(desk) == []
     desk.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
     assert [stop.reason for stop in stops(desk)] == [StopReason.WORKER_FAILED]
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     (story,) = judged[0].survivors
     assert (story.rank, story.samples[0].frames[0].function) == (1, "sleep")
 
@@ -259,8 +246,7 @@ def test_a_survivor_that_waits_in_vain_too_may_say_so() -> None:
     answer(desk, 2)
     times_out(desk, 2)
     assert len(stops(desk)) == 1
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     assert [failure.rank for failure in judged[0].failures] == [0, 1]
     assert judged[0].survivors == ()
 
@@ -302,8 +288,7 @@ def test_an_exit_status_that_needs_no_words_stops_the_others_at_once(exit_code: 
     read = structs.replace(failure, stderr_tail="the last words")
     reports(desk, read)
     assert len(desk.noted("workers_failed")) == 1
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     if exit_code != 75:
         assert judged[0].failures == (read,), "the verdict is made of all that is known"
 
@@ -344,8 +329,7 @@ def test_the_first_that_failed_stays_the_first_when_its_evidence_is_the_last() -
     first, second = (structs.replace(each, message=f"rank {each.rank}") for each in (first, second))
     reports(desk, second)
     reports(desk, first)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     assert judged[0].failures == (first, second)
 
 
@@ -425,8 +409,7 @@ def test_a_judge_that_fails_is_noted_and_the_first_failure_is_to_blame() -> None
     desk = training(max_restarts=1)
     desk.machine._endings._judge = broken
     desk.fail(2, 3)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(Stopped(1))
     assert (desk.machine.phase, desk.machine.budget.used) == (Phase.PREPARING, 1)
     assert desk.noted("insight_fault")[0]["what"] == "judge"
     assert desk.noted("verdict")[0]["cause"] == "rank 1 on n2 ended with exit code 3"

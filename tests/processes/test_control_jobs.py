@@ -352,7 +352,6 @@ def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
     agent = job(site, HOLD)
     line = [sys.executable, "-m", "holdfast", "status", "--watch", "0.1", "--json"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
         first, second = watching.stdout.readline(), watching.stdout.readline()
         assert json.loads(first)["time"] < json.loads(second)["time"]
         holdfast("kill")
@@ -366,7 +365,6 @@ def test_ctrl_c_leaves_a_watch_cleanly(site: Site) -> None:
     agent = job(site, HOLD)
     line = [sys.executable, "-m", "holdfast", "status", "--watch"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
         assert watching.stdout.readline().startswith("run ")
         watching.send_signal(signal.SIGINT)
         _, err = watching.communicate(timeout=COMMAND_S)
@@ -411,7 +409,6 @@ print("last", RANK)
     assert holdfast("logs", "--rank", "1", "--stdout").stdout == "from 1\n"
     line = [sys.executable, "-m", "holdfast", "logs", "--follow", "--grep", "last|from"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
         assert {following.stdout.readline(), following.stdout.readline()} == {"0| from 0\n", "1| from 1\n"}
         (site.folder / "finish").touch()
         rest, err = following.communicate(timeout=COMMAND_S)
@@ -435,7 +432,6 @@ sys.exit(1 if ROUND == 0 else 0)
     agent = job(site, script, "--max-restarts=1", count=1)
     line = [sys.executable, "-m", "holdfast", "logs", "-f", "--rank", "0", "--stdout"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
         assert following.stdout.readline() == "round 0\n"
         (site.folder / "go0").touch()
         assert following.stdout.readline() == "round 1\n"

@@ -82,7 +82,6 @@ def test_the_port_is_a_foreign_services(site, endpoint: str) -> None:
     port = endpoint.rpartition(":")[2]
     foreign = subprocess.Popen([sys.executable, "-c", FOREIGN, port], stdout=subprocess.PIPE)
     try:
-        assert foreign.stdout is not None
         foreign.stdout.readline()
         code, agent = site.run(*c10d(endpoint), site.script("meet()"))
         assert code == 2, agent.text

@@ -75,7 +75,6 @@ def test_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     broken.snaps.close()
     assert names(tmp_path / "broken") == ["step_000000003.0001", "step_000000006.0001"]
     again = Job(tmp_path / "broken")
-    assert again.resumed is not None
     assert (again.resumed.step, again.resumed.source, again.resumed.world_then) == (6, "disk", 1)
     again.train(2)
     assert again.weights() == calm.weights()
@@ -93,7 +92,6 @@ def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
     data[-5] ^= 4
     file.write_bytes(data)
     again = Job(tmp_path)
-    assert again.resumed is not None
     assert again.resumed.step == 3
     assert len(again.resumed.skipped) == 1
     assert again.resumed.skipped[0].startswith("step_000000006.0001")
@@ -152,7 +150,6 @@ def test_a_save_that_stands_still_while_its_writer_lives_is_waited_for(
     )
     with folders.being_written(attempt):
         job = Job(tmp_path)
-    assert job.resumed is not None
     assert (job.resumed.step, looks) == (3, [True] * 3)
     job.snaps.close()
 
@@ -234,7 +231,6 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     job.snaps.save(wait=True)
     job.snaps.close()
     found = folders.survey(tmp_path).newest_valid
-    assert found is not None
     assert found.manifest.metadata["metrics"] == {"loss": 1.0}
 
 
