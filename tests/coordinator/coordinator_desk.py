@@ -34,6 +34,7 @@ class Desk:
         least: int = 2,
         most: int = 2,
         *,
+        run_id: str = "t",
         max_restarts: int = 0,
         fixed_ranks: bool = False,
         grow: Grow = Grow.DRAIN,
@@ -42,7 +43,7 @@ class Desk:
         examine: Examine = simple_examine,
     ) -> None:
         job = JobSpec(
-            run_id="t",
+            run_id=run_id,
             min_nodes=least,
             max_nodes=most,
             backend="c10d",
@@ -79,10 +80,16 @@ class Desk:
         for link in (1, 2):
             self.say(link, message)
 
-    def join(self, *links: int, last_generation: int = 0, address: str = "10.0.0.") -> None:
+    def join(
+        self,
+        *links: int,
+        last_generation: int = 0,
+        address: str = "10.0.0.",
+        versions: dict[str, str] | None = None,
+    ) -> None:
         for link in links:
             self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
-            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
+            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1, versions=versions or {})
             self.say(link, msg.Join(node, last_generation))
 
     def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:
@@ -110,8 +117,16 @@ class Desk:
         """What the journal was told of such events."""
         return [note.fields for note in self.notes if note.event == event]
 
+    def told_to(self, link: int) -> list[msg.FromCoordinator]:
+        return [message for to, message in self.told if to == link and not isinstance(message, msg.Pong)]
+
     def last(self, link: int) -> msg.FromCoordinator:
-        return [message for to, message in self.told if to == link and not isinstance(message, msg.Pong)][-1]
+        return self.told_to(link)[-1]
+
+    @property
+    def links(self) -> set[int]:
+        """Those of the members."""
+        return {member.link for member in self.machine.members.values()}
 
     def fail(self, link: int, exit_code: int = 1) -> None:
         failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code)

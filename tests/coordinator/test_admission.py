@@ -7,8 +7,8 @@ import pytest
 from holdfast.coordinator.admission import Admission, Admit, Deny
 from holdfast.coordinator.coordinator_state import LinkOpened, Member, Phase
 from holdfast.coordinator.membership import LINKS_PER_ADDRESS_MAX, Liveness
+from holdfast.protocol import messages as msg
 from holdfast.protocol.machines import Tick
-from holdfast.protocol.messages import Assign, Join, Running
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from tests.coordinator.coordinator_desk import LIMITS, Desk, running
 
@@ -17,11 +17,11 @@ def job(*, fixed_ranks: bool) -> JobSpec:
     return JobSpec(run_id="t", min_nodes=3, max_nodes=3, backend="static", fixed_ranks=fixed_ranks)
 
 
-def join(name: str, rank: int | None = None, nproc: int = 1) -> Join:
-    return Join(NodeSpec(member=name, host=name.partition("#")[0], nproc=nproc, node_rank=rank))
+def join(name: str, rank: int | None = None, nproc: int = 1) -> msg.Join:
+    return msg.Join(NodeSpec(member=name, host=name.partition("#")[0], nproc=nproc, node_rank=rank))
 
 
-def member(joined: Join, *, link: int = 1, last_heard_s: float = 0.0, leaving: str = "") -> Member:
+def member(joined: msg.Join, *, link: int = 1, last_heard_s: float = 0.0, leaving: str = "") -> Member:
     return Member(joined.node, link, "10.0.0.7", "10.0.0.0", 1, 0.0, last_heard_s, leaving)
 
 
@@ -43,7 +43,7 @@ def test_an_identity_is_used_once() -> None:
         (join("a#1", 0, nproc=0), "a#1 offers 0 workers"),
     ],
 )
-def test_what_cannot_be(asked: Join, problem: str) -> None:
+def test_what_cannot_be(asked: msg.Join, problem: str) -> None:
     decision = Admission(job(fixed_ranks=True)).consider(1, asked, [], 0.0)
     assert isinstance(decision, Deny)
     assert decision.problem == problem
@@ -56,17 +56,17 @@ NODE = NodeSpec(member="a#1", host="a", nproc=2)
     "asked",
     [
         join("a#1", nproc=10**9),
-        Join(NODE, last_generation=2**64 - 1),
-        Join(NODE, last_generation=-1),
-        Join(NODE, 7, 0.0, Running(8, 0, 1, 0)),
-        Join(NODE, 7, 0.0, Running(0, 0, 1, 0)),
-        Join(NODE, 7, 0.0, Running(7, 3, 3, 0)),
-        Join(NODE, 7, 0.0, Running(7, -1, 3, 0)),
-        Join(NODE, 7, 0.0, Running(7, 0, 3, -1)),
-        Join(NODE, 7, 0.0, Running(7, 0, 3, 0, done=(0, 2))),
+        msg.Join(NODE, last_generation=2**64 - 1),
+        msg.Join(NODE, last_generation=-1),
+        msg.Join(NODE, 7, 0.0, msg.Running(8, 0, 1, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(0, 0, 1, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, 3, 3, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, -1, 3, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, 0, 3, -1)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, 0, 3, 0, done=(0, 2))),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(asked: Join) -> None:
+def test_numbers_that_cannot_be_are_refused(asked: msg.Join) -> None:
     """One of them would stop everybody: a rank is kept for each worker, and a generation has to fit into messages."""
     decision = Admission(job(fixed_ranks=False)).consider(1, asked, [], 0.0)
     assert isinstance(decision, Deny)
@@ -78,7 +78,7 @@ def test_wishes_are_no_claims() -> None:
     assert isinstance(admission.consider(2, join("b#1", 1), [holder], 0.0), Admit)
 
 
-def held_claim() -> tuple[Admission, Member, Join]:
+def held_claim() -> tuple[Admission, Member, msg.Join]:
     """b claims rank 1 at 10 s, which a holds that spoke at 9 s."""
     admission = Admission(job(fixed_ranks=True))
     holder, second = member(join("a#1", 1), last_heard_s=9.0), join("b#1", 1)
@@ -230,7 +230,7 @@ def test_so_is_one_beside_a_claim_that_waits() -> None:
     desk = Desk(fixed_ranks=True)
     for link, name in ((1, "a#1"), (2, "b#1")):
         desk.give(LinkOpened(link, "10.0.0.1", "10.0.0.9"))
-        desk.say(link, Join(NodeSpec(member=name, host=name[0], nproc=1, node_rank=0)))
+        desk.say(link, msg.Join(NodeSpec(member=name, host=name[0], nproc=1, node_rank=0)))
     desk.give(LinkOpened(3, "10.0.0.9", "10.0.0.1"))
     desk.now += LIMITS.lease_s / 2  # nobody speaks
     desk.give(Tick())
@@ -257,9 +257,9 @@ def test_one_address_has_a_bounded_number_of_them() -> None:
 def test_workers_of_an_earlier_generation_are_not_waited_for_for_ever() -> None:
     desk = Desk(least=1, most=2)
     desk.give(LinkOpened(1, "10.0.0.1", "10.0.0.9"))
-    desk.say(1, Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7, 0.0, Running(7, 0, 2, 0)))
+    desk.say(1, msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7, 0.0, msg.Running(7, 0, 2, 0)))
     desk.join(2)
     desk.wait(LIMITS.stop_grace_s + LIMITS.stop_slack_s + LIMITS.settle_s + 2)
     assert 1 in desk.dropped
-    assert isinstance(desk.last(2), Assign), "the others go on"
+    assert isinstance(desk.last(2), msg.Assign), "the others go on"
     assert desk.machine.phase is Phase.PREPARING

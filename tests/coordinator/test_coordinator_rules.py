@@ -7,7 +7,6 @@ import pytest
 from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase, QuitAsked
 from holdfast.diagnosis.causes import judge
 from holdfast.protocol import messages as msg
-from holdfast.protocol.messages import Quit, Stopped, WorkerDone
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import Grow, NodeSpec
 from holdfast.protocol.rank_progress import Stage
@@ -377,16 +376,16 @@ def test_every_member_is_told(state, drain: bool) -> None:
     links = {member.link for member in desk.machine.members.values()}
     before = len(desk.told)
     desk.give(QuitAsked(drain, "holdfast stop"))
-    told = [(link, message) for link, message in desk.told[before:] if isinstance(message, Quit)]
+    told = [(link, message) for link, message in desk.told[before:] if isinstance(message, msg.Quit)]
     assert {link for link, _ in told} == links
-    assert {message for _, message in told} == {Quit(drain, "holdfast stop")}
+    assert {message for _, message in told} == {msg.Quit(drain, "holdfast stop")}
 
 
 def test_whoever_comes_later_is_sent_home() -> None:
     desk = running()
     desk.give(QuitAsked(drain=True, by="holdfast stop"))
     desk.join(9)
-    assert [message for link, message in desk.told if link == 9] == [Quit(drain=True, by="holdfast stop")]
+    assert [message for link, message in desk.told if link == 9] == [msg.Quit(drain=True, by="holdfast stop")]
     assert len(desk.machine.members) == 2
 
 
@@ -426,7 +425,7 @@ def test_the_view_counts_the_training_of_earlier_generations() -> None:
     desk = training(max_restarts=1)
     desk.fail(2)
     assert desk.machine.view(desk.now).nodes[0].state == "stopping"
-    desk.both_say(Stopped(1))
+    desk.both_say(msg.Stopped(1))
     desk.prepare(1, 2)
     view = desk.machine.view(desk.now)
     assert (view.training_s, view.restarts, view.why) == (1.0, 1, "rank 1 failed on n2")
@@ -449,9 +448,9 @@ def test_the_view_while_nodes_meet() -> None:
 
 def test_the_view_outlives_lost_and_finished_nodes() -> None:
     desk = training()
-    desk.say(2, WorkerDone(1, 0))
+    desk.say(2, msg.WorkerDone(1, 0))
     assert [node.state for node in desk.machine.view(desk.now).nodes] == ["running", "done"]
     desk.give(LinkClosed(2, "reset"))
     assert [node.host for node in desk.machine.view(desk.now).nodes] == ["n1"]
-    desk.say(1, WorkerDone(1, 0))
+    desk.say(1, msg.WorkerDone(1, 0))
     assert desk.machine.view(desk.now).phase == "over"
