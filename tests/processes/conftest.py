@@ -242,6 +242,18 @@ class Site:
         agent = self.start(*args, env=env)
         return agent.end(limit_s), agent
 
+    def ends(self, code: int, *args: str | Path, **more: Any) -> Agent:
+        """Run an agent, which has to end with this code."""
+        ended, agent = self.run(*args, **more)
+        assert ended == code, agent.text
+        return agent
+
+    def program(self, text: str) -> tuple[str, ...]:
+        """A program to start in place of the agent's: it changes holdfast and then runs it."""
+        path = self.folder / "program.py"
+        path.write_text(text)
+        return sys.executable, str(path)
+
     def trail(self, event: str = "", **wanted: Any) -> list[Note]:
         with self._trail.open("rb") as file:
             file.seek(self._offset)

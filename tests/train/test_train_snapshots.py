@@ -28,12 +28,10 @@ from holdfast.snapshots import disk, saver_client
 from holdfast.snapshots import folder as folders
 from holdfast.train import snapshots
 from holdfast.train.agreement import Schedule, Steps, Timekeeper, crossed, seconds
+from tests.train.conftest import damage
 
-
-@pytest.fixture(autouse=True)
-def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No saver process for each test; memory and saver have jobs of their own (test_train_sharding_worlds, …_kill)."""
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.InProcessStaging())
+pytestmark = pytest.mark.usefixtures("own_staging")
+"""Memory and saver have jobs of their own (test_train_sharding_worlds, …_kill)."""
 
 
 class Job:
@@ -87,10 +85,7 @@ def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.train(6)
     job.snaps.close()
-    file = tmp_path / "step_000000006.0001" / "rank_00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
+    damage(tmp_path / "step_000000006.0001" / "rank_00000.safetensors")
     again = Job(tmp_path)
     assert again.resumed.step == 3
     assert len(again.resumed.skipped) == 1
