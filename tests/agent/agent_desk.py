@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
@@ -183,3 +184,25 @@ def ended() -> Desk:
     desk = idle()
     desk.hear(msg.Finish(SUCCESS))
     return desk
+
+
+STATES: list[Callable[[], Desk]] = [
+    down,
+    dialing,
+    joining,
+    idle,
+    preparing,
+    prepared,
+    running,
+    stopping,
+    killing,
+    sweeping,
+    cleaned,
+    cut_off_running,
+    holding,
+    held,
+    draining,
+    leaving,
+    leaving_drained,
+    ended,
+]
