@@ -124,6 +124,16 @@ def test_abandoned_workers_are_killed() -> None:
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
+def leaving_saved() -> Desk:
+    """All workers have saved and left at the safe point that was agreed on."""
+    desk = leaving_drained()
+    desk.hear(msg.Drain(1, "a is leaving"))
+    desk.hear(msg.DrainTo(1, 9))
+    desk.all_end(drained=True)
+    desk.give(ev.TreeGone(1))
+    return desk
+
+
 def exit_codes(desk: Desk) -> list[int]:
     return [command.outcome.exit_code for command in desk.done if isinstance(command, Exit)]
 
@@ -183,11 +193,7 @@ def test_a_notice_that_comes_while_the_drained_are_cleaned_too() -> None:
 
 
 def test_a_drained_node_does_not_wait_for_ever() -> None:
-    desk = leaving_drained()
-    desk.hear(msg.Drain(1, "a is leaving"))
-    desk.hear(msg.DrainTo(1, 9))
-    desk.all_end(drained=True)
-    desk.give(ev.TreeGone(1))
+    desk = leaving_saved()
     desk.wait(LIMITS.drain_s - 0.1)
     assert desk.machine.outcome is None
     desk.wait(0.2)
@@ -195,11 +201,7 @@ def test_a_drained_node_does_not_wait_for_ever() -> None:
 
 
 def test_a_drained_node_that_loses_the_coordinator_goes() -> None:
-    desk = leaving_drained()
-    desk.hear(msg.Drain(1, "a is leaving"))
-    desk.hear(msg.DrainTo(1, 9))
-    desk.all_end(drained=True)
-    desk.give(ev.TreeGone(1))
+    desk = leaving_saved()
     desk.give(ev.LinkLost("gone"))
     assert exit_codes(desk) == [75]
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.conftest import alive as is_alive
 from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
@@ -112,14 +113,6 @@ IMPORTS = ("json", "signal", "subprocess")
 """Imported by a script that names them."""
 
 Note = dict[str, Any]
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 @dataclass
