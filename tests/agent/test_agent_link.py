@@ -37,7 +37,7 @@ JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s)
 
 def test_it_joins_with_an_identity_never_used_before() -> None:
     desk = joining()
-    assert desk.sent() == [msg.Join(NodeSpec(member="a#1", host="a", nproc=NPROC))]
+    assert desk.sent() == [msg.Join(NodeSpec(member="a#1", host="a", nproc=NPROC), revision=msg.REVISION)]
     desk.give(ev.LinkLost("reset"))
     desk.give(ev.Dialed())
     (again,) = desk.sent()

@@ -150,6 +150,15 @@ def test_the_same_error_is_not_repeated_for_ever() -> None:
     assert own.used == 7, "giving up costs nothing"
 
 
+def test_a_restart_is_certain_while_even_the_same_error_again_would_get_one() -> None:
+    own = budget()
+    for _ in range(7):
+        assert own.allows_restart
+        own.charge("ValueError", QUICK_S)
+    assert not own.allows_restart
+    assert not budget(max_restarts=0).allows_restart
+
+
 @pytest.mark.parametrize(
     ("signature", "lived_s"),
     [pytest.param("another", QUICK_S, id="another error"), pytest.param("ValueError", HEALTHY_S, id="a healthy run")],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 SIX = "child()\ndaemon()\nmeet()\nhold()"
 
@@ -47,6 +47,24 @@ def test_a_killed_supervisor_takes_its_workers_along(site, restarts: int) -> Non
         assert agent.verdict["verdict"]["code"] == "HF204"
         assert agent.verdict["verdict"]["culprit"]["exit_code"] == -9
     site.all_gone()
+    assert "Traceback" not in agent.text
+
+
+def test_a_supervisor_killed_after_the_port_of_the_next_store_was_announced(site) -> None:
+    """The port is lost with it: that generation ends at once, and the next one gets a store that works."""
+    script = site.script(
+        "import socket\n"
+        "meet()\n"
+        "if ROUND < 4: sys.exit(1)\n"
+        "socket.create_connection(('127.0.0.1', int(PORT)), 60 * SLOWNESS).close()\n"
+        "note('reached')"
+    )
+    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "6", script)
+    # After the fourth quick failure the next generation is prepared, and starts a second later.
+    until(lambda: list(agent.logs.glob("*/attempt_4/1/stderr.log")), "the next generation to be prepared")
+    os.kill(supervisor_of(agent), signal.SIGKILL)
+    assert agent.end() == 0, agent.text
+    assert len(site.trail("reached")) == 2
     assert "Traceback" not in agent.text
 
 

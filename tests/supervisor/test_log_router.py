@@ -80,6 +80,7 @@ class Node:
     def open(self, *local_ranks: int, generation: int = 1, restarts: int = 0) -> Node:
         self.attempt = self.folder.attempt(generation, restarts)
         self.workers = self.router.open(self.attempt, [WorkerSlot(rank, rank + 100) for rank in local_ranks])
+        self.router.begin_attempt()
         return self
 
     def write(self, local_rank: int, text: bytes, *, stream: int = 0) -> None:
@@ -358,6 +359,25 @@ def test_attempts_follow_each_other_and_keep_their_files(pipe: PipeConsole, tmp_
         assert mine == sorted(mine)
     assert len({file.parent.parent.name for file in files}) == 3
     assert all(file.read_bytes().count(b"\n") == 1000 for file in files)
+
+
+def test_a_traceback_waits_for_its_verdict_while_the_next_attempt_is_opened(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0, 1)
+    for rank in (0, 1):
+        traceback = f"Traceback (most recent call last):\n  here\nValueError: {rank}\n"
+        node.write(rank, traceback.encode(), stream=1)
+        node.router.failed(rank + 100, traceback)
+    node.router.end_attempt()
+    following = node.router.open(node.folder.attempt(2, 1), [WorkerSlot(0, 100)])
+    node.router.tell_elsewhere((101,))
+    node.router.begin_attempt()
+    fd = following[0].fds.stdout
+    assert fd is not None
+    os.write(fd, b"again\n")
+    assert node.end()
+    until(lambda: pipe.out.endswith(b"n1:100| again\n"), "the router to have done it")
+    assert b"ValueError: 0" in pipe.err
+    assert b"ValueError: 1" not in pipe.err
 
 
 # --- consoles that block or break -------------------------------------------------------------------------------------

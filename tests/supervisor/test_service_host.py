@@ -75,6 +75,11 @@ class Rig:
         self.host = StoreHost(bench.supervisor, python, lambda *word: self.lost.append(word), eager=eager)
         bench.supervisor._on_event = self.host.handle
 
+    def open(self, generation: int, *, loopback_only: bool) -> int:
+        port = self.host.reserve(loopback_only=loopback_only)
+        assert self.host.open(generation) == port
+        return port
+
     @property
     def servers(self) -> list[int]:
         return processes.descendants(self.supervisor.handle.pid)
@@ -83,11 +88,11 @@ class Rig:
 async def test_two_generations_have_nothing_in_common_but_the_server(bench: Any) -> None:
     rig = Rig(bench)
     client = await Client.start()
-    first = rig.host.open(1, loopback_only=False)
+    first = rig.open(1, loopback_only=False)
     assert await client.ask(f"stores.setdefault(1, connect({first})).set('stale', 'x')") is None
     servers = rig.servers
     assert len(servers) == 1
-    second = rig.host.open(2, loopback_only=True)
+    second = rig.open(2, loopback_only=True)
     assert await client.ask(f"stores.setdefault(2, connect({second})).check(['stale'])") is False
     assert await client.ask("works(stores[1]), works(stores[2])") == (False, True)
     assert rig.servers == servers
@@ -96,18 +101,42 @@ async def test_two_generations_have_nothing_in_common_but_the_server(bench: Any)
         pass
     assert rig.lost == []
     # The server dies in the third generation, and another one serves the fourth.
-    third = rig.host.open(3, loopback_only=True)
+    third = rig.open(3, loopback_only=True)
     assert await client.ask(f"works(stores.setdefault(3, connect({third})))") is True
     os.kill(servers[0], signal.SIGKILL)
     await bench.until(lambda: bool(rig.lost))
     assert [generation for generation, _ in rig.lost] == [3]
-    fourth = rig.host.open(4, loopback_only=True)
+    fourth = rig.open(4, loopback_only=True)
     assert await client.ask(f"works(stores.setdefault(4, connect({fourth})))") is True
     assert len(rig.lost) == 1
     await client.end()
     rig.host.close()
     await bench.until(lambda: not rig.servers)
     assert len(rig.lost) == 1
+
+
+async def test_the_port_of_the_next_store_is_bound_while_the_present_one_continues(bench: Any) -> None:
+    rig = Rig(bench)
+    client = await Client.start()
+    first = rig.open(1, loopback_only=True)
+    assert await client.ask(f"works(stores.setdefault(1, connect({first})))") is True
+    given_up = rig.host.reserve(loopback_only=True)
+    second = rig.host.reserve(loopback_only=True)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", given_up)) != 0
+    with socket.socket() as early:  # a client on another node whose workers start first
+        early.connect(("127.0.0.1", second))
+        assert await client.ask("works(stores[1])") is True
+        assert rig.host.open(2) == second
+        assert await client.ask(f"works(stores.setdefault(2, connect({second})))") is True
+    while await client.ask("works(stores[1])"):
+        pass
+    await client.end()
+    unused = rig.host.reserve(loopback_only=True)
+    rig.host.close()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", unused)) != 0
+    assert rig.lost == []
 
 
 async def test_a_late_word_about_a_dead_server_does_not_end_the_next_generation(bench: Any) -> None:
@@ -117,11 +146,11 @@ async def test_a_late_word_about_a_dead_server_does_not_end_the_next_generation(
     late: list[Any] = []
     bench.supervisor._on_event = late.append
     with socket.socket() as probe:
-        probe.connect(("127.0.0.1", rig.host.open(1, loopback_only=True)))
+        probe.connect(("127.0.0.1", rig.open(1, loopback_only=True)))
         await bench.until(lambda: bool(rig.servers))
         os.kill(rig.servers[0], signal.SIGKILL)
         await bench.until(lambda: bool(rig.lost))
-    port = rig.host.open(2, loopback_only=True)
+    port = rig.open(2, loopback_only=True)
     await bench.until(lambda: any(isinstance(event, ProcessEnded) for event in late))
     for event in late:
         rig.host.handle(event)
@@ -133,11 +162,11 @@ async def test_a_late_word_about_a_dead_server_does_not_end_the_next_generation(
 
 async def test_nothing_is_started_when_nobody_connects(bench: Any) -> None:
     rig = Rig(bench)
-    ports = {rig.host.open(generation, loopback_only=True) for generation in (1, 2, 3)}
+    ports = {rig.open(generation, loopback_only=True) for generation in (1, 2, 3)}
     await asyncio.sleep(0.05)
     assert rig.servers == []
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", rig.host.open(4, loopback_only=True))) == 0
+        assert probe.connect_ex(("127.0.0.1", rig.open(4, loopback_only=True))) == 0
         await bench.until(lambda: len(rig.servers) == 1)
     rig.host.close()
     assert len(ports) == 3
@@ -146,7 +175,7 @@ async def test_nothing_is_started_when_nobody_connects(bench: Any) -> None:
 async def test_an_eager_host_starts_with_the_first_generation(bench: Any) -> None:
     rig = Rig(bench, eager=True)
     assert rig.servers == []
-    rig.host.open(1, loopback_only=True)
+    rig.open(1, loopback_only=True)
     await bench.until(lambda: len(rig.servers) == 1)
     rig.host.close()
     await bench.until(lambda: not rig.servers)
@@ -156,7 +185,7 @@ async def test_an_eager_host_starts_with_the_first_generation(bench: Any) -> Non
 @pytest.mark.parametrize("python", ["no-such-python", "/bin/false"])
 async def test_a_server_that_cannot_run_is_told_and_clients_are_refused(bench: Any, python: str) -> None:
     rig = Rig(bench, python=python, eager=True)
-    port = rig.host.open(7, loopback_only=True)
+    port = rig.open(7, loopback_only=True)
     await bench.until(lambda: bool(rig.lost))
     assert rig.lost[0][0] == 7
     with socket.socket() as probe:
@@ -169,7 +198,7 @@ async def test_a_python_without_torch_is_told(bench: Any, tmp_path: Path) -> Non
     python.chmod(0o755)
 
     rig = Rig(bench, python=str(python), eager=True)
-    rig.host.open(1, loopback_only=True)
+    rig.open(1, loopback_only=True)
     await bench.until(lambda: bool(rig.lost))
     assert rig.lost[0][0] == 1
     assert "has no torch" in rig.lost[0][1]
@@ -178,10 +207,10 @@ async def test_a_python_without_torch_is_told(bench: Any, tmp_path: Path) -> Non
 
 async def test_listening_addresses(bench: Any) -> None:
     rig = Rig(bench)
-    rig.host.open(1, loopback_only=True)
+    rig.open(1, loopback_only=True)
     assert rig.host._listening is not None
     assert rig.host._listening.getsockname()[0] == "127.0.0.1"
-    port = rig.host.open(2, loopback_only=False)
+    port = rig.open(2, loopback_only=False)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) == 0
     rig.host.close()

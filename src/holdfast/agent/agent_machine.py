@@ -54,6 +54,7 @@ from holdfast.agent.events import (
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import (
+    REVISION,
     Abandon,
     Assign,
     Drain,
@@ -90,7 +91,7 @@ from holdfast.protocol.policy import Limits, NodeSpec
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
 WORK_TRANSITIONS: dict[tuple[Work, Work], str] = {
-    (Work.IDLE, Work.PREPARING): "Assign",
+    (Work.IDLE, Work.PREPARING): "Assign, or the last Stop announced the next generation",
     (Work.PREPARING, Work.PREPARING): "Assign of a newer generation: somebody died between the phases",
     (Work.PREPARED, Work.PREPARING): "the same",
     (Work.PREPARING, Work.PREPARED): "NodePrepared",
@@ -307,9 +308,8 @@ class AgentMachine:
             case Abandon(generation):
                 if self._at_work() and self._term().generation == generation:
                     self._kill()
-            case Stop(generation, reason, text):
-                grace_s = self.limits.hang_grace_s if reason is StopReason.HUNG else inf
-                self._on_stop(now, generation, text, grace_s)
+            case Stop():
+                self._on_stop(now, message)
             case Finish(outcome):
                 self._end(outcome)
             case Quit(drain, by):
@@ -317,21 +317,27 @@ class AgentMachine:
             case Refuse(code, text):
                 self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=2, code=code, message=text))
 
-    def _on_stop(self, now: float, generation: int, text: str, grace_s: float) -> None:
+    def _on_stop(self, now: float, stop: Stop) -> None:
         term = self.term
-        if term is None and self._leaving is not None and generation == self._last_generation:
-            # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-            self._end(self._farewell(self._leaving, drained=self._drained))
-        if term is None or term.generation != generation:
+        if term is None and stop.generation == self._last_generation:
+            if self._leaving is not None:
+                # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
+                self._end(self._farewell(self._leaving, drained=self._drained))
+            elif stop.following is not None:  # its workers ended before the order arrived
+                self._on_assign(stop.following)
+            return
+        if term is None or term.generation != stop.generation:
             return
         if self._at_work():
-            if text:
-                self._out.append(Say(text))
+            if stop.text:
+                self._out.append(Say(stop.text))
             self._stop(now, signal.SIGTERM)
-            term.kill_at_s = min(term.kill_at_s, now + grace_s)
+            if stop.reason is StopReason.HUNG:
+                term.kill_at_s = min(term.kill_at_s, now + self.limits.hang_grace_s)
         elif self.work is Work.KILLING:
             # The processes of the finished ranks are being swept: the node ends after that instead of going idle.
             term.stopped = True
+        term.following = stop.following
 
     def _on_assign(self, assign: Assign) -> None:
         if self.work not in (Work.IDLE, Work.PREPARING, Work.PREPARED) or self._going():
@@ -439,6 +445,8 @@ class AgentMachine:
         self._drained = term.left_at_safe_point
         self._idle()
         self._send(Stopped(generation))
+        if term.following is not None and term.confirmed and self._leaving is None:
+            self._on_assign(term.following)
         if self._leaving is not None and not (self._drained and self.link is Link.UP):
             self._end(self._farewell(self._leaving, drained=self._drained))
 
@@ -566,7 +574,8 @@ class AgentMachine:
             self._join_sent_s = now
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
-            self._send(Join(self._named_node(), self._last_generation, unlinked_s, self._running(), self._led_by))
+            node, running = self._named_node(), self._running()
+            self._send(Join(node, self._last_generation, unlinked_s, running, self._led_by, REVISION))
 
     # ---------------------------------------------------------------- fences
 

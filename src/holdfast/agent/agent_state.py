@@ -165,6 +165,8 @@ class Term:
     """All ranks were done, and their remaining processes are gone."""
     stopped: bool = False
     """The order to stop has arrived."""
+    following: Assign | None = None
+    """This node's place in the next generation, which that order announced."""
 
     @property
     def generation(self) -> int:

@@ -22,6 +22,7 @@ from holdfast.coordinator.coordinator_state import (
     Draining,
     DropLink,
     Event,
+    Formation,
     Heard,
     LinkClosed,
     LinkOpened,
@@ -48,7 +49,7 @@ from holdfast.coordinator.formation import (
 )
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership, PreviousLeader
 from holdfast.coordinator.monitor import EndGeneration, Monitor, cannot_tell, node_views
-from holdfast.protocol.errors import NodesError
+from holdfast.protocol.errors import EXIT_REQUEUE, NodesError
 from holdfast.protocol.machines import Note, Pauses, Tick
 from holdfast.protocol.messages import (
     REVISION,
@@ -85,7 +86,9 @@ from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine, JobView
 
 TRANSITIONS: dict[tuple[Phase, Phase], str] = {
-    (Phase.GATHERING, Phase.PREPARING): "the formation rule says so; Assign is sent to every member of the world",
+    (Phase.GATHERING, Phase.PREPARING): (
+        "the formation rule says so; Assign is sent to every member that does not know its place from Stop"
+    ),
     (Phase.GATHERING, Phase.OVER): "too few nodes before the join deadline",
     (
         Phase.GATHERING,
@@ -130,6 +133,8 @@ class CoordinatorMachine:
         self._monitor = Monitor(limits, self._membership.members, examine)
         self.world: World | None = None
         self.generation = 0
+        self._announced: Formation | None = None
+        """The next generation, announced with the stop of the present one; None: there was no announcement."""
         self._previous_leader = PreviousLeader()
         self.outcome: Outcome | None = None
         self.budget = Budget(job.max_restarts, limits)
@@ -205,6 +210,11 @@ class CoordinatorMachine:
     def is_member(self, link: int) -> bool:
         """Whether the agent behind this link has joined."""
         return self._membership.by_link(link) is not None
+
+    @property
+    def newest_generation(self) -> int:
+        """The largest number that this coordinator has given to its members."""
+        return self.generation if self._announced is None else self._announced.world.generation
 
     @property
     def knows_previous_leader(self) -> bool:
@@ -314,6 +324,7 @@ class CoordinatorMachine:
         match decision:
             case Admit(link, join):
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
+                member.revision = join.revision
                 self._gathering.last_arrival_s = now
                 limits = self.limits
                 self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s, REVISION))
@@ -337,7 +348,7 @@ class CoordinatorMachine:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
-        if join.last_generation > self.generation:
+        if join.last_generation > self.newest_generation:
             self._wait_for_fence_previous_leader(min(self._born_s, now - join.unlinked_s), join.last_generation)
             if join.led_by:
                 self._why = f"lost {join.led_by}, which had the coordinator"
@@ -368,12 +379,10 @@ class CoordinatorMachine:
         self._note("resumed", generation=world.generation, order=list(world.order))
 
     def _on_prepared(self, member: Member, generation: int, store_port: int | None) -> None:
-        if self.phase is not Phase.PREPARING or not self._is_current(member, generation):
-            return
-        world = self._world()
-        world.prepared.add(member.name)
-        if store_port is not None and member.name == world.order[0]:
-            world.store_port = store_port
+        if self._announced is not None and generation == self._announced.world.generation:
+            self._announced.world.on_prepared(member.name, store_port)
+        elif self.phase is Phase.PREPARING and self._is_current(member, generation):
+            self._world().on_prepared(member.name, store_port)
 
     def _on_stopped(self, now: float, member: Member, generation: int) -> None:
         if member.busy_generation > generation:
@@ -516,20 +525,39 @@ class CoordinatorMachine:
                         self._tell(member, Waiting(text))
 
     def _form(self, now: float) -> None:
+        announced, self._announced = self._announced, None
+        formation = self._next_formation(self.generation, self.budget.used)
+        if announced is not None and announced.places == formation.places:
+            formation = announced
+        elif announced is not None:  # some nodes prepare the announced one: the number must differ
+            formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
+        world = self.world = formation.world
+        self.generation = world.generation
+        self._enter(now, Phase.PREPARING)
+        for name, assign in formation.places.items():
+            if announced is None or not self.members[name].revision:
+                self._tell(self.members[name], assign)
+        self._note("assigned", generation=self.generation, world_size=world.size, order=list(world.order))
+
+    def _next_formation(self, after: int, restart_count: int) -> Formation:
+        """The formation of the present candidates, with a number that is larger than `after`."""
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
-        self.generation = max(self.generation, self._previous_leader.generation) + 1
-        self.world = World(
-            generation=self.generation,
-            order=tuple(node.member for node in seats),
-            nproc={node.member: node.nproc for node in seats},
-        )
-        self._enter(now, Phase.PREPARING)
-        local = all(is_local(self.members[name].address) for name in self.world.order)
-        places = assignments(seats, generation=self.generation, restart_count=self.budget.used, local_world=local)
-        for name, assign in places.items():
-            self._tell(self.members[name], assign)
-        self._note("assigned", generation=self.generation, world_size=self.world.size, order=list(self.world.order))
+        generation = max(after, self._previous_leader.generation) + 1
+        local = all(is_local(self.members[node.member].address) for node in seats)
+        places = assignments(seats, generation=generation, restart_count=restart_count, local_world=local)
+        nproc = {node.member: node.nproc for node in seats}
+        return Formation(World(generation=generation, order=tuple(places), nproc=nproc), places)
+
+    def _announcement(self, world: World, reason: StopReason) -> Formation | None:
+        """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
+        the stop, because what is prepared in vain costs a node some work."""
+        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or world.lost_nodes)
+        requeue = any(failure.exit_code == EXIT_REQUEUE for failure in world.failures)
+        if not failed or requeue or self._quit or self.job.exclude_after or not self.budget.allows_restart:
+            return None
+        formation = self._next_formation(self.generation, self.budget.used + 1)
+        return formation if formation.world.order == world.order else None
 
     def _advance_preparing(self, now: float) -> None:
         world = self._world()
@@ -614,8 +642,11 @@ class CoordinatorMachine:
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
+        announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
-        self._tell_world(world, Stop(world.generation, reason, text))
+        for member in [self.members[name] for name in world.order if name in self.members]:
+            place = announced.places[member.name] if announced is not None and member.revision else None
+            self._tell(member, Stop(world.generation, reason, text, place))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _stop_deadline_s(self) -> float:

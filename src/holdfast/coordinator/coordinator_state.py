@@ -5,14 +5,14 @@ The shell makes the events; the machine never asks. No command has an answer: it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from msgspec import Struct
 
 from holdfast.protocol.machines import Note, Tick
-from holdfast.protocol.messages import FromAgent, FromCoordinator, StopReason
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Finding, RankStory
@@ -100,6 +100,8 @@ class Member:
     last_heard_s: float
     leaving: str = ""
     """Why it leaves; empty while it does not."""
+    revision: int = 0
+    """The REVISION of messages that the agent understands."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
@@ -183,6 +185,13 @@ class World:
     def __post_init__(self) -> None:
         self.size = sum(self.nproc.values())
 
+    def on_prepared(self, member: str, store_port: int | None) -> None:
+        """A member is prepared. Only the first one's store counts."""
+        if member in self.nproc:
+            self.prepared.add(member)
+        if store_port is not None and member == self.order[0]:
+            self.store_port = store_port
+
     def mark_done(self, member: str, local_rank: int, left: Failure | None = None) -> None:
         ranks = self.done.setdefault(member, set())
         if 0 <= local_rank < self.nproc[member] and local_rank not in ranks:
@@ -233,6 +242,15 @@ class World:
     def finished(self, member: str) -> bool:
         """Whether all workers of this member ended with 0."""
         return len(self.done.get(member, ())) == self.nproc[member]
+
+
+@dataclass(slots=True)
+class Formation:
+    """A generation as it is formed, or as it was announced with the stop of the one before."""
+
+    world: World
+    places: Mapping[str, Assign]
+    """By member."""
 
 
 def is_local(address: str) -> bool:

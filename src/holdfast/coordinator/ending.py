@@ -47,6 +47,11 @@ class Budget:
         """The number of this restart, in words."""
         return f"restart {self.used}" + (f" of {self.max_restarts}" if self.max_restarts < UNBOUNDED else "")
 
+    @property
+    def allows_restart(self) -> bool:
+        """Whether the next failure is followed by a restart, whatever it is."""
+        return self.used < self.max_restarts and self.identical + 1 < self.limits.identical_failures_max
+
     def charge(self, signature: str, lived_s: float) -> Retry | GiveUp:
         """Charge a generation that failed by its own fault after running for `lived_s`."""
         if self.used >= self.max_restarts:

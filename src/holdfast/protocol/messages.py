@@ -1,7 +1,8 @@
 """The messages between agent and coordinator, as data. `protocol.codec` encodes them.
 
 A formation costs every agent four messages whatever the size of the job:
-Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster.
+Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster. After a failure Stop carries
+the Assign, and Prepared follows Stopped: one message and one round trip fewer.
 
 Structs are array-like on the wire: new fields go to the end and have defaults.
 """
@@ -24,7 +25,7 @@ LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 REVISION = 1
 """Revision of these messages. From 1 on, an agent reports a failure before it has read the evidence, if the coordinator
-understands that (`Joined.revision`)."""
+understands that (`Joined.revision`), and prepares the generation that a Stop announces (`Join.revision`)."""
 
 
 class StopReason(Enum):
@@ -76,6 +77,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     """The generation whose workers are alive. Resume lets them continue; else the agent kills them at its fence."""
     led_by: str = ""
     """`led_by` of the Assign of last_generation, so that a new coordinator can report which node was lost."""
+    revision: Count = 0
+    """The agent's REVISION."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
@@ -234,6 +237,9 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     generation: Count
     reason: StopReason
     text: str = ""
+    following: Assign | None = None
+    """This node's place in the next generation, unless members change before that is formed. The node prepares it when
+    its workers are gone, without another Assign. An Assign of a newer generation replaces it."""
 
 
 class Look(CoordinatorMessage, frozen=True, tag="look"):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from holdfast.coordinator.coordinator_state import Command, DropLink, Tell
 from holdfast.coordinator.leased import LeasedCoordinator
 from holdfast.protocol.errors import EtcdError
-from holdfast.protocol.messages import Assign, Finish
+from holdfast.protocol.messages import Assign, Finish, Start
 from holdfast.protocol.policy import Limits
 from holdfast.rendezvous.elections import Memory
 from holdfast.runtime.coordinator_service import CoordinatorService
@@ -212,7 +212,7 @@ class ElectedService(CoordinatorService):
         """The memory that the next leader must observe when we step down by ourselves; None: nothing was ever
         started."""
         machine = self._elected
-        generation = max(machine.generation, self._remembered)
+        generation = max(machine.newest_generation, self._remembered)
         if not generation:
             return self._lease_holder.previous_leader
         tail_s = fence_s(machine.limits) if machine.workers_may_live else 0.0
@@ -236,7 +236,7 @@ class ElectedService(CoordinatorService):
     def _flush(self) -> None:
         while self._outbox and self._lease_holder.fresh() and not self._remembering:
             command = self._outbox[0]
-            if isinstance(command, Tell) and isinstance(command.message, Assign):
+            if isinstance(command, Tell) and isinstance(command.message, Assign | Start):
                 generation = command.message.generation
                 if generation > self._remembered:
                     self._remember(generation)

@@ -230,7 +230,9 @@ class LogRouter:
         """The descriptors that `started` has to close, by local rank."""
         self._groups: list[TailGroup] = []
         self._last_groups: list[TailGroup] = []
-        """The groups of the newest attempt, which may have ended."""
+        """The groups of the newest attempt that has begun; it may have ended."""
+        self._next_groups: list[TailGroup] = []
+        """The groups of the attempt that was opened and has not begun."""
         self._tracebacks: dict[int, str] = {}
         """The tracebacks of the newest attempt, by rank."""
         self._terminals: list[Terminal] = []
@@ -242,10 +244,9 @@ class LogRouter:
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
         """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing
-        stays open."""
+        stays open. `tell_elsewhere` may be called meanwhile."""
         self.end_attempt()
-        self.tell_elsewhere(())
-        self._last_groups, self._tracebacks = [], {}
+        self._next_groups = []
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
@@ -255,7 +256,7 @@ class LogRouter:
                 several = len({tail.rank for tail in tails}) > 1
                 fold = LineFold(partial(self._prefix_of, sink)) if several and self._options.dedup else None
                 self._follow(sink, TailGroup(tails, fold=fold))
-            self._last_groups = [*self._groups]
+            self._next_groups = [*self._groups]
             self._open_filtered(attempt, workers)
         except OSError as error:
             self._release()
@@ -267,6 +268,11 @@ class LogRouter:
             self._attached = True
             self._console.attach(self._tail)
         return streams
+
+    def begin_attempt(self) -> None:
+        """The workers of the attempt that was opened are being started."""
+        self._tell_undecided()
+        self._last_groups, self._next_groups, self._tracebacks = self._next_groups, [], {}
 
     def failed(self, rank: int, traceback: str) -> None:
         """Record the traceback with which a worker of the newest attempt ended."""
@@ -280,6 +286,11 @@ class LogRouter:
             group.told_elsewhere = told
         if self._attached:
             self._console.wake()
+
+    def _tell_undecided(self) -> None:
+        """Show the tracebacks of the newest attempt if no verdict on them came: none will come."""
+        if any(group.told_elsewhere is None for group in self._last_groups):
+            self.tell_elsewhere(())
 
     def say(self, text: str) -> None:
         """Show a line of the launcher about the logs."""
@@ -318,8 +329,7 @@ class LogRouter:
         Also True when the console has no reader any more: then nothing can be shown.
         """
         self.end_attempt()
-        if any(group.told_elsewhere is None for group in self._last_groups):
-            self.tell_elsewhere(())
+        self._tell_undecided()
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
         self._tail.abandoned = True

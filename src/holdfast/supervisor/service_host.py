@@ -4,10 +4,11 @@ A service is a process below the supervisor that outlives generations. It starts
 SOCK_SEQPACKET socket to this agent, and ends when the other end of that socket is closed.
 
 The store: the agent binds the listening socket first and publishes its port after, so that no other process can take
-it. The server (train/store_server.py) is started when the first client connects: that connection waits in the socket's
-backlog and is handed over with it. The server is forked from the fork server where torch is preloaded. Otherwise it has
-to load torch itself, so it is started at once if the script imports torch. Each generation gets a new store: no key of
-an earlier one can be read.
+it. The next generation's socket is bound while the store of the present one continues. The server
+(train/store_server.py) is started when the first client connects: that connection waits in the socket's backlog and is
+handed over with it. The server is forked from the fork server where torch is preloaded. Otherwise it has to load torch
+itself, so it is started at once if the script imports torch. Each generation gets a new store: no key of an earlier one
+can be read.
 
 The saver (snapshots/saver.py) writes to disk what workers leave in memory slots. The agent makes a folder in /dev/shm
 and listens there; the connection that starts the saver waits in the backlog, and the saver accepts it. When the saver
@@ -150,13 +151,23 @@ class StoreHost:
         self._loop = asyncio.get_running_loop()
         self._generation: int | None = None
         self._listening: socket.socket | None = None
+        self._reserved: socket.socket | None = None
+        """The next generation's listening socket."""
 
-    def open(self, generation: int, *, loopback_only: bool) -> int:
-        """Begin a generation's store, end the previous one, return its port. Raises OSError when it cannot bind."""
+    def reserve(self, *, loopback_only: bool) -> int:
+        """Bind the port of the next generation's store, and return it; the present store continues. Raises OSError when
+        it cannot bind."""
+        self._release_reserved()
+        self._reserved = _listen(loopback_only)
+        return _port(self._reserved)
+
+    def open(self, generation: int) -> int:
+        """Begin a generation's store at the reserved port, end the previous one, return the port."""
+        assert self._reserved is not None
         self.close_generation()
         self._generation = generation
-        self._listening = _listen(loopback_only)
-        port: int = self._listening.getsockname()[1]
+        self._listening, self._reserved = self._reserved, None
+        port = _port(self._listening)
         if self._eager or self._server.running:
             self._hand_over()
         else:
@@ -171,7 +182,8 @@ class StoreHost:
         self._generation = None
 
     def close(self) -> None:
-        """End the server too."""
+        """End the server too, and release the reserved port."""
+        self._release_reserved()
         self.close_generation()
         self._server.drop()
 
@@ -210,6 +222,11 @@ class StoreHost:
         self._close_listening()
         if generation is not None:
             self._on_lost(generation, why)
+
+    def _release_reserved(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     def _close_listening(self) -> None:
         if self._listening is not None:
@@ -348,6 +365,11 @@ def _remove(memory_folder: MemoryFolder) -> None:
         memory_folder.remove()
     except OSError:
         memory_folder.close()  # the next start tries again
+
+
+def _port(sock: socket.socket) -> int:
+    port: int = sock.getsockname()[1]
+    return port
 
 
 def _listen(loopback_only: bool) -> socket.socket:

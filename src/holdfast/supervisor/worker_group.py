@@ -200,7 +200,7 @@ class WorkerGroup:
             self._oom = self._oom or OomWatch()
             if self._options.numa_binding and not self._cpus:
                 self._cpus = binding_for(self._options)
-            port = await self._open_store(assign) if assign.hosts_store else None
+            port = await self._reserve_store(assign) if assign.hosts_store else None
         except HoldfastError as error:
             self._emit(PrepareFailed(generation, error.code, error.exit_code, str(error)))
         except OSError as error:
@@ -225,7 +225,7 @@ class WorkerGroup:
             return self._router.open(None, slots)
         return streams
 
-    async def _open_store(self, assign: Assign) -> int:
+    async def _reserve_store(self, assign: Assign) -> int:
         if not self._options.share_store:
             return free_port(assign.local_world)
         if self._store is None:
@@ -234,9 +234,13 @@ class WorkerGroup:
             eager = not warm and bool(self._options.preload.torch)  # otherwise it starts when a client connects
             await self._supervisor_ready.wait()
             self._store = StoreHost(self._supervisor, python, self._on_store_lost, eager=eager, warm_argv=warm)
-        port = self._store.open(assign.generation, loopback_only=assign.local_world)
-        self._on_store(port)
-        return port
+        return self._store.reserve(loopback_only=assign.local_world)
+
+    def _open_store(self, generation: int) -> None:
+        if self._store is None:  # it was lost with the supervisor after the port had been announced
+            self._emit(StoreDied(generation))
+        else:
+            self._on_store(self._store.open(generation))
 
     def _on_store_lost(self, generation: int, why: str) -> None:
         self._journal.write("store_lost", generation=generation, why=why)
@@ -258,6 +262,9 @@ class WorkerGroup:
         self._close_running()
         assert self._oom is not None
         generation = assign.generation
+        if assign.hosts_store and self._options.share_store:
+            self._open_store(generation)
+        self._router.begin_attempt()
         running = self._running = RunningGeneration(
             self._options,
             assign,

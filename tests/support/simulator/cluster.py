@@ -130,8 +130,9 @@ class SimCluster(World):
                     self.checker.ended_as_hung(generation, agent.still_s, self.limits.hang_timeout_s)
 
     def _found_hung(self, generation: int) -> None:
-        """Somebody in the world that is at work must not go on by itself."""
-        agents = [agent for agent in self.agents.values() if agent.generation == generation and agent.workers]
+        """A worker of the world must not go on by itself, or must not have before it was stopped: a coordinator that stood
+        still finds the hang later."""
+        agents = [agent for agent in self.agents.values() if agent.generation == generation]
         self.checker.found_hung(generation, hangs=any(agent.stands_still for agent in agents))
 
     # ---------------------------------------------------------------- life of hosts

@@ -287,16 +287,21 @@ def _from_coordinator(message: object) -> str:
         case msg.Waiting(text):
             return text
         case msg.Assign():
-            return f"assign {_place(message)} restarts={message.restart_count}" + (" store" * message.hosts_store)
+            return f"assign {_assigned(message)}"
         case msg.Start(generation, address, port):
             return f"start {generation} at {address}:{port}"
-        case msg.Stop(generation, reason, text):
-            return f"stop {generation} {reason.value}: {text}"
+        case msg.Stop(generation, reason, text, following):
+            then = f"; then {_assigned(following)}" if following is not None else ""
+            return f"stop {generation} {reason.value}: {text}{then}"
         case msg.Finish(outcome):
             return f"finish {_outcome(outcome)}"
         case msg.Refuse(code, text):
             return f"refuse {code}: {text}"
     raise ScenarioError(f"no text for {message!r}")
+
+
+def _assigned(assign: msg.Assign) -> str:
+    return f"{_place(assign)} restarts={assign.restart_count}" + " store" * assign.hosts_store
 
 
 def _place(assign: msg.Assign) -> str:
