@@ -111,8 +111,7 @@ def test_what_was_announced_waits_for_the_back_off() -> None:
     desk = running(max_restarts=2)
     for _ in range(2):
         desk.fail(2)
-        for link in (1, 2):
-            desk.say(link, msg.Stopped(desk.machine.generation))
+        desk.both_say(msg.Stopped(desk.machine.generation))
         for link in (1, 2):
             desk.say(link, msg.Prepared(desk.machine.generation + (desk.machine.phase is Phase.GATHERING), 40_001))
     assert desk.machine.phase is Phase.GATHERING
