@@ -8,31 +8,7 @@ import pytest
 
 from holdfast.coordinator.coordinator_machine import TRANSITIONS
 from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
-from holdfast.protocol.messages import (
-    AgentMessage,
-    Ask,
-    Assign,
-    Drain,
-    Finish,
-    FromAgent,
-    Held,
-    Join,
-    Leave,
-    Looked,
-    Ping,
-    Prepared,
-    Progress,
-    Question,
-    Resume,
-    Running,
-    Start,
-    Stop,
-    Stopped,
-    StopReason,
-    StoreLost,
-    WorkerDone,
-    WorkersFailed,
-)
+from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import NodeSpec, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
@@ -67,17 +43,17 @@ def test_every_phase_is_reached(phase: Phase) -> None:
 def too_few(desk: Desk) -> None:
     desk.join(1)
     desk.wait(60.0)
-    assert isinstance(desk.last(1), Finish)
+    assert isinstance(desk.last(1), msg.Finish)
 
 
 def all_here(desk: Desk) -> None:
     desk.join(1, 2)
-    assert [type(desk.last(link)) for link in (1, 2)] == [Assign, Assign]
+    assert [type(desk.last(link)) for link in (1, 2)] == [msg.Assign, msg.Assign]
 
 
 def all_prepared(desk: Desk) -> None:
     desk.prepare(2, 1)
-    assert desk.last(2) == Start(1, "10.0.0.1", 40_000)
+    assert desk.last(2) == msg.Start(1, "10.0.0.1", 40_000)
 
 
 def dies_in_phase_one(desk: Desk) -> None:
@@ -86,42 +62,38 @@ def dies_in_phase_one(desk: Desk) -> None:
 
 def a_worker_fails(desk: Desk) -> None:
     desk.fail(2)
-    assert desk.last(1) == Stop(1, StopReason.WORKER_FAILED, "rank 1 failed on n2")
+    assert desk.last(1) == msg.Stop(1, msg.StopReason.WORKER_FAILED, "rank 1 failed on n2")
 
 
 def every_rank_is_done(desk: Desk) -> None:
-    for link in (1, 2):
-        desk.say(link, WorkerDone(1, 0))
-    assert desk.machine.outcome is not None
+    desk.both_say(msg.WorkerDone(1, 0))
     assert desk.machine.outcome.kind is OutcomeKind.SUCCEEDED
 
 
 def a_whole_generation_comes(desk: Desk) -> None:
     desk.join_running(1, 2)
-    assert [desk.last(link) for link in (1, 2)] == [Resume(7), Resume(7)]
+    assert [desk.last(link) for link in (1, 2)] == [msg.Resume(7), msg.Resume(7)]
 
 
 def one_wants_to_leave(desk: Desk) -> None:
-    desk.say(2, Leave("SIGTERM", drain=True))
-    assert [desk.last(link) for link in (1, 2)] == [Drain(1, "n2 is leaving (SIGTERM)")] * 2
+    desk.say(2, msg.Leave("SIGTERM", drain=True))
+    assert [desk.last(link) for link in (1, 2)] == [msg.Drain(1, "n2 is leaving (SIGTERM)")] * 2
 
 
 def nobody_asks_for_safe_points(desk: Desk) -> None:
-    for link in (1, 2):
-        desk.say(link, Held(1, 0))
-    assert desk.last(1) == Stop(1, StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM)")
+    desk.both_say(msg.Held(1, 0))
+    assert desk.last(1) == msg.Stop(1, msg.StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM)")
 
 
 def all_stopped_budget_left(desk: Desk) -> None:
     desk.machine.budget.max_restarts = 1
     desk.give(LinkClosed(1, "reset"))
-    desk.say(2, Stopped(1))
+    desk.say(2, msg.Stopped(1))
 
 
 def all_stopped_budget_spent(desk: Desk) -> None:
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert isinstance(desk.last(2), Finish)
+    desk.both_say(msg.Stopped(1))
+    assert isinstance(desk.last(2), msg.Finish)
 
 
 WAYS: dict[tuple[Phase, Phase], Callable[[Desk], None]] = {
@@ -154,29 +126,29 @@ def test_transition(before: Phase, after: Phase) -> None:
 # --- every event in every phase ---------------------------------------------------------------------------------------
 
 FAILURE = Failure(rank=0, local_rank=0, host="n1", pid=1, exit_code=1)
-MESSAGES: list[FromAgent] = [
-    Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
-    Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
-    Ping(3),
-    Ask(1, Question.STATUS),
-    Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, Running(1, 0, 1, 0)),
-    Leave("SIGTERM"),
-    Leave("SIGTERM", drain=True),
+MESSAGES: list[msg.FromAgent] = [
+    msg.Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
+    msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
+    msg.Ping(3),
+    msg.Ask(1, msg.Question.STATUS),
+    msg.Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, msg.Running(1, 0, 1, 0)),
+    msg.Leave("SIGTERM"),
+    msg.Leave("SIGTERM", drain=True),
     *(
         message
         for generation in (0, 1, 2)
         for message in (
-            Prepared(generation),
-            Prepared(generation, 40_000),
-            WorkerDone(generation, 0),
-            WorkersFailed(generation, (FAILURE,)),
-            Stopped(generation),
-            StoreLost(generation),
-            Held(generation, 0),
-            Held(generation, 5),
-            Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
-            Progress(generation, (RankProgress(0, Stage.MEETING),)),
-            Looked(generation, 1),
+            msg.Prepared(generation),
+            msg.Prepared(generation, 40_000),
+            msg.WorkerDone(generation, 0),
+            msg.WorkersFailed(generation, (FAILURE,)),
+            msg.Stopped(generation),
+            msg.StoreLost(generation),
+            msg.Held(generation, 0),
+            msg.Held(generation, 5),
+            msg.Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
+            msg.Progress(generation, (RankProgress(0, Stage.MEETING),)),
+            msg.Looked(generation, 1),
         )
     ),
 ]
@@ -191,7 +163,7 @@ EVENTS: list[Event] = [
 
 
 def test_no_message_is_forgotten() -> None:
-    assert {type(message) for message in MESSAGES} == set(AgentMessage.__subclasses__())
+    assert {type(message) for message in MESSAGES} == set(msg.AgentMessage.__subclasses__())
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1000.0])

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.conftest import alive as is_alive
 from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
@@ -112,14 +113,6 @@ IMPORTS = ("json", "signal", "subprocess")
 """Imported by a script that names them."""
 
 Note = dict[str, Any]
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 @dataclass
@@ -241,6 +234,18 @@ class Site:
     ) -> tuple[int, Agent]:
         agent = self.start(*args, env=env)
         return agent.end(limit_s), agent
+
+    def ends(self, code: int, *args: str | Path, **more: Any) -> Agent:
+        """Run an agent, which has to end with this code."""
+        ended, agent = self.run(*args, **more)
+        assert ended == code, agent.text
+        return agent
+
+    def program(self, text: str) -> tuple[str, ...]:
+        """A program to start in place of the agent's: it changes holdfast and then runs it."""
+        path = self.folder / "program.py"
+        path.write_text(text)
+        return sys.executable, str(path)
 
     def trail(self, event: str = "", **wanted: Any) -> list[Note]:
         with self._trail.open("rb") as file:

@@ -56,6 +56,20 @@ def refused(*args: str | Path) -> str:
     return done.stderr
 
 
+def kill(agent: Agent) -> None:
+    """The only job that runs."""
+    holdfast("kill")
+    agent.end()
+
+
+@contextlib.contextmanager
+def beside(*args: str) -> Iterator[Any]:
+    """A command in a process of its own, for as long as the job runs or it is told to end."""
+    line = [sys.executable, "-m", "holdfast", *args]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+
+
 @pytest.fixture(autouse=True)
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The list of running agents and the runs that are kept, this test's own."""
@@ -185,8 +199,7 @@ def test_socket_and_list_are_the_users_alone(site: Site, registry: Path) -> None
     assert stat.S_IMODE(told_mode.st_mode) == 0o600
     assert stat.S_IMODE(os.stat(registry).st_mode) == 0o700
     assert [stat.S_IMODE(os.stat(path).st_mode) for path in entries(site)] == [0o600]
-    holdfast("kill")
-    agent.end()
+    kill(agent)
     assert not (agent.folder / "control.sock").exists()
 
 
@@ -214,8 +227,7 @@ def test_another_user_is_refused(site: Site) -> None:
     assert json.loads(inside.stdout)["code"] == "HF128", inside.stderr
     assert agent.process.poll() is None
     assert told("status")["phase"] == "running"
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 @contextlib.contextmanager
@@ -244,8 +256,7 @@ def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
     assert done.returncode == 2, done.stderr
     assert "HF128" in done.stderr
     assert "belongs to another user (uid 0)" in done.stderr
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 AS_NOBODY_COMMAND = """
@@ -283,8 +294,7 @@ def test_a_long_log_dir(site: Site) -> None:
     assert len(str(folder / "control.sock")) > 108
     assert (folder / "control.sock").exists()
     assert told("status", folder)["world_size"] == 2
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 def test_without_log_files(site: Site) -> None:
@@ -318,8 +328,7 @@ def test_an_agent_that_stands_still_is_not_waited_for_for_ever(site: Site) -> No
     assert f"kill -CONT {agent.pid}" in text
     agent.signal(signal.SIGCONT)
     assert told("status")["phase"] in ("running", "gathering", "stopping", "preparing")
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 def test_clients_that_stall_stall_nobody(site: Site) -> None:
@@ -341,8 +350,7 @@ def test_nonsense_is_answered_by_a_refusal(site: Site) -> None:
             client.sendall(line)
             assert json.loads(client.recv(65536))["code"] == "HF128", line
     assert is_alive(agent.pid)
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 # --- watching ---------------------------------------------------------------------------------------------------------
@@ -350,13 +358,10 @@ def test_nonsense_is_answered_by_a_refusal(site: Site) -> None:
 
 def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
     agent = job(site, HOLD)
-    line = [sys.executable, "-m", "holdfast", "status", "--watch", "0.1", "--json"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
+    with beside("status", "--watch", "0.1", "--json") as watching:
         first, second = watching.stdout.readline(), watching.stdout.readline()
         assert json.loads(first)["time"] < json.loads(second)["time"]
-        holdfast("kill")
-        agent.end()
+        kill(agent)
         rest, err = watching.communicate(timeout=COMMAND_S)
     assert watching.returncode == 0, err
     assert all(json.loads(each)["run_id"] for each in rest.splitlines())
@@ -364,15 +369,12 @@ def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
 
 def test_ctrl_c_leaves_a_watch_cleanly(site: Site) -> None:
     agent = job(site, HOLD)
-    line = [sys.executable, "-m", "holdfast", "status", "--watch"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
+    with beside("status", "--watch") as watching:
         assert watching.stdout.readline().startswith("run ")
         watching.send_signal(signal.SIGINT)
         _, err = watching.communicate(timeout=COMMAND_S)
     assert (watching.returncode, err) == (0, "")
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 # --- stacks and logs --------------------------------------------------------------------------------------------------
@@ -394,8 +396,7 @@ def test_stacks_name_the_odd_rank(site: Site) -> None:
     assert "odd  " in text
     assert [each["rank"] for each in told("stacks", "--rank", "1")["ranks"]] == [1]
     assert "no rank 7 answered" in refused("stacks", "--rank", "7")
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 def test_logs_of_a_job_that_runs_and_has_ended(site: Site) -> None:
@@ -409,9 +410,7 @@ print("last", RANK)
 """
     agent = job(site, script)
     assert holdfast("logs", "--rank", "1", "--stdout").stdout == "from 1\n"
-    line = [sys.executable, "-m", "holdfast", "logs", "--follow", "--grep", "last|from"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
+    with beside("logs", "--follow", "--grep", "last|from") as following:
         assert {following.stdout.readline(), following.stdout.readline()} == {"0| from 0\n", "1| from 1\n"}
         (site.folder / "finish").touch()
         rest, err = following.communicate(timeout=COMMAND_S)
@@ -433,9 +432,7 @@ while not os.path.exists(f"go{ROUND}"):
 sys.exit(1 if ROUND == 0 else 0)
 """
     agent = job(site, script, "--max-restarts=1", count=1)
-    line = [sys.executable, "-m", "holdfast", "logs", "-f", "--rank", "0", "--stdout"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
+    with beside("logs", "-f", "--rank", "0", "--stdout") as following:
         assert following.stdout.readline() == "round 0\n"
         (site.folder / "go0").touch()
         assert following.stdout.readline() == "round 1\n"

@@ -30,7 +30,7 @@ from holdfast.rendezvous.third_party import (
 from holdfast.runtime import leadership
 from holdfast.runtime.run_folder import Journal
 from tests.support.limits import limit_s
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 LEASE_S = 5.0
 

@@ -1,474 +1,158 @@
-"""The shells of the simulation: what runtime/ does with asyncio and processes, done with the agenda and pretend workers."""
+"""The shell of the simulation: what runtime/ does with asyncio and processes, done with an agenda and a fake network.
+
+    World           hosts by name; the endpoint is the first one's, so its agent hosts the coordinator
+    SimCoordinator  a CoordinatorMachine on a host
+    SimAgent        an AgentMachine on a host; what its pretend workers do is said by a subclass
+
+Every machine's invariants are checked after every event.
+"""
 
 from __future__ import annotations
 
-from math import inf
-from typing import TYPE_CHECKING
-
-from msgspec import structs
+from typing import Any
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
+from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.agent_state import Work
 from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import Assign, Stop, StopReason
-from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Note, Tick
-from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
-from tests.support.simulator.network import FakeEnd
-from tests.support.simulator.stalls import WAITING, Stall
+from holdfast.protocol.messages import Assign
+from holdfast.protocol.outcome import Evidence, Failure, Outcome, Verdict
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
+from tests.support.simulator.checkers import BrokenPromiseError
+from tests.support.simulator.network import FakeEnd, FakeNetwork
+from tests.support.simulator.stalls import simple_examine
 
-if TYPE_CHECKING:
-    from tests.support.simulator.cluster import SimCluster
-
-SIGKILL = 9
-EXIT_FUNCTIONS_S = 3.0
-"""From a worker's exception to the end of its process."""
-PROGRESS_S = 1.0
-WARM_STEPS = 4
-"""A generation may stall from then on."""
-STEP_S = 0.5
-"""From one safe point of a pretend worker to the next."""
+STANDSTILL_EVENTS_MAX = 10_000
+"""So many events at one instant of virtual time: somebody asks for a Tick again and again."""
+COORDINATOR_RANK = 1
+LINGER_S = 2.0
+"""The coordinator stays for so long after its host's agent, as in production."""
 
 
-class SimCoordinator:
-    """A CoordinatorMachine on a host."""
+def simple_judge(evidence: Evidence) -> Verdict:
+    """The first report is the culprit. Enough for simulations."""
+    first = evidence.failures[0] if evidence.failures else evidence.hung
+    cause = f"exit code {first.exit_code}" if first else f"lost {', '.join(evidence.lost_nodes)}"
+    return Verdict(
+        code=evidence.hang.code if evidence.hang else "HF200",
+        cause=evidence.hang.text if evidence.hang else cause,
+        culprit=first,
+        generation=evidence.generation,
+        restarts=evidence.restarts,
+        gave_up=evidence.gave_up,
+    )
 
-    def __init__(self, cluster: SimCluster, host: str, number: int) -> None:
-        self.cluster = cluster
-        self.host = host
-        self.number = number
-        self.machine = cluster.coordinator_machine()
+
+class World:
+    """Hosts, their agents, the coordinator, the network between them, and the time. A subclass says what happens."""
+
+    def __init__(self, job: JobSpec, limits: Limits, network: FakeNetwork) -> None:
+        self.job = job
+        self.limits = limits
+        self.network = network
+        self.agenda = network.agenda
+        self.clock = network.agenda.clock
+        self.hosts: list[str] = []
+        self.agents: dict[str, Any] = {}
+        """The SimAgent of each host that has one."""
+        self.coordinator: SimCoordinator | None = None
+        self.coordinators = 0
+        self.outcomes: dict[str, Outcome] = {}
+        """The newest outcome of each host's agent."""
+        self.events = 0
+        self._agents = 0
+        self._instant_s = 0.0
+        self._instant_events = 0
+
+    def trace(self, who: str, what: object) -> None:
+        """A host or "coordinator", and its command, its new phase, or the message that it gets."""
+
+    def step(self) -> bool:
+        """Do what is next; False when there is nothing. Raises BrokenPromiseError when time stands still."""
+        if not self.agenda.step():
+            return False
+        self.events += 1
+        if self.clock.now > self._instant_s:
+            self._instant_s, self._instant_events = self.clock.now, 0
+        self._instant_events += 1
+        if self._instant_events > STANDSTILL_EVENTS_MAX:
+            raise BrokenPromiseError(f"time stands still: {STANDSTILL_EVENTS_MAX} events at one instant")
+        return True
+
+    def next_rank(self) -> int:
+        """Of Ticks for the same time the coordinator's comes first, then the oldest agent's."""
+        self._agents += 1
+        return COORDINATOR_RANK + self._agents
+
+    def agent_machine(self, node: NodeSpec) -> AgentMachine:
+        return AgentMachine(node, self.limits, self.clock.now)
+
+    def coordinator_machine(self) -> CoordinatorMachine:
+        return CoordinatorMachine(self.job, self.limits, simple_judge, self.clock.now, examine=simple_examine)
+
+    def claim(self, host: str) -> None:
+        """As before every attempt to reach the coordinator: whoever can bind the endpoint hosts it."""
+        if host == self.hosts[0] and self.coordinator is None:
+            self.coordinators += 1
+            self.coordinator = SimCoordinator(self, host, self.coordinators)
+
+    def crash(self, host: str, *, silent: bool) -> None:
+        """Kill the agent (its supervisor kills the workers); `silent`: the whole machine, nobody is told."""
+        self.agents.pop(host).die(silent=silent)
+        if self.coordinator is not None and self.coordinator.host == host:
+            self.end_coordinator(silent=silent)
+
+    def end_coordinator(self, *, silent: bool = False) -> None:
+        """The coordinator is gone. Where it ends alone, its agent is not."""
+        if self.coordinator is not None:
+            self.coordinator.die(silent=silent)
+            self.coordinator = None
+
+    def agent_ended(self, host: str, outcome: Outcome) -> None:
+        self.outcomes[host] = outcome
+        self.agents.pop(host, None)
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.host != host:
+            return
+        if coordinator.machine.outcome is None:
+            self.end_coordinator()
+        else:
+            self.agenda.after(LINGER_S, lambda: self.end_coordinator() if self.coordinator is coordinator else None)
+
+    def link_lost(self, host: str) -> None:
+        """One end of this host's link has seen it break."""
+
+
+class Shell:
+    """Event, machine, commands, timer."""
+
+    def __init__(self, world: World, who: str, machine: Any, rank: int) -> None:
+        self.world = world
+        self.who = who
+        self.machine = machine
         self.alive = True
-        self._ends: dict[int, FakeEnd] = {}
-        self._links = 0
-        self._armed_s: float | None = None
-        self._unhandled: list[cstate.Event] | None = None
-        """While paused: what has come in the meantime."""
-        self._arm()
-
-    def accept(self, end: FakeEnd, peer: str) -> None:
-        self._links += 1
-        link = self._links
-        self._ends[link] = end
-        end.on_message = lambda message: self._heard(link, message)
-        end.on_closed = lambda reason: self._closed(link, peer, reason)
-        address = "127.0.0.1" if peer == self.host else f"10.0.0.{peer[1:]}"
-        self._handle(cstate.LinkOpened(link, address, "10.0.0.0", local=peer == self.host))
-
-    def _heard(self, link: int, message: object) -> None:
-        self._handle(cstate.Heard(link, message))  # type: ignore[arg-type]
-
-    def _closed(self, link: int, peer: str, reason: str) -> None:
-        self._ends.pop(link, None)
-        self.cluster.lost_links[peer] = self.cluster.clock.now
-        self._handle(cstate.LinkClosed(link, reason))
-
-    def die(self, *, silent: bool) -> None:
-        self.alive = False
-        for end in self._ends.values():
-            if silent:
-                end.vanish()
-            else:
-                end.close()
-
-    def pause(self, pause_s: float) -> None:
-        """The process stands still; what comes waits in its sockets."""
-        if self._unhandled is not None or not self.alive:
-            return
-        self.cluster.log("coordinator", f"stands still for {pause_s:g} s")
-        self._unhandled = []
-
-        def resume() -> None:
-            waiting, self._unhandled = self._unhandled, None
-            self.cluster.log("coordinator", "goes on")
-            for event in waiting or ():
-                self._handle(event)
-
-        self.cluster.agenda.after(pause_s, resume)
-
-    def retire(self) -> None:
-        """The host's agent has ended: as in production, linger for the others, then go."""
-
-        def go() -> None:
-            if self.alive:
-                self.die(silent=False)
-                self.cluster.coordinator_retired(self)
-
-        self.cluster.agenda.after(2.0 if self.machine.outcome is not None else 0.0, go)
-
-    def _handle(self, event: cstate.Event) -> None:
-        if not self.alive:
-            return
-        if self._unhandled is not None:
-            self._unhandled.append(event)
-            return
-        out = self.machine.handle(self.cluster.clock.now, event)
-        self.machine.check_invariants()
-        for command in out:
-            match command:
-                case cstate.Tell(link, message):
-                    end = self._ends.get(link)
-                    if end is not None:
-                        end.send(message)
-                case cstate.DropLink(link, reason):
-                    self.cluster.log("coordinator", f"drops link {link}: {reason}")
-                    end = self._ends.pop(link, None)
-                    if end is not None:
-                        end.close()
-                case cstate.Conclude(outcome):
-                    self.cluster.log("coordinator", f"concludes {outcome.kind.value}: {outcome.message}")
-                case Note("hang", fields):
-                    self.cluster.log("coordinator", f"hang {fields}")
-                    self.cluster.checker.found_hung(self.machine.generation, hangs=self._world_stalls())
-                case Note(event_name, fields):
-                    self.cluster.log("coordinator", f"{event_name} {fields}")
-        self._arm()
-
-    def _world_stalls(self) -> bool:
-        """A worker of the world does not go on by itself, or did not before it was stopped: a coordinator that stood still
-        finds the hang later."""
-        agents = [a for a in self.cluster.agents.values() if a.generation == self.machine.generation]
-        return any(agent.stands_still for agent in agents)
-
-    def _arm(self) -> None:
-        deadline = self.machine.next_deadline()
-        if deadline is None or (self._armed_s is not None and self._armed_s <= deadline):
-            return
-        self._armed_s = deadline
-
-        def tick() -> None:
-            if self._armed_s == deadline:  # else an earlier one took its place
-                self._armed_s = None
-                self._handle(Tick())
-
-        self.cluster.agenda.at(deadline, tick)
-
-
-class SimAgent:
-    """An AgentMachine on a host, with pretend workers."""
-
-    def __init__(self, cluster: SimCluster, host: str) -> None:
-        self.cluster = cluster
-        self.host = host
-        self.alive = True
-        self.incarnation = cluster.events + 1
-        self.machine = cluster.machine_for(host, self.incarnation, hosts_coordinator=host == cluster.hosts[0])
-        self._end: FakeEnd | None = None
-        self._assign: Assign | None = None
-        self.coordinator_number = 0
-        self.workers: set[int] = set()
-        self._raised: set[int] = set()
-        """Of these, the ones whose program has raised an exception."""
-        self._unread: dict[int, Failure] = {}
-        """What failed workers have left, by local rank."""
-        self.generation = 0
-        self._world = (0, 0)
-        """(Coordinator that assigned it, generation)."""
-        self._started_s = 0.0
-        self._held_s: float | None = None
+        self._rank = rank
         self._armed_s: float | None = None
 
-    def begin(self) -> None:
-        self.handle(Tick())
-
-    # ---------------------------------------------------------------- commands
-
-    def handle(self, event: ev.Event) -> None:
+    def handle(self, event: Any) -> None:
         if not self.alive:
             return
-        out = self.machine.handle(self.cluster.clock.now, event)
+        out = self.machine.handle(self.world.clock.now, event)
         self.machine.check_invariants()
+        self._handled()
         for command in out:
+            self.world.trace(self.who, command)
             self._do(command)
         self._arm()
 
-    def _do(self, command: do.Command) -> None:
-        match command:
-            case do.Dial(_):
-                self.cluster.agenda.after(self.cluster.network.delay(), self._dial)
-            case do.Send(message):
-                if self._end is not None:
-                    self._end.send(message)
-            case do.HangUp(_):
-                if self._end is not None:
-                    self._end.close()
-                    self._end = None
-            case do.Prepare(assign):
-                self._prepare(assign)
-            case do.StartWorkers(assign, _):
-                self._start_workers(assign)
-            case do.SignalWorkers(signum):
-                for local_rank in sorted(self.workers - self._raised):
-                    self._worker_ends_soon(local_rank, -signum, self.cluster.random.choice([0.002, 0.05, 2.0, 60.0]))
-            case do.HoldWorkers(generation):
-                self._hold(generation)
-            case do.ReleaseWorkers(generation, safe_point):
-                self._release(generation, safe_point)
-            case do.LookAtWorkers(generation, number):
-                delay_s = self.cluster.random.choice([0.01, 0.01, 0.01, 0.5, 0.5, 1.5, 1.5, 7.0])
-                self.cluster.agenda.after(delay_s, lambda: self._looked(generation, number))
-            case do.KillTree(generation):
-                self.cluster.agenda.after(0.01, lambda: self._kill_tree(generation))
-            case do.Say(text):
-                self.cluster.log(self.host, f"says: {text}")
-            case Note(event, fields):
-                self.cluster.log(self.host, f"{event} {fields}")
-            case do.Exit(outcome):
-                self.alive = False
-                self.cluster.agent_ended(self.host, outcome)
+    def _handled(self) -> None:
+        """The machine is in its new state."""
 
-    def _dial(self) -> None:
-        cluster = self.cluster
-        if not self.alive:
-            return
-        cluster.claim(self.host)
-        coordinator = cluster.coordinator
-        if coordinator is None or not coordinator.alive or cluster.network.silent(self.host, coordinator.host):
-            error = CoordinatorUnreachableError
-            self.handle(ev.DialFailed(error.code, error.exit_code, "connection refused", final=False))
-            return
-        link = cluster.network.connect(self.host, coordinator.host)
-        self._end = link.a
-        link.a.on_message = self._received
-        link.a.on_closed = self._link_lost
-        self.coordinator_number = coordinator.number
-        coordinator.accept(link.b, self.host)
-        self.handle(ev.Dialed())
-
-    def _received(self, message: object) -> None:
-        if isinstance(message, Stop) and message.reason is StopReason.HUNG and message.generation == self.generation:
-            still_s = (
-                self.cluster.clock.now - self._stall.since_s if self._stall is not None and self.stands_still else 0.0
-            )
-            self.cluster.checker.ended_as_hung(self.generation, still_s, self.cluster.options.limits.hang_timeout_s)
-        self.handle(ev.Received(message))  # type: ignore[arg-type]
-
-    def _link_lost(self, reason: str) -> None:
-        self._end = None
-        self.cluster.lost_links[self.host] = self.cluster.clock.now
-        self.handle(ev.LinkLost(reason))
-
-    def _prepare(self, assign: Assign) -> None:
-        self.cluster.checker.assigned(self.coordinator_number, self.host, self.cluster.nproc[self.host], assign)
-        port = 40_000 + assign.generation if assign.hosts_store else None
-        self.cluster.agenda.after(
-            self.cluster.random.uniform(0.0, 0.02), lambda: self.handle(ev.NodePrepared(assign.generation, port))
-        )
-
-    # ---------------------------------------------------------------- pretend workers
-
-    def _start_workers(self, assign: Assign) -> None:
-        cluster = self.cluster
-        cut_off = cluster.cut_off(self.coordinator_number)
-        cluster.checker.started(self.coordinator_number, self.host, assign.generation, cut_off=cut_off)
-        self.generation = assign.generation
-        self._assign = assign
-        self._world = (self.coordinator_number, assign.generation)
-        self._started_s, self._held_s = cluster.clock.now, None
-        self.workers, self._raised = set(range(cluster.nproc[self.host])), set()
-        self._unread.clear()
-        for local_rank in sorted(self.workers):
-            self._worker_ends_soon(local_rank, 0, cluster.options.work_s + cluster.random.uniform(0.0, 0.5))
-        if cluster.options.steps:
-            self._tell_progress(self._world)
-
-    def _worker_ends_soon(self, local_rank: int, exit_code: int, delay_s: float) -> None:
-        generation = self.generation
-
-        def end() -> None:
-            if exit_code == 0 and generation == self.generation and self._stall is not None:
-                if self.cluster.clock.now <= self._stall.until_s < inf:
-                    self.cluster.agenda.at(self._stall.until_s + delay_s, end)
-                if self.cluster.clock.now <= self._stall.until_s:
-                    return
-            self.worker_ends(generation, local_rank, exit_code)
-
-        self.cluster.agenda.after(delay_s, end)
-
-    # Where the agents tell of it, each pretend worker makes a step every STEP_S, unless its generation stalls.
-
-    @property
-    def _stall(self) -> Stall | None:
-        return self.cluster.stalls.get(self._world)
-
-    @property
-    def hangs(self) -> bool:
-        return self._stall is not None and self._stall.until_s == inf
-
-    @property
-    def stands_still(self) -> bool:
-        return self._stall is not None and self._stall.culprit is not None
-
-    def stall(self, for_s: float, *, still: bool) -> None:
-        """From now on there are no steps in this generation, everywhere. `still`: all wait for one of our workers."""
-        if self.workers and self.steps >= WARM_STEPS and self._stall is None and self.cluster.options.steps:
-            now, victim = self.cluster.clock.now, self.cluster.random.choice(sorted(self.workers))
-            self.cluster.log(
-                self.host, f"generation {self.generation} stalls for {for_s:g} s" + f" by {victim}" * still
-            )
-            culprit = (self.host, victim) if still else None
-            self.cluster.stalls[self._world] = Stall(now, now + for_s, culprit)
-
-    @property
-    def steps(self) -> int:
-        return int(self._stepping_s(self.cluster.clock.now) / STEP_S)
-
-    def _stepping_s(self, now: float) -> float:
-        stall = self._stall
-        lost_s = max(0.0, min(now, stall.until_s) - stall.since_s) if stall is not None else 0.0
-        return now - self._started_s - lost_s
-
-    def _tell_progress(self, world: tuple[int, int]) -> None:
-        if not self.alive or world != self._world or not self.workers:
-            return
-        stall, now, steps = self._stall, self.cluster.clock.now, self.steps
-        age_s = self._stepping_s(now) - steps * STEP_S
-        if stall is not None and now < stall.until_s:
-            age_s += now - stall.since_s
-        stage = Stage.STEPPING if steps else Stage.READY
-        ranks = tuple(RankProgress(rank, stage, steps, age_s) for rank in range(self.cluster.nproc[self.host]))
-        self.handle(ev.WorkersProgress(self.generation, ranks))
-        self.cluster.agenda.after(PROGRESS_S, lambda: self._tell_progress(world))
-
-    def _looked(self, generation: int, number: int) -> None:
-        stall, now = self._stall, self.cluster.clock.now
-        still = stall is not None and stall.since_s <= now < stall.until_s and stall.culprit is not None
-        samples = []
-        for local_rank in sorted(self.workers):
-            function = "sleep" if stall is not None and stall.culprit == (self.host, local_rank) else WAITING
-            frame = Frame("train.py", 1 if still else self.cluster.events, function)
-            samples.append(RankSample(local_rank, 1, "S", 0.0, (frame,)))
-        self.handle(ev.WorkersSeen(generation, number, tuple(samples)))
-
-    # Pretend workers that ask for safe points reach one every STEP_S; each is a little out of step with the others.
-
-    def _reached(self, local_rank: int, at_s: float) -> int:
-        """The newest safe point this worker has reached by then, if nobody holds it."""
-        if not self.cluster.asks:
-            return 0
-        return max(0, int((at_s - self._started_s - 0.1 * local_rank) / STEP_S))
-
-    def _hold(self, generation: int) -> None:
-        self._held_s = self.cluster.clock.now
-        reached = max((self._reached(rank, self._held_s) for rank in self.workers), default=0)
-        self.cluster.agenda.after(0.02, lambda: self.handle(ev.WorkersHeld(generation, reached)))
-
-    def _release(self, generation: int, safe_point: int) -> None:
-        if generation != self.generation or self._held_s is None:
-            return
-        cluster, held_s, self._held_s = self.cluster, self._held_s, None
-        if safe_point == 0:
-            return
-        for local_rank in sorted(self.workers):
-            reached = self._reached(local_rank, held_s)
-            cluster.checker.told(self.coordinator_number, generation, reached, safe_point)
-            delay_s = (safe_point - reached) * STEP_S + cluster.random.uniform(0.0, 0.5)
-            cluster.agenda.after(delay_s, lambda rank=local_rank: self._drained(generation, rank, safe_point))  # type: ignore[misc]
-
-    def _drained(self, generation: int, local_rank: int, safe_point: int) -> None:
-        if generation == self.generation and local_rank in self.workers and not self.hangs:
-            self.cluster.log(self.host, f"worker {local_rank} leaves at safe point {safe_point}")
-            self.worker_ends(generation, local_rank, 0, drained=True)
-
-    def worker_ends(self, generation: int, local_rank: int, exit_code: int, *, drained: bool = False) -> None:
-        """One pretend worker ends, if it is still there."""
-        if generation != self.generation or local_rank not in self.workers:
-            return
-        self.workers.discard(local_rank)
-        if not self.workers:
-            self.cluster.checker.ended(self.host)
-        if not self.alive:
-            return
-        if exit_code == 0 or local_rank in self._raised:
-            failure = self._failure(local_rank, exit_code) if exit_code else None
-            self.handle(ev.WorkerEnded(generation, local_rank, failure, drained))
-            return
-        failure = self._begin_reading(generation, local_rank, exit_code)
-        self.handle(ev.WorkerEnded(generation, local_rank, failure, evidence_follows=True))
-
-    def _begin_reading(self, generation: int, local_rank: int, exit_code: int) -> Failure:
-        """The bare failure. What the worker has left is read within moments, and before its tree is reported gone."""
-        bare = self._failure(local_rank, exit_code)
-        self._unread[local_rank] = structs.replace(bare, message="read")
-        self.cluster.agenda.after(self.cluster.random.uniform(0.0, 0.05), lambda: self._read(generation, local_rank))
-        return bare
-
-    def _read(self, generation: int, local_rank: int) -> None:
-        if self.alive and generation == self.generation and local_rank in self._unread:
-            self.handle(ev.FailureRead(generation, local_rank, self._unread.pop(local_rank)))
-
-    def _failure(self, local_rank: int, exit_code: int) -> Failure:
-        assert self._assign is not None
-        return Failure(
-            rank=self._assign.rank_base + local_rank,
-            local_rank=local_rank,
-            host=self.host,
-            pid=1,
-            exit_code=exit_code,
-            after_stop=self.machine.work in (Work.STOPPING, Work.KILLING),
-        )
-
-    def _worker_raises(self, generation: int, local_rank: int) -> None:
-        """Reported first; the process is there for as long as its exit functions take."""
-        if local_rank in self._raised:
-            return
-        self._raised.add(local_rank)
-        self._worker_ends_soon(local_rank, 1, EXIT_FUNCTIONS_S)
-        if self.alive:
-            failure = self._begin_reading(generation, local_rank, 1)
-            self.handle(ev.WorkerRaised(generation, local_rank, failure, evidence_follows=True))
-
-    def _kill_tree(self, generation: int) -> None:
-        for local_rank in sorted(self.workers):
-            self.worker_ends(generation, local_rank, -SIGKILL)
-        for local_rank in sorted(self._unread):
-            self._read(generation, local_rank)
-        self.handle(ev.TreeGone(generation))
-
-    def fail_worker(self, exit_code: int) -> None:
-        """One worker fails, and often takes its peers with it, as collectives do."""
-        if not self.workers:
-            return
-        cluster = self.cluster
-        generation = self.generation
-        victim = cluster.random.choice(sorted(self.workers))
-        cluster.log(self.host, f"worker {victim} of generation {generation} fails with {exit_code}")
-        if exit_code == 1:
-            self._worker_raises(generation, victim)
-        else:
-            self.worker_ends(generation, victim, exit_code)
-        for agent in cluster.agents.values():
-            if agent.generation == generation and cluster.random.random() < 0.5:
-                for local_rank in sorted(agent.workers):
-                    agent._worker_ends_soon(local_rank, 1, cluster.random.uniform(0.001, 0.1))
-
-    def lose_store(self) -> None:
-        """The store host dies, if it is here and at work."""
-        if self._assign is not None and self._assign.hosts_store and self.workers:
-            self.cluster.log(self.host, f"the store host of generation {self.generation} dies")
-            self.handle(ev.StoreDied(self.generation))
-
-    def die(self, *, silent: bool) -> None:
-        """The agent is gone; its supervisor needs a moment to kill the workers (none if the machine lost power)."""
-        self.alive = False
-        if self._end is not None:
-            if silent:
-                self._end.vanish()
-            else:
-                self._end.close()
-        generation = self.generation
-
-        def gone() -> None:
-            for local_rank in sorted(self.workers):
-                self.worker_ends(generation, local_rank, -SIGKILL)
-
-        if silent:
-            gone()
-        else:
-            self.cluster.lost_links[self.host] = self.cluster.clock.now
-            self.cluster.agenda.after(0.01, gone)
+    def _do(self, command: Any) -> None:
+        raise NotImplementedError
 
     def _arm(self) -> None:
         deadline = self.machine.next_deadline()
@@ -481,4 +165,170 @@ class SimAgent:
                 self._armed_s = None
                 self.handle(Tick())
 
-        self.cluster.agenda.at(deadline, tick)
+        self.world.agenda.at(deadline, tick, rank=self._rank)
+
+
+class SimCoordinator(Shell):
+    """A CoordinatorMachine on a host."""
+
+    def __init__(self, world: World, host: str, number: int) -> None:
+        super().__init__(world, "coordinator", world.coordinator_machine(), COORDINATOR_RANK)
+        self.host = host
+        self.number = number
+        self._ends: dict[int, FakeEnd] = {}
+        self._links = 0
+        self._phase = self.machine.phase
+        self._unhandled: list[cstate.Event] | None = None
+        """While paused: what has come in the meantime."""
+        self._arm()
+
+    def accept(self, end: FakeEnd, peer: str) -> None:
+        self._links += 1
+        link = self._links
+        self._ends[link] = end
+        end.on_message = lambda message: self.handle(cstate.Heard(link, message))  # type: ignore[arg-type]
+        end.on_closed = lambda reason: self._closed(link, peer, reason)
+        local = peer == self.host
+        address = "127.0.0.1" if local else f"10.0.0.{self.world.hosts.index(peer) + 1}"
+        self.handle(cstate.LinkOpened(link, address, "127.0.0.1" if local else "10.0.0.1", local=local))
+
+    def _closed(self, link: int, peer: str, reason: str) -> None:
+        self._ends.pop(link, None)
+        self.world.link_lost(peer)
+        self.handle(cstate.LinkClosed(link, reason))
+
+    def die(self, *, silent: bool) -> None:
+        self.alive = False
+        for end in self._ends.values():
+            if silent:
+                end.vanish()
+            else:
+                end.close("connection reset")
+
+    def pause(self, pause_s: float) -> None:
+        """The process stands still; what comes waits in its sockets."""
+        if self._unhandled is not None or not self.alive:
+            return
+        self._unhandled = []
+
+        def resume() -> None:
+            waiting, self._unhandled = self._unhandled, None
+            for event in waiting or ():
+                self.handle(event)
+
+        self.world.agenda.after(pause_s, resume)
+
+    def handle(self, event: cstate.Event) -> None:
+        if self._unhandled is not None:
+            self._unhandled.append(event)
+        else:
+            super().handle(event)
+
+    def _handled(self) -> None:
+        if self.machine.phase is not self._phase:
+            self._phase = self.machine.phase
+            self.world.trace(self.who, self._phase)
+
+    def _do(self, command: cstate.Command) -> None:
+        match command:
+            case cstate.Tell(link, message) if link in self._ends:
+                self._ends[link].send(message)
+            case cstate.DropLink(link) if link in self._ends:
+                self._ends.pop(link).close()
+
+
+class SimAgent(Shell):
+    """An AgentMachine on a host, with pretend workers."""
+
+    def __init__(self, world: World, node: NodeSpec) -> None:
+        super().__init__(world, node.host, world.agent_machine(node), world.next_rank())
+        self.host = node.host
+        self.nproc = node.nproc
+        self.coordinator_number = 0
+        self.assign: Assign | None = None
+        self.workers: set[int] = set()
+        """Local ranks of those that are alive."""
+        self._end: FakeEnd | None = None
+
+    def die(self, *, silent: bool) -> None:
+        """The agent is gone; its supervisor kills the workers."""
+        self.alive = False
+        if self._end is not None:
+            if silent:
+                self._end.vanish()
+            else:
+                self._end.close()
+
+    def _do(self, command: do.Command) -> None:
+        match command:
+            case do.Dial():
+                self.world.agenda.after(self.world.network.delay(), self._dial)
+            case do.Send(message):
+                if self._end is not None:
+                    self._end.send(message)
+            case do.HangUp():
+                if self._end is not None:
+                    self._end.close()
+                    self._end = None
+            case do.Prepare(assign):
+                self.assign = assign
+                self.prepare(assign)
+            case do.Exit(outcome):
+                self.alive = False
+                self.world.agent_ended(self.host, outcome)
+            case _:
+                self.do_with_workers(command)
+
+    def _dial(self) -> None:
+        world = self.world
+        if not self.alive:
+            return
+        world.claim(self.host)
+        coordinator = world.coordinator
+        silent = world.network.silent(self.host, world.hosts[0])
+        if coordinator is None or not coordinator.alive or silent:
+            error, reason = CoordinatorUnreachableError, "no answer" if silent else "connection refused"
+            self.handle(ev.DialFailed(error.code, error.exit_code, reason, final=False))
+            return
+        link = world.network.connect(self.host, coordinator.host)
+        self._end = link.a
+        link.a.on_message = self._received
+        link.a.on_closed = self._link_lost
+        self.coordinator_number = coordinator.number
+        coordinator.accept(link.b, self.host)
+        self.handle(ev.Dialed())
+
+    def _received(self, message: object) -> None:
+        self.world.trace(self.host, message)
+        self.handle(ev.Received(message))  # type: ignore[arg-type]
+
+    def _link_lost(self, reason: str) -> None:
+        self._end = None
+        self.world.link_lost(self.host)
+        self.handle(ev.LinkLost(reason))
+
+    # ---------------------------------------------------------------- pretend workers
+
+    def prepare(self, assign: Assign) -> None:
+        """Phase one: ends with `prepared`."""
+        raise NotImplementedError
+
+    def prepared(self, assign: Assign) -> None:
+        port = 40_000 + assign.generation if assign.hosts_store else None
+        self.handle(ev.NodePrepared(assign.generation, port))
+
+    def do_with_workers(self, command: do.Command) -> None:
+        """Whatever else the machine wants: start, hold, signal, look at and kill workers."""
+        raise NotImplementedError
+
+    def failure(self, local_rank: int, exit_code: int) -> Failure:
+        """The bare one."""
+        assert self.assign is not None
+        return Failure(
+            rank=self.assign.rank_base + local_rank,
+            local_rank=local_rank,
+            host=self.host,
+            pid=1000 + local_rank,
+            exit_code=exit_code,
+            after_stop=self.machine.work in (Work.STOPPING, Work.KILLING),
+        )

@@ -1,4 +1,4 @@
-"""Real agents and a real coordinator on real sockets, without workers: for measuring and testing how worlds form.
+"""Real agents and a real coordinator on real sockets, without workers: for measuring how worlds form.
 
     assign = join_once(Endpoint(host="localhost", port=29400), job, node)      one agent, in this process
     seconds = form_many(1000, processes=4)                                     many, sharing processes
@@ -24,7 +24,7 @@ from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
 from holdfast.runtime.run_folder import Journal
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 STORE_PORT = 1
 """Stands for the store's port; nobody connects."""
