@@ -195,8 +195,10 @@ saver.check()
     assert snapshots(site) == [41]
 
 
-def test_a_failed_save_of_a_dead_worker_is_told_on_the_console(site) -> None:
-    body = "stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\ndie()"
+@pytest.mark.parametrize("wait", ["pass", "saver.wait(20 * SLOWNESS)"], ids=["at once", "with the answer"])
+def test_a_failed_save_of_a_dead_worker_is_told_on_the_console(site, wait: str) -> None:
+    """The worker dies before the saver answers, or has got the answer and said nothing."""
+    body = f"stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\ntry: {wait}\nfinally: die()"
     agent = site.ends(137, *ONE, "--max-restarts", "0", script(site, body))
     assert "snapshots: rank 0, before its restart: /nowhere" in agent.text, agent.text
 

@@ -270,6 +270,8 @@ class Saver:
             self._gone[worker.local_rank] = worker.generation
         if worker.local_rank >= 0 and not worker.left:
             self._crashed = True
+            for text in worker.failures[-1:]:
+                self._news_to_agent(text)
             self._keep_news(worker.local_rank, *worker.failures)
 
     # --- after a crash ------------------------------------------------------------------------------------------------
