@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import IO, Any
 
 import pytest
 
+from holdfast import cli
 from tests.conftest import alive as is_alive
 from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s as scaled
@@ -113,6 +115,21 @@ IMPORTS = ("json", "signal", "subprocess")
 """Imported by a script that names them."""
 
 Note = dict[str, Any]
+
+
+def holdfast(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command, in this process: what these tests start are the jobs."""
+    line, out, err = list(map(str, args)), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(line)
+    return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
+
+
+def told(*args: str | Path) -> Any:
+    """What such a command prints with --json."""
+    done = holdfast(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -17,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast import cli
 from holdfast.runtime.running import reachable
-from tests.processes.conftest import Agent, Site, is_alive
+from tests.processes.conftest import Agent, Site, holdfast, is_alive, told
 from tests.support.limits import limit_s, until
 
 HOLD = "meet()\nwhile True: time.sleep(1)"
@@ -33,20 +31,6 @@ while True:
         sys.exit(0)
 """
 COMMAND_S = limit_s(30.0)
-
-
-def holdfast(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command, in this process: what these tests start are the jobs."""
-    line, out, err = list(map(str, args)), io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(line)
-    return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
-
-
-def told(*args: str | Path) -> Any:
-    done = holdfast(*args, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def refused(*args: str | Path) -> str:
