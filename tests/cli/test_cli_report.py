@@ -133,10 +133,11 @@ def test_the_newest_run_when_none_is_named(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["report"]) == 2
     assert "no run in" in capsys.readouterr().err
-    (tmp_path / "holdfast").mkdir()
-    (tmp_path / "holdfast" / "runs").mkdir()
-    journal(tmp_path / "holdfast" / "runs" / "x_1", begins("a", "old"))
-    journal(tmp_path / "holdfast" / "runs" / "x_2", begins("a", "new"))
+    runs = tmp_path / "holdfast" / "runs"
+    runs.mkdir(parents=True)
+    for age_s, (name, run_id) in enumerate([("x_2", "new"), ("x_1", "old"), ("renamed", "oldest")]):
+        journal(runs / name, begins("a", run_id))
+        os.utime(runs / name / "events.jsonl", (1e9 - age_s, 1e9 - age_s))
     assert main(["report"]) == 0
     assert capsys.readouterr().out == "run new on a: 0 generations, not ended\n"
 

@@ -160,12 +160,12 @@ def unlisted(folder: Path) -> RunningAgent:
 
 
 def newest_ended(run: str | None) -> list[Path]:
-    """The newest run folder of this name in the default log folder."""
+    """The newest run folder of this name in the default log folder; `run` None: of any name."""
     wanted = "" if run is None else safe_name(spoken(run))
     ages = {folder: age for folder, age in kept_runs().items() if folder.name.startswith(wanted)}
     if run is not None and not ages:
         ages = {folder: age for folder, age in kept_runs().items() if run_id_of(folder).startswith(run)}
-    exact = [folder for folder in ages if folder.name.rpartition("_")[0] == wanted or folder.name == wanted]
+    exact = [folder for folder in ages if wanted and wanted in (folder.name, folder.name.rpartition("_")[0])]
     pool = exact or list(ages)
     return [max(pool, key=lambda folder: ages[folder])] if pool else []
 
