@@ -224,7 +224,7 @@ def test_silence_is_a_lost_connection_and_beats_are_not(far: Any) -> None:
     one.go()
     one.notes(1)
     beat_for_longer_than_a_silence(one)
-    assert one.hear() == {"end": None, "text": f"no word from the launcher for {SILENCE_S} s"}
+    assert one.hear() == {"end": None, "text": f"no message from the launcher for {SILENCE_S} s"}
 
 
 def test_a_launcher_that_never_says_go_is_not_waited_for(far: Any) -> None:
