@@ -19,7 +19,7 @@ PAUSE_S = 0.005
 
 torch.set_num_threads(1)
 with ht.process_group() as pg, ht.Snapshots(f"{os.environ['BENCH_OUT']}/snapshots", every="1h") as snaps:
-    net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(), nn.Linear(128, 10))
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(), nn.Linear(128, 10))
     model = ht.ddp(net, pg)
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)

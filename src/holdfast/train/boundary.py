@@ -183,7 +183,7 @@ class PythonsGenerator:
 
     def __init__(self) -> None:
         self._state = random.getstate()
-        self._generator: random.Random = random._inst  # type: ignore[attr-defined]
+        self._generator: random.Random = random._inst
         # CPython's layout: the object's head, the position, the words.
         at = id(self._generator) + object.__basicsize__
         memory = MersenneTwister(at + ctypes.sizeof(ctypes.c_int32), at)
@@ -193,7 +193,7 @@ class PythonsGenerator:
 
     def read(self) -> None:
         if self._memory is not None:
-            seen = (self._memory.mark(), self._generator.gauss_next)
+            seen = (self._memory.mark(), self._generator.gauss_next)  # type: ignore[attr-defined]
             if seen == self._seen:
                 return
             self._seen = seen
@@ -253,6 +253,7 @@ class TorchRecord:
             torch.frombuffer(bodies, dtype=torch.uint8, count=len(state), offset=number * len(state))
             for number in range(2)
         ]
+        self._state_bytes = len(state)
         self._addresses = [each.data_ptr() for each in self._states]
 
     @classmethod
@@ -267,7 +268,7 @@ class TorchRecord:
         """May be called again for a step that is not complete."""
         number = step & 1
         self._steps[number] = 0
-        ctypes.memmove(self._addresses[number], state.data_ptr(), state.nbytes)  # in a quarter of copy_'s time
+        ctypes.memmove(self._addresses[number], state.data_ptr(), self._state_bytes)  # in a quarter of copy_'s time
         self._steps[number] = step + 1
 
     def read(self, step: int) -> torch.Tensor | None:
