@@ -40,7 +40,7 @@ from benchmarks.harness import (
 SCRIPT = "survive_steps.py"
 RANKS = 4
 NODES = 3
-KILLS = 10
+KILLS = 5
 """In one job."""
 TRAIN_S = (0.5, 3.0)
 """From the first step of all ranks to the next kill."""
