@@ -19,9 +19,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
-from holdfast.worker.regroup import REPLACEMENT_VARIABLE
 
 PATIENCE_S = 25.0
 

@@ -220,7 +220,8 @@ class RunningGeneration:
         """Fields of the event `generation` for workers that went on: who takes part, and where each writes its logs."""
         if self.number == self._began_in:
             return {}
-        folders = [_folder(self._workers[rank].streams) for rank in self._taking_part if rank in self._workers]
+        there = [self._workers.get(rank) for rank in self._taking_part]
+        folders = [_folder(worker.streams) if worker is not None else "" for worker in there]
         return {"local_ranks": list(self._taking_part), "folders": folders}
 
     @property

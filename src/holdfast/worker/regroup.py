@@ -15,16 +15,17 @@ import ctypes
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 
-REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
-"""Set in the environment of a worker that was started for a lost one: it joins the others when it has resumed."""
+CREDENTIALS = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user, group."""
 UNINTERRUPTED_S = 0.5
 """After a release the main thread comes to the gate by itself, at its next collective operation or at the end of its
 step. After this time it is interrupted, unless an optimizer is at work."""
@@ -50,7 +51,7 @@ class ChannelLostError(RuntimeError):
     """The agent is gone, and will end this process."""
 
 
-class Channel:
+class AgentChannel:
     """The connection to the agent. `say` and the waits belong to the main thread."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -69,7 +70,7 @@ class Channel:
         self._thread.start()
 
     @classmethod
-    def open(cls, environ: Mapping[str, str] = os.environ) -> Channel | None:
+    def open(cls, environ: Mapping[str, str] = os.environ) -> AgentChannel | None:
         """Connect to the agent. None without an agent that offers it."""
         address = environ.get(BOARD_VARIABLE, "")
         if not address:
@@ -77,7 +78,11 @@ class Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(channel_name(address))
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         except OSError:
+            connection.close()
+            return None
+        if CREDENTIALS.unpack(credentials)[1] not in (0, os.geteuid()):  # another user has taken the name
             connection.close()
             return None
         return cls(connection)
