@@ -26,7 +26,7 @@ START_S_MAX = 90.0
 COMPLAINT = re.compile(r"[\w.]*Error: ")
 COMPLAINT_CHARS_MAX = 160
 PARTS = {"script begins": "main", "torch imported": "torch", "DDP built": "built"}
-"""Their names in the table, and in the stamps of scripts/ddp_steps.py."""
+"""Their names in the table, and in the lines of scripts/ddp_steps.py and survive_steps.py."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,15 @@ def trained(firsts: list[dict[str, Any]], since_s: float) -> Trained:
 class Job:
     """Agents of one launcher on pretend hosts."""
 
-    def __init__(self, launcher: Launcher, hosts: PretendHosts, folder: Path, flags: tuple[str, ...]) -> None:
+    def __init__(
+        self, launcher: Launcher, hosts: PretendHosts, folder: Path, flags: tuple[str, ...], script: str
+    ) -> None:
         self.hosts = hosts
         self.folder = folder
         self.agents: dict[int, Program] = {}
         """The newest on each host."""
         self._launcher = launcher
+        self._script = SCRIPTS / script
         self._flags = (*flags, "--nproc-per-node", "1", "--max-restarts", "3")
         self._trail = folder / "steps.jsonl"
         self._trail.touch()
@@ -67,7 +70,7 @@ class Job:
         began_s = time.monotonic()
         env = environment(self.folder, {**self._launcher.env, "OMP_NUM_THREADS": "1"})
         clean = ("env", "--ignore-environment", *(f"{name}={value}" for name, value in env.items()))
-        command = (*self._launcher.command, *self._flags, "--log-dir", self._logs(number), SCRIPTS / "ddp_steps.py")
+        command = (*self._launcher.command, *self._flags, "--log-dir", self._logs(number), self._script)
         with self._screen(number).open("ab") as screen:
             self.agents[number] = self.hosts[number].start([*clean, *command], cwd=self.folder, stdout=screen)
         return began_s
@@ -151,6 +154,7 @@ def job(
     hosts: int,
     backend: str = "c10d",
     endpoint: str = "node1:29400",
+    script: str = "ddp_steps.py",
     prepare: Callable[[PretendHosts], None] = lambda _: None,
 ) -> Iterator[Job]:
     """Hosts and a job to start on them; all is gone at the end. `prepare` gets the hosts before any agent is started."""
@@ -161,4 +165,4 @@ def job(
         except (RuntimeError, AssertionError) as error:
             raise BenchmarkError(f"the pretend hosts do not stand: {error}") from error
         flags = ("--nnodes", nnodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "elastic")
-        yield Job(launcher, pretended, folder, flags)
+        yield Job(launcher, pretended, folder, flags, script)

@@ -1,12 +1,14 @@
 """Holdfast under fire, for as long as one likes: `make soak`.
 
     python -m soak chaos      four pretend hosts, real agents, gloo training, all faults at random; then torchrun, the same
+    python -m soak chaos --worker survive      the same, in ht.survive: workers go on in their processes
     python -m soak patience   two hosts that log 50 MB/s, whose cores are all busy and whose disk stalls: nobody is lost
 
 | module | what it knows |
 |---|---|
 | training.py | what the training scripts share: the loop of steps, snapshots, and a ledger of every step |
 | train.py | the training script: plain DDP; runs under holdfast and torchrun alike |
+| survive.py | the same in `ht.survive`: workers go on in their processes |
 | plain.py | the same without torch, for the short soak of the tests |
 | schedule.py | which fault comes when, from a seed (PURE) |
 | launchers.py | how an agent is started, and which processes are what |

@@ -68,7 +68,9 @@ def _arguments() -> argparse.Namespace:
     chaos.add_argument("--seed", type=int, default=1)
     chaos.add_argument("--gap", type=float, default=MEAN_GAP_S, help="mean seconds between two faults")
     chaos.add_argument("--launchers", default=",".join(ALL), help=f"of {', '.join(ALL)}")
-    chaos.add_argument("--worker", default="torch", choices=WORKERS, help="plain: without torch, holdfast only")
+    chaos.add_argument(
+        "--worker", default="torch", choices=WORKERS, help="survive: in ht.survive; plain: without torch, holdfast only"
+    )
     chaos.add_argument("--results", default=str(RESULTS), help="folder of the result files; none for no file")
     patience = soaks.add_parser("patience")
     patience.add_argument("--minutes", type=float, default=60.0)

@@ -33,7 +33,7 @@ def soak(
     faults = schedule(seed, minutes * 60, NODES, gap_s)
     print(f"seed {seed}: {len(faults)} faults in {minutes:g} min, mean gap {gap_s:g} s", flush=True)
     outcomes = [one(launcher, script, faults, seed, minutes * 60, folder / launcher.name) for launcher in launchers]
-    about = {**facts(), "seed": seed, "minutes": minutes, "mean_gap_s": gap_s}
+    about = {**facts(), "seed": seed, "minutes": minutes, "mean_gap_s": gap_s, "script": script.name}
     print(report.table(outcomes))
     if results is not None:
         print(f"written to {report.write(outcomes, about, results).name}")

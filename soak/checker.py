@@ -18,7 +18,7 @@ what the rig did. The surviving history is the chain of snapshots that leads to 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -126,23 +126,39 @@ def surviving(record: Record) -> tuple[list[Link], list[Violation]]:
 
 def surviving_steps(record: Record, links: Iterable[Link]) -> Iterator[tuple[int, dict[int, Step], Snapshot]]:
     """Each step number of the surviving history, the ranks' parts in it, and the snapshot that it went into."""
-    by_generation = {generation.id: generation.lives for generation in generations(record)}
+    by_generation: dict[str, list[Life]] = defaultdict(list)
+    for life in record.lives:
+        by_generation[life.generation].append(life)
     for link in links:
-        lives = by_generation.get(link.snapshot.generation, [])
         for number in range(link.after_step + 1, link.snapshot.step + 1):
+            lives = by_generation[_trained_by(number, by_generation, link.snapshot.generation)]
             yield number, {life.rank: life.steps[number] for life in lives if number in life.steps}, link.snapshot
+
+
+def _trained_by(number: int, lives: Mapping[str, list[Life]], generation: str) -> str:
+    """The generation that did this step: this one, or one whose state it has taken over."""
+    met = set()
+    while (
+        generation not in met and (found := lives.get(generation)) and found[0].after and number <= found[0].base_step
+    ):
+        met.add(generation)
+        generation = found[0].after
+    return generation
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
 
 
 def _once(record: Record, links: list[Link]) -> Iterator[Violation]:
-    worlds = {life.generation: life.world for life in record.lives}
+    lives: dict[str, list[Life]] = defaultdict(list)
+    for life in record.lives:
+        lives[life.generation].append(life)
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for number, parts, snapshot in surviving_steps(record, links):
-        world = worlds.get(snapshot.generation, 0)
+        generation = _trained_by(number, lives, snapshot.generation)
+        world = lives[generation][0].world if lives[generation] else 0
         if not world or set(parts) != set(range(world)):
-            text = f"step {number} of generation {snapshot.generation} has the ranks {sorted(parts)} of {world}"
+            text = f"step {number} of generation {generation} has the ranks {sorted(parts)} of {world}"
             yield Violation("once", text)
         ids = [each for step in parts.values() for each in step.ids]
         for step in parts.values():

@@ -15,7 +15,7 @@ from pathlib import Path
 NNODES = "2:4"
 """At least two: of a partition 2|2 exactly one side may go on, and a node that is left alone must wait."""
 FOLDER = Path(__file__).resolve().parent
-WORKERS = {"torch": FOLDER / "train.py", "plain": FOLDER / "plain.py"}
+WORKERS = {"torch": FOLDER / "train.py", "survive": FOLDER / "survive.py", "plain": FOLDER / "plain.py"}
 """The training scripts."""
 HOSTS_OWN = b"sleep\x003600\x00"
 

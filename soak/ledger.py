@@ -30,7 +30,7 @@ class Step:
 
 @dataclass
 class Life:
-    """One worker process."""
+    """One worker process in one generation."""
 
     host: str
     pid: int
@@ -44,6 +44,8 @@ class Life:
     base: str = ""
     """The snapshot its generation went on from; empty: from the beginning."""
     base_step: int = 0
+    after: str = ""
+    """The generation whose state it went on with, after `base_step`, in memory; empty: with the snapshot's."""
     looked_s: float = 0.0
     """When rank 0 began to look for it."""
     steps: dict[int, Step] = field(default_factory=dict)
@@ -91,22 +93,28 @@ class Record:
 
 def read(site: Path, samples: int) -> Record:
     """All of a run. `site` as the rig left it, with its disk mounted."""
-    lives = [life for path in sorted((site / "ledger").glob("*.jsonl")) if (life := read_life(path)) is not None]
+    lives = [life for path in sorted((site / "ledger").glob("*.jsonl")) for life in read_lives(path)]
     return Record(lives, read_snapshots(site / "disk" / "snapshots"), read_events(site / "rig.jsonl"), samples)
 
 
-def read_life(path: Path) -> Life | None:
-    """None when it had not even begun."""
+def read_lives(path: Path) -> list[Life]:
+    """Of one process: one for each generation that it was in. None when it had not even begun."""
+    lives: list[Life] = []
     life: Life | None = None
     for line in _lines(path):
         what, now = line["is"], line["t"]
         if what == "born":
             life = Life(line["host"], line["pid"], line["rank"], line["world"], now, now)
+            lives.append(life)
             continue
         if life is None:
             raise ValueError(f"{path.name} does not begin with a fork")
+        if what == "joined" and life.generation:
+            life = Life(life.host, life.pid, line["rank"], line["world"], now, now)
+            lives.append(life)
         life.alive_s = max(life.alive_s, now)
         if what == "joined":
+            life.after = line.get("after", "")
             life.generation, life.base, life.base_step = line["generation"], line["base"], line["step"]
             life.rank, life.world, life.looked_s = line["rank"], line["world"], line["looked"]
         elif what == "begin":
@@ -121,7 +129,7 @@ def read_life(path: Path) -> Life | None:
     if life is not None:
         text = path.with_suffix(".alive").read_text().strip() if path.with_suffix(".alive").exists() else ""
         life.alive_s = max(life.alive_s, float(text or 0.0))
-    return life
+    return lives
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:
@@ -147,7 +155,7 @@ def recent(folder: Path, within_s: float) -> list[Life]:
     """The workers that wrote something within the last seconds."""
     since = time.time() - within_s
     fresh = [path for path in folder.glob("*.jsonl") if path.stat().st_mtime > since]
-    return [life for path in fresh if (life := read_life(path)) is not None]
+    return [life for path in fresh for life in read_lives(path)[-1:]]
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:

@@ -75,7 +75,8 @@ def write(outcomes: list[Outcome], about: dict[str, Any], folder: Path) -> Path:
     """The JSON and the page; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = re.sub(r"[^a-z0-9]+", "-", f"{about['cpu']} {about['cores']}-cores".lower()).strip("-")
-    name = f"{about['date'][:10]}-{machine}-soak"
+    part = "" if about["script"] == "train.py" else f"-{Path(about['script']).stem}"
+    name = f"{about['date'][:10]}-{machine}-soak{part}"
     runs = {
         outcome.launcher: {
             **asdict(outcome.figures),

@@ -196,9 +196,9 @@ class Trainer:
         batch = order_of(self.epoch)[self.offset : self.offset + BATCH]
         mine = batch[group.rank :: group.world]
         LEDGER.note("begin", step=self.step + 1, epoch=self.epoch, offset=self.offset, ids=mine)
-        self.model.train(mine, len(batch), group.world)
         time.sleep(COMPUTE_S)
         count, total, finish = group.summed([len(mine), sum(mine), int((SITE / "finish").exists())])
+        self.model.train(mine, len(batch), group.world)  # the last that can fail: then the step is complete
         self.tally = [self.tally[0] + count, self.tally[1] + total]
         self.step += 1
         self.offset += len(batch)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -92,6 +94,42 @@ def test_demo(jobs: WarmJobs, tmp_path: Path) -> None:
     assert re.search(r"going on after epoch 5, step 115", done.stdout), done.stdout
     assert re.search(r"Lost: [\d.]+ s; 11 steps were done again", done.stdout), done.stdout
     assert re.search(r"exit code 0, test accuracy 0\.9[5-9]", done.stdout), done.stdout
+
+
+def test_survivors_keep_their_processes(jobs: WarmJobs, tmp_path: Path) -> None:
+    """One of three is killed: the others go on as two, and a replacement joins them."""
+    arguments = ("--step-seconds", "0.02", "--steps", "100000", "--folder", str(tmp_path / "snapshots"))
+    options = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", "--log-dir", tmp_path / "logs")
+    line = jobs.command("holdfast", "run", *options, EXAMPLES / "survivors.py", *arguments)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ, **ON_CPU}) as job:
+        assert job.stdout is not None
+        first, two, three = [], [], []
+        try:
+            first = begun(job.stdout, 3)
+            os.kill(first[1][2], signal.SIGKILL)
+            two = begun(job.stdout, 2)
+            three = begun(job.stdout, 3)
+        finally:
+            job.terminate()
+            job.stdout.read()
+    before, after = {pid for _, _, pid in first}, {pid for _, _, pid in three}
+    assert {pid for _, _, pid in two} == before - {first[1][2]}
+    assert len(after - before) == 1
+    assert after & before == before - {first[1][2]}
+    assert len({step for _, step, _ in two}) == 1
+    assert 0 < two[0][1] < three[0][1]
+
+
+def begun(screen: IO[str], world: int) -> list[tuple[int, int, int]]:
+    """Rank, step and process of each rank of a world of this size, when all of them have printed theirs."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for text in screen:
+        if match := re.search(rf"rank (\d) of {world} goes on after step (\d+), pid (\d+)", text):
+            rank, step, pid = map(int, match.groups())
+            found[rank] = (rank, step, pid)
+        if len(found) == world:
+            break
+    return [found[rank] for rank in range(world)]
 
 
 def test_draining_goes_on_at_the_step_where_it_stopped(jobs: WarmJobs, tmp_path: Path) -> None:

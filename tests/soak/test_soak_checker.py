@@ -21,17 +21,22 @@ class Story:
         self.record = Record([], [], [Event(0.0, "start"), Event(0.0, "end")], SAMPLES)
         self.now = 10.0
 
-    def generation(self, name: str, world: int, steps: int, base: Snapshot | None = None) -> list[Life]:
-        """`steps` steps, a snapshot every EVERY; the processes end half a second after the last step."""
+    def generation(
+        self, name: str, world: int, steps: int, base: Snapshot | None = None, after: tuple[str, int] = ("", 0)
+    ) -> list[Life]:
+        """`steps` steps, a snapshot every EVERY; the processes end half a second after the last step.
+
+        `after`: the generation, and its step, whose state it has in memory.
+        """
         looked_s = self.now
         lives = [
             Life(f"node{rank + 1}", 100 + rank, rank, world, self.now - 1, self.now, name, looked_s=looked_s)
             for rank in range(world)
         ]
         parent = base
-        number = base.step if base else 0
+        number = after[1] or (base.step if base else 0)
         for life in lives:
-            life.base, life.base_step = (base.id if base else ""), number
+            life.base, life.base_step, life.after = (base.id if base else ""), number, after[0]
         for _ in range(steps):
             number += 1
             epoch, offset = divmod((number - 1) * BATCH, SAMPLES)
@@ -90,6 +95,17 @@ def test_what_did_not_survive_is_told_from_what_did(story: Story) -> None:
     told = figures(story.record)
     assert (told.steps, told.steps_lost, told.generations) == (12, 2, 2)
     assert told.effective_s == pytest.approx(12 * 0.9 * STEP_S)
+
+
+def test_steps_behind_the_last_snapshot_survive_in_memory() -> None:
+    made = Story()
+    made.generation("a", world=3, steps=5)
+    made.generation("b", world=2, steps=2, base=made.last, after=("a", 5))
+    made.generation("c", world=3, steps=3, base=made.last, after=("b", 7))
+    assert checker.check(made.record) == []
+    assert (figures(made.record).steps, figures(made.record).steps_lost) == (9, 1)
+    made.record.lives[0].steps[5].ids.pop()
+    assert "once" in made.broken()
 
 
 def test_a_step_that_waited_for_a_fault_to_pass_was_not_all_training(story: Story) -> None:

@@ -147,7 +147,7 @@ THEIRS = Outcome(
     Figures(wall_s=100.0, effective_s=5.0, steps=90, faults={"link down": 1, "partition 2|2": 1}, standstills=3),
     [Violation("stands", "no step for 120 s")],
 )
-ABOUT = {"date": "2026-01-02T03:04:05+00:00", "cpu": "Some CPU", "cores": 2, "seed": 7}
+ABOUT = {"script": "train.py", "date": "2026-01-02T03:04:05+00:00", "cpu": "Some CPU", "cores": 2, "seed": 7}
 
 
 def test_the_table() -> None:

@@ -12,10 +12,12 @@ import mmap
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.train.state import Tracker, TrainState
@@ -24,7 +26,8 @@ from holdfast.train.state import Tracker, TrainState
 class Boundary:
     """The state after this rank's last step, as far as the next step changes it before its optimizer does.
 
-    `mark` is called in each step and takes about 10 µs, and the copy of the models' buffers.
+    `mark` and `forward_done` are called in each step. Together they take about 10 µs, and the copy of the models'
+    buffers: what was not drawn from, or not replaced, is not looked at again.
     """
 
     def __init__(self, tracker: Tracker, place: str) -> None:
@@ -36,15 +39,9 @@ class Boundary:
         self._record = TorchRecord.at(place)
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
         self._schedules: list[dict[str, Any]] = []
+        self._groups = [group for each in tracker.optimizers for group in each.param_groups] if self._schedulers else []
         self._options: list[dict[str, Any]] = []
-        self._held = [
-            (module._buffers, name)
-            for model in tracker.models
-            for module in model.modules()
-            for name, each in module._buffers.items()
-            if each is not None
-        ]
-        self._buffers = [_kept(places, name).clone() for places, name in self._held]
+        self._buffers = Buffers(tracker.models)
 
     def mark(self, step: int) -> None:
         """This step is complete."""
@@ -53,10 +50,9 @@ class Boundary:
         if self._record is not None:
             self._record.write(step, self._random.torch)
         if self._schedulers:
-            self._schedules = [each.state_dict() for each in self._schedulers]
-            self._options = [_options(group) for each in self._tracker.optimizers for group in each.param_groups]
-        if self._held:
-            torch._foreach_copy_(self._buffers, [_kept(places, name) for places, name in self._held])
+            self._schedules = [_schedule(each) for each in self._schedulers]
+            self._options = [group.copy() for group in self._groups]
+        self._buffers.keep()
 
     def forward_done(self, *_: Any) -> None:
         """A model's forward pass is done; a hook. What a step draws it has drawn by now: should this rank be lost
@@ -69,13 +65,11 @@ class Boundary:
         self._interrupted = RandomNumbers()
         state.step = self.step
         self._random.restore()
-        for scheduler, schedule in zip(self._schedulers, self._schedules, strict=False):
+        for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
             scheduler.load_state_dict(schedule)
-        groups = (group for each in self._tracker.optimizers for group in each.param_groups)
-        for group, options in zip(groups, self._options, strict=False):
+        for group, options in zip(self._groups, self._options, strict=True):
             group.update(options)
-        if self._held:
-            torch._foreach_copy_([_kept(places, name) for places, name in self._held], self._buffers)
+        self._buffers.restore()
 
     def restore_random(self, step: int, *, survived: bool) -> bool:
         """Set the random numbers that this rank had, or the lost one in its place, after this step. False: they are
@@ -96,32 +90,147 @@ class Boundary:
         return hashlib.sha256(self._random.torch.numpy().tobytes()).hexdigest()
 
 
-def _kept(places: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
-    held = places[name]
-    assert held is not None
-    return held.detach()
+def _schedule(scheduler: LRScheduler) -> dict[str, Any]:
+    """What its `load_state_dict` takes. Most keep torch's `state_dict`, which leaves out one attribute in a loop."""
+    if type(scheduler).state_dict is not LRScheduler.state_dict:
+        return dict(scheduler.state_dict())
+    schedule: dict[str, Any] = scheduler.__dict__.copy()
+    del schedule["optimizer"]
+    return schedule
+
+
+class Buffers:
+    """The buffers of some models, and their values at the last `keep`."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._places = [
+            (module._buffers, name)
+            for model in models
+            for module in model.modules()
+            for name, each in module._buffers.items()
+            if each is not None
+        ]
+        self._met: list[torch.Tensor | None] = []
+        """The tensors that were there at the last `keep`."""
+        self._theirs: list[torch.Tensor] = []
+        """The same, for copies."""
+        self._values: list[torch.Tensor] = []
+
+    def keep(self) -> None:
+        if not self._places:
+            return
+        self._find()
+        torch._foreach_copy_(self._values, self._theirs)
+
+    def restore(self) -> None:
+        if self._values:
+            self._find()
+            torch._foreach_copy_(self._theirs, self._values)
+
+    def _find(self) -> None:
+        """A model may put another tensor in the place of one."""
+        there = [places[name] for places, name in self._places]
+        if len(there) == len(self._met) and all(map(is_, there, self._met)):
+            return
+        self._met = there
+        self._theirs = [each.detach() for each in there if each is not None]
+        if len(self._values) != len(self._theirs):
+            self._values = [each.clone() for each in self._theirs]
 
 
 class RandomNumbers:
     """The states of the global generators of torch, Python and numpy."""
 
     def __init__(self) -> None:
-        self.torch = torch.get_rng_state()
-        self._numpy = _NumpyState()
+        self._may_use_cuda = torch.backends.cuda.is_built()
+        self._cuda: torch.Tensor | None = None
+        self._of_python = PythonsGenerator()
+        self._of_numpy = NumpysGenerator()
         self.read()
 
     def read(self) -> None:
-        self.torch.copy_(torch.default_generator.get_state())
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self._python = random.getstate()
-        self._numpy.read()
+        self.torch = torch.default_generator.get_state()
+        if self._may_use_cuda and torch.cuda.is_initialized():
+            self._cuda = torch.cuda.get_rng_state()
+        self._of_python.read()
+        self._of_numpy.read()
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
-        random.setstate(self._python)
-        self._numpy.restore()
+        self._of_python.restore()
+        self._of_numpy.restore()
+
+
+class MersenneTwister:
+    """The memory of a generator of this kind. To read its whole state takes 10 to 30 µs, and few training loops draw
+    from the generators of Python and numpy: two words show whether the state is another one."""
+
+    WORDS = 624
+
+    def __init__(self, words_at: int, position_at: int) -> None:
+        # The first word is the same in all generators that were seeded and not drawn from.
+        self._word = ctypes.c_uint32.from_address(words_at + ctypes.sizeof(ctypes.c_uint32))
+        self._position = ctypes.c_int32.from_address(position_at)
+
+    def mark(self) -> tuple[int, int]:
+        return self._position.value, self._word.value
+
+
+class PythonsGenerator:
+    """`random`'s global generator."""
+
+    def __init__(self) -> None:
+        self._state = random.getstate()
+        self._generator: random.Random = random._inst
+        # CPython's layout: the object's head, the position, the words.
+        at = id(self._generator) + object.__basicsize__
+        memory = MersenneTwister(at + ctypes.sizeof(ctypes.c_int32), at)
+        words = self._state[1]
+        self._memory = memory if memory.mark() == (words[MersenneTwister.WORDS], words[1]) else None
+        self._seen: object = None
+
+    def read(self) -> None:
+        if self._memory is not None:
+            seen = (self._memory.mark(), self._generator.gauss_next)  # type: ignore[attr-defined]
+            if seen == self._seen:
+                return
+            self._seen = seen
+        self._state = random.getstate()
+
+    def restore(self) -> None:
+        random.setstate(self._state)
+
+
+class NumpysGenerator:
+    """numpy's global generator, where numpy is loaded."""
+
+    def __init__(self) -> None:
+        self._random: Any = None
+        self._state: Any = None
+        self._memory: MersenneTwister | None = None
+        self._seen: object = None
+        if "numpy" in sys.modules:
+            self._random = sys.modules["numpy"].random
+            generator = self._random.mtrand._rand._bit_generator
+            if type(generator) is self._random.MT19937:
+                at = generator.ctypes.state_address
+                self._memory = MersenneTwister(at, at + MersenneTwister.WORDS * ctypes.sizeof(ctypes.c_uint32))
+
+    def read(self) -> None:
+        if self._random is None:
+            return
+        if self._memory is not None:
+            seen = self._memory.mark()
+            if seen == self._seen:
+                return
+            self._seen = seen
+        self._state = self._random.get_state()
+
+    def restore(self) -> None:
+        if self._random is not None:
+            self._random.set_state(self._state)
 
 
 class TorchRecord:
@@ -144,6 +253,8 @@ class TorchRecord:
             torch.frombuffer(bodies, dtype=torch.uint8, count=len(state), offset=number * len(state))
             for number in range(2)
         ]
+        self._state_bytes = len(state)
+        self._addresses = [each.data_ptr() for each in self._states]
 
     @classmethod
     def at(cls, place: str) -> TorchRecord | None:
@@ -157,7 +268,7 @@ class TorchRecord:
         """May be called again for a step that is not complete."""
         number = step & 1
         self._steps[number] = 0
-        self._states[number].copy_(state)
+        ctypes.memmove(self._addresses[number], state.data_ptr(), self._state_bytes)  # in a quarter of copy_'s time
         self._steps[number] = step + 1
 
     def read(self, step: int) -> torch.Tensor | None:
@@ -167,42 +278,3 @@ class TorchRecord:
 
 
 WORD_BYTES = 8
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-class _NumpyState:
-    """numpy's global random numbers. Few training loops use them, and to read them takes 30 µs: as long as none was
-    drawn, only the generator's memory is compared."""
-
-    def __init__(self) -> None:
-        self._state: Any = None
-        self._in_use = False
-        self._begun = b""
-        self._address = 0
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self._state = numpy.random.get_state()
-            generator = numpy.random.mtrand._rand._bit_generator
-            if type(generator) is numpy.random.MT19937:
-                self._address = generator.ctypes.state_address
-                self._begun = ctypes.string_at(self._address, MT19937_BYTES)
-            self._in_use = not self._address
-
-    def read(self) -> None:
-        if not self._in_use:
-            if self._address and ctypes.string_at(self._address, MT19937_BYTES) == self._begun:
-                return
-            self._in_use = True
-        if "numpy" in sys.modules:
-            self._state = sys.modules["numpy"].random.get_state()
-
-    def restore(self) -> None:
-        if self._state is not None:
-            sys.modules["numpy"].random.set_state(self._state)
-
-
-MT19937_BYTES = 625 * 4
-"""The words of the generator's state, and its position among them."""

@@ -1,0 +1,272 @@
+"""A rank or a node is killed while the others train in `ht.survive`: until they do their next step, and until all train again.
+
+One job, and one kill after the other: a random rank at a random time, once all train. Each sample is a job; beside its
+figures it has those of each kill. What counts is decided by the steps that the ranks wrote down (scripts/survive_steps.py):
+a rank trains again when it has done a step in another call of its training function, or in another process. torchrun
+runs the same script, which then restarts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.elastic import job, why_not
+from benchmarks.harness import (
+    HOLDFAST,
+    TORCHRUN,
+    BenchmarkError,
+    HalfwayError,
+    Launcher,
+    Metric,
+    Row,
+    Sample,
+    launched,
+    tail,
+)
+
+SCRIPT = "survive_steps.py"
+RANKS = 4
+NODES = 3
+KILLS = 5
+"""In one job."""
+TRAIN_S = (0.5, 3.0)
+"""From the first step of all ranks to the next kill."""
+GROWN_S = 1.0
+"""After all train again: whether steps are long because of it is watched for so long."""
+NEXT_STEP_S = 0.3
+LIMIT_S = 90.0
+POLL_S = 0.01
+SEED = 16
+
+Life = tuple[int, int]
+"""A process, and which call of its training function."""
+
+
+@dataclass
+class Trail:
+    """The steps of all ranks of a job on one node, as they write them down."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    steps: dict[int, list[dict[str, Any]]] = field(default_factory=lambda: {local: [] for local in range(RANKS)})
+    """By local rank."""
+    _read_bytes: int = 0
+
+    def look(self) -> None:
+        path = self.folder / "steps.jsonl"
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._read_bytes)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1
+        self._read_bytes += whole
+        for line in text[:whole].splitlines():
+            step = json.loads(line)
+            self.steps[step["local"]].append(step)
+
+    def watch(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            self.look()
+            time.sleep(POLL_S)
+
+    def all_train(self, since_s: float, before: dict[int, Life]) -> float:
+        """Wait until all ranks of a full world do a step in other lives than these; when."""
+        while time.monotonic() < since_s + LIMIT_S:
+            self.look()
+            full = [fresh(self.steps[local], before.get(local), since_s, RANKS) for local in range(RANKS)]
+            if all(full):
+                return float(max(steps[0]["now"] for steps in full))
+            if self.process.poll() is not None:
+                raise BenchmarkError(f"ended with {self.process.returncode}: {tail(self.folder)}")
+            time.sleep(POLL_S)
+        raise BenchmarkError(f"not within {LIMIT_S:g} s: all ranks in training: {tail(self.folder)}")
+
+
+def life(step: dict[str, Any]) -> Life:
+    return step["pid"], step["call"]
+
+
+def fresh(steps: list[dict[str, Any]], before: Life | None, since_s: float, world: int = 0) -> list[dict[str, Any]]:
+    """The steps after this time in another life; `world`: in worlds of this size only."""
+    found = []
+    for step in reversed(steps):
+        if step["now"] <= since_s:
+            break
+        if life(step) != before and world in {0, step["world"]}:
+            found.append(step)
+    return found[::-1]
+
+
+@contextmanager
+def training(launcher: Launcher, folder: Path, start_s: float, *flags: str) -> Iterator[Trail]:
+    """A job whose ranks all train."""
+    line = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1000", *flags]
+    environment = {"OMP_NUM_THREADS": "1"}
+    with launched(launcher, line, SCRIPT, folder, str(start_s), extra=environment) as (process, _):
+        trail = Trail(folder, process)
+        trail.all_train(time.monotonic(), {})
+        yield trail
+
+
+def kill(trail: Trail, victim: int, start_s: float) -> Sample:
+    """One kill, and what follows."""
+    trail.look()
+    before = {local: life(steps[-1]) for local, steps in trail.steps.items()}
+    killed_s = time.monotonic()
+    os.kill(before[victim][0], signal.SIGKILL)
+    all_s = trail.all_train(killed_s, before)
+    trail.watch(GROWN_S)
+    others = [local for local in range(RANKS) if local != victim]
+    found = {local: fresh(trail.steps[local], before[local], killed_s) for local in others}
+    old = [step for local, steps in trail.steps.items() for step in steps if life(step) == before[local]]
+    first = min(steps[0]["step"] for steps in found.values())
+    return {
+        "next step of the others": max(steps[0]["now"] for steps in found.values()) - killed_s,
+        "all train, less the start": all_s - killed_s - start_s,
+        "longest step of the others": max(b["now"] - a["now"] for steps in found.values() for a, b in pairwise(steps)),
+        "steps lost": max(0, max(step["step"] for step in old) + 1 - first),
+        "processes kept": 100.0 * mean(steps[-1]["pid"] == before[local][0] for local, steps in found.items()),
+    }
+
+
+def in_one(kills: list[Sample]) -> Sample:
+    """The figures of a job, and those of each kill."""
+    if not kills:
+        return {}
+    others = [each["next step of the others"] for each in kills]
+    every = [each["all train, less the start"] for each in kills]
+    return {
+        "kills": len(kills),
+        "next step of the others": median(others),
+        "… at most": max(others),
+        f"… within {NEXT_STEP_S:g} s": 100.0 * mean(each <= NEXT_STEP_S for each in others),
+        "all train, less the start": median(every),
+        "all train, at most": max(every),
+        "longest step of the others": max(each["longest step of the others"] for each in kills),
+        "steps lost": max(each["steps lost"] for each in kills),
+        "processes kept": min(each["processes kept"] for each in kills),
+        **{f"kill {number}: {name}": value for number, each in enumerate(kills) for name, value in each.items()},
+    }
+
+
+def measure(start_s: float, launcher: Launcher, folder: Path) -> Sample:
+    rng = Random(f"{SEED} {folder}")
+    kills: list[Sample] = []
+    with training(launcher, folder, start_s) as trail:
+        try:
+            for _ in range(KILLS):
+                trail.watch(rng.uniform(*TRAIN_S))
+                kills.append(kill(trail, rng.randrange(RANKS), start_s))
+        except BenchmarkError as error:
+            raise HalfwayError(str(error), in_one(kills)) from error
+    return in_one(kills)
+
+
+def measure_quick(launcher: Launcher, folder: Path) -> Sample:
+    """A script that starts at once: with survivors, and with a restart of all."""
+    sample: Sample = {}
+    for how in ("off", "shrink"):
+        (folder / how).mkdir()
+        with training(launcher, folder / how, 0.0, "--survive", how) as trail:
+            trail.watch(TRAIN_S[0])
+            found = kill(trail, 1, 0.0)
+        sample[f"{how}: all train"] = found["all train, less the start"]
+        sample[f"{how}: next step of the others"] = found["next step of the others"]
+    return sample
+
+
+def measure_node(launcher: Launcher, folder: Path) -> Sample:
+    with job(launcher, folder, f"1:{NODES}", hosts=NODES, script=SCRIPT) as running:
+        since_s = running.start(1)
+        for number in range(2, NODES + 1):
+            running.start(number)
+        running.trains(NODES, since_s, LIMIT_S)
+        time.sleep(TRAIN_S[0])
+        since_s = time.monotonic()
+        running.hosts[NODES].kill()
+        running.forget(NODES)
+        return {"next step of the others": running.trains(NODES - 1, since_s, LIMIT_S).step_s}
+
+
+def measure_cost(launcher: Launcher, folder: Path) -> Sample:
+    with launched(launcher, ["--standalone", "--nproc-per-node", "1"], "survive_cost.py", folder) as (process, _):
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise BenchmarkError(f"no end within {LIMIT_S:g} s") from error
+    if code != 0:
+        raise BenchmarkError(f"exit code {code}: {tail(folder)}")
+    found = json.loads((folder / "survive_cost.json").read_text())
+    return {"added": found["with"] - found["without"], "step without": found["without"]}
+
+
+def of_kills(name: str, start_s: float, *, by_name: bool) -> Row:
+    return Row(
+        name=name,
+        title=f"kill -9 of one of {RANKS} ranks, script that needs {start_s:g} s to start",
+        metrics=(
+            Metric("next step of the others", "s"),
+            Metric("… at most", "s", summary=max),
+            Metric(f"… within {NEXT_STEP_S:g} s", "%", value_min=100.0, digits=0, summary=mean),
+            Metric("all train, less the start", "s"),
+            Metric("all train, at most", "s", value_max=1.0, summary=max),
+            Metric("longest step of the others", "s", value_max=0.5, summary=max),
+            Metric("steps lost", "", value_max=0.0, digits=0, summary=max),
+            Metric("processes kept", "%", value_min=100.0, digits=0, summary=min),
+        ),
+        measure=partial(measure, start_s),
+        repeat={HOLDFAST.name: 5, TORCHRUN.name: 1},
+        group="survive",
+        by_name=by_name,
+    )
+
+
+ROWS = (
+    of_kills("survive-kill", 5.0, by_name=False),
+    of_kills("survive-kill-slow-start", 20.0, by_name=True),
+    Row(
+        name="survive-quick",
+        title="the same, script that starts at once, `--survive shrink` and `off`",
+        metrics=(
+            Metric("shrink: all train", "s"),
+            Metric("off: all train", "s"),
+            Metric("shrink: next step of the others", "s"),
+        ),
+        measure=measure_quick,
+        repeat={HOLDFAST.name: 9},
+        group="survive",
+    ),
+    Row(
+        name="survive-node",
+        title=f"SIGKILL of one of {NODES} nodes",
+        metrics=(Metric("next step of the others", "s", value_max=0.5),),
+        measure=measure_node,
+        repeat={HOLDFAST.name: 10, TORCHRUN.name: 1},
+        group="survive",
+        strict=True,
+        why_not=why_not,
+    ),
+    Row(
+        name="survive-cost",
+        title="`ht.survive` in a training step of 5 ms",
+        metrics=(Metric("added", "µs", value_max=25.0, digits=1), Metric("step without", "µs", digits=0)),
+        measure=measure_cost,
+        repeat={HOLDFAST.name: 3},
+        group="survive",
+    ),
+)

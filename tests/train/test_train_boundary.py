@@ -1,0 +1,115 @@
+"""What a step changes before its optimizer does comes back, and what a replacement needs is kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast.train as ht
+from holdfast.train.boundary import Boundary, Buffers, NumpysGenerator, PythonsGenerator, TorchRecord
+
+pytestmark = pytest.mark.xdist_group("torch")
+
+
+def cached_gauss() -> None:
+    """The second of two numbers is only taken from the first one's rest."""
+    random.gauss(0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        cached_gauss,
+        lambda: random.seed(5),
+        lambda: [random.getrandbits(32) for _ in range(624)],
+    ],
+    ids=["a number", "gauss", "seed", "as many as the state has words"],
+)
+@pytest.mark.parametrize("before", [lambda: None, cached_gauss], ids=["", "after gauss"])
+def test_whatever_is_drawn_of_pythons_numbers_is_noticed(
+    draw: Callable[[], object], before: Callable[[], object]
+) -> None:
+    random.seed(4)
+    before()
+    generator = PythonsGenerator()
+    generator.read()
+    draw()
+    state = random.getstate()
+    generator.read()
+    random.seed(6)
+    generator.restore()
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [np.random.rand, lambda: np.random.seed(5), lambda: np.random.bytes(624 * 4)],
+    ids=["a number", "seed", "as many as the state has words"],
+)
+def test_whatever_is_drawn_of_numpys_numbers_is_noticed(draw: Callable[[], object]) -> None:
+    np.random.seed(4)
+    generator = NumpysGenerator()
+    generator.read()
+    draw()
+    expected = np.random.get_state()
+    generator.read()
+    np.random.seed(6)
+    generator.restore()
+    assert repr(np.random.get_state()) == repr(expected)
+
+
+def test_buffers_come_back_also_when_a_step_puts_others_in_their_place() -> None:
+    model = nn.BatchNorm1d(3)
+    buffers = Buffers([model])
+    model(torch.randn(8, 3))
+    buffers.keep()
+    kept = {name: each.clone() for name, each in model.named_buffers()}
+    model.running_mean = torch.full((3,), 9.0)
+    model(torch.randn(8, 3))
+    buffers.restore()
+    assert all(torch.equal(each, kept[name]) for name, each in model.named_buffers())
+
+
+def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
+    ]
+    snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+    state = snaps.track(model=model, optimizer=optimizer, first=schedules[0], second=schedules[1])
+    boundary = Boundary(snaps._tracker, "")
+    optimizer.step()
+    for each in schedules:
+        each.step()
+    boundary.mark(7)
+    expected = [each.state_dict() for each in schedules], optimizer.param_groups[0]["lr"], torch.get_rng_state()
+    for each in schedules:
+        each.step()
+    torch.rand(1)
+    boundary.rewind(state)
+    assert state.step == 7
+    assert [each.state_dict() for each in schedules] == expected[0]
+    assert optimizer.param_groups[0]["lr"] == expected[1]
+    assert torch.equal(torch.get_rng_state(), expected[2])
+
+
+def test_a_replacement_finds_the_numbers_of_the_last_two_steps(tmp_path: Path) -> None:
+    record = TorchRecord(str(tmp_path / "record"))
+    states = []
+    for step in range(3):
+        torch.rand(1)
+        states.append(torch.get_rng_state())
+        record.write(step, states[-1])
+    found = TorchRecord(str(tmp_path / "record"))
+    assert found.read(0) is None
+    for step in (1, 2):
+        assert torch.equal(found.read(step), states[step])
