@@ -163,7 +163,7 @@ def growing(**options: Any) -> Desk:
     """The replacement of rank 1 is ready."""
     desk = regrouping(**options)
     desk.prepare(1, 2)
-    desk.able(1)
+    desk.able(1, 2)
     desk.say(2, ReplacementReady(2, (0,)))
     return desk
 

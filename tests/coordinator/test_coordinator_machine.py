@@ -15,6 +15,7 @@ from holdfast.protocol.messages import (
     Assign,
     CannotRegroup,
     Drain,
+    DrainTo,
     Finish,
     FromAgent,
     Held,
@@ -154,6 +155,13 @@ def nobody_is_prepared_in_time(desk: Desk) -> None:
     assert desk.last(1).text == "the workers cannot go on: not every worker was ready within 5 s"  # type: ignore[union-attr]
 
 
+def a_rank_ends_before_others_join(desk: Desk) -> None:
+    desk.say(1, WorkerDone(2, 0))
+    for link in (1, 2):
+        desk.say(link, Held(2, 7))
+    assert desk.last(1) == DrainTo(2, 0)
+
+
 def replacements_join(desk: Desk) -> None:
     desk.say(1, Held(2, 7))
     regroup = desk.last(2)
@@ -187,6 +195,7 @@ WAYS: dict[tuple[Phase, Phase], Callable[[Desk], None]] = {
     (Phase.RUNNING, Phase.STOPPING): a_worker_fails,
     (Phase.RUNNING, Phase.OVER): every_rank_is_done,
     (Phase.RUNNING, Phase.REGROUPING): a_rank_is_lost,
+    (Phase.DRAINING, Phase.RUNNING): a_rank_ends_before_others_join,
     (Phase.DRAINING, Phase.REGROUPING): replacements_join,
     (Phase.REGROUPING, Phase.REGROUPING): the_replacement_is_ready,
     (Phase.REGROUPING, Phase.RUNNING): all_are_prepared_again,
@@ -199,6 +208,7 @@ WAYS: dict[tuple[Phase, Phase], Callable[[Desk], None]] = {
 
 BEGINS: dict[tuple[Phase, Phase], Callable[[], Desk]] = {
     (Phase.RUNNING, Phase.REGROUPING): lambda: running(max_restarts=1),
+    (Phase.DRAINING, Phase.RUNNING): lambda: growing(nproc=2),
     (Phase.DRAINING, Phase.REGROUPING): growing,
     (Phase.REGROUPING, Phase.REGROUPING): lambda: regrouping(survive=Survive.WAIT),
     (Phase.REGROUPING, Phase.OVER): at_safe_point,

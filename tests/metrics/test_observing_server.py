@@ -202,6 +202,23 @@ def test_steps_count_on_over_generations_and_their_duration_is_of_this_one() -> 
     assert (facts.generation, facts.restart_count, facts.world_size) == (2, 1, 4)
 
 
+def test_workers_that_go_on_are_alive_with_their_new_ranks() -> None:
+    def play(vitals: Vitals, world: dict[str, Any]) -> None:
+        vitals.heard("generation", {"generation": 1, **GENERATION, "nproc": 3})
+        for _ in range(3):
+            vitals.heard("worker_started", {})
+        world["ranks"] = ranks(100, 90, 80)
+        vitals._gather()
+        vitals.heard("worker_ended", {"exit_code": -9})
+        vitals.heard("generation", {"generation": 2, **GENERATION, "local_ranks": [0, 2], "folders": []})
+        world["ranks"] = tuple(each for each in ranks(4, 0, 5) if each.local_rank != 1)
+        vitals._gather()
+
+    facts = with_vitals(play)
+    assert (facts.alive, facts.wanted, facts.regroups) == (2, 2, 1)
+    assert [(each.local_rank, each.rank, each.steps_total) for each in facts.ranks] == [(0, 2, 104), (2, 3, 85)]
+
+
 def test_a_steps_duration_is_of_the_last_half_minute() -> None:
     def play(vitals: Vitals, world: dict[str, Any]) -> None:
         for second in range(100):

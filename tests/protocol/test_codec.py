@@ -118,7 +118,7 @@ from_agent = st.one_of(
     ),
     st.builds(Able, generation=number, local_ranks=local_ranks),
     st.builds(ReplacementReady, generation=number, local_ranks=local_ranks),
-    st.builds(ReplacementFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
+    st.builds(ReplacementFailed, generation=number, failures=failures.map(lambda failure: (failure,))),
     st.builds(CannotRegroup, generation=number, text=text),
     st.builds(Ping, number=number),
 )

@@ -361,6 +361,31 @@ def test_attempts_follow_each_other_and_keep_their_files(pipe: PipeConsole, tmp_
     assert all(file.read_bytes().count(b"\n") == 1000 for file in files)
 
 
+def test_replacements_have_files_beside_the_lost_workers_and_are_shown(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path, tee=TEE, duplicate_stdout_filters=("new",)).open(0, 1)
+    assert node.attempt is not None
+    for number in (1, 2):
+        node.workers[1] = node.router.add(WorkerSlot(1, 101))
+        node.write(1, b"new %d\n" % number)
+        assert (node.attempt / f"1.{number}" / "stdout.log").read_text() == f"new {number}\n"
+    until(lambda: b"new 1" in pipe.out and b"new 2" in pipe.out, "both to be shown")
+    until(lambda: "new 2" in (node.attempt / "filtered_stdout.log").read_text(), "both to be collected")
+    node.attempt.rename(tmp_path / "gone")
+    assert node.router.add(WorkerSlot(1, 101)).stdout_file is None
+    until(lambda: b"cannot be written" in pipe.err, "the reason")
+    assert node.end()
+
+
+def test_a_worker_that_has_another_rank_is_shown_with_it(pipe: PipeConsole, tmp_path: Path) -> None:
+    node = Node(pipe.read_on(), tmp_path).open(0, 1)
+    node.write(1, b"before\n")
+    until(lambda: b"n1:101| before\n" in pipe.out, "the first line")
+    node.router.moved({1: 7})
+    node.write(1, b"after\n")
+    until(lambda: b"n1:7| after\n" in pipe.out, "the second line")
+    assert node.end()
+
+
 def test_a_traceback_waits_for_its_verdict_while_the_next_attempt_is_opened(pipe: PipeConsole, tmp_path: Path) -> None:
     node = Node(pipe.read_on(), tmp_path).open(0, 1)
     for rank in (0, 1):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -33,6 +34,7 @@ from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOpti
 from holdfast.protocol.policy import JobSpec, Limits, Survive
 from holdfast.runtime.run_folder import Journal, RunFolder
 from holdfast.supervisor import processes
+from holdfast.supervisor.channel import SaysReady, WorkerChannel
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.supervisor import exec_supervisor
@@ -358,6 +360,25 @@ async def test_with_survive_off_nobody_listens(crew: Any) -> None:
     ended = [await crew.next(WorkerEnded) for _ in range(RANKS)]  # the script has no other way
     assert all(each.failure.exit_code == 1 for each in ended)
     await crew.end()
+
+
+async def test_a_worker_that_sends_nonsense_is_not_able_any_more() -> None:
+    """This process stands for the worker."""
+    told: list[object] = []
+    gone: asyncio.Queue[int] = asyncio.Queue()
+    name = f"\0holdfast-test-{os.getpid()}".encode()
+    channel = WorkerChannel(name, lambda: {3: os.getpid()}, lambda *message: told.append(message), gone.put_nowait)
+    try:
+        for packet in (b"\xff", b'{"is": "able", "generation": -1}', b'{"is": "rules"}', b"[]"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+                worker.connect(name)
+                worker.send(b'{"is": "ready", "more": 1}')
+                worker.send(packet)
+                assert await asyncio.wait_for(gone.get(), limit_s(30)) == 3
+        channel.send(3, {"do": "release"})  # nobody is connected
+    finally:
+        channel.close()
+    assert told == [(3, SaysReady())] * 4
 
 
 async def test_a_hundred_generations_leave_nothing_open(crew: Any) -> None:

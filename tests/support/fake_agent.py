@@ -19,10 +19,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import MemoryFolder
-from holdfast.worker.regroup import REPLACEMENT_VARIABLE
 from tests.support.limits import until
 from tests.warm_jobs import Started, WarmJobs
 

@@ -366,6 +366,8 @@ class AgentMachine:
             self._drained = False
             self._enter(Work.RUNNING)
             self._out.append(begin(self._term().assign, start))
+            if self._leaving is not None:  # since before the workers regrouped
+                self._hold()
 
     def _on_regroup(self, assign: Assign, safe_point: int, text: str) -> None:
         """The workers form another generation. A node that cannot take part reports that its workers are gone."""
@@ -439,10 +441,14 @@ class AgentMachine:
 
     def _on_drain_to(self, generation: int, safe_point: int) -> None:
         term = self.term
-        if self.work is Work.DRAINING and term is not None and term.generation == generation:
+        if self.work is not Work.DRAINING or term is None or term.generation != generation:
+            return
+        if safe_point:
             term.safe_point = safe_point
             self._out.append(Say(f"{term.drain_text}: the workers stop at their next safe point"))
             self._out.append(ReleaseWorkers(generation, safe_point))
+        elif self._leaving is None:  # else they are held for this node's own sake, too
+            self._let_go()
 
     def _on_held(self, now: float, generation: int, reached: int) -> None:
         term = self.term

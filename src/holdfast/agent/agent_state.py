@@ -154,7 +154,10 @@ WORK_TRANSITIONS: dict[tuple[Work, Work], str] = {
     (Work.REGROUPING, Work.KILLING): "the link was lost, fenced, Abandon, all ranks done, or the job is over",
     (Work.RUNNING, Work.STOPPING): "Stop, or a signal to the agent",
     (Work.RUNNING, Work.KILLING): "fenced, Abandon, all ranks done (what they left is cleaned), or the job is over",
-    (Work.DRAINING, Work.RUNNING): "the link was lost before a safe point was agreed: the workers are let go",
+    (
+        Work.DRAINING,
+        Work.RUNNING,
+    ): "the drain is over, or the link was lost before it was agreed: the workers are let go",
     (Work.DRAINING, Work.STOPPING): "Stop, no worker asks for safe points, or patience is at its end",
     (Work.DRAINING, Work.KILLING): "all leaders are gone, fenced, or the job is over",
     (Work.STOPPING, Work.KILLING): "all leaders are gone, or the grace is over",

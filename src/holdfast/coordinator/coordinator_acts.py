@@ -37,6 +37,7 @@ from holdfast.protocol.machines import Note, Pauses
 from holdfast.protocol.messages import (
     Abandon,
     Drain,
+    DrainTo,
     Finish,
     FromCoordinator,
     Join,
@@ -308,6 +309,14 @@ class CoordinatorActs:
         self._enter(now, Phase.DRAINING)
         self._tell_world(world, Drain(world.generation, text))
         self._note("draining", generation=world.generation, reason=reason.value, text=text)
+
+    def _let_go(self, now: float) -> None:
+        """Not every worker can go on in another generation: they go on in this one, and the new ones wait."""
+        world = self._world()
+        world.drain = None
+        self._enter(now, Phase.RUNNING)
+        self._tell_world(world, DrainTo(world.generation, 0))
+        self._note("drain_to", generation=world.generation, safe_point=0)
 
     def _stop(self, now: float, reason: StopReason, text: str) -> None:
         """Start to end the running generation."""

@@ -200,6 +200,7 @@ class CoordinatorMachine(CoordinatorActs):
                     self._forgo_answer(member)
             case Progress(generation):
                 if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
+                    self._world().stepped |= any(each.steps for each in message.ranks)
                     self._follow(now, self._monitor.progress(now, member, message))
             case Looked(generation):
                 if generation == self.generation:
@@ -299,7 +300,8 @@ class CoordinatorMachine(CoordinatorActs):
         past = self._regrouping.past.get(message.generation)
         if past is not None and not message.evidence_follows and past.awaits(failures):
             past.failed(failures, evidence_follows=False)
-            self._follow(now, self._regrouping.evidence(past, world))
+            if self._at_work():
+                self._follow(now, self._regrouping.evidence(past, world))
             return
         new = world.failed(failures, evidence_follows=message.evidence_follows)
         text = f"rank {failures[0].rank} failed on {member.node.host}"
@@ -536,6 +538,8 @@ class CoordinatorMachine(CoordinatorActs):
                 self._stop(now, drain.reason, drain.text)
         elif not drain.awaited and (plan := self._regrouping.at_safe_point(world, drain)) is not None:
             self._regroup(now, plan)
+        elif not drain.awaited and drain.grows and not self._regrouping.somebody_leaves(world):
+            self._let_go(now)
         elif not drain.awaited and drain.newest == 0:
             self._stop(now, drain.reason, drain.text)
         elif not drain.awaited:

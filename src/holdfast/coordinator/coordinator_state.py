@@ -110,6 +110,7 @@ TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived, or all stand still",
     (Phase.RUNNING, Phase.OVER): "every rank is done",
     (Phase.RUNNING, Phase.REGROUPING): "ranks were lost, and the others can go on without them; Regroup is sent",
+    (Phase.DRAINING, Phase.RUNNING): "a worker ended meanwhile, so no other can join: the workers are let go",
     (Phase.DRAINING, Phase.REGROUPING): "replacements join at a safe point that all can reach; or ranks were lost",
     (Phase.REGROUPING, Phase.REGROUPING): "more ranks were lost; or those for which the others wait are ready",
     (Phase.REGROUPING, Phase.RUNNING): "every member is prepared, and its workers wait; Start is sent",
@@ -206,6 +207,10 @@ class World:
     """How the first LEFT_MAX of these ended."""
     done_count: int = 0
     started_s: float | None = None
+    undisturbed_s: float | None = None
+    """Since when no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
+    stepped: bool = False
+    """A rank has reported that it made a step."""
     failures: list[Failure] = field(default_factory=list)
     """In the order in which they were reported."""
     unread: set[tuple[int, int]] = field(default_factory=set)
@@ -291,6 +296,11 @@ class World:
             if evidence_follows:
                 self.unread.add(key)
         return new
+
+    def lived_s(self, until_s: float) -> float:
+        """For how long its workers ran, those of the generations without a loss before it included."""
+        since_s = self.started_s if self.undisturbed_s is None else self.undisturbed_s
+        return 0.0 if since_s is None else until_s - since_s
 
     def awaits(self, failures: Sequence[Failure]) -> bool:
         """Whether these are the evidence of failures that were reported before."""

@@ -105,7 +105,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     | others could not go on after a loss     | again: the loss has been charged                  |
     | a worker failed, or all stood still     | again if the budget allows, else over             |
     """
-    lived_s = world.stop_began_s - (world.started_s if world.started_s is not None else world.stop_began_s)
+    lived_s = world.lived_s(world.stop_began_s)
     own = [failure for failure in world.failures if not failure.after_stop]
     if any(failure.exit_code == EXIT_REQUEUE for failure in own):
         text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"

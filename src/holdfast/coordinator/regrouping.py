@@ -65,6 +65,8 @@ Order = Command | EndGeneration | Plan
 
 @dataclass(slots=True)
 class Regrouping:
+    """What lies between two generations of the same workers."""
+
     job: JobSpec
     limits: Limits
     budget: Budget
@@ -99,7 +101,8 @@ class Regrouping:
 
     def without(self, now: float, world: World, phase: Phase, what: str) -> Plan | str:
         """How the others go on without the ranks that were lost, or why they cannot. Empty: nobody expects them to."""
-        between = phase is Phase.REGROUPING or (world.drain is not None and world.drain.grows)
+        growing = phase is Phase.DRAINING and world.drain is not None and world.drain.grows
+        between = phase is Phase.REGROUPING or growing
         expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
         if self.job.survive is Survive.OFF or not expected:
             return ""
@@ -108,6 +111,8 @@ class Regrouping:
             for name in world.order
             if name in self.membership.members
         }
+        if not any(places.values()):
+            return ""
         problem = self._problem(world, phase, places) or self._charge(now, world)
         if problem:
             return problem
@@ -133,8 +138,8 @@ class Regrouping:
         if not able and phase is not Phase.REGROUPING:
             return "a second loss while regrouping" if self.settling else "not every rank runs in ht.survive"
         size = sum(map(len, places.values()))
-        if size < max(1, self.job.min_ranks):
-            return f"{size} of at least {plural(max(1, self.job.min_ranks), 'rank')} left"
+        if size < self.job.min_ranks:
+            return f"{size} of at least {self.job.min_ranks} ranks left"
         if len(places) < self.job.min_nodes:
             return f"{len(places)} of at least {plural(self.job.min_nodes, 'node')} left"
         if self.job.fixed_ranks and () in places.values():
@@ -148,7 +153,9 @@ class Regrouping:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
         if world.charged or world.lost_nodes or not world.failures:
             return ""
-        lived_s = now - world.started_s if world.started_s is not None else 0.0
+        # A worker that is killed from outside again and again does no harm as long as the job makes steps in between.
+        harmless = world.stepped and all(each.exit_code == -signal.SIGKILL for each in world.failures)
+        lived_s = inf if harmless else world.lived_s(now)
         pause = self.budget.charge(world.failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
             return pause.reason
@@ -184,6 +191,8 @@ class Regrouping:
         world = World(generation, plan.order, plan.places)
         world.failures, world.unread, world.charged = before.failures, before.unread, before.charged
         world.lost_nodes, world.lost_hosts, world.lost_ranks = before.lost_nodes, before.lost_hosts, before.lost_ranks
+        if plan.fresh:
+            world.undisturbed_s = before.started_s if before.undisturbed_s is None else before.undisturbed_s
         self.replacements.formed(now, world)
         return world
 
@@ -306,9 +315,13 @@ class Regrouping:
             return None
         return self._with_ready(world, drain.newest + 1 if drain.newest else 0)
 
+    def somebody_leaves(self, world: World) -> bool:
+        members = self.membership.members
+        return any(name not in members or members[name].leaving for name in world.order)
+
     def _with_ready(self, world: World, safe_point: int) -> Plan | None:
-        members, ready = self.membership.members, self.replacements.ready()
-        if any(name not in members or members[name].leaving for name in world.order):
+        ready = self.replacements.ready()
+        if self.somebody_leaves(world):
             return None
         places = {name: tuple(sorted((*world.places[name], *ready.get(name, ())))) for name in world.order}
         order = _with_ranks_first(places)
@@ -363,8 +376,10 @@ class Regrouping:
     # ---------------------------------------------------------------- small steps
 
     def _go_on(self, size: int) -> str:
-        verb = "wait for the replacement" if size < self._wanted else "go on"
-        return f"{plural(size, 'rank')} {verb if size != 1 else verb.replace('go', 'goes').replace('wait', 'waits')}"
+        one = size == 1
+        if size < self._wanted:
+            return f"{plural(size, 'rank')} {'waits' if one else 'wait'} for the replacement"
+        return f"{plural(size, 'rank')} {'goes' if one else 'go'} on"
 
     def _tell_world(self, world: World, message: Notice) -> list[Order]:
         members = self.membership.members

@@ -57,10 +57,10 @@ class Replacements:
     def look_for_missing(self, world: World) -> None:
         """Find the local ranks that take no part and for which no replacement was ordered."""
         self.missing.clear()
-        for name in world.order:
-            nproc, local_ranks = self.membership.members[name].node.nproc, world.places[name]
-            if len(local_ranks) < nproc:
-                self.missing[name] = set(range(nproc)).difference(local_ranks, self.ordered.get(name, ()))
+        for member in [self.membership.members[name] for name in world.order if name in self.membership.members]:
+            local_ranks = set(range(member.node.nproc)).difference(world.places[member.name])
+            if local_ranks:
+                self.missing[member.name] = local_ranks.difference(self.ordered.get(member.name, ()))
 
     def order(self, now: float) -> Iterator[tuple[Member, tuple[int, ...]]]:
         """The local ranks for which replacements are ordered now. Not on hosts that are on back-off or leave."""

@@ -93,6 +93,8 @@ def _state(member: Member, world: World | None, phase: Phase, on_host_backoff: s
         if member.name in on_host_backoff:
             return "on host back-off"
         return "arriving" if phase is Phase.GATHERING else "spare"
+    if not world.places[member.name]:
+        return "starting"
     if phase is Phase.PREPARING:
         return "prepared" if member.name in world.prepared else "starting"
     if world.finished(member.name):

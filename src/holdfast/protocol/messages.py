@@ -273,7 +273,7 @@ class Drain(CoordinatorMessage, frozen=True, tag="drain"):
 
 
 class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):
-    """Let the workers pass all safe points before this one, and stop there."""
+    """Let the workers pass all safe points before this one, and stop there. 0: they pass all, the drain is over."""
 
     generation: Count
     safe_point: Count

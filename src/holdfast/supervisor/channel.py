@@ -77,13 +77,18 @@ class WorkerChannel:
         name: bytes,
         pids: Callable[[], Mapping[int, int]],
         on_message: Callable[[int, WorkerMessage], None],
-        on_gone: Callable[[int], None],
+        on_nonsense: Callable[[int], None],
     ) -> None:
         """`pids`: the process of each living worker, by local rank; 0: it is being started. `on_message` gets a local
-        rank and its message, `on_gone` a local rank whose connection has ended. Raises OSError."""
+        rank and its message, `on_nonsense` a local rank whose message is none, and whose connection is closed. Raises
+        OSError.
+
+        That a connection has ended is no news of its worker: it has said before that it leaves, or its end is reported,
+        or it does not come to the gate.
+        """
         self._pids = pids
         self._on_message = on_message
-        self._on_gone = on_gone
+        self._on_nonsense = on_nonsense
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, socket.socket] = {}
         self._early: dict[int, socket.socket] = {}
@@ -106,7 +111,7 @@ class WorkerChannel:
             try:
                 seqpacket.send(connection, message)
             except OSError:
-                self._drop(local_rank)
+                self.forget(local_rank)
 
     def started(self) -> None:
         """Another worker has a process: it may have connected already."""
@@ -163,21 +168,21 @@ class WorkerChannel:
         try:
             received = seqpacket.receive(connection)
             if received is None:
-                self._drop(local_rank)
+                self.forget(local_rank)
                 return
             for fd in received[1]:
                 os.close(fd)
             message = msgspec.convert(received[0], WorkerMessage)
         except BlockingIOError:
             return
-        except (OSError, ValueError, msgspec.ValidationError):
-            self._drop(local_rank)
+        except OSError:
+            self.forget(local_rank)
+            return
+        except (ValueError, msgspec.ValidationError):
+            self.forget(local_rank)
+            self._on_nonsense(local_rank)
             return
         self._on_message(local_rank, message)
-
-    def _drop(self, local_rank: int) -> None:
-        self.forget(local_rank)
-        self._on_gone(local_rank)
 
     def _close_connection(self, connection: socket.socket) -> None:
         self._loop.remove_reader(connection)

@@ -151,8 +151,9 @@ class ForkServerClient:
 
     def read_answers(self) -> None:
         """Process every answer that has already arrived."""
-        for fork in list(self._forks.values()):
-            self._read_answer(fork)
+        for fd in list(self._forks):
+            if fd in self._forks:  # an answer may have ended another fork
+                self._read_answer(self._forks[fd])
 
     def cancel(self, key: str | None, signum: int) -> None:
         """A signal ends workers that are still being forked, as it would end a Python that is starting.

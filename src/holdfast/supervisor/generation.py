@@ -121,7 +121,7 @@ class RunningGeneration:
         if self._options.job.survive is Survive.OFF:
             return None
         try:
-            return WorkerChannel(channel_name(self.board.address(0)), self._living, self._heard, self._unheard)
+            return WorkerChannel(channel_name(self.board.address(0)), self._living, self._heard, self._not_understood)
         except OSError as error:
             self._journal.write("channel", problem=error.strerror or str(error))
             return None
@@ -220,7 +220,8 @@ class RunningGeneration:
         """Fields of the event `generation` for workers that went on: who takes part, and where each writes its logs."""
         if self.number == self._began_in:
             return {}
-        folders = [_folder(self._workers[rank].streams) for rank in self._taking_part if rank in self._workers]
+        there = [self._workers.get(rank) for rank in self._taking_part]
+        folders = [_folder(worker.streams) if worker is not None else "" for worker in there]
         return {"local_ranks": list(self._taking_part), "folders": folders}
 
     @property
@@ -301,8 +302,8 @@ class RunningGeneration:
                     if all(each.stepped == generation for each in self._workers.values() if each.generation):
                         self._phases.went_on()
 
-    def _unheard(self, local_rank: int) -> None:
-        """The worker has closed its connection: nobody can release it."""
+    def _not_understood(self, local_rank: int) -> None:
+        """The worker has no connection any more, and cannot be released."""
         worker = self._workers.get(local_rank)
         if worker is not None:
             self._set_able(worker, able=False)

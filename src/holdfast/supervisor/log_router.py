@@ -84,6 +84,8 @@ class LogRouter:
         self._attempt: Path | None = None
         """The folder of the newest attempt; None: it has no files."""
         self._by_sink: dict[ConsoleStream, TailGroup] = {}
+        self._filtered: list[tuple[Std, str, tuple[bytes, ...], TailGroup]] = []
+        """The collecting files of the newest attempt: stream, its name, texts to find, followed files."""
         self._shown: dict[int, list[tuple[StreamTail, ConsoleStream, bool]]] = {}
         """What is shown of the newest attempt, by local rank: where, and whether because of --tee."""
         if folder.path is None and _wants_files(options):
@@ -97,7 +99,7 @@ class LogRouter:
         stays open. `tell_elsewhere` may be called meanwhile."""
         self.end_attempt()
         self._next_groups = []
-        self._attempt, self._by_sink, self._shown = attempt, {}, {}
+        self._attempt, self._by_sink, self._shown, self._filtered = attempt, {}, {}, []
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
         shown: dict[ConsoleStream, list[StreamTail]] = {}
@@ -142,6 +144,7 @@ class LogRouter:
                 self._last_groups.append(self._show(sink, []))
             for tail in tails:
                 self._by_sink[sink].add(tail)
+        self._filter(folder, worker)
         self._pump.add(self._terminals[terminals:])
         self._console.wake()
         return streams
@@ -287,16 +290,20 @@ class LogRouter:
         ):
             if not needles:
                 continue
-            encoded = tuple(needle.encode(errors="surrogateescape") for needle in needles)
-            tails = [
-                StreamTail(
-                    attempt / str(worker.local_rank) / f"{name}.log", self._prefix(worker, teed=True), needles=encoded
-                )
-                for worker in workers
-                if self._passes(worker) and self._options.tee.for_rank(worker.local_rank) & std
-            ]
             file = FilteredFile(attempt / f"filtered_{name}.log")
-            self._follow(file, TailGroup(tails, done=file.close))
+            group = TailGroup((), done=file.close)
+            self._filtered.append(
+                (std, name, tuple(needle.encode(errors="surrogateescape") for needle in needles), group)
+            )
+            self._follow(file, group)
+        for worker in workers:
+            self._filter(attempt / str(worker.local_rank), worker)
+
+    def _filter(self, folder: Path, worker: WorkerSlot) -> None:
+        for std, name, needles, group in self._filtered:
+            if self._passes(worker) and self._options.tee.for_rank(worker.local_rank) & std:
+                path, prefix = folder / f"{name}.log", self._prefix(worker, teed=True)
+                group.add(StreamTail(path, prefix, needles=needles))
 
     def _show(self, sink: ConsoleStream, tails: Sequence[StreamTail]) -> TailGroup:
         several = len({tail.rank for tail in tails}) > 1

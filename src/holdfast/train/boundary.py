@@ -61,7 +61,7 @@ class Boundary:
     def forward_done(self, *_: Any) -> None:
         """A model's forward pass is done; a hook. What a step draws it has drawn by now: should this rank be lost
         before its step is complete, and others complete theirs with its gradients, its replacement needs this."""
-        if self._record is not None:
+        if self._record is not None and not torch.compiler.is_compiling():
             self._record.write(self.step + 1, torch.default_generator.get_state())
 
     def rewind(self, state: TrainState) -> None:

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from holdfast.protocol.board_layout import REPLACEMENT_VARIABLE
 from holdfast.protocol.errors import HoldfastError, ProcessGroupError
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agreement import Peers
@@ -49,7 +50,7 @@ from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
 from holdfast.train.tracked import Choice, together
 from holdfast.worker.drain import begin_again
-from holdfast.worker.regroup import REPLACEMENT_VARIABLE, Channel, ChannelLostError, Go
+from holdfast.worker.regroup import Channel, ChannelLostError, Go
 
 if TYPE_CHECKING:
     from holdfast.train.snapshots import Snapshots

@@ -47,8 +47,8 @@ class WorldChecker:
         """`cut_off`: hosts that lost their link less than a fence ago; only there may an older generation still live."""
         generation = assign.generation
         self._require(host not in self.alive, f"{host} starts generation {generation} beside {self.alive.get(host)}")
-        self._begun(coordinator, host, assign, cut_off)
-        if assign.local_ranks != ():
+        if assign.local_ranks != ():  # else no worker of it takes part yet
+            self._begun(coordinator, host, assign, cut_off)
             self.alive[host] = generation
 
     def gathered(self, host: str, generation: int) -> None:

@@ -20,9 +20,10 @@ from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Survive
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
 from tests.support.simulator.clock import Agenda, ManualClock
+from tests.support.simulator.coordinator_node import SimCoordinator
 from tests.support.simulator.faults import FaultOptions, plan_faults
 from tests.support.simulator.network import FakeNetwork
-from tests.support.simulator.nodes import SimAgent, SimCoordinator
+from tests.support.simulator.nodes import SimAgent
 from tests.support.simulator.stalls import Stall, simple_examine
 
 STORY_LINES_MAX = 60

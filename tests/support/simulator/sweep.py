@@ -114,7 +114,7 @@ def _surviving(random: Random, options: SimOptions) -> SimOptions:
         faults=replace(
             options.faults,
             worker_failures=random.choice([0, options.faults.worker_failures]),
-            worker_kills=random.choice([1, 3, 9]),
+            worker_kills=random.choice([1, 3, 5]),
             gate_faults=random.random() < 0.5,
         ),
     )

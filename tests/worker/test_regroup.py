@@ -1,0 +1,172 @@
+"""A worker's channel to its agent, with an agent's socket that the test holds; and the cut of a group's sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import seqpacket
+from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
+from holdfast.worker.regroup import Channel, ChannelLostError, Go, GroupSockets, Release, open_sockets
+from tests.support.limits import limit_s
+
+
+class Interrupted(BaseException):
+    pass
+
+
+class AgentEnd:
+    def __init__(self, board: str) -> None:
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(channel_name(board))
+        self._listening.listen()
+        self.channel = Channel.open({BOARD_VARIABLE: board})
+        assert self.channel is not None
+        self.connection, _ = self._listening.accept()
+
+    def order(self, **message: object) -> None:
+        seqpacket.send(self.connection, dict(message))
+
+    def next(self) -> dict[str, object]:
+        self.connection.settimeout(limit_s(30))
+        received = seqpacket.receive(self.connection)
+        assert received is not None
+        return received[0]
+
+    def close(self) -> None:
+        self.channel.close()
+        self.connection.close()
+        self._listening.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentEnd]:
+    end = AgentEnd(f"{tmp_path}/board@16")
+    yield end
+    end.close()
+
+
+def test_without_an_agent_there_is_no_channel(tmp_path: Path) -> None:
+    assert Channel.open({}) is None
+    assert Channel.open({BOARD_VARIABLE: f"{tmp_path}/board@16"}) is None
+
+
+def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> None:
+    channel = agent.channel
+    channel.say("able", generation=0)
+    assert agent.next() == {"is": "able", "generation": 0}
+    assert channel.released is None
+    agent.order(do="release", generation=2, cut=True)
+    assert channel.await_release(limit_s(30)) == Release(2, cut=True)
+    agent.order(do="go", generation=2, environment={"RANK": "1"})
+    assert channel.await_go() == Go(2, {"RANK": "1"})
+    assert agent.next() == {"is": "gate", "generation": 2}
+    assert channel.released is None
+
+
+def test_a_generation_that_is_given_up_is_answered_and_its_place_is_not_taken(agent: AgentEnd) -> None:
+    places: list[Go] = []
+    waiting = threading.Thread(target=lambda: places.append(agent.channel.await_go()))
+    agent.order(do="release", generation=2, cut=True)
+    waiting.start()
+    assert agent.next()["generation"] == 2
+    agent.order(do="release", generation=3, cut=True)
+    assert agent.next()["generation"] == 3
+    agent.order(do="go", generation=3, environment={})
+    waiting.join()
+    assert places == [Go(3, {})]
+
+
+def test_a_message_that_has_arrived_is_found_without_the_thread(agent: AgentEnd) -> None:
+    agent.order(do="release", generation=2, cut=False)
+    assert agent.channel.catch_up() == Release(2, cut=False)
+
+
+def test_the_end_of_the_agent_ends_the_waits(agent: AgentEnd) -> None:
+    agent.connection.close()
+    assert agent.channel.await_release(limit_s(30)) is None
+    with pytest.raises(ChannelLostError):
+        agent.channel.await_go()
+
+
+def test_the_loss_of_a_worker_cuts_the_group(agent: AgentEnd) -> None:
+    cut = threading.Event()
+    agent.channel.train(cut.set, lambda: False, Interrupted)
+    agent.order(do="release", generation=2, cut=True)
+    assert cut.wait(limit_s(30))
+    agent.channel.arrive()
+
+
+def test_a_regroup_without_a_loss_cuts_nothing(agent: AgentEnd) -> None:
+    cut = threading.Event()
+    agent.channel.train(cut.set, lambda: False, Interrupted)
+    agent.order(do="release", generation=2, cut=False)
+    assert agent.channel.await_release(limit_s(30)) == Release(2, cut=False)
+    agent.channel.arrive()
+    agent.channel.close()  # waits for the thread, which has handled the message
+    assert not cut.is_set()
+
+
+def work_until_interrupted(agent: AgentEnd, allowed: threading.Event) -> None:
+    deadline_s = time.monotonic() + limit_s(60)
+    while time.monotonic() < deadline_s:
+        if agent.channel.released is not None:
+            allowed.set()  # the optimizer is done
+        time.sleep(0.001)
+
+
+def test_a_main_thread_that_does_not_come_is_interrupted(agent: AgentEnd) -> None:
+    allowed = threading.Event()
+    agent.channel.train(lambda: None, allowed.is_set, Interrupted)
+    agent.order(do="release", generation=2, cut=True)
+    with pytest.raises(Interrupted):
+        work_until_interrupted(agent, allowed)
+    agent.channel.arrive()
+
+
+def test_a_group_s_connections_are_shut_for_reading_and_stay_open_for_the_peer() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    other, theirs_of_other = socket.socketpair()  # opened before the group
+    sockets = GroupSockets()
+    with sockets.noting():
+        ours = socket.create_connection(listening.getsockname())
+        own_listening = socket.create_server(("127.0.0.1", 0))
+    theirs, _ = listening.accept()
+    number = ours.fileno()
+    assert sockets.cut() == 1
+    assert ours.recv(1) == b""
+    ours.close()  # as gloo does when a wait has ended
+    theirs.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        theirs.recv(1)  # the connection is not closed yet
+    theirs.send(b"x")
+    socket.create_connection(own_listening.getsockname()).close()  # it listens still
+    theirs_of_other.send(b"y")
+    assert other.recv(1) == b"y"
+    sockets.forget()
+    theirs.settimeout(limit_s(30))
+    with pytest.raises(ConnectionError):  # its byte was never read
+        theirs.recv(1)
+    for each in (listening, own_listening, theirs, other, theirs_of_other):
+        each.close()
+    assert number not in open_sockets()
+
+
+def test_a_number_that_another_socket_has_now_is_left_alone() -> None:
+    sockets = GroupSockets()
+    with sockets.noting():
+        first, its_peer = socket.socketpair()
+    second, other = socket.socketpair()
+    os.dup2(second.fileno(), first.fileno())
+    its_peer.close()
+    assert sockets.cut() == 0
+    other.send(b"x")
+    assert first.recv(1) == b"x"
+    for each in (first, second, other):
+        each.close()
