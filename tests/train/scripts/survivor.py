@@ -7,6 +7,7 @@ often each sample was trained: they are weights, so a sample that was lost, or w
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -20,9 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast.train as ht
 from holdfast.train import save as saving
+from holdfast.worker.regroup import Channel
 
 GLOBAL = 24
 FOLDER = Path(sys.argv[1])
@@ -36,6 +40,7 @@ class Case:
     epochs: int = 2
     drawn: bool = True
     """Dropout and batch normalization: another world computes something else."""
+    sharded: bool = False
     processes: int = 0
     """Of the data loader."""
     meet: int = -1
@@ -44,7 +49,6 @@ class Case:
     """In this step all ranks make another process group."""
     disk: int = -1
     """After this step all ranks save to the disk."""
-    step_s: float = 0.0
     faults: list[list[Any]] = field(default_factory=list)
     """[local rank, where, step, what], see `reach`."""
 
@@ -68,11 +72,13 @@ def reach(where: str, number: int | None = None) -> None:
 def suffer(what: str) -> None:
     match what:
         case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "kill parent":
-            os.kill(os.getppid(), signal.SIGKILL)
+            in_loader = torch.utils.data.get_worker_info() is not None
+            os.kill(os.getppid() if in_loader else os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "wait":
+            while not (FOLDER / f"go on after {step}").exists():
+                time.sleep(0.002)
         case "compute":
             while True:
                 sum(range(1000))
@@ -80,8 +86,19 @@ def suffer(what: str) -> None:
             ctypes.PyDLL(None).sleep(600)
         case "bug":
             raise ValueError("a bug of the program")
-        case "memory":
+        case "bug after release":
+            await_release()
+            raise ValueError("a bug of the program")
+        case "memory after release":
+            await_release()
             raise torch.OutOfMemoryError("no memory is left")
+
+
+def await_release() -> None:
+    """A rank was lost, and the others were ordered to the gate."""
+    channels = [each for each in gc.get_objects() if isinstance(each, Channel)]
+    while not any(each.released for each in channels):
+        time.sleep(0.001)
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -106,7 +123,8 @@ class Net(nn.Module):
         self.first = nn.Linear(8, 32)
         self.rest = nn.Sequential(nn.ReLU(), *between, nn.Linear(32, 33), nn.ReLU(), nn.Linear(33, 3))
         self.counts = nn.Parameter(torch.zeros(case.steps * GLOBAL))
-        self.first.weight.register_hook(self.in_backward)
+        if not case.sharded:
+            self.first.weight.register_hook(self.in_backward)
 
     def in_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Of the first layer: those of the others are on their way."""
@@ -131,10 +149,14 @@ def in_saves() -> None:
     saving.fill = filled
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def digest(*tensors: torch.Tensor) -> str:
     held = hashlib.sha256()
     for each in tensors:
-        held.update(each.detach().numpy().tobytes())
+        held.update(whole(each).numpy().tobytes())
     return held.hexdigest()[:16]
 
 
@@ -144,9 +166,10 @@ def main() -> None:
     in_saves()
     with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
         torch.manual_seed(1)
-        model = ht.ddp(Net(), pg, bucket_cap_mb=0.001) if pg.world > 1 or "RANK" in os.environ else Net()
+        net = Net()
+        model = fully_shard(net) if case.sharded else ht.ddp(net, pg, bucket_cap_mb=0.001)
         torch.manual_seed(pg.rank)
-        counts = model.get_parameter("module.counts" if hasattr(model, "module") else "counts")
+        counts = net.counts
         others = [each for each in model.parameters() if each is not counts]
         adam = torch.optim.Adam(others, lr=1e-2)
         sgd = torch.optim.SGD([counts], lr=GLOBAL)
@@ -166,8 +189,6 @@ def main() -> None:
                 for rows, index in loader:
                     step = state.step
                     reach("begin")
-                    if case.step_s:
-                        time.sleep(case.step_s)
                     if step == case.group:
                         reach("group")
                         dist.new_group()
@@ -191,8 +212,8 @@ def main() -> None:
         end = {
             "step": state.step,
             "worlds": worlds,
-            "counts": sorted({round(each, 3) for each in counts.tolist()}),
-            "weights": [each.double().sum().item() for each in others],
+            "counts": sorted({round(each, 3) for each in whole(counts).tolist()}),
+            "weights": [whole(each).double().sum().item() for each in others],
             "parameters": digest(*model.parameters(), *moments),
             "buffers": digest(*model.buffers()),
             "random": digest(torch.get_rng_state()),
