@@ -150,7 +150,7 @@ def in_saves() -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -163,6 +163,7 @@ def digest(*tensors: torch.Tensor) -> str:
 def main() -> None:
     global step
     torch.set_num_threads(1)
+    import faulthandler; faulthandler.register(signal.SIGUSR1)
     in_saves()
     with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
         torch.manual_seed(1)
