@@ -26,7 +26,7 @@ from holdfast.snapshots import flush as saving
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
-from holdfast.snapshots.saver_client import read_back
+from holdfast.snapshots.memory_folder import read_back
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
 from tests.snapshots.saves import SIZE, WAIT_S, Bench, content, is_whole, newest, save

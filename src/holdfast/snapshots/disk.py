@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from holdfast.protocol import errors
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 
 ALGORITHM = "sha256-4MiB"
@@ -280,3 +281,9 @@ def leave_direct(file: int) -> bool:
     """From now on use the page cache. Returns False, the new value of "direct"."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
     return False
+
+
+def error_of(code: str, text: str) -> SnapshotError:
+    """The error as it was raised elsewhere: in the saver, or by another rank."""
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SnapshotError))
+    return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))

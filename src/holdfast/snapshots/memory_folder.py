@@ -49,6 +49,7 @@ import hashlib
 import mmap
 import os
 import re
+import select
 import socket
 import struct
 import sys
@@ -58,8 +59,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast import seqpacket
 from holdfast.linux import process_stat
-from holdfast.protocol.errors import SnapshotMemoryError
+from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemoryError
+from holdfast.snapshots import disk
 
 ROOT = Path("/dev/shm")
 """The only place in memory: a slot on a disk would be a slow snapshot without verification."""
@@ -429,3 +432,24 @@ class Mappings:
         if kept is None or len(kept.memory) != status.st_size:
             kept = self._kept[key] = MappedFile(fd, status.st_size, writable=False)
         return kept
+
+
+def read_back(folder: Path, path: Path, patience_s: float) -> None:
+    """Have the saver read a committed snapshot and check every byte. For any thread; waits.
+
+    Raises the SnapshotError of `folder.verify`, or one when it takes too long; SaverLostError: no saver is available.
+    """
+    try:
+        with connect(folder) as sock:
+            seqpacket.send(sock, {"do": "read back", "path": str(path)})
+            poller = select.poll()
+            poller.register(sock, select.POLLIN)
+            if not poller.poll(patience_s * 1000):
+                raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
+            got = seqpacket.receive(sock)
+    except OSError as error:
+        raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
+    if got is None:
+        raise SaverLostError("the saver has ended meanwhile")
+    if got[0].get("code") != "":
+        raise disk.error_of(str(got[0].get("code")), str(got[0].get("text")))

@@ -27,11 +27,9 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from holdfast import seqpacket
-from holdfast.protocol import errors
 from holdfast.protocol.errors import (
     SaverLostError,
     SnapshotError,
@@ -39,7 +37,7 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import changes, folder, memory_folder
+from holdfast.snapshots import changes, disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
@@ -264,7 +262,7 @@ class SaverClient:
         map."""
         patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
         try:
-            read_back(self._address.folder, snapshot.path, patience_s)
+            memory_folder.read_back(self._address.folder, snapshot.path, patience_s)
         except SaverLostError:
             folder.verify(snapshot, lambda: None)
 
@@ -341,7 +339,7 @@ class SaverClient:
                 self._asked.pop(number, None)
             case "failed", number:
                 if self._asked.pop(number, None) is not None:
-                    self._failures.append(error_of(str(packet.get("code")), str(packet.get("text"))))
+                    self._failures.append(disk.error_of(str(packet.get("code")), str(packet.get("text"))))
             case "idle", number:
                 if number == self._waiting_for:
                     self._waiting_for = 0
@@ -380,33 +378,6 @@ class SaverClient:
         hello = {"do": "hello", "local_rank": self._address.local_rank, "generation": self._address.generation}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and reports it
             seqpacket.send(sock, hello)
-
-
-def read_back(memory_folder_folder: Path, path: Path, patience_s: float) -> None:
-    """Have the saver read a committed snapshot and check every byte. For any thread; waits.
-
-    Raises the SnapshotError of `folder.verify`, or one when it takes too long; SaverLostError: no saver is available.
-    """
-    try:
-        with memory_folder.connect(memory_folder_folder) as sock:
-            seqpacket.send(sock, {"do": "read back", "path": str(path)})
-            poller = select.poll()
-            poller.register(sock, select.POLLIN)
-            if not poller.poll(patience_s * 1000):
-                raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
-            got = seqpacket.receive(sock)
-    except OSError as error:
-        raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
-    if got is None:
-        raise SaverLostError("the saver has ended meanwhile")
-    if got[0].get("code") != "":
-        raise error_of(str(got[0].get("code")), str(got[0].get("text")))
-
-
-def error_of(code: str, text: str) -> SnapshotError:
-    """The error as it was raised elsewhere: in the saver, or by another rank."""
-    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SnapshotError))
-    return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))
 
 
 class InProcessStaging:

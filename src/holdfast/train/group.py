@@ -80,12 +80,12 @@ class ProcessGroup:
     device: torch.device
     store: Any
     """A torch.distributed.Store with a prefix of ours, for small agreements."""
-    connection: Connection | None = None
+    connection: GroupConnection | None = None
     """How this process joined; None: the program made the group itself, and no regroup is possible."""
 
 
 @dataclass(slots=True)
-class Connection:
+class GroupConnection:
     """What is needed to join again, in another world."""
 
     backend: str | None
@@ -124,7 +124,7 @@ def process_group(
     does not describe a group or there is no such device.
     """
     place = _Place.of_environment()
-    connection = None if dist.is_initialized() else Connection(backend, timeout_s)
+    connection = None if dist.is_initialized() else GroupConnection(backend, timeout_s)
     if connection is not None:
         chosen = _choose_device(device, place.local_rank)
         _join(place, chosen, connection)
@@ -266,7 +266,7 @@ def _device_in_use() -> torch.device:
     return torch.device("cpu")
 
 
-def _join(place: _Place, device: torch.device, connection: Connection, name: str = "") -> None:
+def _join(place: _Place, device: torch.device, connection: GroupConnection, name: str = "") -> None:
     """`name`: of a world that is formed in living processes, which have a fresh store."""
     timeout_s = connection.timeout_s
     wait = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}

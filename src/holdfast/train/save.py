@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
-from holdfast.snapshots import changes
-from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots import changes, disk
+from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.lease import FolderLease
-from holdfast.snapshots.saver_client import InProcessStaging, Tier, error_of, warn_of_disk
+from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copying import step_back
@@ -176,7 +176,7 @@ class Saving:
             return ""
         failure = RankFailure(**word)
         if failure.fatal:
-            raise error_of(failure.code, failure.message)
+            raise disk.error_of(failure.code, failure.message)
         if self._peers.rank == 0:
             warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
         return failure.text
@@ -347,6 +347,48 @@ class Saving:
             self._too_small = None
             self.tier.close(ahead=False)
             self.tier = InProcessStaging()
+
+
+class Pruner:
+    """Rank 0's retention. Methods are called by one thread."""
+
+    def __init__(self, path: Path, keep: Keep) -> None:
+        self._path, self._keep = path, keep
+        self._verified = Verified()
+        self._due = False
+        self._thread: threading.Thread | None = None
+
+    def begin_after(self, tier: Tier) -> None:
+        """There will be a new snapshot, once the tier has written it."""
+        self._due = True
+        self._verified.read = tier.read_back
+        self.check(tier)
+
+    def check(self, tier: Tier) -> None:
+        """Start when the new snapshot is on the disk. Never waits."""
+        running = self._thread is not None and self._thread.is_alive()
+        if self._due and not running and not tier.busy:
+            self._due = False
+            self._thread = threading.Thread(target=self._prune, name="holdfast-retention")
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Delete now what is due."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._due:
+            self._due = False
+            self._prune()
+
+    def _prune(self) -> None:
+        try:
+            done = changes.prune(self._path, self._keep, verified=self._verified)
+        except SnapshotError as error:
+            # What was saved is there; that it takes more room than was asked for must not end the training.
+            warnings.warn(f"holdfast: old snapshots were not deleted: {error}", RuntimeWarning, stacklevel=2)
+            return
+        for path, why in done.damaged:
+            warnings.warn(f"holdfast: {path.name} was set aside: {why}", RuntimeWarning, stacklevel=2)
 
 
 def image(tracker: Tracker) -> torch.Tensor:

@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,10 +36,9 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     TrackingError,
 )
-from holdfast.snapshots import changes
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
-from holdfast.snapshots.changes import Keep, Verified
+from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.saver_client import Tier, open_tier
@@ -48,55 +46,13 @@ from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
-from holdfast.train.save import Saving
+from holdfast.train.save import Pruner, Saving
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
 from holdfast.worker.regroup import is_replacement
 
 if TYPE_CHECKING:
     from holdfast.train.survival import Survivor
-
-
-class Pruner:
-    """Rank 0's retention. Methods are called by one thread."""
-
-    def __init__(self, path: Path, keep: Keep) -> None:
-        self._path, self._keep = path, keep
-        self._verified = Verified()
-        self._due = False
-        self._thread: threading.Thread | None = None
-
-    def begin_after(self, tier: Tier) -> None:
-        """There will be a new snapshot, once the tier has written it."""
-        self._due = True
-        self._verified.read = tier.read_back
-        self.check(tier)
-
-    def check(self, tier: Tier) -> None:
-        """Start when the new snapshot is on the disk. Never waits."""
-        running = self._thread is not None and self._thread.is_alive()
-        if self._due and not running and not tier.busy:
-            self._due = False
-            self._thread = threading.Thread(target=self._prune, name="holdfast-retention")
-            self._thread.start()
-
-    def finish(self) -> None:
-        """Delete now what is due."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._due:
-            self._due = False
-            self._prune()
-
-    def _prune(self) -> None:
-        try:
-            done = changes.prune(self._path, self._keep, verified=self._verified)
-        except SnapshotError as error:
-            # What was saved is there; that it takes more room than was asked for must not end the training.
-            warnings.warn(f"holdfast: old snapshots were not deleted: {error}", RuntimeWarning, stacklevel=2)
-            return
-        for path, why in done.damaged:
-            warnings.warn(f"holdfast: {path.name} was set aside: {why}", RuntimeWarning, stacklevel=2)
 
 
 __all__ = ["Keep", "Resumed", "Snapshots", "TrainState"]

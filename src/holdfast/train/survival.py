@@ -50,7 +50,7 @@ from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
 from holdfast.train.tracked import Choice, together
 from holdfast.worker.drain import begin_again
-from holdfast.worker.regroup import Channel, ChannelLostError, Go
+from holdfast.worker.regroup import AgentChannel, ChannelLostError, Go
 
 if TYPE_CHECKING:
     from holdfast.train.snapshots import Snapshots
@@ -96,7 +96,7 @@ def _of(snaps: Snapshots) -> Survivor | None:
     group = open_group()
     if group is None or group.connection is None or not snaps.resumed or not can_be_carried(snaps._tracker):
         return None
-    channel = Channel.open()
+    channel = AgentChannel.open()
     return None if channel is None else Survivor(snaps, group, channel)
 
 
@@ -109,7 +109,7 @@ def can_be_carried(tracker: Tracker) -> bool:
 class Survivor:
     """One process that goes on in one generation after the other."""
 
-    def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: Channel) -> None:
+    def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
         self._snaps = snaps
         self._group = group
         self._channel = channel
@@ -273,7 +273,7 @@ def join(snaps: Snapshots) -> int:
     Raises ProcessGroupError where this process has no group, or no agent.
     """
     group = open_group()
-    channel = Channel.open()
+    channel = AgentChannel.open()
     if group is None or group.connection is None or channel is None:
         raise ProcessGroupError("This process replaces a lost one: it needs ht.process_group() and holdfast's agent.")
     survivor = snaps._survivor = Survivor(snaps, group, channel)

@@ -51,7 +51,7 @@ class ChannelLostError(RuntimeError):
     """The agent is gone, and will end this process."""
 
 
-class Channel:
+class AgentChannel:
     """The connection to the agent. `say` and the waits belong to the main thread."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -70,7 +70,7 @@ class Channel:
         self._thread.start()
 
     @classmethod
-    def open(cls, environ: Mapping[str, str] = os.environ) -> Channel | None:
+    def open(cls, environ: Mapping[str, str] = os.environ) -> AgentChannel | None:
         """Connect to the agent. None without an agent that offers it."""
         address = environ.get(BOARD_VARIABLE, "")
         if not address:

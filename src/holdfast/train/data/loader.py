@@ -11,7 +11,6 @@ sample looks the same in an epoch whichever rank and worker reads it, and howeve
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import random
 from collections import deque
@@ -189,18 +188,7 @@ class DataLoader:
         self._follows_group = rank is None
         tail = _tail(tail, drop_last=drop_last)
         self._kept = global_batch_size is not None
-        if global_batch_size is None:
-            self._plan_for = functools.partial(
-                GlobalBatch.following,
-                batch_size=1 if batch_size is None else batch_size,
-                every=1 if every is None else every,
-                tail=tail,
-            )
-        elif every is not None:
-            raise DataError("every= follows from global_batch_size=, batch_size= and the world: leave it out.")
-        else:
-            size = global_batch_size
-            self._plan_for = functools.partial(_kept_plan, size=size, batch_size_max=batch_size, tail=tail)
+        self._plan_for = _planner(batch_size, every, global_batch_size, tail)
         self.plan = self._plan_for(self.world)
         if seed is None:
             seed = 0 if generator is None else generator.initial_seed()
@@ -369,8 +357,17 @@ class DataLoader:
         self._share = None
 
 
-def _kept_plan(world: int, *, size: int, batch_size_max: int | None, tail: Tail) -> GlobalBatch:
-    return GlobalBatch.kept(size, world, batch_size_max, tail)
+def _planner(
+    batch_size: int | None, every: int | None, global_batch_size: int | None, tail: Tail
+) -> Callable[[int], GlobalBatch]:
+    """How optimizer steps are cut in a world of any size."""
+    if global_batch_size is None:
+        samples, count = 1 if batch_size is None else batch_size, 1 if every is None else every
+        return lambda world: GlobalBatch.following(world, samples, count, tail)
+    if every is not None:
+        raise DataError("every= follows from global_batch_size=, batch_size= and the world: leave it out.")
+    size = global_batch_size
+    return lambda world: GlobalBatch.kept(size, world, batch_size, tail)
 
 
 class _Batches:

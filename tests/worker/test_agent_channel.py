@@ -13,7 +13,7 @@ import pytest
 
 from holdfast import seqpacket
 from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
-from holdfast.worker.regroup import Channel, ChannelLostError, Go, GroupSockets, Release, open_sockets
+from holdfast.worker.regroup import AgentChannel, ChannelLostError, Go, GroupSockets, Release, open_sockets
 from tests.support.limits import limit_s
 
 
@@ -26,7 +26,7 @@ class AgentEnd:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(channel_name(board))
         self._listening.listen()
-        self.channel = Channel.open({BOARD_VARIABLE: board})
+        self.channel = AgentChannel.open({BOARD_VARIABLE: board})
         assert self.channel is not None
         self.connection, _ = self._listening.accept()
 
@@ -53,8 +53,8 @@ def agent(tmp_path: Path) -> Iterator[AgentEnd]:
 
 
 def test_without_an_agent_there_is_no_channel(tmp_path: Path) -> None:
-    assert Channel.open({}) is None
-    assert Channel.open({BOARD_VARIABLE: f"{tmp_path}/board@16"}) is None
+    assert AgentChannel.open({}) is None
+    assert AgentChannel.open({BOARD_VARIABLE: f"{tmp_path}/board@16"}) is None
 
 
 def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> None:
