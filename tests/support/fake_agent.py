@@ -186,7 +186,8 @@ class FakeAgent:
         """What the workers have written, without the frames that torch shows of its C++ code."""
         texts = {path.name: path.read_text().splitlines() for path in sorted(self._folder.glob("*.log"))}
         return "\n".join(
-            "\n".join([f"--- {name}", *(line for line in lines if "frame #" not in line)]) for name, lines in texts.items()
+            "\n".join([f"--- {name}", *(line for line in lines if "frame #" not in line)])
+            for name, lines in texts.items()
         )
 
     def _receive(self) -> None:

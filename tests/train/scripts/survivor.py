@@ -163,7 +163,9 @@ def digest(*tensors: torch.Tensor) -> str:
 def main() -> None:
     global step
     torch.set_num_threads(1)
-    import faulthandler; faulthandler.register(signal.SIGUSR1)
+    import faulthandler
+
+    faulthandler.register(signal.SIGUSR1)
     in_saves()
     with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
         torch.manual_seed(1)
